@@ -1,0 +1,190 @@
+/* sparkhvd: the one boundary of the compiled collective engine.
+ *
+ * Plain C, so that one shared library serves every Python, every torch and no torch at all. Rules that hold
+ * for every function here:
+ *   - no function throws, exits the process or touches the environment;
+ *   - handles are opaque; several engines may live in one process (ranks are threads in the tests);
+ *   - a function that can fail returns a status and, unless it is SPARKHVD_OK or SPARKHVD_PENDING, writes one
+ *     NUL-terminated sentence (UTF-8, truncated to fit) into `error`, which may be NULL when `error_size` is 0;
+ *   - structures begin with `struct_size`, set by the caller to sizeof; fields are only ever appended, and a
+ *     field that a shorter caller does not know has the documented default;
+ *   - only sparkhvd_wait, sparkhvd_engine_create and sparkhvd_engine_shutdown may block.
+ */
+#ifndef SPARKHVD_H_
+#define SPARKHVD_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define SPARKHVD_API __attribute__((visibility("default")))
+
+/* Raised by one whenever this header changes in a way that an older caller would not survive. */
+#define SPARKHVD_ABI_VERSION 1
+/* Raised by one whenever bytes between ranks change; part of the handshake. */
+#define SPARKHVD_WIRE_VERSION 1
+
+/* Status of a call or of a finished operation. */
+#define SPARKHVD_OK 0
+#define SPARKHVD_PENDING 1          /* not finished yet (poll, wait) */
+#define SPARKHVD_INVALID_ARGUMENT 2 /* this rank's call is wrong; nothing was submitted */
+#define SPARKHVD_MISMATCH 3         /* ranks disagree; raised on every participant; the engine stays usable */
+#define SPARKHVD_TIMEOUT 4          /* a rank did not come in time; the message names it */
+#define SPARKHVD_PEER_LOST 5        /* a rank's process or connection is gone; the engine has failed */
+#define SPARKHVD_SHUT_DOWN 6        /* the engine was shut down, here or by the peer that the message names */
+#define SPARKHVD_UNSUPPORTED 7      /* this build or this machine cannot do what was asked */
+#define SPARKHVD_INTERNAL 8         /* a defect of sparkhvd */
+
+/* Element types. Halves are accumulated in float32. */
+#define SPARKHVD_UINT8 0
+#define SPARKHVD_INT8 1
+#define SPARKHVD_UINT16 2
+#define SPARKHVD_INT16 3
+#define SPARKHVD_UINT32 4
+#define SPARKHVD_INT32 5
+#define SPARKHVD_UINT64 6
+#define SPARKHVD_INT64 7
+#define SPARKHVD_FLOAT16 8
+#define SPARKHVD_BFLOAT16 9
+#define SPARKHVD_FLOAT32 10
+#define SPARKHVD_FLOAT64 11
+#define SPARKHVD_BOOL 12 /* one byte, 0 or 1; Sum and Max are "or", Product and Min are "and" */
+
+/* Reductions (the numbers are Horovod's). */
+#define SPARKHVD_AVERAGE 0
+#define SPARKHVD_SUM 1
+#define SPARKHVD_ADASUM 2
+#define SPARKHVD_MIN 3
+#define SPARKHVD_MAX 4
+#define SPARKHVD_PRODUCT 5
+
+/* Collectives. */
+#define SPARKHVD_ALLREDUCE 0
+#define SPARKHVD_ALLGATHER 1
+#define SPARKHVD_BROADCAST 2
+#define SPARKHVD_BARRIER 3
+#define SPARKHVD_ALLTOALL 4
+#define SPARKHVD_REDUCESCATTER 5
+#define SPARKHVD_JOIN 6
+
+/* Instruction sets of the reduce kernels. Every one gives the same bits. */
+#define SPARKHVD_ISA_AUTO 0
+#define SPARKHVD_ISA_SCALAR 1
+#define SPARKHVD_ISA_AVX2 2
+#define SPARKHVD_ISA_AVX512 3
+#define SPARKHVD_ISA_NEON 4
+
+#define SPARKHVD_DEVICE_CPU (-1)
+
+typedef struct sparkhvd_engine sparkhvd_engine;
+typedef struct sparkhvd_work sparkhvd_work;
+
+/* Everything an engine needs to know; read during sparkhvd_engine_create only. */
+typedef struct sparkhvd_engine_options {
+  uint32_t struct_size;
+  int32_t rank;
+  int32_t size;
+  /* [size] index of the host of each rank: ranks with the same index can map each other's memory. */
+  const int32_t* hosts;
+  /* [size] one connected, authenticated stream socket per peer, -1 at `rank`. AF_UNIX between ranks of one
+   * host (descriptors are passed over it), TCP otherwise. The engine owns them from the call on, also when
+   * the call fails. */
+  const int32_t* sockets;
+  int32_t isa;                 /* SPARKHVD_ISA_*; one that the CPU lacks is SPARKHVD_UNSUPPORTED */
+  int32_t spin_us;             /* how long a waiter spins before it sleeps */
+  double stall_warning_s;      /* a rank that is waited for longer is named on stderr; 0 = never */
+  double stall_shutdown_s;     /* ... and after this long the operation fails with TIMEOUT; 0 = never */
+  double host_loss_s;          /* TCP_USER_TIMEOUT of connections between hosts */
+  double connect_timeout_s;    /* longest wait for the peers inside sparkhvd_engine_create */
+  uint64_t slot_bytes;         /* staging memory of one pipeline slot in shared memory */
+  uint32_t slots;              /* pipeline slots per rank, at least 2 */
+  uint32_t use_shared_memory;  /* 0: sockets only, also inside a host */
+} sparkhvd_engine_options;
+
+/* One tensor of a request: contiguous, row-major. */
+typedef struct sparkhvd_tensor {
+  const void* input;    /* read until the operation is finished */
+  void* output;         /* written; may equal `input`; NULL where the engine allocates (allgather, alltoall) */
+  const int64_t* shape; /* [num_dims], copied at submission */
+  uint32_t num_dims;
+  uint32_t reserved;    /* 0 */
+} sparkhvd_tensor;
+
+/* One operation, submitted asynchronously and matched across ranks by (process_set, name). */
+typedef struct sparkhvd_request {
+  uint32_t struct_size;
+  int32_t collective;             /* SPARKHVD_ALLREDUCE, ... */
+  const char* name;               /* unique among this rank's operations in flight on the process set */
+  int32_t process_set;            /* 0 = all ranks */
+  int32_t dtype;                  /* SPARKHVD_FLOAT32, ... */
+  int32_t reduce_op;              /* SPARKHVD_SUM, ...; allreduce and reducescatter */
+  int32_t root_rank;              /* broadcast: global rank */
+  double prescale;                /* allreduce: factor of every input, in the accumulation type */
+  double postscale;               /* allreduce: factor of the result */
+  int32_t device;                 /* SPARKHVD_DEVICE_CPU or the ordinal of a CUDA device */
+  uint32_t num_tensors;           /* allreduce: any number, reduced as one ("gather list"); others: 1; barrier: 0 */
+  const sparkhvd_tensor* tensors; /* [num_tensors], copied at submission */
+  uint64_t stream;                /* CUstream that produced the inputs; 0 on CPU */
+  const int64_t* splits;          /* alltoall: [num_splits] rows for each rank; NULL = equal */
+  uint32_t num_splits;
+  uint32_t reserved;              /* 0 */
+  double timeout_s;               /* longest wait for the slowest rank; negative = stall_shutdown_s */
+} sparkhvd_request;
+
+/* What a finished operation that allocates its own result produced. Valid until sparkhvd_work_release. */
+typedef struct sparkhvd_output {
+  uint32_t struct_size;
+  uint32_t num_rows;      /* length of `rows` */
+  void* data;             /* row-major, ordered by rank */
+  uint64_t num_bytes;
+  const int64_t* rows;    /* [num_rows] first dimension contributed by (allgather) each rank of the set */
+} sparkhvd_output;
+
+SPARKHVD_API uint32_t sparkhvd_abi_version(void);
+SPARKHVD_API uint32_t sparkhvd_wire_version(void);
+/* 1 when the running CPU has the instruction set and this build has its kernels, else 0. */
+SPARKHVD_API int32_t sparkhvd_isa_available(int32_t isa);
+
+/* Starts an engine: maps the memory of the host's ranks and starts the progress thread. Collective: returns
+ * once every rank has called it, or TIMEOUT / PEER_LOST naming the rank. */
+SPARKHVD_API int32_t sparkhvd_engine_create(const sparkhvd_engine_options* options,
+                                            sparkhvd_engine** engine, char* error,
+                                            size_t error_size);
+/* Says goodbye to the peers and stops the progress thread; operations in flight finish with SHUT_DOWN here and
+ * name this rank on the others. Idempotent. The handle stays valid until sparkhvd_engine_destroy. */
+SPARKHVD_API int32_t sparkhvd_engine_shutdown(sparkhvd_engine* engine, char* error,
+                                              size_t error_size);
+/* Fails every operation here and on the peers, with `reason` in their messages. Never blocks. */
+SPARKHVD_API void sparkhvd_engine_abort(sparkhvd_engine* engine, const char* reason);
+/* OK while usable; otherwise why it is not. */
+SPARKHVD_API int32_t sparkhvd_engine_status(sparkhvd_engine* engine, char* error,
+                                            size_t error_size);
+/* In a forked child: closes the child's copies of the descriptors without a word to the peers. Only
+ * sparkhvd_engine_status (SHUT_DOWN, "created before fork") may be called on the handle afterwards. */
+SPARKHVD_API void sparkhvd_engine_after_fork(sparkhvd_engine* engine);
+/* Shuts down if that was not done, and frees. Every work of the engine must have been released. */
+SPARKHVD_API void sparkhvd_engine_destroy(sparkhvd_engine* engine);
+
+/* Submits one operation; never blocks on a peer. On OK, *work must be released. */
+SPARKHVD_API int32_t sparkhvd_submit(sparkhvd_engine* engine, const sparkhvd_request* request,
+                                     sparkhvd_work** work, char* error, size_t error_size);
+/* PENDING, or the status of the finished operation. Does not drive anything. */
+SPARKHVD_API int32_t sparkhvd_poll(sparkhvd_work* work, char* error, size_t error_size);
+/* Drives every operation of the engine until this one is finished or `timeout_ms` is over (PENDING). */
+SPARKHVD_API int32_t sparkhvd_wait(sparkhvd_work* work, uint32_t timeout_ms, char* error,
+                                   size_t error_size);
+/* The result of a finished allgather or alltoall. */
+SPARKHVD_API int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output,
+                                          char* error, size_t error_size);
+/* Gives the handle up. An operation that is not finished goes on, and reads and writes its tensors until it
+ * is: the caller keeps those alive. */
+SPARKHVD_API void sparkhvd_work_release(sparkhvd_work* work);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // SPARKHVD_H_

@@ -1,0 +1,125 @@
+"""Every exception that sparkhvd raises on purpose.
+
+A caller does one of three things with an error, so there are three kinds: mend the call
+(`InvalidArgumentError`, `MismatchError`), restore and try again because the set of ranks changed
+(`CollectiveError`), or report a defect (`InternalError`). `RankError` is what the driver sees when a rank
+of a run failed: it carries what happened there as data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "EngineUnavailableError",
+    "HorovodInternalError",
+    "InternalError",
+    "InvalidArgumentError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "PreflightError",
+    "RankError",
+    "SparkhvdError",
+    "UntrustedError",
+]
+
+
+class SparkhvdError(Exception):
+    """Base of every exception of this package."""
+
+
+class InvalidArgumentError(SparkhvdError, ValueError):
+    """The call is wrong, and only the caller can mend it. Never retried."""
+
+
+class NotInitializedError(InvalidArgumentError):
+    """The call needs `init()` first, or came after `shutdown()`."""
+
+
+class MismatchError(InvalidArgumentError, RuntimeError):
+    """Ranks disagree on shape, dtype, operation or root.
+
+    Raised on every participating rank when it waits; the engine stays usable. Never retried.
+    """
+
+
+class PreflightError(InvalidArgumentError, RuntimeError):
+    """The cluster or the store cannot run this job; known before anything long started."""
+
+
+class UntrustedError(InvalidArgumentError):
+    """Loading would run code from a file that the caller has not declared trusted."""
+
+
+class CollectiveError(SparkhvdError, RuntimeError):
+    """The set of ranks changed under an operation.
+
+    The contents of every buffer that was in flight are undefined, and the engine is unusable until it is
+    initialised again.
+    """
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A rank did not arrive in time; the message names it."""
+
+
+class PeerLostError(CollectiveError, ConnectionError):
+    """The process or the connection of another rank is gone; the message names it."""
+
+
+HorovodInternalError = CollectiveError
+"""Horovod's name for `CollectiveError`."""
+
+
+class EngineUnavailableError(SparkhvdError, ImportError):
+    """The compiled library is missing or does not fit this version of the package."""
+
+
+class InternalError(SparkhvdError, RuntimeError):
+    """A defect of sparkhvd: please report it with the message."""
+
+
+class RankError(SparkhvdError, RuntimeError):
+    """A rank of a run failed. Raised on the driver; names the root cause, not its consequences.
+
+    Attributes:
+        rank: the rank that failed first, or None when no rank had started.
+        host: the host it ran on, or None when unknown.
+        exit: how its process ended: "exception", "exit 3", "signal SIGKILL", "lost".
+        traceback: the Python traceback on that rank; empty if there was none.
+        log_tail: the last lines that the rank printed; empty if there were none.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        exit: str = "",  # noqa: A002 - the public name of the attribute
+        traceback: str = "",
+        log_tail: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.exit = exit
+        self.traceback = traceback
+        self.log_tail = log_tail
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {
+            "rank": self.rank,
+            "host": self.host,
+            "exit": self.exit,
+            "traceback": self.traceback,
+            "log_tail": self.log_tail,
+        }
+        return _rebuild_rank_error, (str(self), fields)
+
+
+def _rebuild_rank_error(message: str, fields: dict[str, Any]) -> RankError:
+    return RankError(message, **fields)
