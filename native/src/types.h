@@ -1,0 +1,171 @@
+// The vocabulary of the engine: element types, reductions and ranks as types of their own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+#include "sparkhvd.h"
+
+namespace sparkhvd {
+
+/// Index of a process in the world. A type of its own, so that it is never swapped with a count.
+enum class Rank : std::int32_t {};
+
+constexpr std::int32_t index_of(Rank rank) noexcept { return static_cast<std::int32_t>(rank); }
+
+enum class DType : std::int32_t {
+  kUint8 = SPARKHVD_UINT8,
+  kInt8 = SPARKHVD_INT8,
+  kUint16 = SPARKHVD_UINT16,
+  kInt16 = SPARKHVD_INT16,
+  kUint32 = SPARKHVD_UINT32,
+  kInt32 = SPARKHVD_INT32,
+  kUint64 = SPARKHVD_UINT64,
+  kInt64 = SPARKHVD_INT64,
+  kFloat16 = SPARKHVD_FLOAT16,
+  kBfloat16 = SPARKHVD_BFLOAT16,
+  kFloat32 = SPARKHVD_FLOAT32,
+  kFloat64 = SPARKHVD_FLOAT64,
+  kBool = SPARKHVD_BOOL,
+};
+inline constexpr std::int32_t kNumDTypes = SPARKHVD_BOOL + 1;
+
+enum class ReduceOp : std::int32_t {
+  kAverage = SPARKHVD_AVERAGE,
+  kSum = SPARKHVD_SUM,
+  kAdasum = SPARKHVD_ADASUM,
+  kMin = SPARKHVD_MIN,
+  kMax = SPARKHVD_MAX,
+  kProduct = SPARKHVD_PRODUCT,
+};
+inline constexpr std::int32_t kNumReduceOps = SPARKHVD_PRODUCT + 1;
+
+enum class Collective : std::int32_t {
+  kAllreduce = SPARKHVD_ALLREDUCE,
+  kAllgather = SPARKHVD_ALLGATHER,
+  kBroadcast = SPARKHVD_BROADCAST,
+  kBarrier = SPARKHVD_BARRIER,
+  kAlltoall = SPARKHVD_ALLTOALL,
+  kReducescatter = SPARKHVD_REDUCESCATTER,
+  kJoin = SPARKHVD_JOIN,
+};
+inline constexpr std::int32_t kNumCollectives = SPARKHVD_JOIN + 1;
+
+/// Bytes of one element.
+constexpr std::size_t element_size(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kUint8:
+    case DType::kInt8:
+    case DType::kBool:
+      return 1;
+    case DType::kUint16:
+    case DType::kInt16:
+    case DType::kFloat16:
+    case DType::kBfloat16:
+      return 2;
+    case DType::kUint32:
+    case DType::kInt32:
+    case DType::kFloat32:
+      return 4;
+    case DType::kUint64:
+    case DType::kInt64:
+    case DType::kFloat64:
+      return 8;
+  }
+  return 1;
+}
+
+/// The type that partial results are kept in: float32 for halves, else the type itself.
+constexpr DType accumulation_type(DType dtype) noexcept {
+  return dtype == DType::kFloat16 || dtype == DType::kBfloat16 ? DType::kFloat32 : dtype;
+}
+
+constexpr std::string_view name_of(DType dtype) noexcept {
+  switch (dtype) {
+    case DType::kUint8:
+      return "uint8";
+    case DType::kInt8:
+      return "int8";
+    case DType::kUint16:
+      return "uint16";
+    case DType::kInt16:
+      return "int16";
+    case DType::kUint32:
+      return "uint32";
+    case DType::kInt32:
+      return "int32";
+    case DType::kUint64:
+      return "uint64";
+    case DType::kInt64:
+      return "int64";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBfloat16:
+      return "bfloat16";
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+    case DType::kBool:
+      return "bool";
+  }
+  return "unknown type";
+}
+
+constexpr std::string_view name_of(ReduceOp op) noexcept {
+  switch (op) {
+    case ReduceOp::kAverage:
+      return "Average";
+    case ReduceOp::kSum:
+      return "Sum";
+    case ReduceOp::kAdasum:
+      return "Adasum";
+    case ReduceOp::kMin:
+      return "Min";
+    case ReduceOp::kMax:
+      return "Max";
+    case ReduceOp::kProduct:
+      return "Product";
+  }
+  return "unknown op";
+}
+
+constexpr std::string_view name_of(Collective collective) noexcept {
+  switch (collective) {
+    case Collective::kAllreduce:
+      return "allreduce";
+    case Collective::kAllgather:
+      return "allgather";
+    case Collective::kBroadcast:
+      return "broadcast";
+    case Collective::kBarrier:
+      return "barrier";
+    case Collective::kAlltoall:
+      return "alltoall";
+    case Collective::kReducescatter:
+      return "reducescatter";
+    case Collective::kJoin:
+      return "join";
+  }
+  return "unknown collective";
+}
+
+/// The enum value of a number that came over the C boundary or the wire; nothing if there is none.
+constexpr std::optional<DType> to_dtype(std::int64_t value) noexcept {
+  if (value < 0 || value >= kNumDTypes) return std::nullopt;
+  return static_cast<DType>(value);
+}
+
+constexpr std::optional<ReduceOp> to_reduce_op(std::int64_t value) noexcept {
+  if (value < 0 || value >= kNumReduceOps) return std::nullopt;
+  return static_cast<ReduceOp>(value);
+}
+
+constexpr std::optional<Collective> to_collective(std::int64_t value) noexcept {
+  if (value < 0 || value >= kNumCollectives) return std::nullopt;
+  return static_cast<Collective>(value);
+}
+
+}  // namespace sparkhvd
