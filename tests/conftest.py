@@ -1,0 +1,111 @@
+"""What holds for every test: a time limit with stacks, and the police.
+
+The police compare threads, descriptors and environment before and after each test. Function-scoped autouse
+fixtures start after session-scoped ones, so a shared Spark session is part of "before".
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Every harness module is a plugin: its fixtures are known everywhere and its asserts are rewritten.
+pytest_plugins = sorted(
+    f"tests.harness.{path.stem}"
+    for path in (Path(__file__).parent / "harness").glob("*.py")
+    if path.stem != "__init__"
+)
+
+DEFAULT_TIMEOUT_S = 120
+# How long a test's leftovers may take to go: a thread that was told to stop needs a moment.
+SETTLE_S = 2.0
+# Variables that pytest, the JVM gateway or BLAS set by themselves.
+FOREIGN_VARIABLES = ("PYTEST_", "PYSPARK_", "SPARK_", "KMP_", "TORCHINDUCTOR_")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "spark: needs a Spark session (slow to start)")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "leaks(reason): the police let this test leave things behind")
+    # pytest-timeout dumps every thread's stack and fails the test; a hang is the usual failure here.
+    if getattr(config.option, "timeout", None) is None and not config.getini("timeout"):
+        config.option.timeout = DEFAULT_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What a test could leave behind."""
+
+    threads: frozenset[str]
+    descriptors: frozenset[str]
+    environment: frozenset[tuple[str, str]]
+
+    def beyond(self, before: Belongings, *, sockets: bool) -> list[str]:
+        """What is here and was not before, in words."""
+        descriptors = self.descriptors - before.descriptors
+        if not sockets:
+            descriptors = frozenset(d for d in descriptors if "socket:" not in d)
+        found = [f"thread {name}" for name in sorted(self.threads - before.threads)]
+        found += [f"descriptor {name}" for name in sorted(descriptors)]
+        found += [
+            f"environment {name}" for name, _ in sorted(self.environment ^ before.environment)
+        ]
+        return found
+
+
+def belongings() -> Belongings:
+    """Our threads (Python and native), sockets, memory files and event descriptors, and the environment."""
+    threads = {
+        f"{t.name} ({t.ident})" for t in threading.enumerate() if t.name.startswith("sparkhvd")
+    }
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+        except OSError:  # ended meanwhile
+            continue
+        # Threads inherit the name of their creator; the main thread of a tool may have any name.
+        if name.startswith("sparkhvd") and int(task.name) != os.getpid():
+            threads.add(f"{name} (native {task.name})")
+    descriptors = set()
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:  # the listing's own descriptor
+            continue
+        if target.startswith(("socket:", "/memfd:sparkhvd", "anon_inode:[pidfd]")):
+            descriptors.add(f"{entry} -> {target}")
+        elif target.startswith("anon_inode:[event"):  # eventfd, eventpoll
+            descriptors.add(f"{entry} -> {target} (socket: or loop of its owner)")
+    environment = frozenset(
+        (name, value)
+        for name, value in os.environ.items()
+        if not name.startswith(FOREIGN_VARIABLES)
+    )
+    return Belongings(frozenset(threads), frozenset(descriptors), environment)
+
+
+@pytest.fixture(autouse=True)
+def police(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves threads of ours, descriptors or environment variables behind."""
+    before = belongings()
+    yield
+    if request.node.get_closest_marker("leaks"):
+        return
+    # The JVM gateway opens sockets whenever it likes.
+    uses_spark = request.node.get_closest_marker("spark") is not None or any(
+        "spark" in name or "cluster" in name for name in request.fixturenames
+    )
+    deadline = time.monotonic() + SETTLE_S
+    while found := belongings().beyond(before, sockets=not uses_spark):
+        gc.collect()
+        if time.monotonic() > deadline:
+            pytest.fail("The test left behind: " + "; ".join(found))
+        time.sleep(0.02)
