@@ -1,0 +1,227 @@
+// The kernels that every CPU runs, and the choice between instruction sets.
+#include <stdexcept>
+
+#include "kernels/kernels.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+// 16 bytes: the vector registers that every x86-64 and aarch64 has. Elsewhere the compiler splits
+// them.
+#define SPARKHVD_VECTOR_BYTES 16
+
+namespace sparkhvd::kernels_detail {
+namespace {
+
+float float_from_bits(std::uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+std::uint32_t bits_of(float value) {
+  std::uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// IEEE binary16 to binary32, exact; a signalling NaN becomes quiet, as the hardware does it.
+float float_from_float16(std::uint16_t half) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000U) << 16;
+  const std::uint32_t exponent = (half >> 10) & 0x1fU;
+  const std::uint32_t fraction = half & 0x3ffU;
+  if (exponent == 0) {  // zero or denormal: fraction * 2^-24, exact in float32
+    const float magnitude = static_cast<float>(fraction) * 0x1p-24F;
+    return float_from_bits(bits_of(magnitude) | sign);
+  }
+  if (exponent == 0x1f) {
+    const std::uint32_t quiet = fraction != 0 ? 0x400000U : 0U;
+    return float_from_bits(sign | 0x7f800000U | quiet | (fraction << 13));
+  }
+  return float_from_bits(sign | ((exponent + 112) << 23) | (fraction << 13));
+}
+
+// binary32 to binary16, to nearest even; too large becomes infinite; a NaN keeps the top of its
+// payload.
+std::uint16_t float16_from_float(float value) {
+  const std::uint32_t bits = bits_of(value);
+  const std::uint32_t sign = (bits >> 16) & 0x8000U;
+  const std::uint32_t magnitude = bits & 0x7fffffffU;
+  std::uint32_t half = 0;
+  if (magnitude > 0x7f800000U) {
+    half = 0x7e00U | ((magnitude >> 13) & 0x3ffU);
+  } else if (magnitude >= 0x477ff000U) {  // 65520 and more round to 2^16
+    half = 0x7c00U;
+  } else if (magnitude >= 0x38800000U) {  // normal, at least 2^-14
+    const std::uint32_t rebased = magnitude - (112U << 23);
+    half = (rebased + 0xfffU + ((rebased >> 13) & 1U)) >> 13;
+  } else if (magnitude > 0x33000000U) {  // denormal, more than half of the smallest one (2^-25)
+    const std::uint32_t fraction = (magnitude & 0x7fffffU) | 0x800000U;
+    const std::uint32_t shift = 126U - (magnitude >> 23);  // from 14 to 24
+    const std::uint32_t rest = fraction & ((1U << shift) - 1U);
+    const std::uint32_t middle = 1U << (shift - 1U);
+    half = fraction >> shift;
+    if (rest > middle || (rest == middle && (half & 1U) != 0)) ++half;
+  }
+  return static_cast<std::uint16_t>(sign | half);
+}
+
+template <typename Floats>
+inline Floats widen_float16(const std::uint16_t* from) {
+  Floats wide;
+  for (std::size_t lane = 0; lane < sizeof(Floats) / sizeof(float); ++lane) {
+    wide[lane] = float_from_float16(from[lane]);
+  }
+  return wide;
+}
+
+template <typename Floats>
+inline void narrow_float16(std::uint16_t* to, const Floats& value) {
+  for (std::size_t lane = 0; lane < sizeof(Floats) / sizeof(float); ++lane) {
+    to[lane] = float16_from_float(value[lane]);
+  }
+}
+
+}  // namespace
+}  // namespace sparkhvd::kernels_detail
+
+#include "kernels/kernels_impl.h"
+
+namespace sparkhvd {
+namespace kernels_detail {
+
+const Table* scalar_table() noexcept { return &kTable; }
+
+namespace {
+
+#if defined(__x86_64__)
+bool has_f16c() noexcept {
+  unsigned eax = 0;
+  unsigned ebx = 0;
+  unsigned ecx = 0;
+  unsigned edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+
+// __builtin_cpu_supports also asks whether the operating system saves the wide registers.
+bool cpu_has_avx2() noexcept { return __builtin_cpu_supports("avx2") != 0 && has_f16c(); }
+
+bool cpu_has_avx512() noexcept {
+  return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+         __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
+}
+#else
+bool cpu_has_avx2() noexcept { return false; }
+bool cpu_has_avx512() noexcept { return false; }
+#endif
+
+const Table* table_of(int isa) noexcept {
+  switch (isa) {
+    case SPARKHVD_ISA_AUTO:
+      if (const Table* table = table_of(SPARKHVD_ISA_AVX512)) return table;
+      if (const Table* table = table_of(SPARKHVD_ISA_AVX2)) return table;
+      return scalar_table();
+    case SPARKHVD_ISA_SCALAR:
+      return scalar_table();
+    case SPARKHVD_ISA_AVX2:
+      return cpu_has_avx2() ? avx2_table() : nullptr;
+    case SPARKHVD_ISA_AVX512:
+      return cpu_has_avx512() ? avx512_table() : nullptr;
+    case SPARKHVD_ISA_NEON:
+#if defined(__aarch64__)
+      return scalar_table();  // its 16-byte vectors are NEON registers
+#else
+      return nullptr;
+#endif
+    default:
+      return nullptr;
+  }
+}
+
+struct Operands {
+  DType dtype;
+  ReduceOp op;
+};
+
+Operation operation_of(const Operands& what) {
+  switch (what.op) {
+    case ReduceOp::kAverage:
+      if (what.dtype == DType::kBool) throw std::invalid_argument("bool has no Average");
+      return kOpSum;
+    case ReduceOp::kSum:
+      return kOpSum;
+    case ReduceOp::kMin:
+      return kOpMin;
+    case ReduceOp::kMax:
+      return kOpMax;
+    case ReduceOp::kProduct:
+      return kOpProduct;
+    case ReduceOp::kAdasum:
+      break;
+  }
+  throw std::invalid_argument("this operation is no elementwise reduction");
+}
+
+void run(const Table& table, Form form, const Operands& what, const Buffers& buffers,
+         const Factors& factors) {
+  if (buffers.num_srcs == 0) throw std::invalid_argument("a reduction needs at least one source");
+  const auto dtype = static_cast<std::size_t>(what.dtype);
+  table.functions[form][dtype][operation_of(what)](buffers, factors);
+}
+
+Factors factors_of(const Scaling& scaling, Form form) {
+  Factors factors;
+  if (form != kFinish) factors.pre = scaling.prescale;
+  if (form != kPartial) factors.post = scaling.postscale * (1.0 / scaling.divisor);
+  factors.has_pre = factors.pre != 1.0;
+  factors.has_post = factors.post != 1.0;
+  return factors;
+}
+
+}  // namespace
+}  // namespace kernels_detail
+
+using kernels_detail::factors_of;
+
+void Kernels::reduce(DType dtype, ReduceOp op, void* dst, std::span<const void* const> srcs,
+                     std::size_t count, const Scaling& scaling) const {
+  kernels_detail::run(*table_, kernels_detail::kReduce, {dtype, op},
+                      {dst, srcs.data(), srcs.size(), count},
+                      factors_of(scaling, kernels_detail::kReduce));
+}
+
+void Kernels::reduce_partial(DType dtype, ReduceOp op, void* accum,
+                             std::span<const void* const> srcs, std::size_t count,
+                             const Scaling& scaling) const {
+  kernels_detail::run(*table_, kernels_detail::kPartial, {dtype, op},
+                      {accum, srcs.data(), srcs.size(), count},
+                      factors_of(scaling, kernels_detail::kPartial));
+}
+
+void Kernels::finish(DType dtype, ReduceOp op, void* dst, std::span<const void* const> accums,
+                     std::size_t count, const Scaling& scaling) const {
+  kernels_detail::run(*table_, kernels_detail::kFinish, {dtype, op},
+                      {dst, accums.data(), accums.size(), count},
+                      factors_of(scaling, kernels_detail::kFinish));
+}
+
+bool isa_available(int isa) noexcept { return kernels_detail::table_of(isa) != nullptr; }
+
+const Kernels& kernels(int isa) {
+  using kernels_detail::table_of;
+  // One constant object per table: the tables are constants too, so there is nothing to initialise
+  // twice.
+  static const Kernels scalar{*kernels_detail::scalar_table()};
+  const kernels_detail::Table* const table = table_of(isa);
+  if (table == nullptr) throw std::invalid_argument("this CPU lacks the instruction set");
+  if (table == kernels_detail::scalar_table()) return scalar;
+  if (table == table_of(SPARKHVD_ISA_AVX2)) {
+    static const Kernels avx2{*table};
+    return avx2;
+  }
+  static const Kernels avx512{*table};
+  return avx512;
+}
+
+}  // namespace sparkhvd
