@@ -158,14 +158,20 @@ SPARKHVD_INLINE T saturate(double value) {
   return value == value ? static_cast<T>(value) : static_cast<T>(0);
 }
 
+// Not inlined: lane by lane, and rare (Average of integers), it would be most of the library's code.
+template <typename T>
+__attribute__((noinline)) void scale_integers(Vector<T>& values, double factor) {
+  for (std::size_t lane = 0; lane < SPARKHVD_VECTOR_BYTES / sizeof(T); ++lane) {
+    values[lane] = saturate<T>(static_cast<double>(values[lane]) * factor);
+  }
+}
+
 template <typename T>
 SPARKHVD_INLINE Vector<T> scale(Vector<T> value, double factor) {
   if constexpr (kIsFloat<T>) {
     return value * static_cast<T>(factor);
   } else {
-    for (std::size_t lane = 0; lane < SPARKHVD_VECTOR_BYTES / sizeof(T); ++lane) {
-      value[lane] = saturate<T>(static_cast<double>(value[lane]) * factor);
-    }
+    scale_integers<T>(value, factor);
     return value;
   }
 }

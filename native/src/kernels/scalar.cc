@@ -68,7 +68,7 @@ std::uint16_t float16_from_float(float value) {
 }
 
 template <typename Floats>
-inline Floats widen_float16(const std::uint16_t* from) {
+__attribute__((noinline)) Floats widen_float16(const std::uint16_t* from) {
   Floats wide;
   for (std::size_t lane = 0; lane < sizeof(Floats) / sizeof(float); ++lane) {
     wide[lane] = float_from_float16(from[lane]);
@@ -77,7 +77,7 @@ inline Floats widen_float16(const std::uint16_t* from) {
 }
 
 template <typename Floats>
-inline void narrow_float16(std::uint16_t* to, const Floats& value) {
+__attribute__((noinline)) void narrow_float16(std::uint16_t* to, const Floats& value) {
   for (std::size_t lane = 0; lane < sizeof(Floats) / sizeof(float); ++lane) {
     to[lane] = float16_from_float(value[lane]);
   }
