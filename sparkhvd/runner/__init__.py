@@ -1,0 +1,127 @@
+"""Run a function on every rank: in one Spark barrier stage, or in processes on this host.
+
+    from sparkhvd.runner import run
+
+    def train(steps):
+        import sparkhvd.torch as hvd
+
+        hvd.init()
+        ...
+        return hvd.rank()
+
+    run(train, args=(100,), num_proc=4, spark=spark)  # [0, 1, 2, 3]
+
+The function runs in a fresh process per rank, not in Spark's Python worker. Nothing of Spark is imported here,
+so a rank may import this package cheaply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.runner.context import RankContext, context
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
+
+    from sparkhvd.settings import Settings
+
+__all__ = ["RankContext", "context", "run", "run_local"]
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_proc: int | None = None,
+    spark: SparkSession | None = None,
+    env: Mapping[str, str] | None = None,
+    settings: Settings | None = None,
+    start_timeout: float | None = None,
+    max_retries: int = 2,
+    verbose: int = 1,
+    profile: ResourceProfile | None = None,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` on `num_proc` ranks in one Spark barrier stage; return results by rank.
+
+    Each rank is a fresh process beside a Spark task, with its own rendezvous installed: `sparkhvd.torch.init()`
+    connects the ranks. The standard torch variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)
+    are set too. Jobs of one Spark application run one after the other, in the order of their calls.
+
+    Args:
+        fn: any function that pickles; also from a notebook cell, `__main__` or a `--py-files` module.
+        args: positional arguments of `fn`.
+        kwargs: keyword arguments of `fn`.
+        num_proc: number of ranks. None means every task slot of the configured cluster: N for `local[N]`,
+            executors x (cores // `spark.task.cpus`) elsewhere; an error where the configuration does not say.
+        spark: the session to use, classic or Connect; None means the active one.
+        env: environment variables of the ranks, set before `fn` and its modules load.
+        settings: engine settings; None reads them from this process's environment.
+        start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`.
+        max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
+        verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
+        profile: Spark resource profile of the stage (pyspark 4 and a cluster master).
+
+    Returns:
+        What `fn` returned on rank 0, 1, ...
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
+        PreflightError: the cluster cannot run this job; the message says what to set. `fn` has not started.
+        RankError: `fn` failed on a rank: which, where, and its traceback or signal.
+    """
+    from sparkhvd.runner import job
+    from sparkhvd.settings import Settings
+
+    options = job.LaunchOptions(
+        env=dict(env or {}),
+        settings=Settings.resolve() if settings is None else settings,
+        start_timeout_s=start_timeout,
+        max_retries=max_retries,
+        verbose=verbose,
+        profile=profile,
+    )
+    session = job.active_session() if spark is None else spark
+    return job.launch(session, fn, args, kwargs or {}, num_proc, options).results
+
+
+def run_local(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    num_proc: int,
+    env: Mapping[str, str] | None = None,
+    settings: Settings | None = None,
+    verbose: int = 1,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` on `num_proc` processes of this host, without Spark; return results by rank.
+
+    The same processes as `run` starts, so a program can be tried before it meets a cluster. Never relaunched.
+
+    Args:
+        fn: any function that pickles.
+        args: positional arguments of `fn`.
+        kwargs: keyword arguments of `fn`.
+        num_proc: number of processes, at least 1.
+        env: environment variables of the ranks, set before `fn` and its modules load.
+        settings: engine settings; None reads them from this process's environment.
+        verbose: 0 keeps the ranks' output; 1 prints it to stderr, each line after its [rank].
+
+    Returns:
+        What `fn` returned on rank 0, 1, ...
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
+        RankError: `fn` failed on a rank: which, and its traceback or signal.
+    """
+    from sparkhvd.runner import local
+    from sparkhvd.settings import Settings
+
+    resolved = Settings.resolve() if settings is None else settings
+    return local.launch_local(
+        fn, args, kwargs or {}, num_proc, env=dict(env or {}), settings=resolved, verbose=verbose
+    )

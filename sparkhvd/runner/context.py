@@ -1,0 +1,43 @@
+"""What a rank may know about itself before `init()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["RankContext", "context"]
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The place of this process in its job.
+
+    Attributes:
+        rank: index of this process, 0 to size - 1.
+        size: number of processes in the job.
+        local_rank: index among the job's processes on this host.
+        attempt: 0 for the first launch of the job, then one more per relaunch.
+        num_threads: threads this process may use; already set for OpenMP and MKL.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    attempt: int
+    num_threads: int
+
+
+# At most one entry: a trainer process sets it once, before the user's function runs.
+_installed: list[RankContext] = []
+
+
+def context() -> RankContext | None:
+    """The place of this process in its job; None in a process that the runner did not start.
+
+    Known before `init()`, so a rank can choose its device or its files first.
+    """
+    return _installed[-1] if _installed else None
+
+
+def install(value: RankContext | None) -> None:
+    """Set what `context()` returns; called by the trainer process."""
+    _installed[:] = [] if value is None else [value]

@@ -1,0 +1,322 @@
+"""Carry values and errors of ranks back to the driver as data.
+
+A rank ends in an `Outcome`. It travels three ways: as rows of the barrier task, as a file below the run's
+folder, and, because Spark keeps only the text of a failure, inside the text of the exception that ends the
+stage: `embed` and `find_embedded`. Everything here is pure.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import signal
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from sparkhvd.errors import PreflightError, RankError, SparkhvdError
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Kind",
+    "Outcome",
+    "chunks",
+    "embed",
+    "error_of",
+    "find_embedded",
+    "from_spark_failure",
+    "is_retryable",
+    "root_cause",
+]
+
+# Spark Connect sends rows in Arrow batches of at most 4 MiB.
+CHUNK_BYTES = 1 << 20
+# What an exception's text carries of a traceback and of the output; the run's folder and the log have all.
+_TEXT_LIMIT = 6000
+
+
+class Kind:
+    """How a rank ended; ordered in `_BLAME` from root cause to consequence."""
+
+    OK = "ok"
+    PREFLIGHT = "preflight"  # the rank could not start, and would not next time either
+    EXCEPTION = "exception"  # the function raised
+    EXIT = "exit"  # the function called sys.exit with a code
+    CRASH = "crash"  # the process ended without a report: a signal, or os._exit
+    LOST = "lost"  # the Spark task, executor or host is gone
+    COLLECTIVE = "collective"  # the function raised because another rank was lost
+    CANCELLED = "cancelled"  # the Spark job was cancelled
+    SPARK = "spark"  # Spark failed in a way that says nothing about a rank
+
+
+_BLAME = (
+    Kind.PREFLIGHT,
+    Kind.EXCEPTION,
+    Kind.EXIT,
+    Kind.CRASH,
+    Kind.LOST,
+    Kind.CANCELLED,
+    Kind.SPARK,
+    Kind.COLLECTIVE,
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended, as data.
+
+    Attributes:
+        rank: the rank; None when Spark's text does not say.
+        kind: one of `Kind`.
+        host: where it ran; "" when unknown.
+        attempt: 0 for the first launch, then one more per relaunch.
+        exit: "ok", "exception", "exit 3", "signal SIGKILL", "lost", ...
+        error: class name of the exception; "" if there was none.
+        message: its message, or what is known instead.
+        traceback: the Python traceback; "" if there was none.
+        log_tail: the last lines that the rank printed.
+        peak_rss_bytes: largest resident memory of the process; 0 when unknown.
+        pid: process id of the trainer; 0 when it never started.
+        num_threads: threads it was given.
+        started_at: time.time() on its host when the function began; 0.0 if it did not.
+        run_s: seconds that the function ran.
+        wall_s: seconds from the start of the process to its end.
+    """
+
+    rank: int | None
+    kind: str
+    host: str = ""
+    attempt: int = 0
+    exit: str = ""
+    error: str = ""
+    message: str = ""
+    traceback: str = ""
+    log_tail: tuple[str, ...] = ()
+    peak_rss_bytes: int = 0
+    pid: int = 0
+    num_threads: int = 0
+    started_at: float = 0.0
+    run_s: float = 0.0
+    wall_s: float = 0.0
+
+    def to_json(self) -> str:
+        """Text from which `from_json` rebuilds this outcome."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Outcome:
+        """The outcome that `to_json` wrote; unknown fields of a newer version are ignored."""
+        known = {f.name for f in fields(cls)}
+        data = {name: value for name, value in json.loads(text).items() if name in known}
+        data["log_tail"] = tuple(data.get("log_tail", ()))
+        return cls(**data)
+
+
+def chunks(data: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """Cut bytes into pieces of at most `size`; no bytes give no piece."""
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+# --- outcomes inside the text of an exception ---------------------------------------------------------------
+
+_EMBEDDED = re.compile(r"\[sparkhvd-outcome:([A-Za-z0-9_=-]+)\]")
+
+
+def embed(outcome: Outcome) -> str:
+    """A token for the text of an exception, from which `find_embedded` rebuilds the outcome.
+
+    Traceback and output are cut, because Spark Connect shortens long messages.
+    """
+    short = replace(
+        outcome,
+        message=_middle_cut(outcome.message),
+        traceback=_middle_cut(outcome.traceback),
+        log_tail=tuple(_tail_lines(outcome.log_tail)),
+    )
+    packed = base64.urlsafe_b64encode(zlib.compress(short.to_json().encode(), 9)).decode()
+    return f"[sparkhvd-outcome:{packed}]"
+
+
+def find_embedded(text: str) -> list[Outcome]:
+    """The outcomes whose tokens stand in a text, each once, in order of appearance."""
+    found = []
+    for packed in dict.fromkeys(_EMBEDDED.findall(text)):
+        try:
+            found.append(Outcome.from_json(zlib.decompress(base64.urlsafe_b64decode(packed)).decode()))
+        except (ValueError, zlib.error, TypeError):  # a message that Spark has cut
+            continue
+    return found
+
+
+def _middle_cut(text: str) -> str:
+    if len(text) <= _TEXT_LIMIT:
+        return text
+    half = _TEXT_LIMIT // 2
+    return f"{text[:half]}\n... [{len(text) - 2 * half} characters left out] ...\n{text[-half:]}"
+
+
+def _tail_lines(lines: Iterable[str]) -> list[str]:
+    kept: list[str] = []
+    room = _TEXT_LIMIT
+    for line in reversed(list(lines)):
+        room -= len(line) + 1
+        if room < 0:
+            break
+        kept.insert(0, line)
+    return kept
+
+
+# --- what Spark says ----------------------------------------------------------------------------------------
+
+_TASK = re.compile(r"barrier task ResultTask\(\d+, (\d+)\)")
+_MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([^']+)'")
+_LOST = (
+    "ExecutorLostFailure",
+    "Python worker exited unexpectedly",
+    "Python worker failed to connect back",
+    "Executor heartbeat timed out",
+    "Remote RPC client disassociated",
+    "FetchFailed",
+    "Slave lost",
+    "Worker lost",
+)
+_CANCELLED = ("cancelled part of cancelled job tag", "OPERATION_CANCELED", "cancelled as part of")
+
+
+def from_spark_failure(text: str) -> Outcome:
+    """What is known when a stage failed and no rank said why. Spark offers nothing but this text."""
+    task = _TASK.search(text)
+    rank = int(task.group(1)) if task else None
+    summary = _summary(text)
+    missing = _MISSING_MODULE.search(text)
+    if missing:
+        message = (
+            f"The workers' Python has no module {missing.group(1)!r}. Install it there, or set "
+            "PYSPARK_PYTHON (spark.pyspark.python) to an interpreter that has it."
+        )
+        return Outcome(rank, Kind.PREFLIGHT, exit="not started", message=message)
+    if "PYTHON_VERSION_MISMATCH" in text:
+        message = (
+            f"The workers run another Python than the driver: {summary} "
+            "Set PYSPARK_PYTHON (spark.pyspark.python) to the same version."
+        )
+        return Outcome(rank, Kind.PREFLIGHT, exit="not started", message=message)
+    if any(sign in text for sign in _LOST):
+        return Outcome(rank, Kind.LOST, exit="lost", message=summary)
+    if any(sign in text for sign in _CANCELLED) or re.search(r"Job \d+ cancelled", text):
+        return Outcome(rank, Kind.CANCELLED, exit="cancelled", message=summary)
+    return Outcome(rank, Kind.SPARK, exit="failed in Spark", message=summary)
+
+
+_FRAME = re.compile(r"^\s+at [\w$.<>/]+\(.*\)$|^Driver stacktrace:|^\s*\.\.\. \d+ more$")
+
+
+def _summary(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
+    return _middle_cut("\n".join(lines).replace("org.apache.spark.", ""))
+
+
+# --- blame --------------------------------------------------------------------------------------------------
+
+
+def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """The failure that explains the others: an exception, then a crash, then a lost peer; None if all are ok.
+
+    Among equals the lowest rank, so the answer does not depend on timing.
+    """
+    failed = [outcome for outcome in outcomes if outcome.kind != Kind.OK]
+    if not failed:
+        return None
+    return min(failed, key=lambda o: (_BLAME.index(o.kind), o.rank if o.rank is not None else 1 << 30))
+
+
+def is_retryable(cause: Outcome) -> bool:
+    """Whether launching the job again may help: a process, executor or host was lost."""
+    return cause.kind in (Kind.CRASH, Kind.LOST, Kind.COLLECTIVE)
+
+
+def error_of(
+    cause: Outcome, size: int, *, others: Sequence[Outcome] = (), spark_text: str = ""
+) -> SparkhvdError:
+    """The exception that the driver raises for a root cause.
+
+    Args:
+        cause: the root cause.
+        size: number of ranks of the job.
+        others: further outcomes; failed ones are mentioned in one line each.
+        spark_text: what Spark said about a lost executor; appended.
+    """
+    if cause.kind == Kind.PREFLIGHT:
+        return PreflightError(cause.message)
+    lines = [describe(cause, size)]
+    if cause.traceback:
+        lines.append(cause.traceback.rstrip())
+    elif cause.log_tail:
+        lines.append("Its last lines:")
+        lines += [f"  {line}" for line in cause.log_tail[-20:]]
+    for other in others:
+        if other.kind != Kind.OK and other.rank != cause.rank:
+            lines.append("Also: " + describe(other, size).splitlines()[0])
+    if spark_text and cause.kind in (Kind.LOST, Kind.COLLECTIVE) and spark_text not in cause.message:
+        lines.append(f"Spark said: {spark_text}")
+    return RankError(
+        "\n".join(lines),
+        rank=cause.rank,
+        host=cause.host or None,
+        exit=cause.exit,
+        traceback=cause.traceback,
+        log_tail="\n".join(cause.log_tail),
+    )
+
+
+def describe(outcome: Outcome, size: int) -> str:
+    """One failed rank in a sentence or two."""
+    where = f" on host {outcome.host}" if outcome.host else ""
+    who = f"Rank {outcome.rank} of {size}{where}" if outcome.rank is not None else f"A job of {size} ranks"
+    if outcome.kind == Kind.EXCEPTION:
+        return f"{who} raised {outcome.error}: {outcome.message}"
+    if outcome.kind == Kind.COLLECTIVE:
+        return f"{who} stopped because of another rank: {outcome.error}: {outcome.message}"
+    if outcome.kind == Kind.EXIT:
+        return f"{who} ended with {outcome.exit}. {outcome.message}".rstrip()
+    if outcome.kind == Kind.CRASH:
+        return f"{who} ended with {outcome.exit}{_crash_hint(outcome)}"
+    if outcome.kind == Kind.LOST:
+        return f"{who} was lost together with its Spark task: {outcome.message}"
+    if outcome.kind == Kind.CANCELLED:
+        return f"{who} was cancelled in Spark: {outcome.message}"
+    return f"{who} failed in Spark: {outcome.message}"
+
+
+def _crash_hint(outcome: Outcome) -> str:
+    peak = f"its peak memory was {outcome.peak_rss_bytes / 2**20:.0f} MiB"
+    if outcome.exit in ("signal SIGKILL", "exit 137", "signal SIGTERM", "exit 143"):
+        return (
+            f" and left no report: probably memory ({peak}). Give each rank more: raise "
+            "spark.executor.memoryOverhead (YARN, Kubernetes) or run fewer ranks per host."
+        )
+    return f" and left no report; {peak}."
+
+
+def exit_text(status: int) -> str:
+    """An exit status as subprocess gives it (negative: signal) in words."""
+    if status >= 0:
+        return f"exit {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def class_name(error: BaseException) -> str:
+    """The name under which a user knows an exception class."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def all_ok(outcomes: Sequence[Outcome | Any], size: int) -> bool:
+    """Whether every rank reported, and reported success."""
+    return len(outcomes) == size and all(outcome.kind == Kind.OK for outcome in outcomes)

@@ -1,0 +1,78 @@
+"""Find the processes that a test started, also when their parent is gone.
+
+Every process that descends from this test run carries `TAG_VARIABLE` in its environment, so processes of other
+runs on the machine are never counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from pathlib import Path
+
+TAG_VARIABLE = "SPARKHVD_TEST_RUN"
+TAG = uuid.uuid4().hex
+
+TRAINER = "sparkhvd.runner.child"
+PYTHON_WORKER = "pyspark.daemon"
+
+
+def find(command_contains: str, tag: str = TAG) -> set[int]:
+    """Live processes of this test run whose command line contains a text (zombies do not count)."""
+    found = set()
+    wanted = f"{TAG_VARIABLE}={tag}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+            if (
+                command_contains.encode() in command
+                and wanted in (entry / "environ").read_bytes().split(b"\0")
+                and is_alive(int(entry.name))
+            ):
+                found.add(int(entry.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def children(pid: int) -> set[int]:
+    """The processes whose parent is `pid`."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (entry / "stat").read_text()
+                if int(stat.rpartition(")")[2].split()[1]) == pid:
+                    found.add(int(entry.name))
+    return found
+
+
+def wait_until_gone(pids: set[int], timeout_s: float = 10) -> set[int]:
+    """Wait until none of `pids` lives; return those that still do at the end."""
+    deadline = time.monotonic() + timeout_s
+    while left := {pid for pid in pids if is_alive(pid)}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return left
+
+
+def wait_for_no_trainers(timeout_s: float = 10) -> set[int]:
+    """Wait until no trainer of this test run lives; return those that still do at the end."""
+    deadline = time.monotonic() + timeout_s
+    while left := find(TRAINER):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return left
