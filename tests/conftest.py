@@ -34,7 +34,9 @@ FOREIGN_VARIABLES = ("PYTEST_", "PYSPARK_", "SPARK_", "KMP_", "TORCHINDUCTOR_")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "spark: needs a Spark session (slow to start)")
     config.addinivalue_line("markers", "slow: takes more than a few seconds")
-    config.addinivalue_line("markers", "leaks(reason): the police let this test leave things behind")
+    config.addinivalue_line(
+        "markers", "leaks(reason): the police let this test leave things behind"
+    )
     # pytest-timeout dumps every thread's stack and fails the test; a hang is the usual failure here.
     if getattr(config.option, "timeout", None) is None and not config.getini("timeout"):
         config.option.timeout = DEFAULT_TIMEOUT_S

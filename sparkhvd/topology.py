@@ -1,0 +1,71 @@
+"""Who is where: from the host of every rank to local and cross ranks. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["Topology", "topology"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The place of one rank in the world, in the field's own words.
+
+    Attributes:
+        rank: index of this process in the world.
+        size: number of processes in the world.
+        local_rank: index among the ranks of this host.
+        local_size: number of ranks on this host.
+        cross_rank: index of this host among the hosts that have a rank with this `local_rank`.
+        cross_size: number of those hosts.
+        hosts: index of the host of every rank, numbered by first appearance.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    hosts: tuple[int, ...]
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """True when every host has the same number of ranks."""
+        counts = {self.hosts.count(host) for host in set(self.hosts)}
+        return len(counts) == 1
+
+
+def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
+    """The place of `rank` when rank r runs on `hosts[r]`.
+
+    Args:
+        rank: the rank to describe.
+        hosts: one name or number of a host per rank, in rank order.
+
+    Raises:
+        InvalidArgumentError: `rank` is not one of the ranks.
+    """
+    size = len(hosts)
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(
+            f"topology(rank={rank}): there are {size} ranks. Give a rank from 0 to {size - 1}."
+        )
+    numbers: dict[Hashable, int] = {}
+    indices = tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+    # Rank among the ranks of its own host, for every rank.
+    local_ranks = [indices[:r].count(indices[r]) for r in range(size)]
+    peers = [r for r in range(size) if local_ranks[r] == local_ranks[rank]]
+    return Topology(
+        rank=rank,
+        size=size,
+        local_rank=local_ranks[rank],
+        local_size=indices.count(indices[rank]),
+        # One rank per host has this local rank; hosts are numbered by first appearance.
+        cross_rank=sum(indices[r] < indices[rank] for r in peers),
+        cross_size=len(peers),
+        hosts=indices,
+    )
