@@ -1,0 +1,119 @@
+"""Builds native/ with CMake and puts the library into the package; the rest is in pyproject.toml.
+
+One wheel serves every Python and every torch, because the library is plain C behind ctypes: the wheel is
+tagged `py3-none-<platform>`. Nothing of torch, CUDA, MPI or Python's headers is needed to build it.
+
+    pip install .                             a wheel, built in a temporary folder
+    python setup.py build_ext --inplace       the library into the checkout (`make native`)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY = "sparkhvd.lib.libsparkhvd"
+COMPILERS = ("c++", "g++", "clang++")
+CXX20_PROBE = "#include <span>\n#include <stop_token>\nstd::stop_token t; std::span<int> s;\n"
+
+
+class BuildProblem(BaseError):
+    """Something on this machine prevents the build; the message is one sentence with the remedy."""
+
+
+def compiler() -> str:
+    """The C++ compiler: $CXX, else the first of the usual names that understands C++20."""
+    chosen = os.environ.get("CXX")
+    candidates = [chosen] if chosen else [c for c in COMPILERS if shutil.which(c)]
+    for candidate in candidates:
+        if understands_cxx20(candidate):
+            return candidate
+    found = f"found only {', '.join(candidates)}" if candidates else "found none"
+    raise BuildProblem(
+        f"Building sparkhvd needs a C++20 compiler (g++ 11 or clang 14, or newer) and {found}: "
+        "install one, for example with `apt-get install g++` on Debian and Ubuntu or "
+        "`dnf install gcc-c++` on Fedora and RHEL, or name yours in the variable CXX."
+    )
+
+
+def understands_cxx20(command: str) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe.cc"
+        probe.write_text(CXX20_PROBE)
+        # CXX may hold a launcher and flags, such as "ccache g++ -m64".
+        line = [*command.split(), "-std=c++20", "-fsyntax-only", str(probe)]
+        try:
+            return subprocess.run(line, capture_output=True, check=False).returncode == 0
+        except OSError:
+            return False
+
+
+def tool(name: str) -> str | None:
+    """A build tool from its PyPI package in this environment, else from the machine."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+class CMakeBuild(build_ext):
+    """Runs CMake where build_ext would call the compiler once per source."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        # The checkout keeps its build folder, so that a rebuild compiles only what changed.
+        build = ROOT / "build" / "native" if self.inplace else Path(self.build_temp).resolve() / "native"
+        cmake = tool("cmake")
+        if cmake is None:
+            raise BuildProblem(
+                "Building sparkhvd needs CMake and found none: run `pip install cmake ninja` first, "
+                "or build without --no-build-isolation."
+            )
+        configure = [
+            cmake,
+            f"-S{ROOT / 'native'}",
+            f"-B{build}",
+            "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
+            f"-DSPARKHVD_BUILD_TESTS={'ON' if self.inplace else 'OFF'}",
+        ]
+        if not (build / "CMakeCache.txt").exists():
+            configure.append(f"-DCMAKE_CXX_COMPILER={compiler()}")
+            if (ninja := tool("ninja")) is not None:
+                configure += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
+        self.announce(f"building {target.name} in {build}", level=2)
+        subprocess.run(configure, check=True)
+        jobs = str(os.cpu_count() or 1)
+        subprocess.run(
+            [cmake, "--build", str(build), "--target", "sparkhvd", "-j", jobs], check=True
+        )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A new file and a rename: a process that has the old library mapped keeps it.
+        fresh = target.with_suffix(".so.new")
+        shutil.copy2(build / "libsparkhvd.so", fresh)
+        fresh.replace(target)
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """`sparkhvd/lib/libsparkhvd.so`: no Python ABI in the name, because it uses none."""
+        return str(Path(*fullname.split("."))) + ".so"
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for this platform and every Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension(LIBRARY, sources=[])],
+        cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
+    )

@@ -1,0 +1,73 @@
+"""sparkhvd: train PyTorch models on Spark DataFrames, with Horovod's API on compiled collectives.
+
+Every public name below is imported when it is first used, so `import sparkhvd` loads neither torch nor
+pyspark.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd._version import __version__
+
+if TYPE_CHECKING:
+    from sparkhvd.errors import CollectiveError as CollectiveError
+    from sparkhvd.errors import CollectiveTimeoutError as CollectiveTimeoutError
+    from sparkhvd.errors import EngineUnavailableError as EngineUnavailableError
+    from sparkhvd.errors import HorovodInternalError as HorovodInternalError
+    from sparkhvd.errors import InternalError as InternalError
+    from sparkhvd.errors import InvalidArgumentError as InvalidArgumentError
+    from sparkhvd.errors import MismatchError as MismatchError
+    from sparkhvd.errors import NotInitializedError as NotInitializedError
+    from sparkhvd.errors import PeerLostError as PeerLostError
+    from sparkhvd.errors import PreflightError as PreflightError
+    from sparkhvd.errors import RankError as RankError
+    from sparkhvd.errors import SparkhvdError as SparkhvdError
+    from sparkhvd.errors import UntrustedError as UntrustedError
+    from sparkhvd.estimator import Store as Store
+    from sparkhvd.estimator import TorchEstimator as TorchEstimator
+    from sparkhvd.estimator import TorchModel as TorchModel
+    from sparkhvd.estimator import read_packed as read_packed
+    from sparkhvd.estimator import trust as trust
+    from sparkhvd.settings import Settings as Settings
+
+_ERRORS = (
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "EngineUnavailableError",
+    "HorovodInternalError",
+    "InternalError",
+    "InvalidArgumentError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "PreflightError",
+    "RankError",
+    "SparkhvdError",
+    "UntrustedError",
+)
+
+# Where each public name lives.
+_HOMES = {
+    **dict.fromkeys(_ERRORS, "sparkhvd.errors"),
+    "Settings": "sparkhvd.settings",
+    "Store": "sparkhvd.estimator",
+    "TorchEstimator": "sparkhvd.estimator",
+    "TorchModel": "sparkhvd.estimator",
+    "read_packed": "sparkhvd.estimator",
+    "trust": "sparkhvd.estimator",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are data, so that they stand once
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'sparkhvd' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
