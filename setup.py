@@ -70,7 +70,11 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         # The checkout keeps its build folder, so that a rebuild compiles only what changed.
-        build = ROOT / "build" / "native" if self.inplace else Path(self.build_temp).resolve() / "native"
+        build = (
+            ROOT / "build" / "native"
+            if self.inplace
+            else Path(self.build_temp).resolve() / "native"
+        )
         cmake = tool("cmake")
         if cmake is None:
             raise BuildProblem(
