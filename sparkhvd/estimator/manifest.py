@@ -1,0 +1,76 @@
+"""The list of what was materialized: only files named in it exist for a reader."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.schema import DataSchema
+from sparkhvd.estimator.store import Store
+
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "DataFile", "Manifest"]
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One packed Parquet file: its path in the store, its rows, and the rows of each row group."""
+
+    path: str
+    rows: int
+    row_groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a materialization wrote, in row order: partition index, then position in the partition."""
+
+    files: tuple[DataFile, ...]
+    schema: DataSchema
+    num_rows: int
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        return self.num_rows * self.schema.row_bytes
+
+    def to_json(self) -> str:
+        """Text from which `from_json` rebuilds the manifest."""
+        values = {
+            "format_version": self.format_version,
+            "num_rows": self.num_rows,
+            "schema": self.schema.to_dict(),
+            "files": [asdict(f) for f in self.files],
+        }
+        return json.dumps(values, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The manifest that `to_json` wrote.
+
+        Raises:
+            InvalidArgumentError: it was written by another format version.
+        """
+        values = json.loads(text)
+        if values["format_version"] != FORMAT_VERSION:
+            raise InvalidArgumentError(
+                f"The data have format version {values['format_version']}, this sparkhvd reads "
+                f"{FORMAT_VERSION}. Materialize them again."
+            )
+        files = tuple(
+            DataFile(f["path"], f["rows"], tuple(f["row_groups"])) for f in values["files"]
+        )
+        return cls(files, DataSchema.from_dict(values["schema"]), values["num_rows"])
+
+    def save(self, store: Store, data_dir: str) -> None:
+        """Write the manifest; the data exist from then on."""
+        store.write_bytes(f"{data_dir}/{MANIFEST_NAME}", self.to_json().encode())
+
+    @classmethod
+    def load(cls, store: Store, data_dir: str) -> Manifest:
+        """Read the manifest of a data directory."""
+        return cls.from_json(store.read_bytes(f"{data_dir}/{MANIFEST_NAME}").decode())
