@@ -1,0 +1,114 @@
+"""What the benchmarks share: a local session, medians with their spread, and tables that say where they ran."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+import re
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+
+
+@contextlib.contextmanager
+def local_session(cores: int) -> Iterator[Any]:
+    """A classic `local[cores]` session whose Python workers are already running."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    from pyspark.sql import SparkSession
+
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-bench-") as scratch:
+        spark = (
+            SparkSession.builder.master(f"local[{cores}]")
+            .appName("sparkhvd-benchmark")
+            .config("spark.ui.enabled", "false")
+            .config("spark.ui.showConsoleProgress", "false")
+            .config("spark.driver.host", "127.0.0.1")
+            .config("spark.driver.bindAddress", "127.0.0.1")
+            .config("spark.driver.memory", "2g")
+            .config("spark.local.dir", scratch)
+            .config("spark.sql.warehouse.dir", f"{scratch}/warehouse")
+            .getOrCreate()
+        )
+        try:
+            warm_up(spark, cores)
+            yield spark
+        finally:
+            spark.stop()
+
+
+def warm_up(spark: Any, cores: int) -> None:
+    """Start the JVM's and Python's workers, so that the first round does not pay for them."""
+
+    def identity(batches: Any) -> Any:
+        yield from batches
+
+    spark.range(cores, numPartitions=cores).mapInArrow(identity, "id long").collect()
+
+
+class Table:
+    """Seconds per row over several rounds; printed as Markdown."""
+
+    def __init__(self, title: str, columns: Sequence[str]) -> None:
+        self.title = title
+        self.columns = columns
+        self.rounds: dict[str, list[Mapping[str, float]]] = {}
+
+    def add(self, name: str, seconds: Mapping[str, float]) -> None:
+        """One round of the row `name`."""
+        self.rounds.setdefault(name, []).append(seconds)
+        shown = ", ".join(f"{column} {seconds[column]:.2f} s" for column in self.columns)
+        print(f"{name}: {shown}", flush=True)
+
+    def markdown(self) -> str:
+        """Median (smallest to largest) of every column."""
+        lines = [
+            f"| what | rounds | {' | '.join(f'{c}, s' for c in self.columns)} |",
+            "|---|---|" + "---|" * len(self.columns),
+        ]
+        for name, rounds in self.rounds.items():
+            cells = [spread([seconds[column] for seconds in rounds]) for column in self.columns]
+            lines.append(f"| {name} | {len(rounds)} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def finish(self, command: str, *, write: bool) -> None:
+        """Print the table and where it was measured; with `write`, keep it in docs/results/."""
+        text = (
+            f"## {self.title}\n\n{self.markdown()}\n\nMedian (smallest to largest)."
+            f" {where()}\nCommand: `{command}`\n"
+        )
+        print("\n" + text)
+        if write:
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            name = re.sub(r"[^a-z0-9]+", "-", Path(command.split()[0]).stem.lower())
+            path = RESULTS / f"{name}.md"
+            path.write_text(text)
+            print(f"written to {path.relative_to(ROOT)}")
+
+
+def spread(values: Sequence[float]) -> str:
+    """`median (smallest to largest)`, two decimals."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def where() -> str:
+    """Date, processor and versions, in one line."""
+    versions = []
+    for package in ("sparkhvd", "torch", "pyspark", "pyarrow", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    cores = len(os.sched_getaffinity(0))
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    return (
+        f"{date}, {cores} cores of {cpu[1].strip() if cpu else platform.machine()},"
+        f" Python {platform.python_version()}, {', '.join(versions)}."
+    )
