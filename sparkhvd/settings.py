@@ -121,7 +121,9 @@ class Settings:
         self._require(self.host_loss_s >= 3, "host_loss_s", "at least 3")
         self._require(self.connect_timeout_s > 0, "connect_timeout_s", "more than 0")
         self._require(self.start_timeout_s > 0, "start_timeout_s", "more than 0")
-        self._require(_parse_port_range(self.port_range) is not None, "port_range", "like 40000-40100")
+        self._require(
+            _parse_port_range(self.port_range) is not None, "port_range", "like 40000-40100"
+        )
 
     def _require(self, holds: bool, name: str, expected: str) -> None:
         if not holds:
@@ -182,7 +184,10 @@ class Settings:
 
 
 def _from_environment(f: Any, environ: Mapping[str, str]) -> tuple[str | None, Any]:
-    for name, factor in ((f.metadata["env"], 1.0), (f.metadata["alias"], f.metadata["alias_factor"])):
+    for name, factor in (
+        (f.metadata["env"], 1.0),
+        (f.metadata["alias"], f.metadata["alias_factor"]),
+    ):
         if name and environ.get(name, "") != "":
             return name, _parse(name, environ[name], f.default, factor)
     return None, None
