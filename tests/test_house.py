@@ -1,0 +1,215 @@
+"""The rules of the house that a program can check: layers, doors, words, generated pages."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.settings import markdown_table
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "sparkhvd"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# Who reads or writes the environment, and why. Settings themselves are read in settings.py only.
+ENVIRONMENT = {
+    "sparkhvd/settings.py": "the settings",
+    "sparkhvd/runner/task.py": "Spark's and torch's own variables, for the trainer process",
+    "sparkhvd/runner/child.py": "what its parent handed over, before user code runs",
+    "sparkhvd/runner/local.py": "the trainer process inherits the caller's environment",
+}
+
+# Every place that turns bytes into Python objects, and where those bytes come from.
+# docs/security.md describes the same list.
+UNPICKLING = {
+    "sparkhvd/runner/child.py": "a rank: the driver's closure, through Spark or the parent process",
+    "sparkhvd/runner/results.py": "the driver: results that came through Spark or the parent process",
+    "sparkhvd/runner/local.py": "the driver: results of its own child processes",
+    "sparkhvd/torch/broadcast.py": "object functions: authenticated peers of the same job",
+    "sparkhvd/torch/objects.py": "object functions: authenticated peers of the same job",
+    "sparkhvd/estimator/train.py": "a rank: the program whose SHA-256 came in the driver's closure",
+    "sparkhvd/estimator/persistence.py": "saved models, behind the trust rules",
+    "sparkhvd/estimator/model.py": "weights by weights_only=True; programs behind the trust rules",
+}
+
+# The one file that may look below the DataFrame API.
+SPARK_SHIM = {"sparkhvd/runner/spark_shim.py"}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of a chain of names; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        inner = dotted(node.value)
+        return f"{inner}.{node.attr}" if inner else node.attr
+    return ""
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    yield from ast.walk(ast.parse(path.read_text(), str(path)))
+
+
+def test_imports_point_downwards() -> None:
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_importing_the_package_loads_neither_torch_nor_spark() -> None:
+    program = (
+        "import sys, json, sparkhvd, sparkhvd.runner, sparkhvd.errors, sparkhvd.settings;"
+        "heavy = {'torch', 'pyspark', 'pyarrow', 'pandas', 'numpy'} & set(sys.modules);"
+        "print(json.dumps(sorted(heavy)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout) == []
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import sparkhvd
+
+    missing = [name for name in sparkhvd.__all__ if getattr(sparkhvd, name, None) is None]
+    assert missing == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_only_listed_files_touch_the_environment(path: Path) -> None:
+    uses = [
+        node.lineno
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute)
+        and dotted(node) in {"os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv"}
+    ]
+    if relative(path) not in ENVIRONMENT:
+        assert uses == [], f"{relative(path)} uses the environment in lines {uses}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_only_listed_files_unpickle(path: Path) -> None:
+    unpicklers = re.compile(
+        r"(^|\.)((c?loud)?pickle\.(loads?|Unpickler)|torch\.load|joblib\.load|marshal\.loads?|"
+        r"dill\.loads?|shelve\.open|read_pickle|np\.load|numpy\.load)$"
+    )
+    uses = [
+        f"{node.lineno}: {dotted(node.func)}"
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and unpicklers.search(dotted(node.func))
+    ]
+    hidden = [
+        node.lineno
+        for node in nodes(path)
+        if isinstance(node, ast.ImportFrom)
+        and node.module in {"pickle", "cloudpickle", "marshal", "dill"}
+        and any(alias.name in {"loads", "load", "Unpickler"} for alias in node.names)
+    ]
+    if relative(path) not in UNPICKLING:
+        assert uses == [], f"{relative(path)} unpickles in {uses}"
+    assert hidden == [], (
+        f"{relative(path)} imports loads by name in lines {hidden}: call pickle.loads"
+    )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_only_the_shim_looks_below_the_dataframe_api(path: Path) -> None:
+    below = {"rdd", "_jvm", "_jsc", "_jdf", "_jsparkSession", "sparkContext", "_sc"}
+    uses = [
+        f"{node.lineno}: .{node.attr}"
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr in below
+    ]
+    if relative(path) not in SPARK_SHIM:
+        assert uses == [], f"{relative(path)} looks below the DataFrame API in {uses}"
+
+
+def test_allow_lists_name_only_files_that_exist() -> None:
+    listed = {*ENVIRONMENT, *UNPICKLING, *SPARK_SHIM}
+    assert sorted(name for name in listed if not (ROOT / name).exists()) == []
+
+
+def test_readme_settings_table_is_the_one_that_the_code_prints() -> None:
+    text = (ROOT / "README.md").read_text()
+    found = re.search(r"<!-- settings -->\n(.*?)\n<!-- /settings -->", text, re.DOTALL)
+    assert found is not None, "README.md has no settings table"
+    assert found[1].strip() == markdown_table(), (
+        "README.md: put the output of sparkhvd.settings.markdown_table() between the markers"
+    )
+
+
+def test_readme_names_every_top_level_folder() -> None:
+    done = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip("not a git checkout: " + done.stderr.strip())
+    folders = {name.split("/")[0] for name in done.stdout.splitlines() if "/" in name}
+    text = (ROOT / "README.md").read_text()
+    assert sorted(f for f in folders if not f.startswith(".") and f"`{f}/`" not in text) == []
+
+
+def test_links_in_the_documents_lead_somewhere() -> None:
+    broken = []
+    for page in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "native").glob("*.md"),
+    ]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{relative(page)}: {target}")
+    assert broken == []
+
+
+def test_header_and_python_agree_on_the_abi_version() -> None:
+    header = (ROOT / "native" / "include" / "sparkhvd.h").read_text()
+    found = re.search(r"#define SPARKHVD_ABI_VERSION (\d+)", header)
+    assert found is not None
+    engine = (PACKAGE / "engine.py").read_text()
+    assert re.search(rf"ABI_VERSION\w*\s*(:\s*\w+\s*)?=\s*{found[1]}\b", engine)
+
+
+def test_no_unfinished_marks_in_what_ships() -> None:
+    # Spelt so that this file does not find itself.
+    marks = re.compile(
+        r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b"
+    )
+    shipped = [*SOURCES, *(ROOT / "native").rglob("*.cc"), *(ROOT / "native").rglob("*.h")]
+    found = [
+        f"{relative(path)}:{number}"
+        for path in shipped
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert found == []
+
+
+def test_words_that_mean_something_else_here_are_not_used() -> None:
+    """One word per thing: see the table of words in CONTRIBUTING.md."""
+    wrong = re.compile(r"\b(nproc|world_rank|comm_size|node_rank)\b")
+    found = [
+        f"{relative(path)}:{number}: {line.strip()}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if wrong.search(line)
+    ]
+    assert found == []
