@@ -10,10 +10,11 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 VENV ?= .venv
-# Pinned: an unpinned torch would come from PyPI with gigabytes of CUDA libraries. On a machine without
-# GPUs the same version comes from PyTorch's index of CPU builds, when that can be reached.
+# Pinned, so that everybody tests the same torch, and so that pip takes this version's CPU build where its
+# own configuration offers one. PyPI's build brings gigabytes of CUDA; without GPUs, name PyTorch's index of
+# CPU builds: make env TORCH_INDEX=<address>.
 TORCH ?= torch==2.13.0
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
 # How long the Python tests may take before they are stopped.
 TEST_TIMEOUT_S ?= 1500
 PYTEST_FLAGS ?=

@@ -42,20 +42,10 @@ python=$venv/bin/python
 pip() { "$python" -m pip --disable-pip-version-check --no-cache-dir "$@"; }
 
 if ! "$python" -c 'import torch' 2>/dev/null; then
-  # On Linux, PyPI's torch brings gigabytes of CUDA; PyTorch's own index has a build for CPUs, which pip
-  # prefers because its version is 2.x.y+cpu. Where that index cannot be reached, pip's own configuration
-  # (a mirror, a local folder) and PyPI serve.
+  # pip prefers the CPU build of a version, 2.x.y+cpu, wherever an index or folder that it knows has one.
   index=()
-  if [ -n "$torch_index" ] && "$python" - "$torch_index" <<'PYTHON' 2>/dev/null
-import sys
-import urllib.request
-
-urllib.request.urlopen(sys.argv[1].rstrip("/") + "/torch/", timeout=10).close()
-PYTHON
-  then
-    index=(--extra-index-url "$torch_index")
-  fi
-  pip install -q "${index[@]}" "$torch" || fail "could not install $torch with pip:" \
+  [ -z "$torch_index" ] || index=(--extra-index-url "$torch_index")
+  pip install -q ${index[@]+"${index[@]}"} "$torch" || fail "could not install $torch with pip:" \
     "choose another version with \`make env TORCH=torch==2.x.y\`, or see pip's message above."
 fi
 
