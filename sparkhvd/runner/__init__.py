@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.runner.context import RankContext, context
+from sparkhvd.runner.rank_context import RankContext, context
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

@@ -1,14 +1,72 @@
-"""skeleton"""
+"""The driver's side: check, wait for slots, submit one barrier stage, collect, and relaunch what was lost.
+
+**Threads**: everything runs in the caller's thread, so Ctrl-C interrupts it; no signal handler is installed.
+**Ownership**: launches of one application queue for the cluster in the order of their calls. **Shutdown**:
+whatever leaves `launch` early cancels the Spark job by its tag; the tasks end with it, and the trainers with them.
+"""
+
 from __future__ import annotations
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+import collections
+import contextlib
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
+from sparkhvd.runner import launching, placement, preflight, task
+from sparkhvd.runner.child import cloudpickle
 from sparkhvd.runner.preflight import SharedFiles
-from sparkhvd.runner.results import Outcome
+from sparkhvd.runner.results import (
+    Kind,
+    Outcome,
+    all_ok,
+    describe,
+    error_of,
+    find_embedded,
+    from_spark_failure,
+    is_retryable,
+    root_cause,
+)
+from sparkhvd.runner.spark_shim import SparkShim, active_session
 from sparkhvd.settings import Settings
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
+
+__all__ = ["JobReport", "LaunchOptions", "Outcome", "SharedFiles", "active_session", "launch"]
+
+_SLOT_POLL_S = 0.5
+# A wait for slots or for the queue is printed when it lasts longer than this, and then as often.
+_SAY_EVERY_S = 5.0
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
+    """How to launch a job, besides what it runs.
+
+    Attributes:
+        env: environment variables of the ranks.
+        settings: engine settings, shipped whole to every rank.
+        start_timeout_s: longest wait for enough task slots; None means `settings.start_timeout_s`.
+        max_retries: relaunches after a lost process, executor or host.
+        verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
+        threads_per_rank: threads of a rank; None means the task's cores, on `local[N]` N // num_proc.
+        shared: files that the driver and every rank reach. Given, it is checked to be shared, and outcomes are
+            written there.
+        run_dir: folder of this run in `shared`; needed with it.
+        progress: how far the job has come, for example the newest checkpoint's number. Two losses in a row with
+            an equal value are final.
+        requirements: modules that the workers' Python must have, for example ("torch", "pyarrow").
+        profile: Spark resource profile of the stage.
+    """
+
     env: Mapping[str, str] = field(default_factory=dict)
     settings: Settings = field(default_factory=Settings)
     start_timeout_s: float | None = None
@@ -19,15 +77,327 @@ class LaunchOptions:
     run_dir: str | None = None
     progress: Callable[[], object] | None = None
     requirements: tuple[str, ...] = ()
-    profile: Any = None
+    profile: ResourceProfile | None = None
+
+    def __post_init__(self) -> None:
+        retries = self.max_retries
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise InvalidArgumentError(
+                f"max_retries is {retries!r}; it must be a whole number, 0 or more."
+            )
+        if self.start_timeout_s is not None and not self.start_timeout_s > 0:
+            raise InvalidArgumentError(
+                f"start_timeout is {self.start_timeout_s!r}; it must be more than 0 seconds."
+            )
+        if self.threads_per_rank is not None and self.threads_per_rank < 1:
+            raise InvalidArgumentError(
+                f"threads_per_rank is {self.threads_per_rank!r}; it must be at least 1."
+            )
+        if (self.shared is None) != (self.run_dir is None):
+            raise InvalidArgumentError("shared and run_dir belong together; give both or neither.")
+
 
 @dataclass(frozen=True)
 class JobReport:
+    """What a launch gave.
+
+    Attributes:
+        results: what the function returned, by rank.
+        attempts: launches that were needed; 1 when nothing was lost.
+        launch_s: seconds from the submission of the last attempt until every rank ran the function (by the clocks
+            of the hosts).
+        run_s: seconds that the slowest rank ran the function.
+        outcomes: how every rank of the last attempt ended, by rank.
+    """
+
     results: list[Any]
     attempts: int
     launch_s: float
     run_s: float
     outcomes: tuple[Outcome, ...]
 
-def launch(spark: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], num_proc: int | None, options: LaunchOptions) -> JobReport:
-    raise NotImplementedError
+
+def launch(
+    spark: SparkSession,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    num_proc: int | None,
+    options: LaunchOptions,
+) -> JobReport:
+    """Call `fn(*args, **kwargs)` on `num_proc` ranks in one barrier stage of `spark`.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
+        PreflightError: the cluster or the store cannot run this job. `fn` has not started.
+        RankError: `fn` failed on a rank, or ranks were lost more often than `max_retries` allows.
+    """
+    shim = SparkShim(spark)
+    program = launching.dump_call(fn, args, kwargs)
+    _check_size(program, shim)
+    env = launching.check_env(options.env)
+    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
+    preflight.check_conf(conf)
+    _check_profile(options.profile, conf)
+    slots = placement.configured_slots(conf, os.cpu_count() or 1, _profile_cpus(options.profile))
+    size = placement.choose_num_proc(num_proc, slots)
+    plan = _Plan(
+        shim=shim,
+        program=program,
+        size=size,
+        options=replace(options, env=env),
+        fixed_threads=_fixed_threads(options, conf, size),
+        shared=b"" if options.shared is None else cloudpickle().dumps(options.shared),
+    )
+    with _turn(shim.application(), options.verbose):
+        return _launch_until_done(plan)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all attempts of one launch share."""
+
+    shim: SparkShim
+    program: bytes = field(repr=False)
+    size: int
+    options: LaunchOptions
+    fixed_threads: int | None
+    shared: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why an attempt failed."""
+
+    cause: Outcome
+    outcomes: tuple[Outcome, ...]
+    spark_text: str
+
+    def error(self, size: int) -> SparkhvdError:
+        """The exception for the caller."""
+        return error_of(self.cause, size, others=self.outcomes, spark_text=self.spark_text)
+
+
+def _launch_until_done(plan: _Plan) -> JobReport:
+    options = plan.options
+    last_progress: object = None
+    for attempt in range(options.max_retries + 1):
+        _wait_for_slots(plan)
+        ended = _attempt(plan, attempt)
+        if isinstance(ended, JobReport):
+            return ended
+        error = ended.error(plan.size)
+        if not is_retryable(ended.cause) or attempt == options.max_retries:
+            raise error
+        if options.progress is not None:
+            progress = options.progress()
+            if attempt > 0 and progress == last_progress:
+                raise _no_progress(error, attempt + 1, progress)
+            last_progress = progress
+        _say(
+            options.verbose,
+            f"{describe(ended.cause, plan.size)}\nRelaunching ({attempt + 1} of {options.max_retries}).",
+        )
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _no_progress(error: SparkhvdError, losses: int, progress: object) -> SparkhvdError:
+    text = f"{error}\nNot relaunched: {losses} losses without progress in between (still at {progress})."
+    if not isinstance(error, RankError):
+        return error
+    return RankError(
+        text,
+        rank=error.rank,
+        host=error.host,
+        exit=error.exit,
+        traceback=error.traceback,
+        log_tail=error.log_tail,
+    )
+
+
+# --- one attempt --------------------------------------------------------------------------------------------
+
+
+def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
+    """Run one barrier stage to its end."""
+    options = plan.options
+    job_id = secrets.token_hex(8)
+    if options.shared is not None and options.run_dir is not None:
+        problem = preflight.write_token(options.shared, options.run_dir, attempt, None, job_id)
+        if problem:
+            raise PreflightError(f"The driver {problem}. Give a store that the driver can write.")
+    spec = task.TaskSpec(
+        size=plan.size,
+        attempt=attempt,
+        job_id=job_id,
+        key=secrets.token_hex(32),
+        settings=options.settings.to_json(),
+        env=dict(options.env),
+        driver=preflight.rank_facts(()).to_dict(),
+        requirements=options.requirements,
+        preload=tuple(launching.preload(plan.program, options.requirements)),
+        fixed_threads=plan.fixed_threads,
+        run_dir=options.run_dir or "",
+    )
+    body = task.make_task(spec, plan.program, plan.shared)
+    submitted_at = time.time()
+    tag = f"sparkhvd-{job_id}"
+    with plan.shim.tagged(tag):
+        try:
+            stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
+            rows = stage.collect()
+        except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text says why
+            plan.shim.cancel(tag)
+            return _failure(plan, attempt, e)
+        except BaseException:
+            plan.shim.cancel(tag)
+            raise
+    return _report(plan, attempt, rows, submitted_at)
+
+
+def _report(plan: _Plan, attempt: int, rows: Sequence[Any], submitted_at: float) -> JobReport:
+    parts: dict[int, dict[int, bytes]] = collections.defaultdict(dict)
+    for row in rows:
+        parts[row["rank"]][row["part"]] = bytes(row["data"])
+    outcomes, results = [], []
+    for rank in range(plan.size):
+        mine = parts.get(rank, {})
+        if task.OUTCOME_PART not in mine:
+            raise RankError(f"Spark returned no row of rank {rank}.", rank=rank, exit="lost")
+        outcomes.append(Outcome.from_json(mine.pop(task.OUTCOME_PART).decode()))
+        results.append(launching.load_result(b"".join(mine[part] for part in sorted(mine))))
+    if not all_ok(outcomes, plan.size):
+        raise AssertionError("a task with another outcome raises")
+    started_at = max(outcome.started_at for outcome in outcomes)
+    return JobReport(
+        results=results,
+        attempts=attempt + 1,
+        launch_s=max(0.0, started_at - submitted_at),
+        run_s=max(outcome.run_s for outcome in outcomes),
+        outcomes=tuple(outcomes),
+    )
+
+
+def _failure(plan: _Plan, attempt: int, error: Exception) -> _Failure:
+    """Find the root cause in what the ranks wrote and in what Spark says."""
+    options = plan.options
+    text = str(error)
+    embedded = find_embedded(text)
+    written = task.read_outcomes(options.shared, options.run_dir or "", attempt, plan.size)
+    said = from_spark_failure(text)
+    known = {outcome.rank: outcome for outcome in (*embedded, *written)}
+    # Spark's word counts when no rank has spoken, or when those that have only suffer from a loss.
+    if not known or (said.kind == Kind.LOST and said.rank not in known):
+        known[said.rank] = replace(said, attempt=attempt)
+    outcomes = tuple(known.values())
+    cause = root_cause(outcomes)
+    if cause is None:  # every rank that wrote was well: the failure is Spark's
+        cause = replace(said, attempt=attempt)
+    return _Failure(cause, outcomes, said.message)
+
+
+# --- before the stage ---------------------------------------------------------------------------------------
+
+
+def _check_size(program: bytes, shim: SparkShim) -> None:
+    if shim.closure_limit is not None and len(program) > shim.closure_limit:
+        raise InvalidArgumentError(
+            f"fn and its arguments are {len(program) / 2**20:.0f} MiB when pickled; Spark Connect takes "
+            f"{shim.closure_limit / 2**20:.0f} MiB. Put large data in a file or table and load it inside fn."
+        )
+
+
+def _check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> None:
+    if profile is None:
+        return
+    import pyspark
+
+    if int(pyspark.__version__.split(".")[0]) < 4:
+        raise InvalidArgumentError(
+            f"profile is given, and pyspark {pyspark.__version__} has no resource profiles for DataFrame "
+            "stages. Leave profile out, or use pyspark 4."
+        )
+    if placement.is_local(conf.get("spark.master", "")):
+        raise InvalidArgumentError(
+            f"profile is given, and Spark takes none on master {conf['spark.master']!r}. Leave profile out."
+        )
+
+
+def _profile_cpus(profile: ResourceProfile | None) -> int | None:
+    if profile is None:
+        return None
+    cpus = profile.taskResources.get("cpus")
+    return int(cpus.amount) if cpus is not None else None
+
+
+def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -> int | None:
+    """The driver's decision on threads: the user's, or on `local[N]` an equal share; None leaves it to the task."""
+    if options.threads_per_rank is not None:
+        return options.threads_per_rank
+    threads = placement.local_slots(conf.get("spark.master", ""), os.cpu_count() or 1)
+    return None if threads is None else max(1, threads // size)
+
+
+def _wait_for_slots(plan: _Plan) -> None:
+    """Wait until the executors that are registered can run all ranks at once.
+
+    Spark itself looks every 15 s, and says nothing for 10 minutes.
+    """
+    options = plan.options
+    limit = options.start_timeout_s or options.settings.start_timeout_s
+    began = time.monotonic()
+    said = began
+    while True:
+        registered = plan.shim.registered_slots(options.profile)
+        if registered is None or registered >= plan.size:
+            return
+        now = time.monotonic()
+        if now - began > limit:
+            raise PreflightError(
+                f"num_proc={plan.size}: after {limit:g} s the application has {registered} task slots, so the "
+                "barrier stage cannot start. Free executors on the cluster, lower num_proc, or raise start_timeout."
+            )
+        if now - said >= _SAY_EVERY_S:
+            said = now
+            _say(
+                options.verbose, f"Waiting for task slots: {registered} of {plan.size} registered."
+            )
+        time.sleep(_SLOT_POLL_S)
+
+
+# --- one job at a time --------------------------------------------------------------------------------------
+
+# Two barrier stages that each hold half of the slots would wait for each other. One queue per application.
+_queues: dict[str, collections.deque[object]] = collections.defaultdict(collections.deque)
+_queue_changed = threading.Condition()
+
+
+@contextlib.contextmanager
+def _turn(application: str, verbose: int) -> Iterator[None]:
+    """Hold the application's turn inside the block; turns come in the order of the calls."""
+    ticket = object()
+    with _queue_changed:
+        queue = _queues[application]
+        queue.append(ticket)
+        try:
+            if queue[0] is not ticket:
+                _say(verbose, f"Waiting for {len(queue) - 1} earlier job(s) of this application.")
+            # A timeout per wait lets Ctrl-C through.
+            while queue[0] is not ticket:
+                _queue_changed.wait(1.0)
+        except BaseException:
+            queue.remove(ticket)
+            _queue_changed.notify_all()
+            raise
+    try:
+        yield
+    finally:
+        with _queue_changed:
+            queue.remove(ticket)
+            _queue_changed.notify_all()
+
+
+def _say(verbose: int, text: str) -> None:
+    if verbose > 0:
+        sys.stderr.write(f"sparkhvd: {text}\n")
+        sys.stderr.flush()

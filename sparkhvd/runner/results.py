@@ -145,7 +145,9 @@ def find_embedded(text: str) -> list[Outcome]:
     found = []
     for packed in dict.fromkeys(_EMBEDDED.findall(text)):
         try:
-            found.append(Outcome.from_json(zlib.decompress(base64.urlsafe_b64decode(packed)).decode()))
+            found.append(
+                Outcome.from_json(zlib.decompress(base64.urlsafe_b64decode(packed)).decode())
+            )
         except (ValueError, zlib.error, TypeError):  # a message that Spark has cut
             continue
     return found
@@ -172,6 +174,7 @@ def _tail_lines(lines: Iterable[str]) -> list[str]:
 # --- what Spark says ----------------------------------------------------------------------------------------
 
 _TASK = re.compile(r"barrier task ResultTask\(\d+, (\d+)\)")
+_PREFLIGHT = re.compile(r"\[sparkhvd-preflight:([^\]]+)\]")
 _MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([^']+)'")
 _LOST = (
     "ExecutorLostFailure",
@@ -191,6 +194,9 @@ def from_spark_failure(text: str) -> Outcome:
     task = _TASK.search(text)
     rank = int(task.group(1)) if task else None
     summary = _summary(text)
+    found = _PREFLIGHT.search(text)
+    if found:
+        return Outcome(rank, Kind.PREFLIGHT, exit="not started", message=found.group(1))
     missing = _MISSING_MODULE.search(text)
     if missing:
         message = (
@@ -230,7 +236,9 @@ def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
     failed = [outcome for outcome in outcomes if outcome.kind != Kind.OK]
     if not failed:
         return None
-    return min(failed, key=lambda o: (_BLAME.index(o.kind), o.rank if o.rank is not None else 1 << 30))
+    return min(
+        failed, key=lambda o: (_BLAME.index(o.kind), o.rank if o.rank is not None else 1 << 30)
+    )
 
 
 def is_retryable(cause: Outcome) -> bool:
@@ -260,7 +268,11 @@ def error_of(
     for other in others:
         if other.kind != Kind.OK and other.rank != cause.rank:
             lines.append("Also: " + describe(other, size).splitlines()[0])
-    if spark_text and cause.kind in (Kind.LOST, Kind.COLLECTIVE) and spark_text not in cause.message:
+    if (
+        spark_text
+        and cause.kind in (Kind.LOST, Kind.COLLECTIVE)
+        and spark_text not in cause.message
+    ):
         lines.append(f"Spark said: {spark_text}")
     return RankError(
         "\n".join(lines),
@@ -275,7 +287,11 @@ def error_of(
 def describe(outcome: Outcome, size: int) -> str:
     """One failed rank in a sentence or two."""
     where = f" on host {outcome.host}" if outcome.host else ""
-    who = f"Rank {outcome.rank} of {size}{where}" if outcome.rank is not None else f"A job of {size} ranks"
+    who = (
+        f"Rank {outcome.rank} of {size}{where}"
+        if outcome.rank is not None
+        else f"A job of {size} ranks"
+    )
     if outcome.kind == Kind.EXCEPTION:
         return f"{who} raised {outcome.error}: {outcome.message}"
     if outcome.kind == Kind.COLLECTIVE:
@@ -314,7 +330,11 @@ def exit_text(status: int) -> str:
 def class_name(error: BaseException) -> str:
     """The name under which a user knows an exception class."""
     kind = type(error)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
 
 
 def all_ok(outcomes: Sequence[Outcome | Any], size: int) -> bool:

@@ -1,0 +1,128 @@
+"""What the launch under Spark and the launch on this host share."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous import Job
+from sparkhvd.runner.child import JobFrame, dump_program
+from sparkhvd.settings import Settings
+from sparkhvd.topology import topology
+
+__all__ = ["check_env", "dump_call", "job_frame", "load_result", "preload", "reserved_port"]
+
+
+def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    """Pickle a call, or say which part of it does not pickle.
+
+    Raises:
+        InvalidArgumentError: `fn` is not callable, or `fn` or an argument cannot be pickled.
+    """
+    if not callable(fn):
+        raise InvalidArgumentError(
+            f"fn is {fn!r}, a {type(fn).__name__}; it must be a function to call on every rank."
+        )
+    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        raise InvalidArgumentError(
+            f"args is {args!r}; it must be a tuple of positional arguments, such as args=(10,)."
+        )
+    if not isinstance(kwargs, Mapping):
+        raise InvalidArgumentError(
+            f"kwargs is {kwargs!r}; it must be a mapping of names to values."
+        )
+    try:
+        return dump_program(fn, tuple(args), dict(kwargs))
+    except Exception as e:
+        raise InvalidArgumentError(_unpicklable(fn, args, kwargs, e)) from e
+
+
+def _unpicklable(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> str:
+    parts = [(f"args[{i}]", value) for i, value in enumerate(args)]
+    parts += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
+    for name, value in parts:
+        try:
+            dump_program(len, (value,), {})
+        except Exception as e:  # noqa: BLE001 - the question is only whether it pickles
+            return (
+                f"{name}, a {type(value).__module__}.{type(value).__qualname__}, cannot be pickled, so it "
+                f"cannot travel to the ranks ({type(e).__name__}: {e}). Create it inside fn."
+            )
+    name = getattr(fn, "__qualname__", repr(fn))
+    return (
+        f"fn={name} cannot be pickled, so it cannot travel to the ranks ({type(error).__name__}: {error}). "
+        "It must not refer to a Spark session, a lock, an open file or the like; create them inside fn."
+    )
+
+
+def check_env(env: Mapping[str, str]) -> dict[str, str]:
+    """A copy of the ranks' environment variables.
+
+    Raises:
+        InvalidArgumentError: a name or value is not text.
+    """
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name:
+            raise InvalidArgumentError(
+                f"env[{name!r}] is {value!r}; names and values of environment variables must be text."
+            )
+    return dict(env)
+
+
+# In a pickle: a short string that begins with one of these names, so a module or an `import` of the function.
+_MENTIONS_TORCH = re.compile(rb"\x8c[\x05-\xff](?:torch|sparkhvd\.torch|sparkhvd\.estimator)")
+_SCAN_BYTES = 1 << 20
+
+
+def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
+    """The slow modules that a pickled call mentions, to import while the ranks find each other.
+
+    Only a head start: what is not found here is imported when the function asks for it.
+    """
+    mentioned = "torch" in requirements or _MENTIONS_TORCH.search(program, 0, _SCAN_BYTES)
+    return ["pyspark.cloudpickle", *(["torch"] if mentioned else [])]
+
+
+def job_frame(job: Job, settings: Settings, master: tuple[str, int]) -> JobFrame:
+    """What a trainer is told once all ranks are known; `master` is the address for torch.distributed."""
+    place = topology(job.rank, [endpoint.host_key for endpoint in job.endpoints])
+    return JobFrame(
+        job=job.to_json(),
+        settings=settings.to_json(),
+        local_rank=place.local_rank,
+        attempt=job.attempt,
+        env={
+            "RANK": str(place.rank),
+            "WORLD_SIZE": str(place.size),
+            "LOCAL_RANK": str(place.local_rank),
+            "LOCAL_WORLD_SIZE": str(place.local_size),
+            "MASTER_ADDR": master[0],
+            "MASTER_PORT": str(master[1]),
+        },
+    )
+
+
+@contextlib.contextmanager
+def reserved_port(address: str) -> Iterator[int]:
+    """A TCP port that nobody else is given, and that torch.distributed on rank 0 can still listen on.
+
+    Linux lets several sockets with SO_REUSEADDR bind one port as long as none of them listens.
+    """
+    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((address, 0))
+        port: int = holder.getsockname()[1]
+        yield port
+
+
+def load_result(data: bytes) -> Any:
+    """A rank's result; it came through Spark or through this process's own pipe."""
+    return pickle.loads(data)  # noqa: S301

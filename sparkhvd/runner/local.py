@@ -1,0 +1,117 @@
+"""Run a function on processes of this host, without Spark: the trainers that `run` starts, nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import queue
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous import Endpoint, Job, Listener
+from sparkhvd.runner import launching, placement, preflight
+from sparkhvd.runner.child import Prologue
+from sparkhvd.runner.results import Kind, Outcome, error_of, root_cause
+from sparkhvd.runner.trainer import Trainer
+from sparkhvd.settings import Settings
+
+__all__ = ["launch_local"]
+
+_ADDRESS = "127.0.0.1"
+# After a failure the others have this long to say what they know. An exception explains everything; a crash may
+# have been caused by an exception elsewhere; a lost peer surely has a cause, and the engine reports it within 2 s.
+_WAIT_S = {Kind.EXCEPTION: 0.3, Kind.EXIT: 0.3, Kind.CRASH: 1.0, Kind.COLLECTIVE: 5.0}
+
+
+def launch_local(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    num_proc: int,
+    *,
+    env: Mapping[str, str],
+    settings: Settings,
+    verbose: int,
+) -> list[Any]:
+    """See `sparkhvd.runner.run_local`."""
+    if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
+        raise InvalidArgumentError(
+            f"num_proc is {num_proc!r}; it must be a whole number of at least 1."
+        )
+    program = launching.dump_call(fn, args, kwargs)
+    variables = launching.check_env(env)
+    job_id, key = secrets.token_hex(8), secrets.token_bytes(32)
+    threads = placement.threads_per_rank(
+        max(1, preflight.affinity() // num_proc), preflight.affinity(), preflight.cgroup_quota()
+    )
+
+    def log(line: str) -> None:
+        if verbose > 0:
+            sys.stderr.write(line + "\n")
+
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        endpoints: list[Endpoint] = []
+        trainers: list[Trainer] = []
+        for rank in range(num_proc):
+            with Listener.bind(_ADDRESS, settings) as listener:
+                endpoints.append(listener.endpoint())
+                prologue = Prologue(
+                    env=variables,
+                    sys_path=list(sys.path),
+                    cwd=os.getcwd(),
+                    num_threads=threads,
+                    preload=launching.preload(program),
+                    listener=listener.filenos(),
+                    endpoint=listener.endpoint().to_dict(),
+                )
+                trainer = Trainer(rank, prologue, program, log, functools.partial(ended.put, rank))
+                trainers.append(stack.enter_context(trainer))
+        with launching.reserved_port(_ADDRESS) as port:
+            for rank, trainer in enumerate(trainers):
+                job = Job(
+                    key=key,
+                    job_id=job_id,
+                    attempt=0,
+                    rank=rank,
+                    size=num_proc,
+                    endpoints=tuple(endpoints),
+                )
+                trainer.send(launching.job_frame(job, settings, (_ADDRESS, port)))
+            outcomes = _outcomes(trainers, ended)
+    cause = root_cause(outcomes)
+    if cause is not None:
+        raise error_of(cause, num_proc, others=outcomes)
+    return [launching.load_result(trainer.result) for trainer in trainers]
+
+
+def _outcomes(trainers: Sequence[Trainer], ended: queue.SimpleQueue[int]) -> list[Outcome]:
+    """Wait for all trainers, or after a failure for those that end soon; returns what is known."""
+    outcomes: list[Outcome] = []
+    deadline: float | None = None
+    host = socket.gethostname()
+    while len(outcomes) < len(trainers):
+        left = None if deadline is None else deadline - time.monotonic()
+        try:
+            rank = ended.get(timeout=_poll(trainers, left))
+        except queue.Empty:
+            if left is not None and left <= 0:
+                break
+            continue
+        outcomes.append(trainers[rank].outcome(host=host))
+        if outcomes[-1].kind != Kind.OK:
+            until = time.monotonic() + _WAIT_S[outcomes[-1].kind]
+            deadline = until if deadline is None else min(deadline, until)
+    return outcomes
+
+
+def _poll(trainers: Sequence[Trainer], left: float | None) -> float:
+    for trainer in trainers:
+        trainer.enforce_grace()
+    return 1.0 if left is None else max(0.0, min(1.0, left))

@@ -1,0 +1,119 @@
+"""The one place that knows classic Spark from Spark Connect.
+
+Everything else uses the DataFrame API. What that API lacks is here: cancel a job, count slots, name the
+application.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["SparkShim", "active_session"]
+
+# gRPC refuses larger messages; the program is in the plan, next to little else.
+_CONNECT_MESSAGE_BYTES = 120 << 20
+
+
+class SparkShim:
+    """A session, classic or Connect, by the few things that a launch needs."""
+
+    def __init__(self, spark: Any) -> None:
+        """Wrap a session.
+
+        Raises:
+            InvalidArgumentError: `spark` is not a SparkSession.
+        """
+        kind = type(spark)
+        if not (kind.__module__.startswith("pyspark.") and hasattr(spark, "range")):
+            raise InvalidArgumentError(
+                f"spark is {spark!r}; it must be a SparkSession, for example df.sparkSession."
+            )
+        self.session = spark
+        self.is_connect = kind.__module__.startswith("pyspark.sql.connect")
+
+    def conf(self, keys: Iterable[str]) -> dict[str, str]:
+        """The values of those keys that are set."""
+        values = {key: self.session.conf.get(key, None) for key in keys}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def application(self) -> str:
+        """What names the application among those that this process drives."""
+        if self.is_connect:
+            return str(self.session.conf.get("spark.app.id", "connect"))
+        return str(self.session.sparkContext.applicationId)
+
+    def registered_slots(self, profile: Any = None) -> int | None:
+        """Barrier tasks that the executors now registered can run at once; None where Spark does not say."""
+        if self.is_connect:
+            return None
+        context = self.session.sparkContext._jsc.sc()
+        manager = context.resourceProfileManager()
+        chosen = (
+            manager.defaultResourceProfile()
+            if profile is None
+            else manager.resourceProfileFromId(profile.id)
+        )
+        return int(context.maxNumConcurrentTasks(chosen))
+
+    @property
+    def closure_limit(self) -> int | None:
+        """The most bytes that a program may have; None where Spark sets no limit."""
+        return _CONNECT_MESSAGE_BYTES if self.is_connect else None
+
+    def stage(self, size: int, task: Callable[..., Any], schema: str, profile: Any = None) -> Any:
+        """The DataFrame whose `collect` runs `task` in a barrier stage of `size` tasks."""
+        rows = self.session.range(0, size, 1, numPartitions=size)
+        if profile is None:
+            return rows.mapInArrow(task, schema, barrier=True)
+        return rows.mapInArrow(task, schema, barrier=True, profile=profile)
+
+    @contextlib.contextmanager
+    def tagged(self, tag: str) -> Iterator[None]:
+        """Give the jobs of this thread a tag inside the block, by which `cancel` finds them."""
+        # On classic the context's own tags, because pyspark 3.5 has no others.
+        if self.is_connect:
+            self.session.addTag(tag)
+        else:
+            self.session.sparkContext.addJobTag(tag)
+        try:
+            yield
+        finally:
+            if self.is_connect:
+                self.session.removeTag(tag)
+            else:
+                # The application may be over: then its tags are too.
+                with contextlib.suppress(Exception):
+                    self.session.sparkContext.removeJobTag(tag)
+
+    def cancel(self, tag: str) -> None:
+        """Cancel the jobs with this tag; never raises, because something else is already being raised."""
+        with contextlib.suppress(Exception):
+            if self.is_connect:
+                self.session.interruptTag(tag)
+            else:
+                self.session.sparkContext.cancelJobsWithTag(tag)
+
+
+def active_session() -> Any:
+    """The session of this thread, classic or Connect.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    from pyspark.sql import SparkSession
+
+    session: Any = SparkSession.getActiveSession()
+    if session is None:
+        with contextlib.suppress(ImportError):  # the client's packages may be absent
+            from pyspark.sql.connect.session import SparkSession as ConnectSession
+
+            session = ConnectSession.getActiveSession()
+    if session is None:
+        raise InvalidArgumentError(
+            "There is no active Spark session. Start one, or give spark=<session>."
+        )
+    return session

@@ -1,0 +1,290 @@
+"""The executor's side: from a barrier task to a running rank and back.
+
+`make_task` builds what Spark ships. The task starts its trainer before it meets the other tasks, because
+`BarrierTaskContext.allGather` takes up to a second (Spark polls its answer once per second), in which the
+trainer's Python and torch can load. The trainer gets its job, and thereby starts the user's function, only
+after the checks on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.errors import InternalError, RankError
+from sparkhvd.rendezvous import Endpoint, Job, Listener
+from sparkhvd.runner import launching, placement, preflight
+from sparkhvd.runner.child import Prologue
+from sparkhvd.runner.preflight import RankFacts, SharedFiles
+from sparkhvd.runner.results import Kind, Outcome, chunks, describe, embed, root_cause
+from sparkhvd.runner.trainer import Trainer
+from sparkhvd.settings import Settings
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark import BarrierTaskContext
+
+__all__ = ["OUTCOME_PART", "ROW_SCHEMA", "TaskSpec", "make_task", "run_task"]
+
+ROW_SCHEMA = "rank int, part int, data binary"
+# The row with this part number holds the outcome; parts 0, 1, ... are the result.
+OUTCOME_PART = -1
+# A rank that failed as a consequence lets the rank that knows the cause end the stage first.
+_CONSEQUENCE_WAIT_S = 5.0
+_CRASH_WAIT_S = 0.5
+_POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One attempt, the same for all ranks; crosses as JSON inside Spark's closure.
+
+    Attributes:
+        size: number of ranks.
+        attempt: 0 for the first launch.
+        job_id: names the attempt; not secret.
+        key: the attempt's key in hex; secret.
+        settings: `Settings.to_json()`.
+        env: variables for the ranks.
+        driver: the driver's `RankFacts`.
+        requirements: modules that the workers' Python must have.
+        preload: modules that the trainers import early.
+        fixed_threads: threads per rank where the driver decides; None means the task's cores.
+        run_dir: where outcomes go in the shared files; "" for none.
+    """
+
+    size: int
+    attempt: int
+    job_id: str
+    key: str
+    settings: str
+    env: dict[str, str]
+    driver: dict[str, Any]
+    requirements: tuple[str, ...]
+    preload: tuple[str, ...]
+    fixed_threads: int | None
+    run_dir: str
+
+    def __repr__(self) -> str:
+        return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
+
+    def to_json(self) -> str:
+        """Text from which `from_json` rebuilds this."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TaskSpec:
+        """The spec that `to_json` wrote."""
+        data = json.loads(text)
+        for name in ("requirements", "preload"):
+            data[name] = tuple(data[name])
+        return cls(**data)
+
+
+def make_task(
+    spec: TaskSpec, program: bytes, shared: bytes
+) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """The function for `mapInArrow`.
+
+    It is a closure on plain data, so it pickles by value and starts even where this package is not installed.
+    """
+    text = spec.to_json()
+
+    def barrier_task(batches: Iterable[Any]) -> Iterator[Any]:
+        import importlib.util
+        import sys
+
+        if importlib.util.find_spec("sparkhvd") is None:
+            message = (
+                f"The workers run {sys.executable}, which has no module sparkhvd. Install it there, or set "
+                "PYSPARK_PYTHON (spark.pyspark.python) to a Python that has it."
+            )
+            raise ModuleNotFoundError(f"[sparkhvd-preflight:{message}]")
+        from sparkhvd.runner.task import run_task
+
+        yield from run_task(batches, text, program, shared)
+
+    return barrier_task
+
+
+def run_task(
+    batches: Iterable[pa.RecordBatch], text: str, program: bytes, shared: bytes
+) -> Iterator[pa.RecordBatch]:
+    """Run one rank inside a barrier task; yields its outcome and result as rows.
+
+    Raises:
+        RankError: the rank failed; its text embeds the outcome.
+    """
+    import pyarrow as pa
+    from pyspark import BarrierTaskContext
+
+    for _ in batches:  # a task that leaves input unread costs Spark the Python worker
+        pass
+    barrier = BarrierTaskContext.get()
+    spec = TaskSpec.from_json(text)
+    files: SharedFiles | None = pickle.loads(shared) if shared else None  # noqa: S301 - the driver's closure
+    rank = barrier.partitionId()
+    outcome, result = _run_rank(barrier, rank, spec, program, files)
+    _store_outcome(files, spec, outcome)
+    if outcome.kind != Kind.OK:
+        cause = _await_root_cause(files, spec, outcome)
+        raise RankError(f"{describe(cause, spec.size)}\n{embed(cause)}", rank=cause.rank)
+    schema = pa.schema([("rank", pa.int32()), ("part", pa.int32()), ("data", pa.binary())])
+    parts = [(OUTCOME_PART, outcome.to_json().encode()), *enumerate(chunks(result))]
+    for part, data in parts:
+        columns = {"rank": [rank], "part": [part], "data": [data]}
+        yield pa.RecordBatch.from_pydict(columns, schema=schema)
+
+
+def _run_rank(
+    barrier: BarrierTaskContext,
+    rank: int,
+    spec: TaskSpec,
+    program: bytes,
+    files: SharedFiles | None,
+) -> tuple[Outcome, bytes]:
+    infos = barrier.getTaskInfos()
+    host = host_of(infos[rank].address)
+    settings = Settings.from_json(spec.settings)
+    with contextlib.ExitStack() as stack:
+        trainer: Trainer | None = None
+        error = ""
+        port = 0
+        endpoint: dict[str, Any] = {}
+        try:
+            with Listener.bind(host, settings) as listener:
+                endpoint = listener.endpoint().to_dict()
+                prologue = _prologue(barrier, spec, listener)
+                trainer = stack.enter_context(Trainer(rank, prologue, program, _log))
+            if rank == 0:
+                port = stack.enter_context(launching.reserved_port(host))
+        except Exception as e:  # noqa: BLE001 - every rank must reach the gathering, or the others would wait there
+            error = f"{type(e).__name__}: {e}"
+        if files is not None and not error:
+            error = preflight.write_token(files, spec.run_dir, spec.attempt, rank, spec.job_id)
+        facts = preflight.rank_facts(spec.requirements, error)
+        gathered = exchange_facts(
+            barrier, {"facts": facts.to_dict(), "endpoint": endpoint, "port": port}
+        )
+        ranks = [RankFacts.from_dict(one["facts"]) for one in gathered]
+        problem = preflight.check_ranks(RankFacts.from_dict(spec.driver), ranks)
+        if not problem and files is not None:
+            hosts = [facts.host for facts in ranks]
+            problem = preflight.check_tokens(
+                files, spec.run_dir, spec.attempt, spec.job_id, hosts, rank
+            )
+        if problem:
+            outcome = Outcome(
+                rank,
+                Kind.PREFLIGHT,
+                host=host,
+                attempt=spec.attempt,
+                exit="not started",
+                message=problem,
+            )
+            return outcome, b""
+        if trainer is None:
+            raise InternalError(f"rank {rank} passed the checks without a trainer.")
+        job = Job(
+            key=bytes.fromhex(spec.key),
+            job_id=spec.job_id,
+            attempt=spec.attempt,
+            rank=rank,
+            size=spec.size,
+            endpoints=tuple(Endpoint.from_dict(one["endpoint"]) for one in gathered),
+        )
+        master = (host_of(infos[0].address), gathered[0]["port"])
+        trainer.send(launching.job_frame(job, settings, master))
+        trainer.wait()
+        return trainer.outcome(host=host, attempt=spec.attempt), trainer.result
+
+
+def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -> Prologue:
+    from pyspark import SparkFiles
+
+    threads = placement.threads_per_rank(
+        barrier.cpus(), preflight.affinity(), preflight.cgroup_quota(), spec.fixed_threads
+    )
+    return Prologue(
+        env={**foreign_variables(barrier), **spec.env},
+        sys_path=list(sys.path),
+        cwd=os.getcwd(),
+        num_threads=threads,
+        preload=list(spec.preload),
+        spark_files=SparkFiles.getRootDirectory(),
+        listener=listener.filenos(),
+        endpoint=listener.endpoint().to_dict(),
+    )
+
+
+def foreign_variables(barrier: BarrierTaskContext) -> dict[str, str]:
+    """Variables of others that depend on the task: today the GPUs that Spark gave it."""
+    gpu = barrier.resources().get("gpu")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.addresses)} if gpu else {}
+
+
+def exchange_facts(barrier: BarrierTaskContext, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Give every rank what every rank said, by rank. All tasks of the stage must call it."""
+    return [json.loads(text) for text in barrier.allGather(json.dumps(mine))]
+
+
+def host_of(address: str) -> str:
+    """The host of Spark's "host:port"; IPv6 hosts come with or without brackets."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        host = address
+    return host.strip("[]")
+
+
+def _log(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+def _store_outcome(files: SharedFiles | None, spec: TaskSpec, outcome: Outcome) -> None:
+    if files is None or not spec.run_dir or outcome.rank is None:
+        return
+    # The same outcome travels as rows or in the exception; the file is the fuller copy.
+    with contextlib.suppress(Exception):
+        path = preflight.outcome_path(spec.run_dir, spec.attempt, outcome.rank)
+        files.write_bytes(path, outcome.to_json().encode())
+
+
+def _await_root_cause(files: SharedFiles | None, spec: TaskSpec, mine: Outcome) -> Outcome:
+    """Give a rank that knows better time to end the stage; returns the best known cause.
+
+    When this task raises, Spark kills the other tasks of the stage and forgets what they would have said. An
+    exception of the user's function is raised at once, a crash soon, a lost peer last.
+    """
+    wait = {Kind.CRASH: _CRASH_WAIT_S, Kind.COLLECTIVE: _CONSEQUENCE_WAIT_S}.get(mine.kind, 0.0)
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        known = [mine, *read_outcomes(files, spec.run_dir, spec.attempt, spec.size)]
+        cause = root_cause(known)
+        if cause is not None and cause.kind != mine.kind:
+            return cause
+    return mine
+
+
+def read_outcomes(
+    files: SharedFiles | None, run_dir: str, attempt: int, size: int
+) -> list[Outcome]:
+    """The outcomes that ranks have written so far; none where there is no shared store."""
+    found: list[Outcome] = []
+    if files is None or not run_dir:
+        return found
+    for rank in range(size):
+        path = preflight.outcome_path(run_dir, attempt, rank)
+        # A report about a failure must not fail: what cannot be read is as if it were not there.
+        with contextlib.suppress(Exception):
+            if files.exists(path):
+                found.append(Outcome.from_json(files.read_bytes(path).decode()))
+    return found

@@ -1,0 +1,277 @@
+"""The parent's side of one trainer process: start it, feed it, relay its output, see it end.
+
+**Threads**: three daemon threads per trainer: one relays output lines, one reads the result pipe, one waits for
+the process to end. The caller's thread only waits on events, so Ctrl-C reaches it. **Ownership**: the threads own
+their pipe's read end and close it; the caller owns the pipe to the trainer. **Shutdown**: when the trainer has
+ended, for whatever reason, its process group is killed before it is reaped (so the group's number is still its
+own), and then the pipes reach their end.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from sparkhvd.errors import InternalError
+from sparkhvd.runner.child import (
+    JobFrame,
+    Prologue,
+    loader_variables,
+    read_frame,
+    write_frame,
+)
+from sparkhvd.runner.results import Kind, Outcome, exit_text
+
+__all__ = ["Trainer"]
+
+LOG_TAIL_LINES = 100
+# A line without an end (a progress bar) is passed on at this length.
+_LINE_BYTES = 16 << 10
+# How long a trainer may live on after it has reported: threads and exit handlers of the user's code.
+EXIT_GRACE_S = 30.0
+# How long the pipes may take to reach their end after the whole process group was killed.
+_DRAIN_S = 5.0
+
+
+class Trainer:
+    """One trainer process. As a context manager it leaves no process of its group behind."""
+
+    def __init__(
+        self,
+        rank: int,
+        prologue: Prologue,
+        program: bytes,
+        log: Callable[[str], None],
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the process and send it everything but the job.
+
+        Args:
+            rank: its rank, for the prefix of its output lines.
+            prologue: its environment; the listener's descriptors are inherited by it.
+            program: `dump_program(...)`.
+            log: called with each line of its output from a thread of this trainer.
+            on_end: called once when it has ended, from a thread of this trainer.
+        """
+        self.rank = rank
+        self.pid = 0
+        self.result = b""
+        self._num_threads = prologue.num_threads
+        self._log = log
+        self._tail: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
+        self._report: dict[str, Any] | None = None
+        self._status = 0
+        self._rss = 0
+        self._reported = threading.Event()
+        self._ended = threading.Event()
+        self._reap_lock = (
+            threading.Lock()
+        )  # guards _is_reaped: no signal to a number that is not ours
+        self._is_reaped = False
+        self._grace_until: float | None = None
+        self._is_forced = False
+        self._on_end = on_end
+        self._began = time.monotonic()
+        self._wall_s = 0.0
+        self._start(prologue)
+        with contextlib.suppress(BrokenPipeError):  # it died at once; its end says why
+            write_frame(self._spec, prologue.to_bytes())
+            write_frame(self._spec, program)
+
+    def _start(self, prologue: Prologue) -> None:
+        spec_read, self._spec = os.pipe()
+        result_read, result_write = os.pipe()
+        log_read, log_write = os.pipe()
+        theirs = [fd for fd in prologue.listener if fd >= 0] + [spec_read, result_write]
+        inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
+        environ = {**inherited, **loader_variables(prologue.env)}
+        # The package must be found before the trainer has set its own path.
+        path = [entry for entry in prologue.sys_path if entry]
+        environ["PYTHONPATH"] = os.pathsep.join(path) or environ.get("PYTHONPATH", "")
+        try:
+            self._process = subprocess.Popen(
+                [
+                    os.path.abspath(sys.executable),
+                    *("-m", "sparkhvd.runner.child", str(spec_read), str(result_write)),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log_write,
+                stderr=log_write,
+                env=environ,
+                close_fds=True,
+                pass_fds=theirs,
+                start_new_session=True,
+            )
+        except BaseException:
+            for fd in (self._spec, result_read, log_read):
+                os.close(fd)
+            raise
+        finally:
+            for fd in (spec_read, result_write, log_write):
+                os.close(fd)
+        self.pid = self._process.pid
+        self._pumps = [
+            self._thread("log", self._relay, log_read),
+            self._thread("result", self._receive, result_read),
+        ]
+        self._reaper = self._thread("wait", self._reap)
+
+    def _thread(self, name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(
+            target=target, args=args, name=f"sparkhvd-{name}-{self.rank}", daemon=True
+        )
+        thread.start()
+        return thread
+
+    # --- the caller's side
+
+    def send(self, job: JobFrame) -> None:
+        """Tell the trainer who the ranks are; it starts the function."""
+        with contextlib.suppress(BrokenPipeError):  # it is gone; its end says why
+            write_frame(self._spec, job.to_bytes())
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the process has ended and its output is read; True if it has."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ended.is_set():
+            left = 1.0 if deadline is None else min(1.0, deadline - time.monotonic())
+            if left <= 0:
+                return False
+            # The event wakes at once; the cap lets the grace period begin.
+            self._ended.wait(left)
+            self.enforce_grace()
+        return True
+
+    def enforce_grace(self) -> None:
+        """Kill a trainer that has reported and does not end: 30 s are for threads and exit handlers."""
+        if not self._reported.is_set() or self._ended.is_set():
+            return
+        now = time.monotonic()
+        if self._grace_until is None:
+            self._grace_until = now + EXIT_GRACE_S
+        elif now >= self._grace_until and not self._is_forced:
+            self._is_forced = True
+            self._log(
+                f"[{self.rank}] (did not end {EXIT_GRACE_S:.0f} s after its function; killed)"
+            )
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill the trainer and every process of its group; returns at once."""
+        with self._reap_lock:
+            if not self._is_reaped:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
+
+    def outcome(self, *, host: str = "", attempt: int = 0) -> Outcome:
+        """How it ended. Call it after `wait` said so."""
+        if not self._ended.is_set():
+            raise InternalError(f"the outcome of rank {self.rank} was asked for before its end.")
+        base: dict[str, Any] = {
+            "rank": self.rank,
+            "host": host,
+            "attempt": attempt,
+            "pid": self.pid,
+            "num_threads": self._num_threads,
+            "log_tail": tuple(self._tail),
+            "wall_s": self._wall_s,
+            "peak_rss_bytes": self._rss,
+        }
+        report = self._report
+        is_complete = report is not None and report.get("kind") and self._reported.is_set()
+        if (
+            report is not None
+            and is_complete
+            and (report["kind"] != Kind.OK or self._status == 0 or self._is_forced)
+        ):
+            return Outcome(**{**base, **report})
+        started = {k: v for k, v in (report or {}).items() if k in ("started_at", "run_s")}
+        message = "after its function had returned" if is_complete else ""
+        return Outcome(
+            **base, **started, kind=Kind.CRASH, exit=exit_text(self._status), message=message
+        )
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._ended.is_set():
+            self.kill()
+        self._reaper.join()
+        os.close(self._spec)
+
+    # --- the threads
+
+    def _relay(self, fd: int) -> None:
+        pending = b""
+        with contextlib.closing(_Closing(fd)):
+            while data := os.read(fd, 1 << 16):
+                *lines, pending = (pending + data).split(b"\n")
+                if len(pending) > _LINE_BYTES:
+                    lines, pending = [*lines, pending], b""
+                self._pass_on(lines)
+        if pending:
+            self._pass_on([pending])
+
+    def _pass_on(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\r")
+            self._tail.append(text)
+            # A broken log never breaks training; the pipe is read on, or the trainer would stop at a full pipe.
+            with contextlib.suppress(Exception):
+                self._log(f"[{self.rank}] {text}")
+
+    def _receive(self, fd: int) -> None:
+        with contextlib.closing(_Closing(fd)):
+            started = read_frame(fd)
+            if started is None:
+                return
+            self._report = json.loads(started)
+            report = read_frame(fd)
+            result = None if report is None else read_frame(fd)
+            if report is None or result is None:
+                return
+            self.result = result
+            self._report = json.loads(report)
+            self._reported.set()
+
+    def _reap(self) -> None:
+        # WNOWAIT leaves a zombie, whose number keeps the process group's number taken.
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._reap_lock:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            _, status, usage = os.wait4(self.pid, 0)
+            self._is_reaped = True
+        self._wall_s = time.monotonic() - self._began
+        self._status = self._process.returncode = os.waitstatus_to_exitcode(status)
+        self._rss = usage.ru_maxrss * 1024
+        for pump in self._pumps:
+            pump.join(_DRAIN_S)  # a process that left the group may still hold the pipe
+        self._ended.set()
+        self._on_end()
+
+
+class _Closing:
+    """A descriptor with a `close` method."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def close(self) -> None:
+        os.close(self._fd)
