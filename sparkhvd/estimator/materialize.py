@@ -1,81 +1,212 @@
-"""From a DataFrame to packed Parquet files and their manifest, in one pass; and when to reuse them."""
+"""From a DataFrame to packed Parquet files and their manifest, in one pass."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from sparkhvd.estimator.manifest import Manifest
-from sparkhvd.estimator.schema import DataSchema
+import pyarrow as pa
+
+from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.estimator.convert import Findings, column_to_numpy
+from sparkhvd.estimator.manifest import DataFile, Manifest
+from sparkhvd.estimator.packed import ROW_GROUP_BYTES, PackedWriter
+from sparkhvd.estimator.schema import Column, DataSchema
 from sparkhvd.estimator.store import Store
 
-__all__ = ["PreparedData", "materialize", "prepare", "renew_leases"]
+__all__ = ["materialize"]
 
-
-@dataclass(frozen=True)
-class PreparedData:
-    """Data that ranks can read.
-
-    Attributes:
-        manifest: the files, the row count and the schema with shapes.
-        data_dir: where they are, relative to the store.
-        reused: whether an earlier materialization served.
-        seconds: how long it took to have them.
-        reason: why they were or were not reused, for the user.
-    """
-
-    manifest: Manifest
-    data_dir: str
-    reused: bool
-    seconds: float
-    reason: str = ""
+_RESULT = pa.schema([("partition", pa.int64()), ("outcome", pa.string())])
+_RESULT_DDL = "partition bigint, outcome string"
 
 
 def materialize(
-    df: Any, schema: DataSchema, store: Store, data_dir: str, *, num_partitions: int | None = None
+    df: Any,
+    schema: DataSchema,
+    store: Store,
+    data_dir: str,
+    *,
+    num_partitions: int | None = None,
+    row_group_bytes: int = ROW_GROUP_BYTES,
 ) -> Manifest:
     """Write the columns of `schema` as packed Parquet files and return their manifest.
 
-    One Spark job, one pass; every check that needs the values happens in it. Rows are ordered by partition
-    index and position in the partition. The manifest is written last; if anything fails, the files are removed.
+    One Spark job, one pass; every check that needs the values happens in it. Rows are ordered by partition index
+    and position in the partition. Every task writes one file named after its attempt and reports it; only the
+    attempts that Spark counted get into the manifest, so retries and speculation cannot duplicate rows. The
+    manifest is written last; if anything fails, the folder is removed.
+
+    NaN is an error; infinity that stood in the data is kept, infinity that comes from narrowing is an error.
 
     Args:
         df: the DataFrame, classic or Connect.
         schema: what `check_schema` returned.
         store: where to write; the executors must see it.
         data_dir: folder in the store.
-        num_partitions: coalesce to at most this many partitions first; None leaves them.
+        num_partitions: coalesce to at most this many partitions first; None leaves them. Few partitions are no
+            problem for training: rows, not files, are dealt to ranks.
+        row_group_bytes: size of a row group, the memory that a task needs.
 
     Raises:
         InvalidArgumentError: the data hold nulls, NaN, rows of different lengths or numbers that the stored type
             cannot hold (each column is named with its count), or there are no rows.
+        PreflightError: this process does not see what the executors wrote.
     """
-    raise NotImplementedError
+    is_done = False
+    try:
+        selected = _select(df, schema)
+        if num_partitions is not None:
+            selected = selected.coalesce(num_partitions)
+        task = _WriteTask(store, schema, data_dir, row_group_bytes)
+        rows = selected.mapInArrow(task, _RESULT_DDL).collect()
+        outcomes = [
+            json.loads(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
+        ]
+        manifest = _merge(outcomes, schema)
+        _check_visible(store, data_dir, manifest)
+        manifest.save(store, data_dir)
+        is_done = True
+        return manifest
+    finally:
+        if not is_done:
+            store.delete(data_dir)
 
 
-def prepare(
-    df: Any,
-    schema: DataSchema,
-    store: Store,
-    *,
-    app_id: str,
-    data_key: str | None = None,
-    keep_data: bool = False,
-    num_partitions: int | None = None,
-) -> PreparedData:
-    """Materialize `df`, or reuse what the same plan over the same files gave before.
-
-    Args:
-        df: the DataFrame.
-        schema: what `check_schema` returned.
-        store: where the data live.
-        app_id: the Spark application; its data are deleted when this process ends.
-        data_key: the user's word that data of this key (and these columns) are the same; None lets the plan decide.
-        keep_data: leave the data in the store until `Store.clean()`.
-        num_partitions: see `materialize`.
-    """
-    raise NotImplementedError
+def _select(df: Any, schema: DataSchema) -> Any:
+    """The columns of the schema, named by their position in it: names with dots or capitals cannot mislead."""
+    names = list(df.columns)
+    renamed = df.toDF(*[f"c{i}" for i in range(len(names))])
+    return renamed.select(*[f"c{names.index(c.name)}" for c in schema.columns])
 
 
-def renew_leases() -> None:
-    """Tell other applications that this one still lives; call it now and then during a long fit. Cheap."""
+@dataclass(frozen=True)
+class _WriteTask:
+    """What one Spark task does: Arrow batches in, one packed file and one row about it out."""
+
+    store: Store
+    schema: DataSchema
+    data_dir: str
+    row_group_bytes: int
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        partition, attempt = context.partitionId(), context.taskAttemptId()
+        path = f"{self.data_dir}/part-{partition:05d}-{attempt}.parquet"
+        outcome = self.write(batches, path)
+        yield pa.RecordBatch.from_arrays(
+            [pa.array([partition], pa.int64()), pa.array([json.dumps(outcome)], pa.string())],
+            schema=_RESULT,
+        )
+
+    def write(self, batches: Iterator[pa.RecordBatch], path: str) -> dict[str, Any]:
+        """Write one file from Arrow batches, unless a row cannot be used; then count to the end."""
+        columns = self.schema.columns
+        flag = self.schema.validation
+        found = {c.name: Findings() for c in columns}
+        rows, groups = 0, ()
+        writer: PackedWriter | None = None
+        with ExitStack() as stack:
+            for batch in batches:
+                if not batch.num_rows:
+                    continue
+                rows += batch.num_rows
+                values = []
+                for i, column in enumerate(columns):
+                    array, findings = column_to_numpy(
+                        batch.column(i), column, is_flag=column is flag
+                    )
+                    found[column.name].add(findings)
+                    values.append(array)
+                if not all(f.is_clean for f in found.values()):
+                    continue
+                arrays = [v for v in values if v is not None]
+                if writer is None:
+                    shaped = [
+                        c.with_shape(v.shape[1:]) for c, v in zip(columns, arrays, strict=True)
+                    ]
+                    sink = stack.enter_context(self.store.open_output(path))
+                    writer = PackedWriter(sink, shaped, row_group_bytes=self.row_group_bytes)
+                writer.append(arrays)
+            groups = writer.close() if writer is not None else ()
+        return {
+            "path": path,
+            "rows": rows,
+            "row_groups": groups,
+            "columns": {name: f.to_dict() for name, f in found.items()},
+        }
+
+
+def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
+    """The manifest of what all tasks wrote, or the error that tells what is wrong with the data."""
+    num_rows = sum(o["rows"] for o in outcomes)
+    if num_rows == 0:
+        raise InvalidArgumentError(
+            "The DataFrame has no rows, so there is nothing to train on. Look at df.count(), and at the filters and "
+            "joins that made it."
+        )
+    found = {c.name: Findings() for c in schema.columns}
+    for outcome in outcomes:
+        for name, values in outcome["columns"].items():
+            found[name].add(Findings.from_dict(values))
+    problems = [line for c in schema.columns for line in _problems(c, found[c.name], num_rows)]
+    if problems:
+        listed = "\n".join(f"  {p}" for p in problems)
+        raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
+    shapes = {
+        c.name: () if c.kind == "scalar" else (next(iter(found[c.name].widths)),)
+        for c in schema.columns
+    }
+    files = tuple(
+        DataFile(o["path"], o["rows"], tuple(o["row_groups"])) for o in outcomes if o["rows"]
+    )
+    return Manifest(files, schema.with_shapes(shapes), num_rows)
+
+
+def _problems(column: Column, found: Findings, num_rows: int) -> Iterator[str]:
+    where = f"column {column.name!r} ({column.source})"
+    of = f"of {num_rows:,} rows"
+    if found.nulls:
+        yield (
+            f"{where}: {found.nulls:,} {of} are null or hold a null. Every row needs a value: df.na.drop() or "
+            "df.na.fill(...), or an Imputer."
+        )
+    if found.nans:
+        yield f"{where}: {found.nans:,} {of} hold NaN. Every value must be a number: drop or replace them."
+    if found.overflows:
+        yield (
+            f"{where}: {found.overflows:,} {of} hold a number that {column.dtype} cannot hold. Scale the column, or "
+            f"choose a wider type with feature_dtypes or label_dtypes."
+        )
+    if found.fractions:
+        yield (
+            f"{where}: {found.fractions:,} {of} hold a number that is not whole, but it is to be stored as "
+            f"{column.dtype}. Choose a floating type, or round the column."
+        )
+    if len(found.widths) > 1:
+        usual, count = found.widths.most_common(1)[0]
+        others = ", ".join(
+            f"{n:,} of {w}" for w, n in sorted(found.widths.items())[:6] if w != usual
+        )
+        yield (
+            f"{where}: rows have different lengths: {count:,} rows of {usual} elements, but {others}. Every row "
+            "must have the same number of elements: pad or cut them."
+        )
+    elif 0 in found.widths:
+        yield f"{where}: every row is empty. At least one element per row is expected."
+
+
+def _check_visible(store: Store, data_dir: str, manifest: Manifest) -> None:
+    seen = set(store.list(data_dir))
+    missing = [f.path for f in manifest.files if f.path not in seen]
+    if missing:
+        raise PreflightError(
+            f"The executors wrote {len(manifest.files)} files to {store.full_url(data_dir)}, but this process does "
+            f"not see {len(missing)} of them, for example {missing[0]!r}. The store must be on a file system that "
+            "the driver and all executors share."
+        )

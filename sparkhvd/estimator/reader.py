@@ -1,7 +1,14 @@
-"""From a manifest to the batches of one rank."""
+"""From a manifest to the batches of one rank.
+
+Threads: the caller iterates an epoch; one background thread per running epoch reads and gathers ahead of it.
+Ownership: the thread owns the open files and the rows in memory; batches belong to the caller once handed over.
+Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits for it.
+"""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,10 +17,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError
 from sparkhvd.estimator.manifest import Manifest
+from sparkhvd.estimator.packed import RowSource
+from sparkhvd.estimator.sampler import Plan, Rows, Window, cuts, epoch_plan, split_validation
 from sparkhvd.estimator.store import Store
 
 __all__ = ["Batch", "Reader"]
+
+Array = npt.NDArray[Any]
+
+SUBSETS = ("all", "train", "validation")
+# Rows are gathered for several steps at once: the cost of a step in Python is then a few views.
+_CHUNK_BYTES = 1 << 20
+# Blocks of a shuffle beyond memory: long enough to read at the speed of the disk.
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -27,17 +45,30 @@ class Batch:
         step: counts from 0 in each epoch.
     """
 
-    columns: dict[str, npt.NDArray[Any]]
+    columns: dict[str, Array]
     num_rows: int
     rows_per_rank: tuple[int, ...]
+    step: int
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What the background thread died of, and at which step."""
+
+    error: BaseException
     step: int
 
 
 class Reader:
     """Yields the batches of one rank, epoch by epoch; a context manager.
 
-    Every rank yields the same number of steps, and every row of the subset appears exactly once per epoch
-    over all ranks.
+    Every rank yields the same number of steps, and every row of the subset appears exactly once per epoch over
+    all ranks. Equal arguments give equal batches on every machine.
+
+    Attributes:
+        num_rows: rows of the subset, over all ranks.
+        num_steps: steps of an epoch.
+        description: in which order rows come, for the report.
     """
 
     def __init__(
@@ -73,27 +104,258 @@ class Reader:
             columns: names to read; None means features, labels and sample weight.
             shuffle_bytes: data up to this many bytes are held in memory and permuted uniformly; beyond it, blocks
                 come in random order and rows are permuted inside windows of this size.
-            prefetch_bytes: batches prepared ahead by a background thread.
+            prefetch_bytes: bound on the batches that the background thread prepares ahead.
+
+        Raises:
+            InvalidArgumentError: an argument is out of range, or the subset cannot be told apart.
         """
-        self.num_rows = 0
-        self.num_steps = 0
-        self.description = ""
+        _check(rank, size, batch_size, subset, shuffle_bytes, prefetch_bytes)
+        self._manifest = manifest
+        self._rank, self._size, self._batch_size = rank, size, batch_size
+        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
+        split = manifest.schema.validation
+        names = [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
+        self._names = list(columns) if columns is not None else names
+        self._row_bytes = sum(manifest.schema.column(n).row_bytes for n in self._names)
+        self._source = RowSource(store, manifest)
+        self._rows = self._select(subset, validation)
+        self.num_rows = self._rows if isinstance(self._rows, int) else len(self._rows)
+        self._is_resident = self.num_rows * self._row_bytes <= shuffle_bytes
+        self._window_rows = max(1, shuffle_bytes // max(1, self._row_bytes))
+        self._prefetch_bytes = prefetch_bytes
+        self._resident: dict[str, Array] | None = None
+        self._running: _Prefetch | None = None
+        self.num_steps = self._plan(0).num_steps
+        self.description = self._describe()
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batches of an epoch in order."""
-        raise NotImplementedError
+        """The batches of an epoch in order; one epoch at a time.
+
+        Raises:
+            OSError: a file could not be read; the message says which rank and step.
+        """
+        self._stop()
+        plan = self._plan(epoch)
+        prefetch = _Prefetch(self._chunks(plan), self._queue_length())
+        self._running = prefetch
+        try:
+            yield from self._batches(plan, prefetch, epoch)
+        finally:
+            prefetch.stop()
+            if self._running is prefetch:
+                self._running = None
+
+    def plan(self, epoch: int) -> Plan:
+        """Which rows of the manifest each rank has at each step of an epoch; for reports and tests."""
+        return self._plan(epoch, self._rows)
 
     def close(self) -> None:
         """Stop the background thread and release files and memory."""
+        self._stop()
+        self._source.close()
+        self._resident = None
 
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
+    # -- which rows ----------------------------------------------------------------------------------
 
-def _unused() -> Any:
-    return np
+    def _select(self, subset: str, validation: float | None) -> Rows | int:
+        total = self._manifest.num_rows
+        if subset == "all":
+            return total
+        column = self._manifest.schema.validation
+        if column is not None:
+            flags = self._source.read([column.name])[column.name] != 0
+            return np.flatnonzero(flags if subset == "validation" else ~flags)
+        if not validation:
+            if subset == "train":
+                return total
+            raise InvalidArgumentError(
+                "Reader(subset='validation'): the data have no validation column and no fraction was given. Give "
+                "validation=0.1, or read subset='all'."
+            )
+        train, held_out = split_validation(total, validation, self._seed)
+        return train if subset == "train" else held_out
+
+    def _plan(self, epoch: int, rows: Rows | int | None = None) -> Plan:
+        resident = self._is_resident
+        if rows is None:
+            # In memory the subset is numbered from 0.
+            rows = self.num_rows if resident else self._rows
+        return epoch_plan(
+            rows,
+            size=self._size,
+            batch_size=self._batch_size,
+            seed=self._seed,
+            epoch=epoch,
+            shuffle=self._shuffle,
+            drop_last=self._drop_last,
+            window_rows=None if resident else self._file_window(),
+            block_rows=min(
+                max(1, _BLOCK_BYTES // max(1, self._row_bytes)), max(1, self._window_rows // 16)
+            ),
+        )
+
+    def _file_window(self) -> int:
+        """Rows to hold at once beyond memory: all the bound allows to shuffle, a few chunks to just read."""
+        chunk = 8 * _CHUNK_BYTES // max(1, self._row_bytes)
+        return self._window_rows if self._shuffle else max(1, min(chunk, self._window_rows))
+
+    def _describe(self) -> str:
+        if not self._shuffle:
+            return "file order"
+        if self._is_resident:
+            return "uniform permutation in memory"
+        return (
+            f"blocks in random order, rows permuted inside windows of {self._window_rows:,} "
+            f"of {self.num_rows:,} rows (raise shuffle_bytes for a uniform permutation)"
+        )
+
+    # -- the background thread's side ----------------------------------------------------------------
+
+    def _chunks(self, plan: Plan) -> Iterator[dict[str, Array]]:
+        steps = max(1, _CHUNK_BYTES // max(1, self._row_bytes * self._batch_size))
+        chunk_rows = steps * self._batch_size
+        last = plan.last_counts[self._rank] if plan.last_counts else 0
+        for window in plan.windows(self._rank):
+            values, order = self._load(window)
+            for start, stop in cuts(len(order), chunk_rows, last):
+                part = order[start:stop]
+                # Indices come from a permutation, so they are in range: "clip" skips the check and a buffer.
+                yield {n: np.take(v, part, axis=0, mode="clip") for n, v in values.items()}
+            # The next window is loaded when this one has gone.
+            del values, order
+
+    def _load(self, window: Window) -> tuple[dict[str, Array], Rows]:
+        """Arrays that hold the window's rows, and the order in which to take them."""
+        if self._is_resident:
+            if self._resident is None:
+                rows = None if isinstance(self._rows, int) else self._rows
+                self._resident = self._source.read(self._names, rows)
+                self._source.close()
+            return self._resident, window.row_numbers()
+        assert window.rows is not None
+        values = self._source.read(self._names, window.rows)
+        order = window.order if window.order is not None else np.arange(len(window.rows))
+        return values, order
+
+    def _queue_length(self) -> int:
+        chunk = max(_CHUNK_BYTES, self._row_bytes * self._batch_size)
+        return max(1, self._prefetch_bytes // chunk - 2)  # one more is being made, one being used
+
+    # -- the caller's side ---------------------------------------------------------------------------
+
+    def _batches(self, plan: Plan, prefetch: _Prefetch, epoch: int) -> Iterator[Batch]:
+        step = 0
+        while step < plan.num_steps:
+            if plan.rows_per_rank(step)[self._rank] == 0:
+                yield Batch(self._no_rows(), 0, plan.rows_per_rank(step), step)
+                step += 1
+                continue
+            chunk = prefetch.get()
+            if isinstance(chunk, _Failure):
+                raise self._explain(chunk.error, epoch, step) from chunk.error
+            length = len(chunk[self._names[0]])
+            start = 0
+            while start < length:
+                counts = plan.rows_per_rank(step)
+                stop = start + counts[self._rank]
+                columns = {n: v[start:stop] for n, v in chunk.items()}
+                yield Batch(columns, stop - start, counts, step)
+                start = stop
+                step += 1
+
+    def _no_rows(self) -> dict[str, Array]:
+        columns = [self._manifest.schema.column(n) for n in self._names]
+        return {c.name: np.empty((0, *(c.shape or ())), np.dtype(c.dtype)) for c in columns}
+
+    def _explain(self, error: BaseException, epoch: int, step: int) -> BaseException:
+        where = f"rank {self._rank}, epoch {epoch}, step {step}"
+        if isinstance(error, SparkhvdError):
+            return error
+        if isinstance(error, OSError):
+            return OSError(
+                error.errno,
+                f"Reading the materialized data failed at {where}: {type(error).__name__}: {error}",
+            )
+        return InternalError(f"Reading the data failed at {where}: {type(error).__name__}: {error}")
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+
+class _Prefetch:
+    """Runs an iterator in a thread, at most `length` items ahead."""
+
+    def __init__(self, items: Iterator[dict[str, Array]], length: int) -> None:
+        self._items = items
+        self._queue: queue.Queue[dict[str, Array] | _Failure] = queue.Queue(maxsize=length)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-reader", daemon=True)
+        self._thread.start()
+
+    def get(self) -> dict[str, Array] | _Failure:
+        """The next item, or what the thread died of."""
+        return self._queue.get()
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stopping.set()
+        while self._thread.is_alive():
+            # A thread that waits for room in the queue goes on once there is some.
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.05)
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            for item in self._items:
+                if self._stopping.is_set():
+                    return
+                self._queue.put(item)
+                number += 1
+                if self._stopping.is_set():
+                    return
+            failure = _Failure(
+                InternalError("The reader ran out of rows before the epoch's end."), number
+            )
+        except BaseException as error:  # noqa: BLE001 - a door: the consumer raises it
+            failure = _Failure(error, number)
+        while not self._stopping.is_set():
+            try:
+                self._queue.put(failure, timeout=0.05)
+            except queue.Full:
+                continue
+            return
+
+
+def _check(
+    rank: int, size: int, batch_size: int, subset: str, shuffle_bytes: int, prefetch_bytes: int
+) -> None:
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(
+            f"Reader: rank is {rank} and size {size}; expected 0 <= rank < size."
+        )
+    if batch_size < 1:
+        raise InvalidArgumentError(f"Reader: batch_size is {batch_size}; it must be at least 1.")
+    if subset not in SUBSETS:
+        raise InvalidArgumentError(
+            f"Reader: subset is {subset!r}; expected one of {', '.join(SUBSETS)}."
+        )
+    if shuffle_bytes < 1 or prefetch_bytes < 1:
+        raise InvalidArgumentError(
+            f"Reader: shuffle_bytes is {shuffle_bytes} and prefetch_bytes {prefetch_bytes}; both must be positive."
+        )

@@ -172,7 +172,9 @@ def dtype_name(dtype: Any) -> str:
             name = np.dtype(dtype).name
         except TypeError:
             name = str(dtype)
-    name = {"float": "float32", "double": "float64", "half": "float16", "long": "int64"}.get(name, name)
+    name = {"float": "float32", "double": "float64", "half": "float16", "long": "int64"}.get(
+        name, name
+    )
     if name not in TENSOR_DTYPES:
         raise InvalidArgumentError(
             f"{dtype!r} is not a dtype of this package. Give one of: {', '.join(TENSOR_DTYPES)}."
@@ -219,7 +221,9 @@ def check_schema(
     features = _names(feature_cols, "feature_cols")
     labels = _names(label_cols, "label_cols")
     if not features:
-        raise InvalidArgumentError("feature_cols is empty. Name at least one column for the model's input.")
+        raise InvalidArgumentError(
+            "feature_cols is empty. Name at least one column for the model's input."
+        )
     by_name = _fields_by_name(df_schema)
     default = dtype_name(model_dtype)
     feature_dtype = _overrides(feature_dtypes, features, "feature_dtypes")
@@ -227,7 +231,9 @@ def check_schema(
 
     roles: dict[str, str] = {}
 
-    def build(name: str, role: str, override: str | None = None, *, only_scalar: bool = False) -> Column:
+    def build(
+        name: str, role: str, override: str | None = None, *, only_scalar: bool = False
+    ) -> Column:
         if name in roles:
             raise InvalidArgumentError(
                 f"Column {name!r} is given as {roles[name]} and as {role}. Every column has one role: "
@@ -238,7 +244,9 @@ def check_schema(
 
     weight = None
     split = None
-    columns = tuple(build(n, f"feature_cols[{i}]", feature_dtype.get(n)) for i, n in enumerate(features))
+    columns = tuple(
+        build(n, f"feature_cols[{i}]", feature_dtype.get(n)) for i, n in enumerate(features)
+    )
     targets = tuple(build(n, f"label_cols[{i}]", label_dtype.get(n)) for i, n in enumerate(labels))
     if sample_weight_col is not None:
         _names([sample_weight_col], "sample_weight_col")
@@ -272,7 +280,9 @@ def _names(names: Any, param: str) -> list[str]:
         )
     for name in names:
         if not isinstance(name, str) or not name:
-            raise InvalidArgumentError(f"{param} holds {name!r}. Every entry must be a column's name.")
+            raise InvalidArgumentError(
+                f"{param} holds {name!r}. Every entry must be a column's name."
+            )
     return list(names)
 
 
@@ -288,7 +298,11 @@ def _field(by_name: Mapping[str, list[Any]], name: str, role: str) -> Any:
     if not found:
         close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)
         lower = [n for n in by_name if n.lower() == name.lower() and n not in close]
-        hint = f" Did you mean {' or '.join(repr(n) for n in (lower + close)[:3])}?" if lower + close else ""
+        hint = (
+            f" Did you mean {' or '.join(repr(n) for n in (lower + close)[:3])}?"
+            if lower + close
+            else ""
+        )
         raise InvalidArgumentError(
             f"{role} names column {name!r}, which the DataFrame does not have.{hint} "
             f"Its columns are: {_listing(list(by_name))}."
@@ -342,7 +356,11 @@ def _classify(data_type: Any) -> tuple[str, str | None, str]:
     if name == "VectorUDT":
         return "vector", "float64", "vector"
     if name == "ArrayType":
-        return "array", NUMERIC_TYPES.get(type(data_type.elementType).__name__), data_type.simpleString()
+        return (
+            "array",
+            NUMERIC_TYPES.get(type(data_type.elementType).__name__),
+            data_type.simpleString(),
+        )
     return "scalar", NUMERIC_TYPES.get(name), data_type.simpleString()
 
 

@@ -199,7 +199,9 @@ class Store:
     def delete(self, path: str) -> None:
         """Delete a file, or a folder with all it holds; nothing happens if there is none."""
         if not path.strip("/"):
-            raise InvalidArgumentError("Store.delete('') would delete the whole store. Name a path in it.")
+            raise InvalidArgumentError(
+                "Store.delete('') would delete the whole store. Name a path in it."
+            )
         full = self._full(path)
         if self.is_local:
             if os.path.isdir(full) and not os.path.islink(full):
@@ -280,7 +282,11 @@ class Store:
                 f"{path!r} is not a path inside a store. Give a relative path without '..', for example "
                 "'runs/1/metrics.jsonl'."
             )
-        return posixpath.join(self._root, *[p for p in parts if p and p != "."]) if path else self._root
+        return (
+            posixpath.join(self._root, *[p for p in parts if p and p != "."])
+            if path
+            else self._root
+        )
 
     def _prove_writable(self, given: str) -> None:
         probe = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
@@ -389,5 +395,7 @@ def _without_secret(url: str) -> str:
     parts = urlsplit(url)
     if not parts.scheme or ("@" not in parts.netloc and not parts.query):
         return url
-    host = parts.netloc.rpartition("@")[2] if ":" in parts.netloc.rpartition("@")[0] else parts.netloc
+    host = (
+        parts.netloc.rpartition("@")[2] if ":" in parts.netloc.rpartition("@")[0] else parts.netloc
+    )
     return f"{parts.scheme}://{host}{parts.path}"
