@@ -1,0 +1,128 @@
+"""The one default of the Horovod-like API: which engine `rank()` and `allreduce()` mean.
+
+One process-wide variable, because a Horovod program may call from any of its threads. A context variable
+overrides it only where ranks are threads of one process (tests): a new thread starts with an empty context,
+so a context variable alone would leave user threads without an engine. Everything below takes the context as
+an argument; an optimizer looks it up once, when it is built, because its hooks may run on autograd's threads.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd import rendezvous as meeting
+from sparkhvd.engine import Engine
+from sparkhvd.errors import NotInitializedError
+from sparkhvd.settings import Settings
+
+if TYPE_CHECKING:
+    from sparkhvd.rendezvous import Rendezvous
+
+__all__ = ["Context", "context", "initialize", "is_initialized", "shut_down", "use_engine"]
+
+
+class Context:
+    """An engine and what is counted per engine: every rank counts the same operations in the same order."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.is_open = True
+        # Which optimizer reduces a parameter (a mapping made and used by `optimizer.py`).
+        self.owners: MutableMapping[Any, Any] | None = None
+        self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    def number(self, kind: str) -> int:
+        """The next number of its kind: 0, 1, ..."""
+        return next(self._counters[kind])
+
+    def name(self, kind: str, name: str | None) -> str:
+        """Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`."""
+        return f"{kind}.{name}" if name is not None else f"{kind}.noname.{self.number(kind)}"
+
+    def close(self) -> None:
+        """Leave the job politely."""
+        self.is_open = False
+        self.engine.shutdown()
+
+
+class _Process:
+    """What `init()` made in this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.context: Context | None = None
+        self.exit_pid: int | None = None  # the process whose exit shuts down
+
+
+_process = _Process()
+_override: ContextVar[Context | None] = ContextVar("sparkhvd_context", default=None)
+
+
+def _find() -> Context | None:
+    found = _override.get() or _process.context
+    return found if found is not None and found.is_open else None
+
+
+def context() -> Context:
+    """The current context.
+
+    Raises:
+        NotInitializedError: there is none.
+    """
+    found = _find()
+    if found is None:
+        raise NotInitializedError("sparkhvd has not been initialized; use hvd.init().")
+    return found
+
+
+def is_initialized() -> bool:
+    """Whether there is a current context."""
+    return _find() is not None
+
+
+def initialize(rendezvous: Rendezvous | None = None) -> None:
+    """Make the process's context, unless there is one."""
+    with _process.lock:
+        if _find() is not None:
+            return
+        rendezvous = rendezvous or meeting.current() or meeting.SingleRendezvous(Settings.resolve())
+        _process.context = Context(Engine(rendezvous.connect(), rendezvous.settings))
+        if _process.exit_pid != os.getpid():
+            _process.exit_pid = os.getpid()
+            atexit.register(_at_exit, os.getpid())
+
+
+def shut_down() -> None:
+    """Close the current context, if there is one."""
+    found = _find()
+    if found is None:
+        return
+    if found is _process.context:
+        _process.context = None
+    found.close()
+
+
+def _at_exit(pid: int) -> None:
+    # A forked child inherits this registration, and must not speak for its parent.
+    if os.getpid() == pid and _process.context is not None:
+        shut_down()
+
+
+@contextmanager
+def use_engine(engine: Engine) -> Iterator[Context]:
+    """For ranks that are threads of one process: this thread's API means `engine` inside the block."""
+    made = Context(engine)
+    token = _override.set(made)
+    try:
+        yield made
+    finally:
+        made.is_open = False
+        _override.reset(token)

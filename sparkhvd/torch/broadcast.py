@@ -1,0 +1,299 @@
+"""Model parameters, optimizer state and Python objects, from one rank to all.
+
+`broadcast_object` and `allgather_object` are the only places of this package that unpickle, and what they
+unpickle comes from authenticated ranks of the same job. Optimizer state travels as tensors and JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import Work
+from sparkhvd.errors import InvalidArgumentError, MismatchError
+from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.collectives import gathered, start_allgather, start_broadcast
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+
+# --- Parameters. ---
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Tensor]], root_rank: int
+) -> None:
+    """Give every rank the parameters of rank `root_rank`, in place.
+
+    Args:
+        params: `model.state_dict()`, `model.named_parameters()` or a list of (name, tensor). The same names,
+            shapes and dtypes on every rank. None values are passed over.
+        root_rank: the rank that has the values.
+
+    Raises:
+        InvalidArgumentError: `params` holds something else.
+        MismatchError: ranks disagree on the shape or dtype of a parameter.
+        CollectiveTimeoutError: a rank did not come, or lacks a parameter; the message names it.
+    """
+    pairs = list(params.items() if isinstance(params, Mapping) else params)
+    named: dict[str, Tensor] = {}
+    for pair in pairs:
+        name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else ("", pair)
+        if tensor is None:
+            continue
+        if not (isinstance(name, str) and name and isinstance(tensor, Tensor)):
+            raise InvalidArgumentError(
+                f"broadcast_parameters: expected (name, tensor) pairs, found {type(tensor).__name__}"
+                f"{f' for {name!r}' if name else ''}. Give model.state_dict() or model.named_parameters(); "
+                "send other objects with broadcast_object()."
+            )
+        if name in named:
+            raise InvalidArgumentError(
+                f"broadcast_parameters: {name!r} comes twice. Every tensor needs a name of its own."
+            )
+        named[name] = tensor
+    ctx = context()
+    _broadcast_tensors(ctx, ctx.name("broadcast_parameters", None), named, root_rank)
+
+
+def _broadcast_tensors(
+    ctx: Context, prefix: str, named: Mapping[str, Tensor], root_rank: int
+) -> None:
+    """Broadcast all in place at once, and wait."""
+    started: list[tuple[Work, Tensor, Tensor]] = []
+    for name in sorted(named):
+        target = named[name].detach()
+        tensor = target.contiguous()
+        work = start_broadcast(ctx, f"{prefix}.{name}", tensor, tensor, root_rank)
+        started.append((work, target, tensor))
+    for work, target, tensor in started:
+        work.wait()
+        if tensor.data_ptr() != target.data_ptr():
+            target.copy_(tensor)
+        elif not target.is_inference():
+            torch.autograd.graph.increment_version(target)
+
+
+# --- Objects. ---
+
+
+def _to_bytes(payload: bytes) -> Tensor:
+    # A tensor shares the buffer's memory, and must be allowed to write it.
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else _no_bytes()
+
+
+def _no_bytes() -> Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _from_bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def _broadcast_bytes(ctx: Context, name: str, payload: bytes | None, root_rank: int) -> bytes:
+    """Rank `root_rank`'s `payload` on every rank; the others give None."""
+    length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
+    start_broadcast(ctx, f"{name}.length", length, length, root_rank).wait()
+    content = (
+        _to_bytes(payload)
+        if payload is not None
+        else torch.empty(int(length.item()), dtype=torch.uint8)
+    )
+    start_broadcast(ctx, f"{name}.bytes", content, content, root_rank).wait()
+    return payload if payload is not None else _from_bytes(content)
+
+
+def _allgather_bytes(ctx: Context, name: str, payload: bytes) -> list[bytes]:
+    """Every rank's `payload`, by rank."""
+    mine = _to_bytes(payload)
+    work = start_allgather(ctx, name, mine)
+    work.wait()
+    joined, rows = gathered(work, mine.dtype, mine.shape)
+    return [_from_bytes(part) for part in joined.split(list(rows))]
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return rank `root_rank`'s object on every rank.
+
+    Args:
+        obj: anything cloudpickle takes; only looked at on `root_rank`, which gets back the object itself.
+        root_rank: the rank that has it.
+        name: as for `allreduce`.
+        process_set: only `global_process_set` in this version.
+
+    Raises:
+        InvalidArgumentError, MismatchError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
+    """
+    ctx = context()
+    set_id(process_set)
+    name = ctx.name("broadcast_object", name)
+    is_root = ctx.engine.topology.rank == root_rank
+    payload = _broadcast_bytes(ctx, name, cloudpickle.dumps(obj) if is_root else None, root_rank)
+    return obj if is_root else pickle.loads(payload)
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return the list of every rank's object, by rank; the objects may be of any size and kind.
+
+    Args:
+        obj: anything cloudpickle takes.
+        name: as for `allreduce`.
+        process_set: only `global_process_set` in this version.
+
+    Raises:
+        InvalidArgumentError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
+    """
+    ctx = context()
+    set_id(process_set)
+    name = ctx.name("allgather_object", name)
+    return [pickle.loads(part) for part in _allgather_bytes(ctx, name, cloudpickle.dumps(obj))]
+
+
+# --- Optimizer state. ---
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None
+) -> None:
+    """Give every rank the optimizer state and options (learning rate, ...) of rank `root_rank`.
+
+    The optimizer is not stepped and parameters do not change; whatever state this rank had is replaced,
+    also by none at all. Works for every class of `torch.optim`, and for others whose state holds tensors,
+    numbers, strings, None, and lists, tuples and dicts of those.
+
+    Args:
+        optimizer: plain or distributed, with as many parameter groups and parameters on every rank.
+        root_rank: the rank that has the state.
+        model: not needed; accepted as in Horovod.
+
+    Raises:
+        InvalidArgumentError: the state holds something else.
+        MismatchError: ranks disagree on the number of groups or parameters; raised on every rank.
+    """
+    del model
+    ctx = context()
+    prefix = ctx.name("broadcast_optimizer_state", None)
+    _check_structure(ctx, prefix, optimizer)
+    is_root = ctx.engine.topology.rank == root_rank
+    tensors: list[Tensor] = []
+    payload, error = None, None
+    if is_root:
+        try:
+            described = _describe(_content(optimizer), tensors, type(optimizer).__name__)
+        except InvalidArgumentError as found:
+            described, error = None, found
+        payload = json.dumps(described).encode()
+    described = json.loads(_broadcast_bytes(ctx, f"{prefix}.structure", payload, root_rank))
+    if described is None:
+        raise error or InvalidArgumentError(
+            f"broadcast_optimizer_state: rank {root_rank} cannot describe its optimizer's state; see there."
+        )
+    content = None if is_root else _build(described, tensors)
+    numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
+    _broadcast_tensors(ctx, f"{prefix}.tensor", numbered, root_rank)
+    if content is not None:
+        _install(optimizer, content)
+
+
+def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer) -> None:
+    mine = [len(group["params"]) for group in optimizer.param_groups]
+    parts = _allgather_bytes(ctx, f"{prefix}.groups", json.dumps(mine).encode())
+    found = [json.loads(part) for part in parts]
+    for rank, sizes in enumerate(found):
+        if sizes != found[0]:
+            raise MismatchError(
+                "broadcast_optimizer_state: ranks disagree on the parameters per group. Rank 0 has "
+                f"{found[0]}, rank {rank} has {sizes}. Build the same optimizer on every rank."
+            )
+
+
+def _content(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State by the parameter's number, and each group's options."""
+    numbers: dict[Tensor, int] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            numbers[parameter] = len(numbers)
+    state = [
+        [numbers[key] if isinstance(key, Tensor) else key, value]
+        for key, value in optimizer.state.items()
+        if not isinstance(key, Tensor) or key in numbers
+    ]
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "groups": groups}
+
+
+def _install(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # In place: schedulers and distributed optimizers hold the same dictionaries.
+    optimizer.state.clear()
+    for key, value in content["state"]:
+        optimizer.state[parameters[key] if isinstance(key, int) else key] = value
+    for group, options in zip(optimizer.param_groups, content["groups"], strict=True):
+        for name in [name for name in group if name != "params" and name not in options]:
+            del group[name]
+        group.update(options)
+
+
+def _describe(value: Any, tensors: list[Tensor], where: str) -> Any:
+    """`value` as JSON: a pair of a kind and its content; tensors go to the list."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["plain", value]
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        layout = torch.empty_like(value, device="meta").stride()
+        name = str(value.dtype).removeprefix("torch.")
+        return ["tensor", [name, list(value.shape), list(layout), value.requires_grad]]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_describe(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]]
+    if isinstance(value, dict):
+        return [
+            "dict",
+            [
+                [_describe(key, tensors, where), _describe(item, tensors, f"{where}[{key!r}]")]
+                for key, item in value.items()
+            ],
+        ]
+    raise InvalidArgumentError(
+        f"broadcast_optimizer_state: {where} holds a {type(value).__name__}. Only tensors, numbers, strings, "
+        "None and lists, tuples and dicts of those can be sent; send the rest with broadcast_object()."
+    )
+
+
+def _build(described: Any, tensors: list[Tensor]) -> Any:
+    """The value that `_describe` described, with tensors to be filled, which go to the list."""
+    kind, content = described
+    if kind == "plain":
+        return content
+    if kind == "tensor":
+        name, shape, layout, requires_grad = content
+        tensor = torch.empty_strided(shape, layout, dtype=getattr(torch, name))
+        tensor.requires_grad_(requires_grad)
+        tensors.append(tensor)
+        return tensor
+    if kind == "dict":
+        return {_build(key, tensors): _build(item, tensors) for key, item in content}
+    items = [_build(item, tensors) for item in content]
+    return items if kind == "list" else tuple(items)
