@@ -109,7 +109,8 @@ class _WriteTask:
         columns = self.schema.columns
         flag = self.schema.validation
         found = {c.name: Findings() for c in columns}
-        rows, groups = 0, ()
+        rows = 0
+        groups: tuple[int, ...] = ()
         writer: PackedWriter | None = None
         with ExitStack() as stack:
             for batch in batches:

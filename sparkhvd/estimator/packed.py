@@ -154,7 +154,7 @@ class _PackedFile:
             ]
             return
         self._source.seek(chunk.offset + start * row_bytes)
-        got = self._source.readinto(memoryview(out).cast("B"))
+        got = self._source.readinto(out.reshape(-1).view(np.uint8).data)
         if got != out.nbytes:
             raise OSError(f"{self.path!r} ended early: {got} of {out.nbytes} bytes were there.")
 

@@ -102,8 +102,10 @@ class Reader:
             validation: the validation fraction; None if the manifest has a validation column (or there is none).
             drop_last: leave out the final global batch if it is not full.
             columns: names to read; None means features, labels and sample weight.
-            shuffle_bytes: data up to this many bytes are held in memory and permuted uniformly; beyond it, blocks
-                come in random order and rows are permuted inside windows of this size.
+            shuffle_bytes: data up to this many bytes are held in memory, and a global batch is what one process with
+                batch size * batch_size would see. Beyond it each rank reads its own part, about 1/size of the data:
+                a contiguous shard, or (shuffled) blocks in random order with rows permuted inside windows of this
+                size.
             prefetch_bytes: bound on the batches that the background thread prepares ahead.
 
         Raises:
@@ -211,10 +213,10 @@ class Reader:
         return self._window_rows if self._shuffle else max(1, min(chunk, self._window_rows))
 
     def _describe(self) -> str:
-        if not self._shuffle:
-            return "file order"
         if self._is_resident:
-            return "uniform permutation in memory"
+            return "uniform permutation in memory" if self._shuffle else "file order in memory"
+        if not self._shuffle:
+            return "file order, one contiguous shard per rank"
         return (
             f"blocks in random order, rows permuted inside windows of {self._window_rows:,} "
             f"of {self.num_rows:,} rows (raise shuffle_bytes for a uniform permutation)"

@@ -3,13 +3,17 @@
 Global batch `s` is the rows of all ranks at step `s`. Every global batch but the last holds size * batch_size
 rows; the last is levelled over the ranks. Three orders:
 
-- file order (`shuffle=False`): global batch `s` is rows `[s * G, (s + 1) * G)` with `G = size * batch_size`, and
-  each rank has one contiguous slice of it;
-- uniform: the same slices of one permutation of all rows, so N ranks with batch b see at every step what one
-  process with batch N * b sees;
-- blocks (`window_rows` given, for data beyond memory): blocks of neighbouring rows come in random order, every
-  rank takes one contiguous part of that sequence, and rows are permuted inside windows of `window_rows`. A rank
-  reads only its part; which rows meet in a global batch depends on the number of ranks.
+- file order in memory (`shuffle=False`): global batch `s` is rows `[s * G, (s + 1) * G)` with
+  `G = size * batch_size`, and each rank has one contiguous slice of it;
+- uniform: the same slices of one permutation of all rows.
+
+In these two, N ranks with batch b see at every step what one process with batch N * b sees. Data beyond memory
+(`window_rows` given) are read by each rank only in its own contiguous part, about 1/N of them, so which rows
+meet in a global batch depends on the number of ranks:
+
+- file order beyond memory: rank `r` reads the `r`-th contiguous shard of the rows from front to back;
+- blocks: blocks of neighbouring rows come in random order, rank `r` takes the `r`-th contiguous part of that
+  sequence, and rows are permuted inside windows of `window_rows`.
 """
 
 from __future__ import annotations
@@ -151,18 +155,16 @@ def _numbers(rows: Rows | int, positions: Rows) -> Rows:
     return positions if isinstance(rows, int) else rows[positions]
 
 
-def _sliced(plan: Plan, rank: int, first_step: int, last_step: int) -> Rows:
-    """Positions in the global sequence that a rank takes in steps [first_step, last_step)."""
-    full = min(last_step, plan.num_full_steps)
+def _sliced(plan: Plan, rank: int) -> Rows:
+    """Positions in the global sequence that a rank takes: its slice of every global batch."""
     width = plan.size * plan.batch_size
-    starts = np.arange(first_step, full, dtype=np.int64) * width + rank * plan.batch_size
+    starts = np.arange(plan.num_full_steps, dtype=np.int64) * width + rank * plan.batch_size
     positions = (starts[:, None] + np.arange(plan.batch_size, dtype=np.int64)).ravel()
-    if last_step <= plan.num_full_steps:
+    if not plan.last_counts:
         return positions
     start = plan.num_full_steps * width + sum(plan.last_counts[:rank])
-    return np.concatenate(
-        [positions, np.arange(start, start + plan.last_counts[rank], dtype=np.int64)]
-    )
+    tail = np.arange(start, start + plan.last_counts[rank], dtype=np.int64)
+    return np.concatenate([positions, tail])
 
 
 @dataclass(frozen=True)
@@ -173,20 +175,38 @@ class _Uniform(_Order):
     def windows(self, plan: Plan, rank: int) -> Iterator[Window]:
         num_rows = self.rows if isinstance(self.rows, int) else len(self.rows)
         order = _generator(self.seed, _ORDER, self.epoch).permutation(num_rows)
-        yield Window(None, _numbers(self.rows, order[_sliced(plan, rank, 0, plan.num_steps)]))
+        yield Window(None, _numbers(self.rows, order[_sliced(plan, rank)]))
 
 
 @dataclass(frozen=True)
-class _FileOrder(_Order):
-    window_rows: int | None
+class _Interleaved(_Order):
+    """File order in memory: every rank takes its slice of every global batch."""
 
     def windows(self, plan: Plan, rank: int) -> Iterator[Window]:
-        steps = max(1, plan.num_steps)
-        if self.window_rows is not None:
-            steps = max(1, self.window_rows // plan.batch_size)
-        for first in range(0, plan.num_steps, steps):
-            positions = _sliced(plan, rank, first, min(first + steps, plan.num_steps))
-            yield Window(_numbers(self.rows, positions), None)
+        yield Window(_numbers(self.rows, _sliced(plan, rank)), None)
+
+
+def _shard(plan: Plan, rank: int) -> tuple[int, int, int]:
+    """(first, last + 1, rows of the last step) of a rank's contiguous part of a sequence of rows."""
+    last = plan.last_counts or (0,) * plan.size
+    full = plan.num_full_steps * plan.batch_size
+    begin = full * rank + sum(last[:rank])
+    return begin, begin + full + last[rank], last[rank]
+
+
+@dataclass(frozen=True)
+class _Shards(_Order):
+    """File order beyond memory: every rank reads one contiguous shard, window by window."""
+
+    window_rows: int
+
+    def windows(self, plan: Plan, rank: int) -> Iterator[Window]:
+        begin, end, last = _shard(plan, rank)
+        window = max(1, self.window_rows // plan.batch_size) * plan.batch_size
+        for start, stop in cuts(end - begin, window, last):
+            yield Window(
+                _numbers(self.rows, np.arange(begin + start, begin + stop, dtype=np.int64)), None
+            )
 
 
 @dataclass(frozen=True)
@@ -202,13 +222,10 @@ class _Blocks(_Order):
         blocks = _generator(self.seed, _ORDER, self.epoch).permutation(num_blocks)
         first_row = blocks * self.block_rows
         ends = np.cumsum(np.minimum(first_row + self.block_rows, num_rows) - first_row)
-        last = plan.last_counts or (0,) * plan.size
-        full = plan.num_full_steps * plan.batch_size
-        begin = full * rank + sum(last[:rank])
-        end = begin + full + last[rank]
+        begin, end, last = _shard(plan, rank)
         # Whole batches per window, so that no batch spans two.
         window = max(1, self.window_rows // plan.batch_size) * plan.batch_size
-        for number, (start, stop) in enumerate(cuts(end - begin, window, last[rank])):
+        for number, (start, stop) in enumerate(cuts(end - begin, window, last)):
             positions = _pieces(first_row, ends, begin + start, begin + stop)
             order = _generator(self.seed, _WINDOW, self.epoch, rank, number).permutation(
                 len(positions)
@@ -252,7 +269,7 @@ def epoch_plan(
         epoch: counts from 0.
         shuffle: permute; False keeps file order.
         drop_last: leave out the final global batch if it is not full.
-        window_rows: memory bound in rows per rank; with `shuffle`, None means a uniform permutation.
+        window_rows: memory bound in rows per rank, for data beyond it; None means that they fit in memory.
         block_rows: neighbouring rows that are read together; None means a 16th of the window.
     """
     if size < 1 or batch_size < 1:
@@ -264,7 +281,7 @@ def epoch_plan(
     last = level(rest, size, batch_size) if rest and not drop_last else ()
     order: _Order
     if not shuffle:
-        order = _FileOrder(rows, window_rows)
+        order = _Interleaved(rows) if window_rows is None else _Shards(rows, window_rows)
     elif window_rows is None:
         order = _Uniform(rows, seed, epoch)
     else:

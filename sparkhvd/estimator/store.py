@@ -35,6 +35,7 @@ __all__ = ["LEASE_NAME", "LEASE_S", "Lease", "Store"]
 LEASE_NAME = "lease.json"
 # An owner that has not renewed its lease for a day is gone: a fit renews it every hour.
 LEASE_S = 24 * 3600.0
+Paths = list[str]  # inside Store, `list` is a method
 # Names that begin so are files being written; nobody lists or reads them.
 TEMPORARY = ".sparkhvd-tmp-"
 
@@ -137,7 +138,7 @@ class Store:
         """Open a file for random access; the caller closes it."""
         return self._fs.open_input_file(self._full(path))
 
-    def list(self, path: str = "", *, recursive: bool = False) -> list[str]:
+    def list(self, path: str = "", *, recursive: bool = False) -> Paths:
         """Paths in a folder, sorted; empty if it does not exist.
 
         Args:
@@ -216,7 +217,7 @@ class Store:
         elif kind != pafs.FileType.NotFound:
             self._fs.delete_file(full)
 
-    def clean(self, *, runs: bool = False, now: float | None = None) -> list[str]:
+    def clean(self, *, runs: bool = False, now: float | None = None) -> Paths:
         """Delete materialized data that nobody uses: kept data, and data whose owner is gone.
 
         Data of an application whose lease is alive stay. Models are never touched.
@@ -243,7 +244,7 @@ class Store:
 
     # -- leases --------------------------------------------------------------------------------------
 
-    def data_directories(self) -> list[str]:
+    def data_directories(self) -> Paths:
         """Every `data/<key>/<app>` in the store."""
         return [owner for key in self.list("data") for owner in self.list(key)]
 
