@@ -93,11 +93,15 @@ class CMakeBuild(build_ext):
             if (ninja := tool("ninja")) is not None:
                 configure += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         self.announce(f"building {target.name} in {build}", level=2)
-        subprocess.run(configure, check=True)
         jobs = str(os.cpu_count() or 1)
-        subprocess.run(
-            [cmake, "--build", str(build), "--target", "sparkhvd", "-j", jobs], check=True
-        )
+        for command in (
+            configure,
+            [cmake, "--build", str(build), "--target", "sparkhvd", "-j", jobs],
+        ):
+            if subprocess.run(command, check=False).returncode != 0:
+                raise BuildProblem(
+                    "Building the native library failed; the compiler's message is above."
+                )
         target.parent.mkdir(parents=True, exist_ok=True)
         # A new file and a rename: a process that has the old library mapped keeps it.
         fresh = target.with_suffix(".so.new")
