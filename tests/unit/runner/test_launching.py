@@ -1,0 +1,118 @@
+"""What both launches share: pickling a call, variables, addresses."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous import Endpoint, Job
+from sparkhvd.runner import context
+from sparkhvd.runner.launching import check_env, dump_call, job_frame, preload, reserved_port
+from sparkhvd.runner.task import TaskSpec, host_of
+from sparkhvd.settings import Settings
+
+
+def test_a_closure_travels_by_value() -> None:
+    offset = 5
+    program = dump_call(lambda x, y=0: x + y + offset, (1,), {"y": 2})
+    fn, args, kwargs = pickle.loads(program)
+    assert fn(*args, **kwargs) == 8
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "kwargs", "says"),
+    [
+        (3, (), {}, "fn is 3, a int; it must be a function to call on every rank."),
+        (len, "abc", {}, "args is 'abc'; it must be a tuple of positional arguments"),
+        (len, 5, {}, "args is 5; it must be a tuple"),
+        (len, (), 5, "kwargs is 5; it must be a mapping"),
+        (len, (1, threading.Lock()), {}, r"args\[1\], a _thread.lock, cannot be pickled"),
+        (len, (), {"a": threading.Lock()}, r"kwargs\['a'\], a _thread.lock, cannot be pickled"),
+    ],
+)
+def test_a_call_that_cannot_travel_names_the_part(
+    fn: Any, args: Any, kwargs: Any, says: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        dump_call(fn, args, kwargs)
+
+
+def test_a_function_that_holds_a_lock_is_named() -> None:
+    lock = threading.Lock()
+
+    def trains() -> None:
+        lock.acquire()
+
+    with pytest.raises(InvalidArgumentError, match=r"fn=.*trains cannot be pickled.*inside fn"):
+        dump_call(trains, (), {})
+
+
+def test_env_must_be_text() -> None:
+    assert check_env({"A": "1"}) == {"A": "1"}
+    with pytest.raises(InvalidArgumentError, match=r"env\['A'\] is 1; names and values"):
+        check_env({"A": 1})  # type: ignore[dict-item]
+
+
+def test_torch_is_preloaded_only_when_the_program_mentions_it() -> None:
+    def imports_it() -> None:
+        import sparkhvd.torch as hvd
+
+        hvd.init()
+
+    def does_not() -> str:
+        return "a torch in the dark"
+
+    assert "torch" in preload(dump_call(imports_it, (), {}))
+    assert "torch" not in preload(dump_call(does_not, (), {}))
+    assert "torch" in preload(dump_call(does_not, (), {}), ("torch",))
+
+
+def test_job_frame_carries_the_standard_variables_and_hides_the_key() -> None:
+    endpoints = tuple(Endpoint("127.0.0.1", 1000 + r, f"host-{r % 2}", "") for r in range(4))
+    job = Job(key=b"k" * 32, job_id="j", attempt=1, rank=3, size=4, endpoints=endpoints)
+    frame = job_frame(job, Settings(), ("10.0.0.1", 2345))
+    assert frame.env == {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "2345",
+    }
+    assert (b"k" * 32).hex() not in repr(frame)
+
+
+def test_task_spec_survives_json_and_hides_the_key() -> None:
+    spec = TaskSpec(2, 0, "j", "ab" * 32, "{}", {"A": "1"}, {}, ("torch",), (), None, "runs/x")
+    assert TaskSpec.from_json(spec.to_json()) == spec
+    assert "ab" * 32 not in repr(spec)
+
+
+def test_reserved_port_can_be_listened_on_by_one_more_socket() -> None:
+    with reserved_port("127.0.0.1") as port, socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("0.0.0.0", port))
+        server.listen()
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("127.0.0.1:4040", "127.0.0.1"),
+        ("node-1:4040", "node-1"),
+        ("[::1]:4040", "::1"),
+        ("::1:4040", "::1"),
+        ("node-1", "node-1"),
+    ],
+)
+def test_host_of_sparks_address(address: str, host: str) -> None:
+    assert host_of(address) == host
+
+
+def test_context_is_none_outside_a_rank() -> None:
+    assert context() is None

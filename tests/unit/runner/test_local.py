@@ -1,0 +1,243 @@
+"""`run_local` with real processes: values, errors, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError, RankError
+from sparkhvd.runner import context, run_local
+from tests.harness.processes import is_alive, wait_for_no_trainers, wait_until_gone
+from tests.harness.spark import started_script
+
+
+@pytest.fixture(autouse=True)
+def no_trainer_is_left() -> Any:
+    yield
+    assert wait_for_no_trainers() == set()
+
+
+def test_values_come_back_by_rank() -> None:
+    def place(base: int, *, step: int) -> tuple[int, Any]:
+        here = context()
+        assert here is not None
+        return base + step * here.rank, here.size
+
+    assert run_local(place, (100,), {"step": 5}, num_proc=3) == [(100, 3), (105, 3), (110, 3)]
+
+
+def test_ranks_know_the_standard_variables_and_their_threads() -> None:
+    def variables() -> dict[str, str]:
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "OMP_NUM_THREADS", "MINE")
+        return {name: os.environ[name] for name in names}
+
+    found = run_local(variables, num_proc=2, env={"MINE": "x"})
+    assert [one["RANK"] for one in found] == ["0", "1"]
+    assert [one["LOCAL_RANK"] for one in found] == ["0", "1"]
+    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"], one["MINE"]) for one in found} == {
+        ("2", "127.0.0.1", "x")
+    }
+    assert int(found[0]["OMP_NUM_THREADS"]) >= 1
+
+
+def test_user_variables_win_and_leave_no_trace() -> None:
+    def threads() -> str | None:
+        return os.environ.get("OMP_NUM_THREADS")
+
+    assert run_local(threads, num_proc=1, env={"OMP_NUM_THREADS": "7"}) == ["7"]
+    assert run_local(threads, num_proc=1) != ["7"]
+
+
+def test_the_key_is_in_no_environment_or_command_line() -> None:
+    def secrets_seen() -> bool:
+        from sparkhvd import rendezvous
+
+        current: Any = rendezvous.current()
+        key = next(
+            value.key for value in vars(current).values() if isinstance(value, rendezvous.Job)
+        )
+        me = Path("/proc/self")
+        text = (me / "environ").read_bytes() + (me / "cmdline").read_bytes()
+        text += repr(os.environ).encode()
+        return key in text or key.hex().encode() in text
+
+    assert run_local(secrets_seen, num_proc=1) == [False]
+
+
+def test_large_results_and_programs_travel() -> None:
+    blob = os.urandom(5 << 20)
+    assert run_local(lambda data: data[::-1], (blob,), num_proc=1) == [blob[::-1]]
+
+
+def test_an_exception_names_the_rank_with_its_traceback() -> None:
+    def fails_on_one() -> None:
+        here = context()
+        assert here is not None
+        if here.rank == 1:
+            print("before it failed")
+            raise KeyError("missing piece")
+        time.sleep(30)
+
+    began = time.monotonic()
+    with pytest.raises(RankError) as e:
+        run_local(fails_on_one, num_proc=2)
+    assert time.monotonic() - began < 5
+    assert (e.value.rank, e.value.exit) == (1, "exception")
+    assert "raised KeyError: 'missing piece'" in str(e.value)
+    assert 'raise KeyError("missing piece")' in e.value.traceback
+    assert "runner/child.py" not in e.value.traceback
+    assert e.value.log_tail == "before it failed"
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_output() -> None:
+    def dies_on_zero() -> None:
+        here = context()
+        assert here is not None
+        if here.rank == 0:
+            print("last words")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(30)
+
+    with pytest.raises(RankError, match="probably memory") as e:
+        run_local(dies_on_zero, num_proc=2)
+    assert (e.value.rank, e.value.exit, e.value.log_tail) == (0, "signal SIGKILL", "last words")
+
+
+def test_a_segfault_leaves_its_stack_in_the_output() -> None:
+    def crashes() -> None:
+        import ctypes
+
+        ctypes.string_at(0)
+
+    with pytest.raises(RankError, match="signal SIGSEGV") as e:
+        run_local(crashes, num_proc=1)
+    assert "Segmentation fault" in e.value.log_tail
+    assert "in crashes" in e.value.log_tail
+
+
+@pytest.mark.parametrize(("code", "text"), [(3, "exit 3"), ("no data", "exit 1. no data")])
+def test_sys_exit_with_a_code_is_a_failure(code: object, text: str) -> None:
+    with pytest.raises(RankError, match=text):
+        run_local(sys.exit, (code,), num_proc=1)
+
+
+def test_sys_exit_without_a_code_is_none() -> None:
+    assert run_local(sys.exit, num_proc=1) == [None]
+
+
+def test_os_exit_without_report_is_a_failure() -> None:
+    with pytest.raises(RankError, match="ended with exit 0 and left no report"):
+        run_local(os._exit, (0,), num_proc=1)
+
+
+def test_a_crash_after_the_function_is_a_failure() -> None:
+    def dies_at_exit() -> int:
+        import atexit
+
+        atexit.register(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        return 1
+
+    with pytest.raises(RankError, match="signal SIGKILL") as e:
+        run_local(dies_at_exit, num_proc=2)
+    assert e.value.rank in (0, 1)
+
+
+def test_an_unpicklable_result_is_explained() -> None:
+    def gives_a_lock() -> Any:
+        import threading
+
+        return threading.Lock()
+
+    with pytest.raises(RankError) as e:
+        run_local(gives_a_lock, num_proc=1)
+    assert "raised TypeError: the function returned a _thread.lock, which cannot be pickled" in str(
+        e.value
+    )
+    assert "Return plain data such as numbers, lists or tensors." in str(e.value)
+
+
+def test_an_exception_with_a_broken_message_is_reported() -> None:
+    class OddError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def raises_odd() -> None:
+        raise OddError
+
+    with pytest.raises(RankError, match="OddError"):
+        run_local(raises_odd, num_proc=1)
+
+
+@pytest.mark.parametrize("bad", [0, -2, 1.5, True, None])
+def test_num_proc_is_checked(bad: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="num_proc is .*at least 1"):
+        run_local(len, num_proc=bad)
+
+
+def test_processes_of_a_rank_go_with_it(tmp_path: Path) -> None:
+    def leaves_one(folder: str) -> int:
+        sleeper = subprocess.Popen(["sleep", "300"])
+        return sleeper.pid
+
+    (pid,) = run_local(leaves_one, (str(tmp_path),), num_proc=1)
+    assert wait_until_gone({pid}, 5) == set()
+
+
+def test_output_is_shown_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    run_local(print, ("some words",), num_proc=2, verbose=1)
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(lines) == ["[0] some words", "[1] some words"]
+    run_local(print, ("some words",), num_proc=1, verbose=0)
+    assert capfd.readouterr().err == ""
+
+
+_DRIVER = """
+import ctypes, os, subprocess, sys, time
+from sparkhvd.runner import run_local
+
+def stays(folder, hold):
+    sleeper = subprocess.Popen(["sleep", "300"])
+    with open(os.path.join(folder, os.environ["RANK"]), "w") as f:
+        f.write(f"{os.getpid()} {sleeper.pid}")
+    os.rename(f.name, f.name + ".pids")
+    if hold:
+        ctypes.PyDLL(None).sleep(300)  # keeps the GIL
+    time.sleep(300)
+
+if __name__ == "__main__":
+    try:
+        run_local(stays, (sys.argv[1], sys.argv[2] == "hold"), num_proc=2)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def _started(folder: Path) -> set[int]:
+    deadline = time.monotonic() + 30
+    while len(found := list(folder.glob("*.pids"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pids = {int(pid) for path in found for pid in path.read_text().split()}
+    assert all(is_alive(pid) for pid in pids)
+    return pids
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("hold", ["sleep", "hold"])
+def test_nothing_outlives_the_driver(tmp_path: Path, how: signal.Signals, hold: str) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(_DRIVER)
+    with started_script(script, str(tmp_path), hold) as driver:
+        pids = _started(tmp_path)
+        os.kill(driver.pid, how)
+        assert wait_until_gone(pids, 5) == set()
+        driver.wait(10)
+        assert driver.stdout is not None
+        assert ("interrupted" in driver.stdout.read()) == (how == signal.SIGINT)

@@ -1,0 +1,176 @@
+"""What is refused before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.errors import PreflightError
+from sparkhvd.runner.preflight import (
+    RankFacts,
+    cgroup_quota,
+    check_conf,
+    check_ranks,
+    check_tokens,
+    patch_warning,
+    rank_facts,
+    write_token,
+)
+
+FACTS = RankFacts("h0", "/usr/bin/python", "3.11", "2.13.0+cpu", "0.1.0")
+
+
+class Files:
+    """A folder as shared files."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = "file:///store"
+
+    def read_bytes(self, path: str) -> bytes:
+        return (self.root / path).read_bytes()
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_bytes(data)
+
+    def exists(self, path: str) -> bool:
+        return (self.root / path).exists()
+
+
+def test_dynamic_allocation_is_refused_with_the_conf_to_set() -> None:
+    with pytest.raises(PreflightError) as e:
+        check_conf({"spark.dynamicAllocation.enabled": "true"})
+    assert str(e.value) == (
+        "spark.dynamicAllocation.enabled is true, and Spark refuses barrier stages then. Start the session "
+        "with spark.dynamicAllocation.enabled=false and spark.executor.instances=<number>."
+    )
+
+
+@pytest.mark.parametrize(
+    ("idle", "kill"),
+    [
+        (
+            "spark.sql.execution.pyspark.udf.idleTimeoutSeconds",
+            "spark.sql.execution.pyspark.udf.killOnIdleTimeout",
+        ),
+        ("spark.python.worker.idleTimeoutSeconds", "spark.python.worker.killOnIdleTimeout"),
+    ],
+)
+def test_killing_silent_workers_is_refused(idle: str, kill: str) -> None:
+    with pytest.raises(PreflightError, match="would kill every rank after 60 s"):
+        check_conf({idle: "60", kill: "true"})
+    check_conf({idle: "60s"})  # a warning of Spark's only
+    check_conf({idle: "0", kill: "true"})
+    check_conf({})
+
+
+def test_equal_facts_pass() -> None:
+    assert check_ranks(FACTS, [FACTS, replace(FACTS, host="h1")]) == ""
+    assert check_ranks(replace(FACTS, torch=""), [FACTS]) == ""
+    assert check_ranks(replace(FACTS, torch="2.13.0+cu130"), [FACTS]) == ""
+
+
+def test_a_missing_module_names_the_python_and_the_remedy() -> None:
+    assert check_ranks(FACTS, [FACTS, replace(FACTS, host="h1", missing=("pyarrow",))]) == (
+        "The workers run /usr/bin/python (rank 1 on host h1), which has no pyarrow. Set PYSPARK_PYTHON "
+        "(spark.pyspark.python) to a Python that has it, or install it there."
+    )
+
+
+def test_another_python_is_refused() -> None:
+    assert check_ranks(FACTS, [replace(FACTS, python="3.12")]) == (
+        "The driver runs Python 3.11, rank 0 on host h0 runs Python 3.12 (/usr/bin/python). "
+        "Set PYSPARK_PYTHON to the driver's version."
+    )
+
+
+def test_other_versions_are_refused() -> None:
+    assert "The driver has sparkhvd 0.1.0, rank 0" in check_ranks(
+        FACTS, [replace(FACTS, sparkhvd="0.2.0")]
+    )
+    assert "The driver has torch 2.13.0+cpu, rank 0" in check_ranks(
+        FACTS, [replace(FACTS, torch="2.12.1")]
+    )
+    # A build may differ from the driver's, and not between ranks.
+    assert (
+        "Rank 0 on host h0 has torch 2.13.0+cpu, rank 1 on host h0 has 2.13.0+cu130"
+        in check_ranks(FACTS, [FACTS, replace(FACTS, torch="2.13.0+cu130")])
+    )
+
+
+def test_an_error_of_one_rank_is_the_answer_of_all() -> None:
+    assert check_ranks(FACTS, [FACTS, replace(FACTS, host="h1", error="OSError: no port")]) == (
+        "Rank 1 on host h1 cannot start: OSError: no port"
+    )
+
+
+def test_a_patch_difference_of_torch_is_a_warning() -> None:
+    assert check_ranks(FACTS, [replace(FACTS, torch="2.13.1+cpu")]) == ""
+    assert "torch 2.13.0+cpu, the ranks have 2.13.1+cpu" in patch_warning(
+        FACTS, [replace(FACTS, torch="2.13.1+cpu")]
+    )
+    assert patch_warning(FACTS, [replace(FACTS, torch="2.13.0+cu130")]) == ""
+
+
+def test_facts_of_this_process_name_what_is_missing_and_survive_json() -> None:
+    facts = rank_facts(("json", "surely_no_such_module", "surely.no.such"))
+    assert facts.missing == ("surely_no_such_module", "surely.no.such")
+    assert RankFacts.from_dict(facts.to_dict()) == facts
+
+
+def test_tokens_show_that_a_store_is_shared(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    for rank in (None, 0, 1):
+        assert write_token(files, "runs/a", 0, rank, "job") == ""
+    assert check_tokens(files, "runs/a", 0, "job", ["h0", "h1"], me=1) == ""
+
+
+def test_a_missing_token_names_both_hosts_and_the_path(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    for rank in (None, 1):
+        write_token(files, "runs/a", 0, rank, "job")
+    answer = check_tokens(files, "runs/a", 0, "job", ["h0", "h1"], me=1)
+    assert answer.startswith(
+        "The store is not shared: rank 0 on host h0 wrote runs/a/attempts/0/token-rank-0 in file:///store, and "
+        "on host h1 (rank 1) it cannot be read (FileNotFoundError"
+    )
+    assert answer.endswith("Use a path that the driver and all executors see.")
+
+
+def test_a_token_of_another_job_does_not_count(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    for rank in (None, 0):
+        write_token(files, "runs/a", 0, rank, "older")
+    assert "the driver wrote" in check_tokens(files, "runs/a", 0, "job", ["h0"], me=0)
+    assert "has other contents" in check_tokens(files, "runs/a", 0, "job", ["h0"], me=0)
+
+
+def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file, not a folder")
+    assert "cannot write runs/a/attempts/0/token-rank-0 in file:///store" in write_token(
+        Files(tmp_path), "runs/a", 0, 0, "job"
+    )
+
+
+def test_quota_of_cgroup_version_2_counts_the_groups_above(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/a/b\n")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "cpu.max").write_text("max 100000\n")
+    assert cgroup_quota(tmp_path, own) is None
+    (tmp_path / "a" / "cpu.max").write_text("150000 100000\n")
+    assert cgroup_quota(tmp_path, own) == 1.5
+
+
+def test_quota_of_cgroup_version_1(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("4:cpu,cpuacct:/a\n")
+    (tmp_path / "cpu" / "a").mkdir(parents=True)
+    (tmp_path / "cpu" / "a" / "cpu.cfs_period_us").write_text("100000")
+    (tmp_path / "cpu" / "a" / "cpu.cfs_quota_us").write_text("-1")
+    assert cgroup_quota(tmp_path, own) is None
+    (tmp_path / "cpu" / "a" / "cpu.cfs_quota_us").write_text("200000")
+    assert cgroup_quota(tmp_path, own) == 2.0

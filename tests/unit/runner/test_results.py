@@ -1,0 +1,185 @@
+"""Outcomes as data: through text, and who is to blame."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.errors import PreflightError, RankError
+from sparkhvd.runner.results import (
+    Kind,
+    Outcome,
+    chunks,
+    describe,
+    embed,
+    error_of,
+    exit_text,
+    find_embedded,
+    from_spark_failure,
+    is_retryable,
+    root_cause,
+)
+
+RAISED = Outcome(
+    1,
+    Kind.EXCEPTION,
+    host="h1",
+    exit="exception",
+    error="ValueError",
+    message="bad",
+    traceback='Traceback\n  File "x"\nValueError: bad\n',
+    log_tail=("one", "two"),
+)
+KILLED = Outcome(2, Kind.CRASH, host="h2", exit="signal SIGKILL", peak_rss_bytes=300 << 20)
+PEER = Outcome(
+    0, Kind.COLLECTIVE, host="h0", exit="exception", error="PeerLostError", message="rank 2"
+)
+FINE = Outcome(3, Kind.OK, exit="ok")
+
+
+def test_outcome_survives_json() -> None:
+    assert Outcome.from_json(RAISED.to_json()) == RAISED
+
+
+def test_outcome_survives_the_text_of_a_java_exception() -> None:
+    text = f"PythonException: RankError: Rank 1\n{embed(RAISED)}\n\tat org.x(Y.scala:1)\n{embed(RAISED)}"
+    assert find_embedded(text) == [RAISED]
+
+
+def test_embedding_cuts_long_texts_and_keeps_both_ends() -> None:
+    long = Outcome(0, Kind.EXCEPTION, message="m", traceback="first" + "x" * 50_000 + "last")
+    noisy = Outcome(0, Kind.CRASH, log_tail=tuple(f"line {i} {'y' * 500}" for i in range(100)))
+    found = find_embedded(embed(long))[0]
+    assert found.traceback.startswith("first")
+    assert found.traceback.endswith("last")
+    assert len(found.traceback) < 7000
+    assert find_embedded(embed(noisy))[0].log_tail[-1].startswith("line 99")
+
+
+def test_a_cut_or_foreign_token_is_ignored() -> None:
+    assert find_embedded("[sparkhvd-outcome:AAAA] " + embed(RAISED)[:-9] + "]") == []
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "cause"),
+    [
+        ([FINE], None),
+        ([PEER, KILLED, RAISED, FINE], RAISED),
+        ([PEER, KILLED], KILLED),
+        ([PEER, Outcome(None, Kind.LOST)], Outcome(None, Kind.LOST)),
+        ([PEER], PEER),
+    ],
+)
+def test_root_cause_is_not_a_consequence(outcomes: list[Outcome], cause: Outcome | None) -> None:
+    assert root_cause(outcomes) == cause
+
+
+def test_root_cause_among_equals_is_the_lowest_rank() -> None:
+    other = Outcome(0, Kind.EXCEPTION, error="KeyError")
+    assert root_cause([RAISED, other]) == other
+
+
+def test_only_losses_are_worth_a_relaunch() -> None:
+    kinds = {k for k in vars(Kind).values() if isinstance(k, str) and is_retryable(Outcome(0, k))}
+    assert kinds & {Kind.CRASH, Kind.LOST, Kind.COLLECTIVE, Kind.EXCEPTION, Kind.PREFLIGHT} == {
+        Kind.CRASH,
+        Kind.LOST,
+        Kind.COLLECTIVE,
+    }
+    assert not is_retryable(Outcome(0, Kind.EXIT))
+    assert not is_retryable(Outcome(0, Kind.CANCELLED))
+
+
+def test_error_carries_rank_host_exit_traceback_and_output() -> None:
+    error = error_of(RAISED, 4, others=[RAISED, PEER])
+    assert isinstance(error, RankError)
+    assert (error.rank, error.host, error.exit) == (1, "h1", "exception")
+    assert error.traceback == RAISED.traceback
+    assert error.log_tail == "one\ntwo"
+    assert str(error) == (
+        "Rank 1 of 4 on host h1 raised ValueError: bad\n"
+        'Traceback\n  File "x"\nValueError: bad\n'
+        "Also: Rank 0 of 4 on host h0 stopped because of another rank: PeerLostError: rank 2"
+    )
+
+
+@pytest.mark.parametrize("status", ["signal SIGKILL", "exit 137", "exit 143", "signal SIGTERM"])
+def test_a_kill_without_report_says_probably_memory(status: str) -> None:
+    outcome = Outcome(2, Kind.CRASH, host="h2", exit=status, peak_rss_bytes=300 << 20)
+    assert describe(outcome, 4) == (
+        f"Rank 2 of 4 on host h2 ended with {status} and left no report: probably memory (its peak memory was "
+        "300 MiB). Give each rank more: raise spark.executor.memoryOverhead (YARN, Kubernetes) or run fewer "
+        "ranks per host."
+    )
+
+
+def test_other_crashes_do_not_speak_of_memory_limits() -> None:
+    text = describe(Outcome(0, Kind.CRASH, exit="signal SIGSEGV", peak_rss_bytes=1 << 20), 2)
+    assert (
+        text
+        == "Rank 0 of 2 ended with signal SIGSEGV and left no report; its peak memory was 1 MiB."
+    )
+
+
+def test_preflight_outcome_becomes_a_preflight_error() -> None:
+    error = error_of(Outcome(0, Kind.PREFLIGHT, message="no pyarrow"), 2)
+    assert isinstance(error, PreflightError)
+    assert str(error) == "no pyarrow"
+
+
+BARRIER = "Job aborted due to stage failure: Could not recover from a failed barrier ResultStage. Most recent"
+WHICH = f"{BARRIER} failure reason: Stage failed because barrier task ResultTask(4, 1) finished unsuccessfully.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "rank", "kind", "says"),
+    [
+        (
+            WHICH + "ExecutorLostFailure (executor 1 exited caused by one of the running tasks)",
+            1,
+            Kind.LOST,
+            "ExecutorLost",
+        ),
+        (
+            WHICH + "org.apache.spark.SparkException: Python worker exited unexpectedly (crashed)",
+            1,
+            Kind.LOST,
+            "exited unexpectedly",
+        ),
+        (
+            WHICH + "ModuleNotFoundError: No module named 'pyarrow'\n\tat x.y(Z.scala:3)",
+            1,
+            Kind.PREFLIGHT,
+            "has no module 'pyarrow'",
+        ),
+        (
+            WHICH + "ModuleNotFoundError: [sparkhvd-preflight:The workers run /x, which has no y.]",
+            1,
+            Kind.PREFLIGHT,
+            "The workers run /x, which has no y.",
+        ),
+        ("Job 3 cancelled part of cancelled job tags [x]", None, Kind.CANCELLED, "cancelled"),
+        ("[PYTHON_VERSION_MISMATCH] Python in worker ...", None, Kind.PREFLIGHT, "another Python"),
+        ("something else", None, Kind.SPARK, "something else"),
+    ],
+)
+def test_spark_failures_are_told_apart(text: str, rank: int | None, kind: str, says: str) -> None:
+    outcome = from_spark_failure(text)
+    assert (outcome.rank, outcome.kind) == (rank, kind)
+    assert says in outcome.message
+    assert "\tat " not in outcome.message
+
+
+def test_exit_texts() -> None:
+    assert [exit_text(s) for s in (0, 3, -9, -11, -64)] == [
+        "exit 0",
+        "exit 3",
+        "signal SIGKILL",
+        "signal SIGSEGV",
+        "signal SIGRTMAX",
+    ]
+
+
+def test_chunks_cover_all_bytes() -> None:
+    data = bytes(range(10))
+    assert list(chunks(data, 4)) == [data[:4], data[4:8], data[8:]]
+    assert list(chunks(b"", 4)) == []
