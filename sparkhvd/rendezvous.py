@@ -682,7 +682,9 @@ class _Meeting:
         if split:
             self.turn = _Turn(self.turn.generation, _PHASE_TCP)
             for peer, link in mesh.items():
-                self.loop.start(self._watch(peer, link.sock))
+                # A peer of this phase closes its old link when it is done; its listener shows whether it lives.
+                if peer not in split:
+                    self.loop.start(self._watch(peer, link.sock))
             try:
                 replaced = self._meet(split)
             except BaseException:
@@ -806,6 +808,8 @@ class _Meeting:
             self.strangers.pop(task, None)
             if not known:
                 sock.close()
+        if not known:
+            return
         if turn == self.turn and client in self.peers:
             self._adopt(client, sock)
         elif turn > self.turn:

@@ -84,9 +84,11 @@ def rank_outcomes(
     meetings = rendezvous or in_process(size, hosts, settings)
 
     def body(rank: int) -> Any:
-        with Engine(meetings[rank].connect(), settings) as engine:
-            with using(engine) if using else contextlib.nullcontext():
-                return fn(engine)
+        with (
+            Engine(meetings[rank].connect(), settings) as engine,
+            using(engine) if using else contextlib.nullcontext(),
+        ):
+            return fn(engine)
 
     return run_threads([lambda r=r: body(r) for r in range(size)], deadline_s=deadline_s)
 
