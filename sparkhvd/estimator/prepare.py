@@ -17,23 +17,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from sparkhvd.estimator.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from sparkhvd.estimator.materialize import materialize
+from sparkhvd.estimator.plan import plan_facts
 from sparkhvd.estimator.schema import DataSchema
 from sparkhvd.estimator.store import Lease, Store
 
 __all__ = ["PreparedData", "prepare", "release", "renew_leases"]
 
-# Every source file is looked at to see whether it changed; beyond this many that costs more than it saves.
-_MAX_INPUT_FILES = 5000
 _RENEW_S = 3600.0
-# Leaves of a plan whose content is told by the plan and by the state of files.
-_FILE_LEAVES = frozenset({"LogicalRelation"})
-_VALUE_LEAVES = frozenset({"LocalRelation", "Range", "OneRowRelation"})
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,8 @@ def prepare(
         except BaseException:
             _disown(store, own)
             raise
-    return PreparedData(manifest, own, False, time.monotonic() - started, reason)
+    why = "no earlier data of this key" if key is not None else reason
+    return PreparedData(manifest, own, False, time.monotonic() - started, why)
 
 
 def renew_leases(now: float | None = None) -> None:
@@ -184,85 +179,16 @@ def plan_key(df: Any, schema: DataSchema, data_key: str | None) -> tuple[str | N
     if data_key is not None:
         parts["data_key"] = data_key
         return _digest(parts), f"data_key={data_key!r}"
-    plan = _analyzed_plan(df)
-    if plan is None:
-        return None, "not reused: on Spark Connect only data_key= tells that data are the same"
-    leaves = [_class_name(leaf) for leaf in _scala_items(plan.collectLeaves())]
-    others = sorted(set(leaves) - _FILE_LEAVES - _VALUE_LEAVES)
-    if others:
-        return (
-            None,
-            f"not reused: the plan reads {', '.join(others)}; data_key= tells that data are the same",
-        )
-    if not plan.deterministic() or re.search(r"\b(rand|uuid|current_|now\()", plan.toString()):
-        return None, "not reused: the plan gives other values each time"
-    files = [] if not _FILE_LEAVES & set(leaves) else _input_files(df)
-    if files is None:
-        return (
-            None,
-            f"not reused: the plan reads more than {_MAX_INPUT_FILES} files, or some that are gone",
-        )
-    parts["plan"] = df.semanticHash()
-    # semanticHash has 32 bits; the canonical text tells more plans apart.
-    parts["canonical"] = plan.canonicalized().toString()
-    parts["files"] = files
+    facts = plan_facts(df)
+    if facts.obstacle:
+        return None, f"{facts.obstacle}; data_key= would tell that data are the same"
+    parts["plan"] = facts.plan
+    parts["files"] = facts.files
     return _digest(parts), "same plan, files and columns"
 
 
 def _digest(parts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _analyzed_plan(df: Any) -> Any:
-    """The JVM's analyzed plan, or None where there is no JVM (Connect)."""
-    # The type of the session decides: is_remote() is about the whole process.
-    if "pyspark.sql.connect" in type(df).__module__:
-        return None
-    return df._jdf.queryExecution().analyzed()
-
-
-def _class_name(java_object: Any) -> str:
-    return str(java_object.getClass().getSimpleName())
-
-
-def _scala_items(sequence: Any) -> Iterator[Any]:
-    for i in range(sequence.size()):
-        yield sequence.apply(i)
-
-
-def _input_files(df: Any) -> list[tuple[str, int, int]] | None:
-    """(path, size, time of change) of every source file, or None if that cannot be told."""
-    urls = sorted(df.inputFiles())
-    if len(urls) > _MAX_INPUT_FILES:
-        return None
-    states = []
-    for url in urls:
-        state = _file_state(df, url)
-        if state is None:
-            return None
-        states.append((url, *state))
-    return states
-
-
-def _file_state(df: Any, url: str) -> tuple[int, int] | None:
-    parts = urlsplit(url)
-    if parts.scheme in ("", "file"):
-        try:
-            stat = Path(unquote(parts.path)).stat()
-        except OSError:
-            return None
-        return stat.st_size, stat.st_mtime_ns
-    from py4j.protocol import Py4JJavaError
-
-    session = df.sparkSession
-    path = session._jvm.org.apache.hadoop.fs.Path(url)
-    try:
-        status = path.getFileSystem(
-            session._jsparkSession.sessionState().newHadoopConf()
-        ).getFileStatus(path)
-    except Py4JJavaError:
-        return None
-    return int(status.getLen()), int(status.getModificationTime())
 
 
 # -- owning ------------------------------------------------------------------------------------------
