@@ -1,0 +1,312 @@
+"""`run` in barrier tasks of the shared `local[2]` session."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
+from sparkhvd.runner import context, job, run
+from sparkhvd.runner.results import Outcome
+from tests.harness.processes import wait_for_no_trainers
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(autouse=True)
+def no_trainer_is_left() -> Iterator[None]:
+    yield
+    assert wait_for_no_trainers() == set()
+
+
+class Files:
+    """A folder as shared files; `broken_reader` is a rank that sees an empty store."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self.url = f"file://{root}"
+
+    def read_bytes(self, path: str) -> bytes:
+        return Path(self.root, path).read_bytes()
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        target = Path(self.root, path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{os.getpid()}")
+        part.write_bytes(data)
+        part.rename(target)
+
+    def exists(self, path: str) -> bool:
+        return Path(self.root, path).exists()
+
+
+class FilesOfOneProcess(Files):
+    """A path that exists on every host and is another folder on each."""
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        super().write_bytes(f"{os.getpid()}/{path}", data)
+
+    def read_bytes(self, path: str) -> bytes:
+        return super().read_bytes(f"{os.getpid()}/{path}")
+
+
+def test_values_come_back_by_rank(spark: SparkSession) -> None:
+    def place(base: int, *, step: int) -> tuple[int, int, int]:
+        found = context()
+        assert found is not None
+        return base + step * found.rank, found.size, found.num_threads
+
+    assert run(place, (100,), {"step": 5}, num_proc=2, spark=spark) == [(100, 2, 1), (105, 2, 1)]
+
+
+def test_num_proc_none_takes_all_slots_of_local(spark: SparkSession) -> None:
+    assert len(run(os.getpid, spark=spark)) == 2
+
+
+def test_one_rank_gets_all_threads_of_local(spark: SparkSession) -> None:
+    def threads() -> tuple[str, int]:
+        return os.environ["OMP_NUM_THREADS"], len(os.sched_getaffinity(0))
+
+    ((told, processors),) = run(threads, num_proc=1, spark=spark)
+    assert told == str(min(2, processors))
+
+
+def test_ranks_are_fresh_processes_outside_the_python_worker(spark: SparkSession) -> None:
+    first = run(os.getpid, num_proc=2, spark=spark)
+    second = run(os.getpid, num_proc=2, spark=spark)
+    assert len({*first, *second}) == 4
+
+
+def test_the_session_of_this_thread_is_the_default(spark: SparkSession) -> None:
+    assert run(lambda: "x", num_proc=1) == ["x"]
+
+
+def test_variables_of_one_run_are_gone_in_the_next(spark: SparkSession) -> None:
+    def variables() -> tuple[str | None, str | None]:
+        return os.environ.get("STALE"), os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    env = {"STALE": "1", "CUDA_VISIBLE_DEVICES": "none"}
+    assert run(variables, num_proc=2, spark=spark, env=env) == [("1", "none")] * 2
+    # Both of the session's Python workers are reused, and neither remembers.
+    assert run(variables, num_proc=2, spark=spark) == [(None, None)] * 2
+
+
+def test_large_results_travel_in_parts(spark: SparkSession) -> None:
+    def blob() -> bytes:
+        return bytes([here_rank()]) * (3 << 20)
+
+    def here_rank() -> int:
+        return int(os.environ["RANK"])
+
+    assert run(blob, num_proc=2, spark=spark) == [b"\0" * (3 << 20), b"\1" * (3 << 20)]
+
+
+def test_modules_added_to_spark_import_and_spark_files_resolve(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    name = f"added_{os.getpid()}_module"
+    (tmp_path / f"{name}.py").write_text("def answer():\n    return 42\n")
+    (tmp_path / "data.txt").write_text("contents")
+    spark.addArtifacts(str(tmp_path / f"{name}.py"), pyfile=True)
+    spark.addArtifacts(str(tmp_path / "data.txt"), file=True)
+
+    def uses(module: str) -> tuple[int, str]:
+        import importlib
+
+        from pyspark import SparkFiles
+
+        text = Path(SparkFiles.get("data.txt")).read_text()
+        return importlib.import_module(module).answer(), text
+
+    assert run(uses, (name,), num_proc=2, spark=spark) == [(42, "contents")] * 2
+
+
+def test_an_exception_names_its_rank_and_the_next_run_works(spark: SparkSession) -> None:
+    def fails_on_one() -> None:
+        if os.environ["RANK"] == "1":
+            print("before it failed")
+            raise KeyError("missing piece")
+        time.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(RankError) as e:
+        run(fails_on_one, num_proc=2, spark=spark)
+    assert time.monotonic() - began < 10
+    assert (e.value.rank, e.value.host, e.value.exit) == (1, "127.0.0.1", "exception")
+    assert str(e.value).startswith(
+        "Rank 1 of 2 on host 127.0.0.1 raised KeyError: 'missing piece'\nTraceback"
+    )
+    assert 'raise KeyError("missing piece")' in e.value.traceback
+    assert e.value.log_tail == "before it failed"
+    assert "org.apache.spark" not in str(e.value)
+    assert run(lambda: 1, num_proc=2, spark=spark) == [1, 1]
+
+
+def test_an_exception_on_every_rank_names_the_lowest(spark: SparkSession, tmp_path: Path) -> None:
+    def fails() -> None:
+        raise ValueError("everywhere")
+
+    options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a")
+    with pytest.raises(RankError, match="raised ValueError: everywhere"):
+        job.launch(spark, fails, (), {}, 2, options)
+
+
+def test_a_result_that_cannot_travel_is_explained(spark: SparkSession) -> None:
+    def gives_a_lock() -> Any:
+        return threading.Lock()
+
+    with pytest.raises(RankError, match="the function returned a _thread.lock, which cannot be"):
+        run(gives_a_lock, num_proc=1, spark=spark)
+
+
+def test_arguments_that_cannot_travel_are_refused_at_once(spark: SparkSession) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"args\[0\], a _thread.lock"):
+        run(print, (threading.Lock(),), num_proc=2, spark=spark)
+    with pytest.raises(InvalidArgumentError, match="cannot be pickled"):
+        run(lambda: spark.range(1), num_proc=2, spark=spark)
+
+
+def test_more_ranks_than_slots_is_refused_at_once(spark: SparkSession) -> None:
+    began = time.monotonic()
+    with pytest.raises(PreflightError, match=r"num_proc=3: the application can run 2 barrier"):
+        run(print, num_proc=3, spark=spark)
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"num_proc": 0}, "num_proc is 0"),
+        ({"max_retries": -1}, "max_retries is -1"),
+        ({"start_timeout": 0}, "start_timeout is 0"),
+        ({"env": {"A": 1}}, r"env\['A'\] is 1"),
+        ({"spark": "local[2]"}, "spark is 'local\\[2\\]'; it must be a SparkSession"),
+    ],
+)
+def test_wrong_arguments_are_named(spark: SparkSession, wrong: Any, says: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=says):
+        run(print, **{"spark": spark, "num_proc": 1, **wrong})
+
+
+def test_silent_workers_that_spark_would_kill_are_refused(spark: SparkSession) -> None:
+    seconds = "spark.sql.execution.pyspark.udf.idleTimeoutSeconds"
+    kill = "spark.sql.execution.pyspark.udf.killOnIdleTimeout"
+    spark.conf.set(seconds, "60")
+    spark.conf.set(kill, "true")
+    try:
+        with pytest.raises(PreflightError, match=f"Set {re.escape(kill)}=false"):
+            run(print, num_proc=1, spark=spark)
+    finally:
+        spark.conf.unset(seconds)
+        spark.conf.unset(kill)
+
+
+def test_a_module_that_the_workers_lack_is_named_with_their_python(spark: SparkSession) -> None:
+    options = job.LaunchOptions(requirements=("surely_no_such_module",))
+    with pytest.raises(PreflightError) as e:
+        job.launch(spark, print, (), {}, 2, options)
+    assert re.fullmatch(
+        r"The workers run \S+python\S* \(rank 0 on host \S+\), which has no surely_no_such_module. Set "
+        r"PYSPARK_PYTHON \(spark.pyspark.python\) to a Python that has it, or install it there.",
+        str(e.value),
+    )
+
+
+def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -> None:
+    files = Files(str(tmp_path))
+    options = job.LaunchOptions(shared=files, run_dir="runs/a")
+    report = job.launch(spark, lambda: here_and_print(), (), {}, 2, options)
+    assert report.results == [0, 1]
+    assert report.attempts == 1
+    assert 0 < report.launch_s < 60
+    for rank, outcome in enumerate(report.outcomes):
+        assert (outcome.rank, outcome.kind, outcome.exit) == (rank, "ok", "ok")
+        assert outcome.log_tail == (f"rank {rank}",)
+        assert outcome.peak_rss_bytes > 1 << 20
+        stored = Outcome.from_json(files.read_bytes(f"runs/a/attempts/0/rank-{rank}.json").decode())
+        assert stored == outcome
+
+
+def here_and_print() -> int:
+    rank = int(os.environ["RANK"])
+    print(f"rank {rank}")
+    return rank
+
+
+def test_a_store_that_is_not_shared_is_refused(spark: SparkSession, tmp_path: Path) -> None:
+    options = job.LaunchOptions(shared=FilesOfOneProcess(str(tmp_path)), run_dir="runs/a")
+    with pytest.raises(PreflightError) as e:
+        job.launch(spark, print, (), {}, 2, options)
+    assert str(e.value).startswith("The store is not shared: the driver wrote runs/a/attempts/0/")
+    assert f"in file://{tmp_path}" in str(e.value)
+
+
+def test_a_store_that_the_driver_cannot_write_is_refused(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").write_text("a file")
+    options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a")
+    with pytest.raises(PreflightError, match="The driver cannot write runs/a/attempts/0/token-dr"):
+        job.launch(spark, print, (), {}, 2, options)
+
+
+def test_jobs_of_one_application_take_turns(spark: SparkSession) -> None:
+    def spans() -> tuple[float, float]:
+        began = time.time()
+        time.sleep(0.3)
+        return began, time.time()
+
+    found: list[list[tuple[float, float]]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(run(spans, num_proc=2, spark=spark)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, second = sorted(found)
+    assert max(end for _, end in first) < min(start for start, _ in second)
+
+
+def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path) -> None:
+    def stays(folder: str) -> None:
+        Path(folder, os.environ["RANK"]).touch()
+        time.sleep(60)
+
+    raised: list[BaseException] = []
+
+    def launches() -> None:
+        try:
+            run(stays, (str(tmp_path),), num_proc=2, spark=spark)
+        except RankError as e:
+            raised.append(e)
+
+    thread = threading.Thread(target=launches)
+    thread.start()
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.iterdir())) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    spark.sparkContext.cancelAllJobs()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert [e.exit for e in raised if isinstance(e, RankError)] == ["cancelled"]
+
+
+def test_options_are_data() -> None:
+    options = job.LaunchOptions()
+    assert replace(options, max_retries=0).max_retries == 0
+    with pytest.raises(InvalidArgumentError, match="shared and run_dir belong together"):
+        job.LaunchOptions(run_dir="runs/a")
