@@ -1,0 +1,21 @@
+// Moments and deadlines. Timeouts become deadlines once, where they enter the engine.
+#pragma once
+
+#include <chrono>
+
+namespace sparkhvd {
+
+using Clock = std::chrono::steady_clock;
+using TimePoint = Clock::time_point;
+
+/// Never, for a deadline.
+inline constexpr TimePoint kNever = TimePoint::max();
+
+/// `seconds` after `now`; 0 and what does not fit mean never.
+inline TimePoint deadline_after(TimePoint now, double seconds) noexcept {
+  // A century is "never", and keeps the conversion to ticks in range.
+  if (!(seconds > 0) || seconds > 3.0e9) return kNever;
+  return now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+}  // namespace sparkhvd

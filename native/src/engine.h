@@ -1,0 +1,169 @@
+// The engine of one rank: takes submissions, agrees on them with the other ranks, and drives the
+// collectives.
+//
+// Threads: any number of callers and one progress thread. At most one of them is the *driver* at a
+// time: only the driver touches connections, negotiation and running collectives. Whoever waits
+// becomes the driver if there is none; the progress thread drives when nobody waits. While a caller
+// drives, the progress thread sleeps undisturbed, because its epoll does not watch the connections
+// then. A submission drives just far enough to tell the other ranks. Ownership: `mutex_` guards
+// what callers and the driver share (inbox, names, failure, who drives); all else belongs to the
+// driver. An Operation's result is written before its status is. Shutdown: the driver says goodbye
+// on every connection, lets the peers read it, and closes; then the progress thread is joined. A
+// failure cancels everything that lends memory before any caller learns of it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/collectives.h"
+#include "communicator.h"
+#include "error.h"
+#include "kernels/kernels.h"
+#include "negotiation.h"
+#include "operation.h"
+#include "transport/bell.h"
+#include "transport/poller.h"
+
+namespace sparkhvd {
+
+/// What every call on an engine says in a process forked after its creation.
+Error created_before_fork();
+
+struct EngineOptions {
+  CommunicatorOptions communicator;
+  std::vector<Fd> sockets;  // by rank
+  std::int32_t isa = SPARKHVD_ISA_AUTO;
+  std::int32_t spin_us = 0;
+  double stall_warning_s = 0;
+  double stall_shutdown_s = 0;
+  double host_loss_s = 0;
+};
+
+class Engine {
+ public:
+  /// Collective; throws TIMEOUT, PEER_LOST or MISMATCH naming the rank.
+  explicit Engine(EngineOptions options);
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  ~Engine();
+
+  std::size_t size() const noexcept { return size_; }
+  double stall_shutdown_s() const noexcept { return stall_shutdown_s_; }
+
+  /// Throws InvalidArgument for a name in flight, else what made the engine unusable.
+  void submit(std::shared_ptr<Operation> operation);
+  /// Drives until the operation is finished, `deadline`, or a signal.
+  void wait(Operation& operation, TimePoint deadline);
+  void shutdown();
+  void abort(const std::string& reason);
+  /// Throws why the engine is not usable.
+  void check() const;
+  void after_fork() noexcept;
+  bool is_forked_copy() const noexcept { return is_forked_copy_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Running {
+    Running(Communicator& communicator, const Kernels& kernels,
+            std::shared_ptr<Operation> the_operation, Execute agreed)
+        : operation(std::move(the_operation)),
+          context{communicator, kernels, *operation, std::move(agreed), {}} {}
+    std::shared_ptr<Operation> operation;
+    Context context;
+    Task task;
+    bool is_started = false;
+    TimePoint deadline = kNever;  // moves on with every step
+  };
+  enum class Work { kControl, kAll };
+
+  // Who drives. `lock` holds mutex_.
+  void become_driver(std::unique_lock<std::mutex>& lock);
+  void stop_driving(std::unique_lock<std::mutex>& lock);
+  void run_progress_thread();
+  bool progress_until_idle();
+
+  // Everything below is called by the driver.
+  bool step(Work work);
+  bool try_step(Work work) noexcept;
+  bool sleep_until(TimePoint deadline);
+  bool announce_sleep();
+  bool take_inbox();
+  bool poll_links(int timeout_ms, bool& interrupted);
+  bool read_link(Link& link);
+  bool flush_links();
+  void watch(Link& link);
+  void unwatch(Link& link);
+  bool run_operations();
+  bool check_time();
+  TimePoint next_deadline() const;
+
+  void handle(Rank from, FrameType type, std::span<const std::byte> body);
+  void apply(Negotiation::Outcome outcome);
+  void on_execute(const Execute& message);
+  void on_refuse(const Refuse& message);
+  void on_goodbye(Rank from, const Goodbye& message);
+  void on_link_end(Link& link);
+  void refuse_after_departure();
+  void send_to_coordinator(const Operation& operation);
+
+  void finish(Operation& operation, std::int32_t status, std::string message);
+  void fail(std::int32_t status, const std::string& message);
+  void fail_all(std::int32_t status, const std::string& message);
+  void warn(const std::string& text) const;
+  void say_goodbye();
+
+  bool is_coordinator() const noexcept { return index_of(rank_) == 0; }
+
+  const Rank rank_;
+  const std::size_t size_;
+  const Kernels& kernels_;
+  const Clock::duration spin_;
+  const double stall_shutdown_s_;
+  Bell bell_;
+  Poller poller_;        // connections and the bell
+  Poller outer_poller_;  // for the progress thread: `poller_`, while nobody else drives
+  Fd control_;           // wakes the progress thread itself
+  std::optional<Communicator> communicator_;
+  std::optional<Negotiation> negotiation_;  // on the coordinator
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::shared_ptr<Operation>> inbox_;
+  std::set<std::string> names_;
+  std::optional<Error> failure_;
+  std::vector<Rank> departed_;
+  std::optional<std::string> abort_request_;
+  std::size_t waiters_ = 0;
+  bool has_driver_ = false;
+  bool driver_sleeps_ = false;
+  bool is_stopping_ = false;
+  bool is_shut_down_ = false;
+  TimePoint progress_wakes_at_ = kNever;
+  std::atomic<bool> is_forked_copy_{false};
+  std::atomic<bool> hand_over_{false};  // a caller waits for the progress thread to stop driving
+
+  // The driver's.
+  std::map<std::string, std::shared_ptr<Operation>> submitted_;  // not agreed on yet
+  std::deque<std::unique_ptr<Running>> running_;       // in the agreed order; the first runs
+  std::vector<std::optional<std::uint32_t>> watched_;  // epoll events by rank
+  std::vector<bool> said_goodbye_;
+  std::uint64_t executes_received_ = 0;
+  std::uint64_t executed_ = 0;
+  std::uint64_t departure_limit_ = UINT64_MAX;  // operations from this number on cannot run
+  bool has_failed_ = false;
+  std::uint32_t steps_ = 0;
+
+  std::mutex shutdown_mutex_;
+  std::jthread thread_;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,39 @@
+// The one exception of the engine: a status of sparkhvd.h and the sentence that the caller will
+// read.
+#pragma once
+
+#include <cerrno>
+#include <cstdint>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "sparkhvd.h"
+
+namespace sparkhvd {
+
+class Error : public std::exception {
+ public:
+  Error(std::int32_t status, std::string message) : status_(status), message_(std::move(message)) {}
+  std::int32_t status() const noexcept { return status_; }
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::int32_t status_;
+  std::string message_;
+};
+
+/// "Bad file descriptor (errno 9)".
+inline std::string errno_text(int code) {
+  return std::generic_category().message(code) + " (errno " + std::to_string(code) + ")";
+}
+
+/// Throws what the system call `call` that just failed left in errno.
+[[noreturn]] inline void throw_errno(std::string_view call) {
+  const int code = errno;
+  throw Error(SPARKHVD_INTERNAL, std::string(call) + " failed: " + errno_text(code) + ".");
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,317 @@
+#include "message.h"
+
+#include <bit>
+
+#include "error.h"
+
+namespace sparkhvd {
+namespace {
+
+static_assert(std::endian::native == std::endian::little,
+              "the wire is little-endian; a big-endian machine needs swaps here");
+
+class Writer {
+ public:
+  explicit Writer(FrameType type) : bytes_(kFrameHeaderBytes) {
+    bytes_[4] = static_cast<std::byte>(type);
+  }
+
+  template <class T>
+    requires std::is_arithmetic_v<T>
+  Writer& number(T value) {
+    const auto raw = std::as_bytes(std::span(&value, 1));
+    bytes_.insert(bytes_.end(), raw.begin(), raw.end());
+    return *this;
+  }
+
+  Writer& text(std::string_view value) {
+    number(static_cast<std::uint32_t>(value.size()));
+    const auto raw = std::as_bytes(std::span(value));
+    bytes_.insert(bytes_.end(), raw.begin(), raw.end());
+    return *this;
+  }
+
+  template <class T>
+  Writer& numbers(const std::vector<T>& values) {
+    number(static_cast<std::uint32_t>(values.size()));
+    const auto raw = std::as_bytes(std::span(values));
+    bytes_.insert(bytes_.end(), raw.begin(), raw.end());
+    return *this;
+  }
+
+  Bytes finish() {
+    const std::size_t body = bytes_.size() - kFrameHeaderBytes;
+    if (body > kMaxControlBytes) {
+      throw Error(SPARKHVD_INVALID_ARGUMENT,
+                  "the operation's description needs " + std::to_string(body) +
+                      " bytes, more than the limit of " + std::to_string(kMaxControlBytes) +
+                      ". Submit fewer tensors at once.");
+    }
+    const auto length = static_cast<std::uint32_t>(body);
+    std::memcpy(bytes_.data(), &length, sizeof(length));
+    return std::move(bytes_);
+  }
+
+ private:
+  Bytes bytes_;
+};
+
+[[noreturn]] void malformed(const std::string& what) { throw Error(SPARKHVD_PEER_LOST, what); }
+
+class Reader {
+ public:
+  explicit Reader(std::span<const std::byte> bytes) : bytes_(bytes) {}
+
+  template <class T>
+    requires std::is_arithmetic_v<T>
+  T number() {
+    T value;
+    std::memcpy(&value, take(sizeof(T)).data(), sizeof(T));
+    return value;
+  }
+
+  std::string text(std::size_t limit) {
+    const auto size = number<std::uint32_t>();
+    if (size > limit) malformed("a text of " + std::to_string(size) + " bytes");
+    const auto raw = take(size);
+    return {reinterpret_cast<const char*>(raw.data()), raw.size()};
+  }
+
+  template <class T>
+  std::vector<T> numbers() {
+    const auto size = number<std::uint32_t>();
+    const auto raw = take(std::size_t{size} * sizeof(T));
+    std::vector<T> values(size);
+    if (size != 0) std::memcpy(values.data(), raw.data(), raw.size());
+    return values;
+  }
+
+  bool flag() {
+    const auto value = number<std::uint8_t>();
+    if (value > 1) malformed("a flag of value " + std::to_string(value));
+    return value == 1;
+  }
+
+  void end() const {
+    if (!bytes_.empty()) malformed(std::to_string(bytes_.size()) + " bytes too many in a frame");
+  }
+
+ private:
+  std::span<const std::byte> take(std::size_t count) {
+    if (count > bytes_.size()) malformed("a frame that ends early");
+    const auto head = bytes_.first(count);
+    bytes_ = bytes_.subspan(count);
+    return head;
+  }
+
+  std::span<const std::byte> bytes_;
+};
+
+template <class T>
+T known(std::optional<T> value, const char* what) {
+  if (!value) malformed(std::string("an unknown ") + what);
+  return *value;
+}
+
+void write(Writer& writer, const Descriptor& descriptor) {
+  writer.number(static_cast<std::int32_t>(descriptor.collective))
+      .number(static_cast<std::int32_t>(descriptor.dtype))
+      .number(static_cast<std::int32_t>(descriptor.reduce_op))
+      .number(index_of(descriptor.root))
+      .number(descriptor.prescale)
+      .number(descriptor.postscale)
+      .number(descriptor.timeout_s)
+      .number(static_cast<std::uint32_t>(descriptor.shapes.size()));
+  for (const auto& shape : descriptor.shapes) writer.numbers(shape);
+}
+
+Descriptor read_descriptor(Reader& reader) {
+  Descriptor descriptor;
+  descriptor.collective = known(to_collective(reader.number<std::int32_t>()), "collective");
+  descriptor.dtype = known(to_dtype(reader.number<std::int32_t>()), "element type");
+  descriptor.reduce_op = known(to_reduce_op(reader.number<std::int32_t>()), "reduction");
+  descriptor.root = Rank{reader.number<std::int32_t>()};
+  descriptor.prescale = reader.number<double>();
+  descriptor.postscale = reader.number<double>();
+  descriptor.timeout_s = reader.number<double>();
+  if (!(descriptor.timeout_s >= 0)) malformed("a negative timeout");
+  const auto tensors = reader.number<std::uint32_t>();
+  // No reserve: the number is not to be believed before its bytes are there.
+  for (std::uint32_t i = 0; i < tensors; ++i) {
+    descriptor.shapes.push_back(reader.numbers<std::int64_t>());
+    const auto& shape = descriptor.shapes.back();
+    if (shape.size() > kMaxDims) malformed("a tensor of too many dimensions");
+    if (!count_elements(shape, descriptor.dtype)) malformed("a tensor of an impossible shape");
+  }
+  return descriptor;
+}
+
+}  // namespace
+
+std::optional<std::uint64_t> count_elements(std::span<const std::int64_t> shape,
+                                            DType dtype) noexcept {
+  const std::uint64_t limit = kMaxTensorBytes / element_size(dtype);
+  std::uint64_t count = 1;
+  bool is_empty = false;
+  for (const std::int64_t dimension : shape) {
+    if (dimension < 0 || static_cast<std::uint64_t>(dimension) > limit) return std::nullopt;
+    if (dimension == 0) {
+      is_empty = true;
+    } else if (count > limit / static_cast<std::uint64_t>(dimension)) {
+      return std::nullopt;
+    } else {
+      count *= static_cast<std::uint64_t>(dimension);
+    }
+  }
+  return is_empty ? 0 : count;
+}
+
+Bytes encode(const Hello& message) {
+  return Writer(FrameType::kHello)
+      .number(message.wire_version)
+      .number(message.rank)
+      .numbers(message.hosts)
+      .number(message.slot_bytes)
+      .number(message.slots)
+      .number(static_cast<std::uint8_t>(message.has_memory))
+      .finish();
+}
+
+Bytes encode(const Mapped& message) {
+  return Writer(FrameType::kMapped).number(static_cast<std::uint8_t>(message.ok)).finish();
+}
+
+Bytes encode(const Ready& message) {
+  Writer writer(FrameType::kReady);
+  writer.number(message.process_set).text(message.name);
+  write(writer, message.descriptor);
+  return writer.finish();
+}
+
+Bytes encode(const Execute& message) {
+  return Writer(FrameType::kExecute)
+      .number(message.process_set)
+      .number(message.sequence)
+      .text(message.name)
+      .numbers(message.rows)
+      .finish();
+}
+
+Bytes encode(const Refuse& message) {
+  return Writer(FrameType::kRefuse)
+      .number(message.process_set)
+      .text(message.name)
+      .number(message.status)
+      .text(message.message)
+      .finish();
+}
+
+Bytes encode(const Goodbye& message) {
+  return Writer(FrameType::kGoodbye).number(message.executed).finish();
+}
+
+Bytes encode(const Abort& message) {
+  return Writer(FrameType::kAbort).number(message.status).text(message.message).finish();
+}
+
+Bytes encode_data_header(std::int32_t stream, std::size_t payload_bytes) {
+  Bytes header = Writer(FrameType::kData).number(stream).finish();
+  const auto length = static_cast<std::uint32_t>(payload_bytes + sizeof(stream));
+  std::memcpy(header.data(), &length, sizeof(length));
+  return header;
+}
+
+FrameHeader decode_header(std::span<const std::byte> header) {
+  Reader reader(header);
+  FrameHeader result;
+  result.body_bytes = reader.number<std::uint32_t>();
+  const auto type = reader.number<std::uint8_t>();
+  if (type < static_cast<std::uint8_t>(FrameType::kHello) ||
+      type > static_cast<std::uint8_t>(FrameType::kAbort)) {
+    malformed("a frame of unknown type " + std::to_string(type));
+  }
+  result.type = static_cast<FrameType>(type);
+  const bool is_data = result.type == FrameType::kData;
+  const std::size_t limit = is_data ? kMaxDataBytes + 4 : kMaxControlBytes;
+  if (result.body_bytes > limit || (is_data && result.body_bytes < 4)) {
+    malformed("a frame of " + std::to_string(result.body_bytes) + " bytes");
+  }
+  return result;
+}
+
+template <>
+Hello decode<Hello>(std::span<const std::byte> body) {
+  Reader reader(body);
+  Hello message;
+  message.wire_version = reader.number<std::uint32_t>();
+  message.rank = reader.number<std::int32_t>();
+  message.hosts = reader.numbers<std::int32_t>();
+  message.slot_bytes = reader.number<std::uint64_t>();
+  message.slots = reader.number<std::uint32_t>();
+  message.has_memory = reader.flag();
+  reader.end();
+  return message;
+}
+
+template <>
+Mapped decode<Mapped>(std::span<const std::byte> body) {
+  Reader reader(body);
+  const Mapped message{reader.flag()};
+  reader.end();
+  return message;
+}
+
+template <>
+Ready decode<Ready>(std::span<const std::byte> body) {
+  Reader reader(body);
+  Ready message;
+  message.process_set = reader.number<std::int32_t>();
+  message.name = reader.text(kMaxNameBytes);
+  message.descriptor = read_descriptor(reader);
+  reader.end();
+  return message;
+}
+
+template <>
+Execute decode<Execute>(std::span<const std::byte> body) {
+  Reader reader(body);
+  Execute message;
+  message.process_set = reader.number<std::int32_t>();
+  message.sequence = reader.number<std::uint64_t>();
+  message.name = reader.text(kMaxNameBytes);
+  message.rows = reader.numbers<std::int64_t>();
+  reader.end();
+  return message;
+}
+
+template <>
+Refuse decode<Refuse>(std::span<const std::byte> body) {
+  Reader reader(body);
+  Refuse message;
+  message.process_set = reader.number<std::int32_t>();
+  message.name = reader.text(kMaxNameBytes);
+  message.status = reader.number<std::int32_t>();
+  message.message = reader.text(kMaxControlBytes);
+  reader.end();
+  return message;
+}
+
+template <>
+Goodbye decode<Goodbye>(std::span<const std::byte> body) {
+  Reader reader(body);
+  const Goodbye message{reader.number<std::uint64_t>()};
+  reader.end();
+  return message;
+}
+
+template <>
+Abort decode<Abort>(std::span<const std::byte> body) {
+  Reader reader(body);
+  Abort message;
+  message.status = reader.number<std::int32_t>();
+  message.message = reader.text(kMaxControlBytes);
+  reader.end();
+  return message;
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,143 @@
+// Bytes on the wire: control messages and their encoding. Nothing here does I/O; everything that is
+// read is checked against the bytes that are there, so that a bad message is an Error and never a
+// crash.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+#include "types.h"
+
+namespace sparkhvd {
+
+/// What a frame carries. The numbers are on the wire.
+enum class FrameType : std::uint8_t {
+  kHello = 1,    // first on every connection; carries the shared memory's descriptors
+  kMapped = 2,   // "I could (not) map the memory of my host"
+  kReady = 3,    // to the coordinator: this rank has submitted an operation
+  kExecute = 4,  // from the coordinator: run it now, as number `sequence`
+  kRefuse = 5,   // from the coordinator: it will not run, and why
+  kData = 6,     // bytes of a tensor
+  kGoodbye = 7,  // the rank leaves in order
+  kAbort = 8,    // the rank has failed, and the first cause it knows
+};
+
+/// Before every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.
+inline constexpr std::size_t kFrameHeaderBytes = 8;
+inline constexpr std::size_t kMaxControlBytes = 4 << 20;
+inline constexpr std::size_t kMaxDataBytes = 1 << 20;
+inline constexpr std::size_t kMaxNameBytes = 4096;
+inline constexpr std::uint32_t kMaxDims = 64;
+
+struct FrameHeader {
+  std::uint32_t body_bytes = 0;
+  FrameType type{};
+};
+
+/// No tensor is larger, so that sums over ranks cannot overflow.
+inline constexpr std::uint64_t kMaxTensorBytes = std::uint64_t{1} << 46;
+
+using Bytes = std::vector<std::byte>;
+
+/// Elements of a tensor; nothing if a dimension is negative or the tensor has more than
+/// kMaxTensorBytes.
+std::optional<std::uint64_t> count_elements(std::span<const std::int64_t> shape,
+                                            DType dtype) noexcept;
+
+/// Everything about an operation on which ranks must agree, and this rank's own numbers.
+struct Descriptor {
+  Collective collective{};
+  DType dtype{};
+  ReduceOp reduce_op{};
+  Rank root{};
+  double prescale = 1;
+  double postscale = 1;
+  double timeout_s = 0;  // resolved: 0 = never
+  std::vector<std::vector<std::int64_t>> shapes;
+};
+
+struct Hello {
+  std::uint32_t wire_version = SPARKHVD_WIRE_VERSION;
+  std::int32_t rank = 0;
+  std::vector<std::int32_t> hosts;
+  std::uint64_t slot_bytes = 0;
+  std::uint32_t slots = 0;
+  bool has_memory = false;
+};
+
+struct Mapped {
+  bool ok = false;
+};
+
+struct Ready {
+  std::int32_t process_set = 0;
+  std::string name;
+  Descriptor descriptor;
+};
+
+struct Execute {
+  std::int32_t process_set = 0;
+  std::uint64_t sequence = 0;
+  std::string name;
+  std::vector<std::int64_t> rows;  // allgather: first dimension of every rank
+};
+
+struct Refuse {
+  std::int32_t process_set = 0;
+  std::string name;
+  std::int32_t status = 0;
+  std::string message;
+};
+
+struct Goodbye {
+  std::uint64_t executed = 0;  // operations that this rank has finished: others can finish them too
+};
+
+struct Abort {
+  std::int32_t status = 0;
+  std::string message;
+};
+
+/// A whole frame, header included.
+Bytes encode(const Hello& message);
+Bytes encode(const Mapped& message);
+Bytes encode(const Ready& message);
+Bytes encode(const Execute& message);
+Bytes encode(const Refuse& message);
+Bytes encode(const Goodbye& message);
+Bytes encode(const Abort& message);
+
+/// The header of a data frame; the body follows from the tensor's own memory. `stream` is the
+/// process set.
+inline constexpr std::size_t kDataHeaderBytes = kFrameHeaderBytes + 4;
+Bytes encode_data_header(std::int32_t stream, std::size_t payload_bytes);
+
+/// Throws Error with a sentence fragment ("a frame of unknown type 77").
+FrameHeader decode_header(std::span<const std::byte> header);
+
+/// Decodes the body of a frame of type `Message`; throws Error unless the body is exactly one.
+template <class Message>
+Message decode(std::span<const std::byte> body);
+template <>
+Hello decode<Hello>(std::span<const std::byte> body);
+template <>
+Mapped decode<Mapped>(std::span<const std::byte> body);
+template <>
+Ready decode<Ready>(std::span<const std::byte> body);
+template <>
+Execute decode<Execute>(std::span<const std::byte> body);
+template <>
+Refuse decode<Refuse>(std::span<const std::byte> body);
+template <>
+Goodbye decode<Goodbye>(std::span<const std::byte> body);
+template <>
+Abort decode<Abort>(std::span<const std::byte> body);
+
+}  // namespace sparkhvd

@@ -1,0 +1,86 @@
+// Which operations are ready on every rank, and in which order they run. Pure on messages: no
+// sockets, no clock; time is an argument. Lives on the coordinator (rank 0).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "clock.h"
+#include "message.h"
+#include "types.h"
+
+namespace sparkhvd {
+
+/// Why an operation cannot run once `departed` have left in order.
+std::string departure_text(Collective collective, const std::string& name,
+                           const std::vector<Rank>& departed);
+
+/// What the coordinator says, and to whom.
+struct Decision {
+  std::vector<Rank> to;
+  std::variant<Execute, Refuse> message;
+};
+
+/// The coordinator's view of one process set.
+class Negotiation {
+ public:
+  struct Options {
+    std::int32_t process_set = 0;
+    std::vector<Rank> members;
+    double stall_warning_s = 0;
+  };
+  struct Outcome {
+    std::vector<Decision> decisions;
+    std::vector<std::string> warnings;
+  };
+
+  explicit Negotiation(Options options) : options_(std::move(options)) {}
+
+  /// A rank has submitted an operation.
+  Outcome ready(Rank from, Ready message, TimePoint now);
+  /// A rank has left in order: what needs it cannot happen any more.
+  Outcome departed(Rank rank);
+  /// Warnings and timeouts that are due.
+  Outcome tick(TimePoint now);
+  /// When `tick` has something to say next.
+  TimePoint next_deadline() const;
+
+ private:
+  struct Pending {
+    std::map<Rank, Descriptor> arrived;
+    TimePoint since{};
+    TimePoint deadline = kNever;
+    TimePoint warn_at = kNever;
+  };
+  /// A refusal that some members have yet to hear, because they had not submitted.
+  struct Refused {
+    Refuse message;
+    std::vector<Rank> unaware;
+  };
+
+  std::vector<Rank> missing(const Pending& pending) const;
+  std::vector<Rank> arrived(const Pending& pending) const;
+  Decision conclude(const std::string& name, const Pending& pending);
+  void refuse(const std::string& name, const Pending& pending, std::int32_t status,
+              std::string text, Outcome& outcome);
+
+  Options options_;
+  std::uint64_t next_sequence_ = 0;
+  std::map<std::string, Pending> pending_;
+  std::multimap<std::string, Refused> refused_;
+  std::vector<Rank> departed_;
+};
+
+/// How two ranks' descriptions of one operation differ, as a full message; nothing if they agree.
+struct Submission {
+  Rank rank;
+  const Descriptor& descriptor;
+};
+std::optional<std::string> difference(const std::string& name, const Submission& first,
+                                      const Submission& second);
+
+}  // namespace sparkhvd

@@ -1,0 +1,103 @@
+// One submitted operation, from submission to the moment its caller lets go of it.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "message.h"
+#include "types.h"
+
+namespace sparkhvd {
+
+/// A list of tensors seen as one long sequence of bytes, so that many private tensors are reduced
+/// together without being copied into one buffer first.
+class Pieces {
+ public:
+  /// Part of one tensor; `offset` is its place in the range that was asked for.
+  struct Part {
+    const std::byte* input;
+    std::byte* output;
+    std::size_t offset;
+    std::size_t bytes;
+  };
+
+  void add(const void* input, void* output, std::size_t bytes) {
+    if (bytes == 0) return;
+    pieces_.push_back(
+        {static_cast<const std::byte*>(input), static_cast<std::byte*>(output), total_});
+    total_ += bytes;
+  }
+
+  std::size_t bytes() const noexcept { return total_; }
+
+  /// Calls `use(Part)` for every part of [begin, begin + bytes), in order.
+  template <class Use>
+  void for_range(std::size_t begin, std::size_t bytes, Use use) const {
+    if (bytes == 0) return;
+    auto piece = std::upper_bound(pieces_.begin(), pieces_.end(), begin,
+                                  [](std::size_t at, const Piece& p) { return at < p.begin; });
+    --piece;
+    for (std::size_t done = 0; done < bytes; ++piece) {
+      const std::size_t skip = begin + done - piece->begin;
+      const auto next = piece + 1;
+      const std::size_t end = next == pieces_.end() ? total_ : next->begin;
+      const std::size_t count = std::min(bytes - done, end - (begin + done));
+      std::byte* output = piece->output == nullptr ? nullptr : piece->output + skip;
+      use(Part{piece->input + skip, output, done, count});
+      done += count;
+    }
+  }
+
+  void read(std::size_t begin, std::span<std::byte> target) const {
+    for_range(begin, target.size(), [&](const Part& part) {
+      std::memcpy(target.data() + part.offset, part.input, part.bytes);
+    });
+  }
+
+  void write(std::size_t begin, std::span<const std::byte> source) const {
+    for_range(begin, source.size(), [&](const Part& part) {
+      std::memcpy(part.output, source.data() + part.offset, part.bytes);
+    });
+  }
+
+ private:
+  struct Piece {
+    const std::byte* input;
+    std::byte* output;
+    std::size_t begin;
+  };
+  std::vector<Piece> pieces_;
+  std::size_t total_ = 0;
+};
+
+struct Operation {
+  std::int32_t process_set = 0;
+  std::string name;
+  Descriptor descriptor;
+  Pieces pieces;
+  std::chrono::steady_clock::time_point give_up_at = std::chrono::steady_clock::time_point::max();
+
+  // Allgather: written by the engine before the operation is finished.
+  std::unique_ptr<std::byte[]> output;
+  std::size_t output_bytes = 0;
+  std::vector<std::int64_t> rows;
+
+  // `message` is written before `status` leaves PENDING and never after.
+  std::atomic<std::int32_t> status{SPARKHVD_PENDING};
+  std::string message;
+
+  std::string label() const;
+  bool is_finished() const noexcept {
+    return status.load(std::memory_order_acquire) != SPARKHVD_PENDING;
+  }
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,33 @@
+// Words for messages.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "types.h"
+
+namespace sparkhvd {
+
+/// "rank 3".
+inline std::string rank_text(Rank rank) { return "rank " + std::to_string(index_of(rank)); }
+
+/// "rank 3" or "ranks 1, 2 and 5".
+inline std::string rank_list(const std::vector<Rank>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
+    text += std::to_string(index_of(ranks[i]));
+  }
+  return text;
+}
+
+/// "allreduce('layer3.weight')".
+inline std::string operation_label(Collective collective, const std::string& name) {
+  std::string text(name_of(collective));
+  text += "('";
+  text += name;
+  text += "')";
+  return text;
+}
+
+}  // namespace sparkhvd

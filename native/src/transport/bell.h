@@ -1,0 +1,98 @@
+// How ranks of one host wake each other: an eventfd per rank and a word in shared memory that says
+// whether ringing is worth a system call. With it one epoll_wait waits for sockets and shared
+// memory alike.
+//
+// Ownership: a rank writes its own word only. An odd value means "I sleep, or am about to: ring";
+// each sleep has its own odd value, so that a peer rings once per sleep. Why no wake-up is lost:
+// the sleeper stores the odd value and then looks at the counters again; a writer stores its
+// counter and then looks at the word. All four are sequentially consistent, so at least one of the
+// two sees the other.
+#pragma once
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+#include "error.h"
+#include "transport/fd.h"
+
+namespace sparkhvd {
+
+/// A counter in memory shared between processes, on a cache line of its own.
+struct alignas(64) SharedWord {
+  std::atomic<std::uint64_t> value{0};
+};
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free,
+              "shared memory between processes needs lock-free atomics");
+
+class Bell {
+ public:
+  Bell() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (!event_.valid()) throw_errno("eventfd");
+  }
+
+  int fd() const noexcept { return event_.get(); }
+
+  /// The word that peers see; before, a private one.
+  void use_word(SharedWord& word) noexcept { word_ = &word; }
+  void add_peer(const SharedWord& word, Fd event) {
+    peers_.push_back({&word, std::move(event), 0});
+  }
+
+  /// Announces sleep; look at the shared counters again before sleeping.
+  void set_sleeping() noexcept {
+    if ((epoch_ & 1) == 0) word_->value.store(++epoch_, std::memory_order_seq_cst);
+  }
+  void set_awake() noexcept {
+    if ((epoch_ & 1) == 1) word_->value.store(++epoch_, std::memory_order_seq_cst);
+  }
+
+  /// Wakes the peers that sleep. Call after storing (seq_cst) what they wait for.
+  void ring_peers() noexcept {
+    for (auto& peer : peers_) {
+      const auto word = peer.word->value.load(std::memory_order_seq_cst);
+      if ((word & 1) == 0 || word == peer.rung) continue;
+      peer.rung = word;
+      write_event(peer.event);
+    }
+  }
+
+  /// Wakes whoever of this process waits on `fd`. Any thread.
+  void ring_self() const noexcept { write_event(event_); }
+
+  void clear() noexcept {
+    std::uint64_t count = 0;
+    // EAGAIN: somebody else has cleared it.
+    [[maybe_unused]] const auto result = ::read(event_.get(), &count, sizeof(count));
+  }
+
+  /// Closes every descriptor without ringing (in a forked child).
+  void close() noexcept {
+    event_.reset();
+    for (auto& peer : peers_) peer.event.reset();
+  }
+
+ private:
+  struct Peer {
+    const SharedWord* word;
+    Fd event;
+    std::uint64_t rung;
+  };
+
+  static void write_event(const Fd& event) noexcept {
+    const std::uint64_t one = 1;
+    // EAGAIN: it is rung already.
+    [[maybe_unused]] const auto result = ::write(event.get(), &one, sizeof(one));
+  }
+
+  Fd event_;
+  SharedWord private_word_;
+  SharedWord* word_ = &private_word_;
+  std::uint64_t epoch_ = 0;
+  std::vector<Peer> peers_;
+};
+
+}  // namespace sparkhvd

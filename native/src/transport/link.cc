@@ -1,0 +1,325 @@
+#include "transport/link.h"
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "error.h"
+
+namespace sparkhvd {
+namespace {
+
+// Holds several control frames; tensor bytes go past it.
+constexpr std::size_t kBufferBytes = 64 << 10;
+constexpr std::size_t kMaxVectors = 16;
+constexpr std::size_t kMaxFds = 4;
+
+}  // namespace
+
+void Link::send(Bytes frame) {
+  if (state_ != State::kOpen && write_broken_) return;
+  Outgoing item;
+  item.owned = std::move(frame);
+  outgoing_.push_back(std::move(item));
+}
+
+void Link::send_with_fds(Bytes frame, std::span<const int> fds) {
+  if (fds.size() > kMaxFds) throw Error(SPARKHVD_INTERNAL, "too many descriptors in one message.");
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxFds * sizeof(int))> control{};
+  iovec vector{frame.data(), frame.size()};
+  msghdr message{};
+  message.msg_iov = &vector;
+  message.msg_iovlen = 1;
+  message.msg_control = control.data();
+  message.msg_controllen = CMSG_SPACE(fds.size_bytes());
+  cmsghdr* header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(fds.size_bytes());
+  std::memcpy(CMSG_DATA(header), fds.data(), fds.size_bytes());
+  // The first message on a fresh socket: its buffer is empty, so it takes at least one byte.
+  const auto written = ::sendmsg(fd(), &message, MSG_NOSIGNAL);
+  if (written < 0) {
+    write_broken_ = true;  // what the peer said before it closed is still to be read
+    return;
+  }
+  if (static_cast<std::size_t>(written) < frame.size()) {
+    frame.erase(frame.begin(), frame.begin() + written);
+    send(std::move(frame));
+  }
+}
+
+Link::Ticket Link::send_data(std::int32_t stream, std::span<const std::byte> payload) {
+  while (!payload.empty()) {
+    const std::size_t count = std::min(payload.size(), kMaxDataBytes);
+    Outgoing item;
+    item.owned = encode_data_header(stream, count);
+    item.lent = payload.first(count);
+    payload = payload.subspan(count);
+    item.completes = true;
+    ++queued_;
+    outgoing_.push_back(std::move(item));
+  }
+  return queued_;
+}
+
+Link::Ticket Link::receive_data(std::int32_t stream, std::span<std::byte> target) {
+  Posted posted;
+  posted.stream = stream;
+  posted.target = target;
+  posted.done = target.empty();
+  posted_.push_back(posted);
+  ++posted_count_;
+  complete_posted();
+  if (is_paused_) {
+    is_paused_ = false;
+    resume_ = true;
+  }
+  return posted_count_;
+}
+
+void Link::complete_posted() {
+  while (!posted_.empty() && posted_.front().done) {
+    posted_.pop_front();
+    ++received_;
+  }
+}
+
+bool Link::flush() {
+  bool moved = false;
+  while (!outgoing_.empty() && !write_broken_ && socket_.valid()) {
+    std::array<iovec, kMaxVectors> vectors{};
+    std::size_t count = 0;
+    for (const auto& item : outgoing_) {
+      if (count + 2 > kMaxVectors) break;
+      std::size_t skip = item.written;
+      if (skip < item.owned.size()) {
+        vectors[count++] = {const_cast<std::byte*>(item.owned.data()) + skip,
+                            item.owned.size() - skip};
+        skip = 0;
+      } else {
+        skip -= item.owned.size();
+      }
+      if (skip < item.lent.size()) {
+        vectors[count++] = {const_cast<std::byte*>(item.lent.data()) + skip,
+                            item.lent.size() - skip};
+      }
+    }
+    msghdr message{};
+    message.msg_iov = vectors.data();
+    message.msg_iovlen = count;
+    const auto written = ::sendmsg(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (written < 0) {
+      if (errno == EINTR) continue;
+      // A write error is not acted on: the peer's last words may still be unread, and they tell the
+      // cause.
+      if (errno != EAGAIN && errno != EWOULDBLOCK) write_broken_ = true;
+      return moved;
+    }
+    moved = moved || written > 0;
+    auto left = static_cast<std::size_t>(written);
+    while (!outgoing_.empty()) {
+      Outgoing& item = outgoing_.front();
+      const std::size_t step = std::min(left, item.size() - item.written);
+      item.written += step;
+      left -= step;
+      if (item.written < item.size()) break;
+      if (item.completes) ++sent_;
+      outgoing_.pop_front();
+    }
+  }
+  return moved;
+}
+
+std::ptrdiff_t Link::receive_some(std::span<std::byte> target) {
+  while (true) {
+    iovec vector{target.data(), target.size()};
+    alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxFds * sizeof(int))> control;
+    msghdr message{};
+    message.msg_iov = &vector;
+    message.msg_iovlen = 1;
+    if (accept_fds_) {
+      message.msg_control = control.data();
+      message.msg_controllen = control.size();
+    }
+    const auto count = ::recvmsg(fd(), &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (count < 0) {
+      if (errno == EINTR) continue;
+      if (errno == EAGAIN || errno == EWOULDBLOCK) return 0;
+      fail("its connection broke: " + errno_text(errno));
+      return -1;
+    }
+    if (accept_fds_) {
+      for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
+           header = CMSG_NXTHDR(&message, header)) {
+        if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
+        const std::size_t fds = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        for (std::size_t i = 0; i < fds; ++i) {
+          int received = -1;
+          std::memcpy(&received, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
+          fds_.emplace_back(received);
+        }
+      }
+      if (fds_.size() > kMaxFds) {
+        fail("it sent more descriptors than it should");
+        return -1;
+      }
+    }
+    if (count == 0) {
+      state_ = State::kEnded;
+      return -1;
+    }
+    return count;
+  }
+}
+
+void Link::fail(std::string trouble) {
+  state_ = State::kBroken;
+  trouble_ = std::move(trouble);
+}
+
+Link::Posted* Link::find_posted() {
+  for (auto& posted : posted_) {
+    if (!posted.done && posted.stream == data_stream_) return &posted;
+  }
+  return nullptr;
+}
+
+bool Link::deliver() {
+  // From the buffer into lent memory. Returns false when nobody asked for these bytes yet.
+  while (data_left_ > 0 && begin_ < end_) {
+    const std::size_t available = std::min(data_left_, end_ - begin_);
+    if (discard_data_) {
+      data_left_ -= available;
+      begin_ += available;
+      continue;
+    }
+    Posted* posted = find_posted();
+    if (posted == nullptr) return false;
+    const std::size_t step = std::min(available, posted->target.size() - posted->filled);
+    std::memcpy(posted->target.data() + posted->filled, buffer_.data() + begin_, step);
+    posted->filled += step;
+    data_left_ -= step;
+    begin_ += step;
+    if (posted->filled == posted->target.size()) {
+      posted->done = true;
+      complete_posted();
+    }
+  }
+  return true;
+}
+
+bool Link::parse(const Handler& handler) {
+  // Returns false to stop reading: paused, stopped by the handler, or broken.
+  while (true) {
+    if (data_left_ > 0) {
+      if (!deliver()) {
+        is_paused_ = true;
+        return false;
+      }
+      if (data_left_ > 0) return true;  // buffer is empty
+    }
+    const std::size_t available = end_ - begin_;
+    if (available < kFrameHeaderBytes) break;
+    const auto bytes = std::span<const std::byte>(buffer_).subspan(begin_, available);
+    const FrameHeader header = decode_header(bytes.first(kFrameHeaderBytes));
+    if (header.type == FrameType::kData) {
+      if (available < kDataHeaderBytes) break;
+      std::memcpy(&data_stream_, bytes.data() + kFrameHeaderBytes, sizeof(data_stream_));
+      begin_ += kDataHeaderBytes;
+      data_left_ = header.body_bytes - sizeof(data_stream_);
+      continue;
+    }
+    const std::size_t frame = kFrameHeaderBytes + header.body_bytes;
+    if (available < frame) {
+      if (buffer_.size() < frame) buffer_.resize(frame);
+      break;
+    }
+    begin_ += frame;
+    if (!handler(header.type, bytes.subspan(kFrameHeaderBytes, header.body_bytes))) {
+      resume_ = true;
+      return false;
+    }
+    if (!socket_.valid()) return false;
+  }
+  return true;
+}
+
+bool Link::read(const Handler& handler, std::size_t budget) {
+  if (!socket_.valid()) return false;
+  if (buffer_.empty()) buffer_.resize(kBufferBytes);
+  bool moved = std::exchange(resume_, false);
+  std::size_t total = 0;
+  try {
+    while (state_ == State::kOpen && parse(handler)) {
+      if (total >= budget) break;  // level-triggered: the rest is reported again
+      // In the middle of a tensor with nothing buffered: straight into its memory.
+      Posted* posted = data_left_ > 0 && begin_ == end_ ? find_posted() : nullptr;
+      if (posted != nullptr) {
+        const std::size_t room = posted->target.size() - posted->filled;
+        const auto count =
+            receive_some(posted->target.subspan(posted->filled, std::min(room, data_left_)));
+        if (count <= 0) break;
+        const auto bytes = static_cast<std::size_t>(count);
+        posted->filled += bytes;
+        data_left_ -= bytes;
+        total += bytes;
+        moved = true;
+        if (posted->filled == posted->target.size()) {
+          posted->done = true;
+          complete_posted();
+        }
+        continue;
+      }
+      if (begin_ == end_) {
+        begin_ = end_ = 0;
+      } else if (begin_ > 0) {
+        std::memmove(buffer_.data(), buffer_.data() + begin_, end_ - begin_);
+        end_ -= begin_;
+        begin_ = 0;
+      }
+      const auto count = receive_some(std::span(buffer_).subspan(end_));
+      if (count <= 0) break;
+      end_ += static_cast<std::size_t>(count);
+      total += static_cast<std::size_t>(count);
+      moved = true;
+    }
+  } catch (const Error& error) {
+    if (error.status() != SPARKHVD_PEER_LOST) throw;
+    fail(std::string("it sent ") + error.what());
+  }
+  return moved;
+}
+
+void Link::cancel_lent() {
+  // A frame that is partly written must be finished for the ones behind it to be understood.
+  for (auto item = outgoing_.begin(); item != outgoing_.end();) {
+    if (item->lent.empty()) {
+      ++item;
+    } else if (item->written == 0) {
+      item = outgoing_.erase(item);
+    } else {
+      item->owned.insert(item->owned.end(), item->lent.begin(), item->lent.end());
+      item->lent = {};
+      item->completes = false;
+      ++item;
+    }
+  }
+  sent_ = queued_;
+  discard_data_ = true;
+  posted_.clear();
+  received_ = posted_count_;
+  if (is_paused_) {
+    is_paused_ = false;
+    resume_ = true;
+  }
+}
+
+void Link::close_write() noexcept {
+  if (socket_.valid()) ::shutdown(socket_.get(), SHUT_WR);
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,141 @@
+#include "transport/memfd.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include <charconv>
+#include <cstdint>
+#include <fstream>
+#include <string>
+#include <utility>
+
+#include "error.h"
+
+namespace sparkhvd {
+
+Mapping::Mapping(const Fd& memory, std::size_t bytes, Access access) : bytes_(bytes) {
+  const int protection = access == Access::kReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
+  // MAP_POPULATE: the first touch through a peer's mapping costs about 20 times as much.
+  void* address = ::mmap(nullptr, bytes, protection, MAP_SHARED | MAP_POPULATE, memory.get(), 0);
+  if (address == MAP_FAILED) throw_errno("mmap of shared memory");
+  data_ = static_cast<std::byte*>(address);
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  if (this != &other) {
+    unmap();
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+  }
+  return *this;
+}
+
+Mapping::~Mapping() { unmap(); }
+
+void Mapping::unmap() noexcept {
+  if (data_ != nullptr) ::munmap(data_, bytes_);
+  data_ = nullptr;
+}
+
+Fd create_memfd(std::size_t bytes) {
+  Fd memory(::memfd_create("sparkhvd", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!memory.valid()) throw_errno("memfd_create");
+  if (const int code = ::posix_fallocate(memory.get(), 0, static_cast<off_t>(bytes)); code != 0) {
+    errno = code;
+    throw_errno("fallocate of " + std::to_string(bytes) + " bytes of shared memory");
+  }
+  if (::fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+    throw_errno("sealing shared memory");
+  }
+  return memory;
+}
+
+void check_memfd(const Fd& memory, std::size_t bytes) {
+  struct stat status{};
+  if (::fstat(memory.get(), &status) != 0) throw_errno("fstat of a peer's shared memory");
+  const int seals = ::fcntl(memory.get(), F_GET_SEALS);
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 ||
+      static_cast<std::uint64_t>(status.st_size) < bytes) {
+    throw Error(SPARKHVD_INTERNAL, "a peer's shared memory is not sealed or too small.");
+  }
+}
+
+namespace {
+
+/// The number that the file holds; nothing if there is none ("max", no such file).
+std::optional<std::uint64_t> read_number(const std::string& path) {
+  std::ifstream file(path);
+  std::string word;
+  if (!(file >> word)) return std::nullopt;
+  std::uint64_t value = 0;
+  const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), value);
+  if (problem != std::errc() || end != word.data() + word.size()) return std::nullopt;
+  return value;
+}
+
+struct GroupFiles {
+  std::string root;
+  std::string limit;
+  std::string usage;
+};
+
+/// Checks the group at `path` and those above it: a limit may sit on any of them.
+std::optional<std::string> group_shortage(const GroupFiles& files, std::string path,
+                                          std::uint64_t need) {
+  while (true) {
+    const std::string folder = files.root + (path == "/" ? "" : path) + "/";
+    const auto limit = read_number(folder + files.limit);
+    const auto usage = read_number(folder + files.usage);
+    if (limit && usage && (*usage > *limit || *limit - *usage < need)) {
+      return "the control group " + folder + " allows " + std::to_string(*limit) +
+             " bytes, of which " + std::to_string(*usage) + " are used";
+    }
+    const auto slash = path.rfind('/');
+    if (path.empty() || path == "/" || slash == std::string::npos) return std::nullopt;
+    path = slash == 0 ? "/" : path.substr(0, slash);
+  }
+}
+
+}  // namespace
+
+std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_t map_bytes) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    std::ifstream file("/proc/self/statm");
+    std::uint64_t pages = 0;
+    file >> pages;
+    const std::uint64_t used = pages * static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+    if (used > limit.rlim_cur || limit.rlim_cur - used < map_bytes) {
+      return "the limit of address space (RLIMIT_AS) is " + std::to_string(limit.rlim_cur) +
+             " bytes, of which " + std::to_string(used) + " are used";
+    }
+  }
+  // Lines are "0::/path" (v2) or "4:memory,cpu:/path" (v1). In a container the path may lie outside
+  // what is mounted; then the root of the mount is the container's own group.
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    const auto first = line.find(':');
+    const auto second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    std::string controllers = ",";
+    controllers.append(line, first + 1, second - first - 1).append(",");
+    const std::string path = line.substr(second + 1);
+    GroupFiles files;
+    if (controllers == ",,") {
+      files = {"/sys/fs/cgroup", "memory.max", "memory.current"};
+    } else if (controllers.find(",memory,") != std::string::npos) {
+      files = {"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"};
+    } else {
+      continue;
+    }
+    if (auto shortage = group_shortage(files, path, reserve_bytes)) return shortage;
+  }
+  return std::nullopt;
+}
+
+}  // namespace sparkhvd

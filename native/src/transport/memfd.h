@@ -1,0 +1,48 @@
+// Shared memory without a name: a sealed memfd and its mapping. Nothing is left behind after a
+// kill.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "transport/fd.h"
+
+namespace sparkhvd {
+
+/// One mapping of shared memory; unmapped on destruction.
+class Mapping {
+ public:
+  enum class Access { kReadOnly, kReadWrite };
+
+  Mapping() noexcept = default;
+  Mapping(const Fd& memory, std::size_t bytes, Access access);
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+  ~Mapping();
+
+  std::byte* data() const noexcept { return data_; }
+  std::size_t size() const noexcept { return bytes_; }
+
+ private:
+  void unmap() noexcept;
+
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+/// Creates `bytes` of memory whose pages exist already (a full machine is an error here, not a
+/// SIGBUS later) and whose size can never change.
+Fd create_memfd(std::size_t bytes);
+
+/// Throws unless `memory` is sealed against shrinking and holds at least `bytes`.
+void check_memfd(const Fd& memory, std::size_t bytes);
+
+/// Why `reserve_bytes` of new pages and `map_bytes` of address space should not be taken; nothing
+/// if they may. Reads the limits of the process's control group (v1 and v2) and RLIMIT_AS.
+std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_t map_bytes);
+
+}  // namespace sparkhvd

@@ -1,0 +1,35 @@
+#include <algorithm>
+#include <chrono>
+
+#include "test.h"
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> wanted(argv + 1, argv + argc);
+  int failed = 0;
+  int run = 0;
+  for (const auto& test : sparkhvd::test::cases()) {
+    const bool is_wanted = wanted.empty() || std::ranges::any_of(wanted, [&](const auto& word) {
+                             return test.name.find(word) != std::string::npos;
+                           });
+    if (!is_wanted) continue;
+    ++run;
+    const auto start = std::chrono::steady_clock::now();
+    std::string problem;
+    try {
+      test.body();
+    } catch (const std::exception& error) {
+      problem = error.what();
+    }
+    const double seconds =
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (problem.empty()) {
+      std::printf("ok      %6.2f s  %s\n", seconds, test.name.c_str());
+    } else {
+      ++failed;
+      std::printf("FAILED  %6.2f s  %s\n        %s\n", seconds, test.name.c_str(), problem.c_str());
+    }
+    std::fflush(stdout);
+  }
+  std::printf("%d of %d tests passed\n", run - failed, run);
+  return failed == 0 && run > 0 ? 0 : 1;
+}

@@ -1,0 +1,204 @@
+// Ranks as threads: a world of engines over socket pairs, through the public C boundary.
+#pragma once
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "sparkhvd.h"
+#include "test.h"
+
+namespace sparkhvd::test {
+
+struct WorldOptions {
+  std::vector<std::int32_t> hosts;  // by rank: also the size
+  bool use_shared_memory = true;
+  std::uint64_t slot_bytes = 4096;  // small: several slots come cheap
+  std::uint32_t slots = 4;
+  std::int32_t isa = SPARKHVD_ISA_AUTO;
+  std::int32_t spin_us = 20;
+  double stall_warning_s = 0;
+  double stall_shutdown_s = 30;
+  double connect_timeout_s = 20;
+};
+
+inline std::vector<std::int32_t> one_host(int size) {
+  return std::vector<std::int32_t>(static_cast<std::size_t>(size), 0);
+}
+
+/// The sockets of every rank; [i][j] is rank i's end of the connection to rank j.
+inline std::vector<std::vector<std::int32_t>> connect_all(std::size_t size) {
+  std::vector<std::vector<std::int32_t>> sockets(size, std::vector<std::int32_t>(size, -1));
+  for (std::size_t i = 0; i < size; ++i) {
+    for (std::size_t j = 0; j < i; ++j) {
+      int pair[2];
+      if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) {
+        throw std::runtime_error("socketpair");
+      }
+      sockets[i][j] = pair[0];
+      sockets[j][i] = pair[1];
+    }
+  }
+  return sockets;
+}
+
+struct Status {
+  std::int32_t code = SPARKHVD_OK;
+  std::string message;
+};
+
+/// One submitted operation; released on destruction.
+class TestWork {
+ public:
+  explicit TestWork(sparkhvd_work* work) : work_(work) {}
+  TestWork(TestWork&& other) noexcept : work_(std::exchange(other.work_, nullptr)) {}
+  TestWork(const TestWork&) = delete;
+  ~TestWork() {
+    if (work_ != nullptr) sparkhvd_work_release(work_);
+  }
+  Status wait(std::uint32_t timeout_ms = 30000) {
+    Status status;
+    char text[4096] = "";
+    status.code = sparkhvd_wait(work_, timeout_ms, text, sizeof(text));
+    status.message = text;
+    return status;
+  }
+  std::int32_t poll() { return sparkhvd_poll(work_, nullptr, 0); }
+  sparkhvd_work* get() const { return work_; }
+
+ private:
+  sparkhvd_work* work_;
+};
+
+class TestEngine {
+ public:
+  TestEngine(const WorldOptions& options, std::int32_t rank,
+             const std::vector<std::int32_t>& sockets) {
+    sparkhvd_engine_options raw{};
+    raw.struct_size = sizeof(raw);
+    raw.rank = rank;
+    raw.size = static_cast<std::int32_t>(options.hosts.size());
+    raw.hosts = options.hosts.data();
+    raw.sockets = sockets.data();
+    raw.isa = options.isa;
+    raw.spin_us = options.spin_us;
+    raw.stall_warning_s = options.stall_warning_s;
+    raw.stall_shutdown_s = options.stall_shutdown_s;
+    raw.host_loss_s = 15;
+    raw.connect_timeout_s = options.connect_timeout_s;
+    raw.slot_bytes = options.slot_bytes;
+    raw.slots = options.slots;
+    raw.use_shared_memory = options.use_shared_memory ? 1 : 0;
+    char text[4096] = "";
+    status_.code = sparkhvd_engine_create(&raw, &engine_, text, sizeof(text));
+    status_.message = text;
+  }
+  TestEngine(const TestEngine&) = delete;
+  ~TestEngine() { destroy(); }
+  void destroy() {
+    if (engine_ != nullptr) sparkhvd_engine_destroy(engine_);
+    engine_ = nullptr;
+  }
+  const Status& created() const { return status_; }
+  sparkhvd_engine* get() const { return engine_; }
+
+  TestWork submit(const sparkhvd_request& request, Status* status = nullptr) {
+    sparkhvd_work* work = nullptr;
+    char text[4096] = "";
+    const auto code = sparkhvd_submit(engine_, &request, &work, text, sizeof(text));
+    if (status != nullptr) {
+      *status = {code, text};
+    } else if (code != SPARKHVD_OK) {
+      throw Failure(std::string("submit: ") + text);
+    }
+    return TestWork(work);
+  }
+  Status shutdown() {
+    char text[4096] = "";
+    const auto code = sparkhvd_engine_shutdown(engine_, text, sizeof(text));
+    return {code, text};
+  }
+  void abort(const char* reason) { sparkhvd_engine_abort(engine_, reason); }
+
+ private:
+  sparkhvd_engine* engine_ = nullptr;
+  Status status_;
+};
+
+/// A request with its own copy of shapes and tensors.
+class Request {
+ public:
+  Request(std::int32_t collective, std::string name, std::int32_t dtype = SPARKHVD_FLOAT32)
+      : name_(std::move(name)) {
+    raw_.struct_size = sizeof(raw_);
+    raw_.collective = collective;
+    raw_.dtype = dtype;
+    raw_.reduce_op = SPARKHVD_SUM;
+    raw_.prescale = 1;
+    raw_.postscale = 1;
+    raw_.device = SPARKHVD_DEVICE_CPU;
+    raw_.timeout_s = -1;
+  }
+  Request& tensor(const void* input, void* output, std::vector<std::int64_t> shape) {
+    shapes_.push_back(std::move(shape));
+    tensors_.push_back({input, output, nullptr, 0, 0});
+    return *this;
+  }
+  sparkhvd_request& raw() {
+    for (std::size_t i = 0; i < tensors_.size(); ++i) {
+      tensors_[i].shape = shapes_[i].data();
+      tensors_[i].num_dims = static_cast<std::uint32_t>(shapes_[i].size());
+    }
+    raw_.name = name_.c_str();
+    raw_.tensors = tensors_.data();
+    raw_.num_tensors = static_cast<std::uint32_t>(tensors_.size());
+    return raw_;
+  }
+
+ private:
+  std::string name_;
+  std::vector<std::vector<std::int64_t>> shapes_;
+  std::vector<sparkhvd_tensor> tensors_;
+  sparkhvd_request raw_{};
+};
+
+/// Runs `body(engine, rank)` on every rank, each in a thread of its own, and rethrows the first
+/// failure.
+inline void run_ranks(const WorldOptions& options,
+                      const std::function<void(TestEngine&, std::int32_t)>& body) {
+  const std::size_t size = options.hosts.size();
+  auto sockets = connect_all(size);
+  std::vector<std::string> problems(size);
+  {
+    std::vector<std::jthread> threads;
+    for (std::size_t i = 0; i < size; ++i) {
+      threads.emplace_back([&, i] {
+        const auto rank = static_cast<std::int32_t>(i);
+        TestEngine engine(options, rank, sockets[i]);
+        try {
+          CHECK_MESSAGE(engine.created().code == SPARKHVD_OK, engine.created().message);
+          body(engine, rank);
+        } catch (const std::exception& error) {
+          problems[i] = "rank " + std::to_string(i) + ": " + error.what();
+          // The others must not wait for a rank that has given up.
+          if (engine.get() != nullptr) engine.abort("the test failed on this rank");
+        }
+      });
+    }
+  }
+  for (const auto& problem : problems) {
+    if (!problem.empty() && problem.find("the test failed on this rank") == std::string::npos) {
+      throw Failure(problem);
+    }
+  }
+}
+
+}  // namespace sparkhvd::test
