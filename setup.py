@@ -24,7 +24,15 @@ from setuptools.errors import BaseError
 ROOT = Path(__file__).resolve().parent
 LIBRARY = "sparkhvd.lib.libsparkhvd"
 COMPILERS = ("c++", "g++", "clang++")
-CXX20_PROBE = "#include <span>\n#include <stop_token>\nstd::stop_token t; std::span<int> s;\n"
+# The newest parts of the standard library that native/ uses.
+CXX20_PROBE = """
+#include <source_location>
+#include <span>
+#include <stop_token>
+std::stop_token token;
+std::span<int> span;
+std::source_location here = std::source_location::current();
+"""
 
 
 class BuildProblem(BaseError):
@@ -40,7 +48,7 @@ def compiler() -> str:
             return candidate
     found = f"found only {', '.join(candidates)}" if candidates else "found none"
     raise BuildProblem(
-        f"Building sparkhvd needs a C++20 compiler (g++ 11 or clang 14, or newer) and {found}: "
+        f"Building sparkhvd needs a C++20 compiler (g++ 11 or clang 16, or newer) and {found}: "
         "install one, for example with `apt-get install g++` on Debian and Ubuntu or "
         "`dnf install gcc-c++` on Fedora and RHEL, or name yours in the variable CXX."
     )
@@ -85,7 +93,8 @@ class CMakeBuild(build_ext):
             cmake,
             f"-S{ROOT / 'native'}",
             f"-B{build}",
-            "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
+            # A wheel has no use for 15 MB of debug information.
+            f"-DCMAKE_BUILD_TYPE={'RelWithDebInfo' if self.inplace else 'Release'}",
             f"-DSPARKHVD_BUILD_TESTS={'ON' if self.inplace else 'OFF'}",
         ]
         if not (build / "CMakeCache.txt").exists():

@@ -90,7 +90,7 @@ def test_build_says_what_to_install_when_there_is_no_compiler(checkout: Path) ->
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last == (
-        "error: Building sparkhvd needs a C++20 compiler (g++ 11 or clang 14, or newer) and found none: "
+        "error: Building sparkhvd needs a C++20 compiler (g++ 11 or clang 16, or newer) and found none: "
         "install one, for example with `apt-get install g++` on Debian and Ubuntu or "
         "`dnf install gcc-c++` on Fedora and RHEL, or name yours in the variable CXX."
     )
