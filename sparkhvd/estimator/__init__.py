@@ -1,0 +1,45 @@
+"""Train a PyTorch model on a Spark DataFrame and use it as a Spark ML transformer.
+
+    from sparkhvd.estimator import Store, TorchEstimator
+
+    model = TorchEstimator(model=net, optimizer=torch.optim.Adam, loss=nn.CrossEntropyLoss(), ...).fit(df)
+    model.transform(df)
+
+Names are imported when first used, so that a rank or a Python worker loads only what it needs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparkhvd.estimator.estimator import TorchEstimator as TorchEstimator
+    from sparkhvd.estimator.model import TorchModel as TorchModel
+    from sparkhvd.estimator.packed import read_packed as read_packed
+    from sparkhvd.estimator.store import Store as Store
+    from sparkhvd.estimator.trust import trust as trust
+
+_HOMES = {
+    "Store": "sparkhvd.estimator.store",
+    "TorchEstimator": "sparkhvd.estimator.estimator",
+    "TorchModel": "sparkhvd.estimator.model",
+    "read_packed": "sparkhvd.estimator.packed",
+    "trust": "sparkhvd.estimator.trust",
+}
+
+__all__ = ["Store", "TorchEstimator", "TorchModel", "read_packed", "trust"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'sparkhvd.estimator' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    # The submodule `trust` becomes an attribute of this package when it is imported; the public name wins.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

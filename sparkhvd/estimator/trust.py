@@ -1,0 +1,67 @@
+"""Which saved files may run code when they are loaded.
+
+A file that holds classes or functions of the user is a program. It is loaded only when the caller says so: by
+`load(path, trust=True)`, inside `with trust():`, or for the path prefixes in the conf `spark.sparkhvd.trust`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+from sparkhvd.errors import UntrustedError
+
+__all__ = ["TRUST_CONF", "check_trusted", "trust"]
+
+TRUST_CONF = "spark.sparkhvd.trust"
+
+# A ContextVar, so that trust in one thread is not trust in another.
+_is_trusted: ContextVar[bool] = ContextVar("sparkhvd_trust", default=False)
+
+
+@contextlib.contextmanager
+def trust() -> Iterator[None]:
+    """Inside, everything that is loaded may run code: `with sparkhvd.trust(): PipelineModel.load(path)`."""
+    token = _is_trusted.set(True)
+    try:
+        yield
+    finally:
+        _is_trusted.reset(token)
+
+
+def check_trusted(path: str, what: str, spark: Any, *, trusted: bool = False) -> None:
+    """Refuse to run code from a file that nobody trusts.
+
+    Args:
+        path: the saved directory.
+        what: the class or function that would have to be loaded.
+        spark: session whose conf may name trusted path prefixes.
+        trusted: the caller of `load` said so.
+
+    Raises:
+        UntrustedError: nobody did.
+    """
+    if (
+        trusted
+        or _is_trusted.get()
+        or _has_trusted_prefix(path, spark.conf.get(TRUST_CONF, "") or "")
+    ):
+        return
+    raise UntrustedError(
+        f"{path!r} holds {what}, and loading it runs code from that file. If you trust the file, load it with "
+        f"trust=True, or inside `with sparkhvd.trust():`, or set {TRUST_CONF} to a prefix of the path."
+    )
+
+
+def _has_trusted_prefix(path: str, prefixes: str) -> bool:
+    """Whether the path is one of the comma-separated prefixes or below one."""
+    path = posixpath.normpath(path)
+    for given in prefixes.split(","):
+        if prefix := given.strip():
+            prefix = posixpath.normpath(prefix)
+            if path == prefix or path.startswith(prefix.rstrip("/") + "/"):
+                return True
+    return False
