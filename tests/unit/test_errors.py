@@ -1,0 +1,65 @@
+"""The exceptions travel between processes and can be caught by what the caller does about them."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from sparkhvd import errors
+from sparkhvd.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    EngineUnavailableError,
+    HorovodInternalError,
+    InvalidArgumentError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    PreflightError,
+    RankError,
+    SparkhvdError,
+    UntrustedError,
+)
+
+CLASSES = [getattr(errors, name) for name in errors.__all__]
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_exception_pickles_with_its_message(kind: type[SparkhvdError]) -> None:
+    copy = pickle.loads(pickle.dumps(kind("what happened")))
+    assert type(copy) is kind
+    assert str(copy) == "what happened"
+    assert issubclass(kind, SparkhvdError)
+
+
+def test_rank_error_pickles_with_its_data() -> None:
+    error = RankError(
+        "rank 3 failed", rank=3, host="h", exit="signal SIGKILL", traceback="tb", log_tail="log"
+    )
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == "rank 3 failed"
+    assert vars(copy) == vars(error)
+    assert (copy.rank, copy.host, copy.exit, copy.traceback, copy.log_tail) == (
+        3,
+        "h",
+        "signal SIGKILL",
+        "tb",
+        "log",
+    )
+
+
+def test_errors_are_caught_by_their_builtin_bases() -> None:
+    assert issubclass(InvalidArgumentError, ValueError)
+    assert issubclass(MismatchError, (InvalidArgumentError))
+    assert issubclass(MismatchError, RuntimeError)
+    assert issubclass(CollectiveTimeoutError, TimeoutError)
+    assert issubclass(PeerLostError, ConnectionError)
+    assert issubclass(CollectiveTimeoutError, CollectiveError)
+    assert issubclass(PeerLostError, CollectiveError)
+    assert issubclass(EngineUnavailableError, ImportError)
+    for kind in (NotInitializedError, PreflightError, UntrustedError):
+        assert issubclass(kind, InvalidArgumentError)
+    assert HorovodInternalError is CollectiveError
+    # A retry loop on CollectiveError never retries a wrong call.
+    assert not issubclass(InvalidArgumentError, CollectiveError)

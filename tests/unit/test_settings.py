@@ -1,0 +1,108 @@
+"""Where a setting comes from, and what is said about a bad one."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import FrozenInstanceError, fields, replace
+
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.settings import Settings, markdown_table
+
+
+def test_defaults_hold_when_nothing_is_given() -> None:
+    assert Settings.resolve({}) == Settings()
+
+
+def test_environment_wins_over_the_default_and_code_over_both() -> None:
+    environ = {"SPARKHVD_SPIN_US": "7"}
+    assert Settings.resolve(environ).spin_us == 7
+    with pytest.warns(UserWarning, match="spin_us") as caught:
+        assert Settings.resolve(environ, spin_us=9).spin_us == 9
+    assert str(caught[0].message) == (
+        "spin_us=9 was given in code and SPARKHVD_SPIN_US=7 in the environment; the code wins."
+    )
+
+
+def test_agreeing_sources_and_none_do_not_warn() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Settings.resolve({"SPARKHVD_SPIN_US": "7"}, spin_us=7).spin_us == 7
+        assert Settings.resolve({"SPARKHVD_SPIN_US": "7"}, spin_us=None).spin_us == 7
+        assert Settings.resolve({"SPARKHVD_SPIN_US": ""}).spin_us == Settings().spin_us
+
+
+def test_horovod_names_are_aliases_and_ours_come_first() -> None:
+    environ = {"HOROVOD_FUSION_THRESHOLD": "1000", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "12.5"}
+    assert Settings.resolve(environ).bucket_bytes == 1000
+    assert Settings.resolve(environ).stall_shutdown_s == 12.5
+    environ["SPARKHVD_BUCKET_BYTES"] = "2000"
+    assert Settings.resolve(environ).bucket_bytes == 2000
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", False), ("1", True), ("true", True), ("False", False)]
+)
+def test_booleans_are_read(text: str, value: bool) -> None:
+    assert Settings.resolve({"SPARKHVD_SHARED_MEMORY": text}).shared_memory is value
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"SPARKHVD_BUCKET_BYTES": "64MB"},
+            "SPARKHVD_BUCKET_BYTES='64MB' is not a valid int. Give a plain int like 4194304, or unset it.",
+        ),
+        (
+            {"SPARKHVD_SHARED_MEMORY": "maybe"},
+            "SPARKHVD_SHARED_MEMORY='maybe' is not a valid bool. Give a plain bool like True, or unset it.",
+        ),
+        (
+            {"SPARKHVD_ISA": "sse"},
+            "Settings.isa is 'sse'; it must be one of auto, scalar, avx2, avx512, neon.",
+        ),
+        ({"SPARKHVD_SLOTS": "1"}, "Settings.slots is 1; it must be from 2 to 64."),
+        ({"SPARKHVD_HOST_LOSS_S": "1"}, "Settings.host_loss_s is 1.0; it must be at least 3."),
+        (
+            {"SPARKHVD_PORT_RANGE": "9-5"},
+            "Settings.port_range is '9-5'; it must be like 40000-40100.",
+        ),
+    ],
+)
+def test_bad_value_is_named_with_what_was_expected(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Settings.resolve(environ)
+    assert str(caught.value) == message
+
+
+def test_unknown_name_lists_the_settings() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"'slot' is not a setting. Settings are: .*slots"
+    ):
+        Settings.resolve({}, slot=3)
+
+
+def test_port_range_is_a_range() -> None:
+    assert Settings().ports == range(1)
+    assert Settings(port_range="40000-40002").ports == range(40000, 40003)
+    assert Settings(port_range="40000").ports == range(40000, 40001)
+
+
+def test_settings_travel_as_json_and_do_not_change() -> None:
+    settings = Settings(isa="scalar", port_range="5-9", shared_memory=False)
+    assert Settings.from_json(settings.to_json()) == settings
+    with pytest.raises(FrozenInstanceError):
+        settings.isa = "auto"  # type: ignore[misc]
+    with pytest.raises(InvalidArgumentError):
+        replace(settings, slots=0)
+
+
+def test_table_has_a_line_per_setting() -> None:
+    lines = markdown_table().splitlines()
+    assert len(lines) == 2 + len(fields(Settings))
+    assert (
+        "| `spin_us` | `SPARKHVD_SPIN_US` | `30` | us | How long a waiter spins before it sleeps. |"
+        in lines
+    )
