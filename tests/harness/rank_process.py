@@ -1,0 +1,168 @@
+"""Ranks as real processes without Spark: `with rank_processes("tests.engine.bodies:fn", 2) as ranks:`.
+
+Each process runs `fn(engine, talk)` with an engine over a SocketRendezvous. `talk.say(x)` sends a value to the
+test, `talk.hear()` waits for one from it; what `fn` returns or raises is the process's outcome. A killed process
+has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from sparkhvd.engine import Engine
+from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
+from sparkhvd.settings import Settings
+
+DEADLINE_S = 30.0
+
+
+class RankProcess:
+    """One rank, seen from the test."""
+
+    def __init__(self, target: str, job: Job, listener: Listener, settings: Settings) -> None:
+        self.rank = job.rank
+        filenos = listener.filenos()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.harness.rank_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            pass_fds=[fd for fd in filenos if fd >= 0],
+        )
+        self.tell(
+            {
+                "target": target,
+                "job": job.to_json(),
+                "settings": settings.to_json(),
+                "filenos": filenos,
+                "endpoint": listener.endpoint().to_dict(),
+            }
+        )
+        self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, name=f"test-reader-{job.rank}")
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, value: Any) -> None:
+        """Send a value that `talk.hear()` returns."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def expect(self, timeout_s: float = DEADLINE_S) -> Any:
+        """The next value that the rank says or, in the end, returns."""
+        message = self._said.get(timeout=timeout_s)
+        if "value" in message:
+            return message["value"]
+        raise AssertionError(f"rank {self.rank}: {message.get('error', 'ended without a word')}")
+
+    def error(self, timeout_s: float = DEADLINE_S) -> dict[str, str]:
+        """The exception that ended the rank: kind, text and traceback."""
+        message = self._said.get(timeout=timeout_s)
+        assert "error" in message, f"rank {self.rank} said {message} instead of failing"
+        return message
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        assert self._process.stdin
+        assert self._process.stdout
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self._said.put(json.loads(line))
+        self._said.put({})
+
+
+class Talk:
+    """The test, seen from a rank."""
+
+    def say(self, value: Any) -> None:
+        print(json.dumps({"value": value}), flush=True)
+
+    def hear(self) -> Any:
+        return json.loads(sys.stdin.readline())
+
+
+@contextlib.contextmanager
+def rank_processes(
+    target: str, size: int, *, settings: Settings | None = None, tcp_only: bool = False
+) -> Iterator[list[RankProcess]]:
+    """Start `size` ranks of `target` ("module:function"); at the end all are killed.
+
+    Args:
+        target: called as fn(engine, talk).
+        size: number of ranks.
+        settings: for all.
+        tcp_only: as if every rank were on a host of its own.
+    """
+    settings = settings or Settings(connect_timeout_s=DEADLINE_S)
+    listeners = [Listener.bind("127.0.0.1", settings) for _ in range(size)]
+    ranks: list[RankProcess] = []
+    try:
+        if tcp_only:
+            for listener in listeners:
+                endpoint = listener.endpoint()
+                listener._endpoint = Endpoint(endpoint.address, endpoint.port, "", "")
+        endpoints = tuple(listener.endpoint() for listener in listeners)
+        key = secrets.token_bytes(32)
+        for rank, listener in enumerate(listeners):
+            job = Job(key, "test", 0, rank, size, endpoints)
+            ranks.append(RankProcess(target, job, listener, settings))
+        for listener in listeners:  # only the rank itself keeps its port open
+            listener.close()
+        yield ranks
+    finally:
+        for listener in listeners:
+            listener.close()
+        for process in ranks:
+            process.close()
+
+
+def main() -> None:
+    talk = Talk()
+    start = talk.hear()
+    endpoint = Endpoint.from_dict(start["endpoint"])
+    listener = Listener.from_filenos(*start["filenos"], endpoint)
+    settings = Settings.from_json(start["settings"])
+    module, _, name = start["target"].partition(":")
+    body = getattr(importlib.import_module(module), name)
+    rendezvous = SocketRendezvous(Job.from_json(start["job"]), listener, settings)
+    parent = os.getpid()
+    try:
+        with Engine(rendezvous.connect(), settings) as engine:
+            talk.say(body(engine, talk))
+    except BaseException as error:  # noqa: BLE001 - it is the outcome
+        if os.getpid() != parent:
+            raise
+        text = traceback.format_exc()
+        message = {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__}
+        print(json.dumps({**message, "text": str(error), "traceback": text}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
