@@ -13,7 +13,9 @@ the parent is gone; then the whole process group is killed, so that data loader 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import faulthandler
 import fcntl
 import importlib
@@ -30,7 +32,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["JobFrame", "Prologue", "dump_program", "read_frame", "thread_variables", "write_frame"]
 
@@ -358,6 +360,23 @@ def _peak_rss() -> int:
     return 0
 
 
+def end(status: int) -> NoReturn:
+    """End this process as a script would, without taking the interpreter apart.
+
+    With torch loaded that takes 0.3 s, and can do nothing but crash: what users rely on at exit has run by then.
+    """
+    for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
+        with contextlib.suppress(Exception):
+            step()
+    os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    ctypes.CDLL(None).fflush(None)  # what native libraries have printed
+
+
 def loader_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Those variables that only work when they are there before the process starts."""
     prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
@@ -365,4 +384,4 @@ def loader_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    end(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -102,11 +102,13 @@ def make_task(
         import sys
 
         if importlib.util.find_spec("sparkhvd") is None:
-            message = (
-                f"The workers run {sys.executable}, which has no module sparkhvd. Install it there, or set "
-                "PYSPARK_PYTHON (spark.pyspark.python) to a Python that has it."
+            # The driver finds the sentence between the brackets; the raising line itself, which a traceback
+            # quotes, must not look like it.
+            marked = (
+                f"[sparkhvd-preflight:The workers run {sys.executable}, which has no module sparkhvd. Install it there, or set "
+                "PYSPARK_PYTHON (spark.pyspark.python) to a Python that has it.]"
             )
-            raise ModuleNotFoundError(f"[sparkhvd-preflight:{message}]")
+            raise ModuleNotFoundError(marked)
         from sparkhvd.runner.task import run_task
 
         yield from run_task(batches, text, program, shared)

@@ -1,0 +1,149 @@
+"""`run` under the masters that need a process of their own: the same program, the same answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness.processes import TRAINER, find, wait_for_no_trainers
+from tests.harness.spark import ROOT, run_on, standalone_cluster, started_script, write_script
+
+pytestmark = pytest.mark.spark
+
+# Values by rank, a function of __main__, an exception with its rank, too many ranks, and a run after all that.
+PROGRAM = """
+import os
+from sparkhvd.errors import PreflightError, RankError
+from sparkhvd.runner import context, run
+
+OFFSET = 100
+
+class Place:  # a class of __main__ travels both ways
+    def __init__(self, rank, size, parent):
+        self.rank, self.size, self.parent = rank, size, parent
+
+def place():
+    here = context()
+    return Place(OFFSET + here.rank, here.size, os.getppid())
+
+def fails():
+    if context().rank == 1:
+        print("last words")
+        raise ValueError("on purpose")
+    time.sleep(60)
+
+places = run(place, num_proc=2, spark=spark)
+assert [(p.rank, p.size) for p in places] == [(100, 2), (101, 2)], places
+assert type(places[0]) is Place
+print("PARENTS", len({p.parent for p in places}))
+try:
+    run(fails, num_proc=2, spark=spark)
+except RankError as e:
+    assert (e.rank, e.exit, e.log_tail) == (1, "exception", "last words"), vars(e)
+    assert 'raise ValueError("on purpose")' in e.traceback, e.traceback
+    assert str(e).startswith("Rank 1 of 2 on host "), str(e)
+    print("RANK ERROR")
+try:
+    run(place, num_proc=50, spark=spark, start_timeout=1)
+except PreflightError as e:
+    assert str(e).startswith("num_proc=50: "), str(e)
+    print("TOO MANY")
+assert len(run(place, num_proc=2)) == 2  # the active session
+spark.stop()
+print("ALL WELL")
+"""
+
+
+def check(output: str) -> None:
+    for line in ("PARENTS 2", "RANK ERROR", "TOO MANY", "ALL WELL"):
+        assert line in output, output
+    assert wait_for_no_trainers() == set()
+
+
+def test_local_cluster(tmp_path: Path) -> None:
+    check(run_on("local-cluster[2,1,1024]", PROGRAM, tmp_path))
+
+
+def test_standalone(tmp_path: Path) -> None:
+    with standalone_cluster(tmp_path) as master:
+        conf = {"spark.executor.memory": "512m"}
+        check(run_on(master, PROGRAM, tmp_path, conf=conf))
+
+
+def test_connect(tmp_path: Path) -> None:
+    check(run_on("local-cluster[2,1,1024]", PROGRAM, tmp_path, remote=True))
+
+
+STAYS = """
+import os, subprocess
+from sparkhvd.runner import run
+
+def stays(folder):
+    subprocess.Popen(["sleep", "300"])
+    open(os.path.join(folder, "rank-" + os.environ["RANK"]), "w").close()
+    time.sleep(300)
+
+if __name__ == "__main__":
+    try:
+        run(stays, (os.path.dirname(__file__),), num_proc=2, spark=spark)
+    except KeyboardInterrupt:
+        print("INTERRUPTED")
+"""
+
+
+@pytest.mark.parametrize(("master", "remote"), [("local[2]", False), ("local[2]", True)])
+def test_ctrl_c_ends_the_job_and_leaves_nothing(tmp_path: Path, master: str, remote: bool) -> None:
+    script = write_script(tmp_path / "driver.py", STAYS, master=master, remote=remote)
+    with started_script(script) as driver:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("rank-*"))) < 2:
+            assert time.monotonic() < deadline
+            assert driver.poll() is None, driver.stdout and driver.stdout.read()
+            time.sleep(0.1)
+        assert len(find(TRAINER)) == 2
+        os.kill(driver.pid, signal.SIGINT)
+        output, _ = driver.communicate(timeout=30)
+        assert "INTERRUPTED" in output, output
+        assert wait_for_no_trainers() == set()
+        assert find("sleep 300") == set()
+
+
+def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
+    script = write_script(tmp_path / "driver.py", STAYS, master="local[2]")
+    with started_script(script) as driver:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("rank-*"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(driver.pid, signal.SIGKILL)
+        assert wait_for_no_trainers(20) == set()
+        assert find("sleep 300") == set()
+
+
+def test_workers_without_the_package_are_named_with_their_python(tmp_path: Path) -> None:
+    # The same Python without the checkout on its path: what a cluster looks like before the installation.
+    program = """
+    from sparkhvd.errors import PreflightError
+    from sparkhvd.runner import run
+    try:
+        run(print, num_proc=2, spark=spark)
+    except PreflightError as e:
+        print("REFUSED", e)
+    """
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    # Runs after the .pth files, so it undoes the editable installation as well.
+    (bare / "sitecustomize.py").write_text(
+        f"import sys\nsys.path[:] = [entry for entry in sys.path if entry != {str(ROOT)!r}]\n"
+    )
+    wrapper = tmp_path / "bare-python"
+    python = os.environ["PYSPARK_PYTHON"]
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{bare}:$PYTHONPATH" exec {python} "$@"\n')
+    wrapper.chmod(0o755)
+    output = run_on("local[2]", program, tmp_path, env={"PYSPARK_PYTHON": str(wrapper)})
+    assert "REFUSED The workers run " in output, output
+    assert "which has no module sparkhvd" in output
