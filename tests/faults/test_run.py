@@ -1,0 +1,197 @@
+"""A rank, its task or its executor dies under `run`: who is named, how soon, and the next run works."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from sparkhvd.errors import RankError
+from sparkhvd.runner import context, job, run, run_local
+from tests.harness import faults
+from tests.harness.processes import wait_for_no_trainers
+from tests.harness.spark import run_on
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+LIMIT_S = 10
+
+
+@pytest.fixture(autouse=True)
+def no_trainer_is_left() -> Iterator[None]:
+    yield
+    assert wait_for_no_trainers() == set()
+
+
+def before_init() -> None:
+    import sparkhvd.torch as hvd
+
+    if os.environ["RANK"] == "1":
+        faults.kill_self()
+    hvd.init()
+    hvd.shutdown()
+
+
+def in_an_allreduce() -> None:
+    import torch
+
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    for step in range(1000):
+        if hvd.rank() == 1 and step == 3:
+            faults.kill_self()
+        hvd.allreduce(torch.ones(1000), name="x")
+
+
+def at_exit() -> int:
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    rank = int(hvd.rank())
+    hvd.shutdown()
+    if rank == 1:
+        faults.kill_at_exit()
+    return rank
+
+
+def in_an_allreduce_that_is_caught() -> None:
+    try:
+        in_an_allreduce()
+    except Exception as e:
+        raise RuntimeError("training failed") from e
+
+
+@pytest.mark.parametrize(
+    "fn", [before_init, in_an_allreduce, at_exit, in_an_allreduce_that_is_caught]
+)
+def test_a_killed_rank_is_named_in_time(spark: SparkSession, fn: Callable[[], Any]) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match="Rank 1 of 2 .*signal SIGKILL.*probably memory") as e:
+        run(fn, num_proc=2, spark=spark, max_retries=0)
+    assert time.monotonic() - began < LIMIT_S + 5  # 5: start-up, and what an earlier failure left
+    assert (e.value.rank, e.value.exit) == (1, "signal SIGKILL")
+
+
+@pytest.mark.parametrize("fn", [before_init, in_an_allreduce, at_exit])
+def test_a_killed_rank_is_named_in_time_without_spark(fn: Callable[[], Any]) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError) as e:
+        run_local(fn, num_proc=2)
+    assert time.monotonic() - began < LIMIT_S
+    assert (e.value.rank, e.value.exit) == (1, "signal SIGKILL")
+
+
+def test_an_exception_wins_over_its_consequences(spark: SparkSession) -> None:
+    def fails_on_one() -> None:
+        import torch
+
+        import sparkhvd.torch as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            raise ValueError("the cause")
+        hvd.allreduce(torch.ones(1), name="x")
+
+    with pytest.raises(RankError) as e:
+        run(fails_on_one, num_proc=2, spark=spark)
+    assert e.value.rank == 1
+    assert "raised ValueError: the cause" in str(e.value)
+
+
+def test_a_killed_python_worker_is_a_loss_and_its_rank_goes_too(spark: SparkSession) -> None:
+    def kills() -> None:
+        if os.environ["RANK"] == "1":
+            faults.kill_python_worker()
+        time.sleep(60)
+
+    began = time.monotonic()
+    with pytest.raises(RankError) as e:
+        run(kills, num_proc=2, spark=spark, max_retries=0)
+    assert time.monotonic() - began < LIMIT_S + 5
+    assert (e.value.rank, e.value.exit) == (1, "lost")
+    assert "was lost together with its Spark task" in str(e.value)
+
+
+def test_a_lost_rank_is_relaunched_and_said(
+    spark: SparkSession, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def dies_once() -> int:
+        here = context()
+        assert here is not None
+        if here.attempt == 0 and here.rank == 1:
+            faults.kill_self()
+        if here.attempt == 0:
+            time.sleep(60)
+        return here.attempt
+
+    report = job.launch(spark, dies_once, (), {}, 2, job.LaunchOptions(max_retries=1))
+    assert report.results == [1, 1]
+    assert report.attempts == 2
+    said = capfd.readouterr().err
+    assert "sparkhvd: Rank 1 of 2 on host 127.0.0.1 ended with signal SIGKILL" in said
+    assert "Relaunching (1 of 1)." in said
+
+
+def test_an_exception_is_not_relaunched(spark: SparkSession, tmp_path: Path) -> None:
+    def fails(folder: str) -> None:
+        with open(os.path.join(folder, "calls"), "a") as calls:
+            calls.write("x")
+        raise ValueError("always")
+
+    with pytest.raises(RankError, match="always"):
+        run(fails, (str(tmp_path),), num_proc=1, spark=spark, max_retries=2)
+    assert (tmp_path / "calls").read_text() == "x"
+
+
+def test_two_losses_without_progress_are_final(spark: SparkSession) -> None:
+    seen = []
+
+    def progress() -> int:
+        seen.append(7)
+        return 7
+
+    options = job.LaunchOptions(max_retries=5, progress=progress, verbose=0)
+    with pytest.raises(
+        RankError, match="Not relaunched: 2 losses without progress in between"
+    ) as e:
+        job.launch(spark, faults.kill_self, (), {}, 1, options)
+    assert seen == [7, 7]
+    assert e.value.rank == 0
+
+
+EXECUTOR_LOSS = """
+import os
+from sparkhvd.errors import RankError
+from sparkhvd.runner import context, run
+from tests.harness import faults
+
+def loses_its_executor():
+    here = context()
+    if here.attempt == 0:
+        if here.rank == 1:
+            faults.kill_executor()
+        time.sleep(100)
+    return here.attempt
+
+began = time.monotonic()
+try:
+    run(loses_its_executor, num_proc=2, spark=spark, max_retries=0)
+except RankError as e:
+    print("LOST", e.rank, e.exit, time.monotonic() - began < 30, str(e)[:300])
+assert run(loses_its_executor, num_proc=2, spark=spark, max_retries=1) == [1, 1]
+spark.stop()
+print("ALL WELL")
+"""
+
+
+def test_a_killed_executor_is_a_loss_and_the_job_survives_it(tmp_path: Path) -> None:
+    output = run_on("local-cluster[2,1,1024]", EXECUTOR_LOSS, tmp_path)
+    assert "LOST 1 lost True" in output, output
+    assert "ALL WELL" in output, output

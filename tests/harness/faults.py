@@ -1,0 +1,42 @@
+"""Faults that a rank inflicts on itself or on its parents, by name and at a known moment.
+
+These functions run inside ranks; a test passes them, or calls them in the function that it launches.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def kill_self() -> None:
+    """End this rank as the kernel's memory killer would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def kill_at_exit() -> None:
+    """End this rank so after its function has returned."""
+    import atexit
+
+    atexit.register(kill_self)
+
+
+def parent_of(pid: int) -> int:
+    """The process that started `pid`."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def kill_python_worker() -> None:
+    """End the Spark task's own Python process, this rank's parent."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def kill_executor() -> None:
+    """End the executor's JVM: the parent of the parent of the Python worker (daemon, worker, trainer)."""
+    os.kill(parent_of(parent_of(os.getppid())), signal.SIGKILL)
+    time.sleep(60)
