@@ -1,0 +1,240 @@
+"""A module apart from its weights, in two forms.
+
+- A *description* is JSON: classes of `torch.nn` by name, their plain attributes, shapes of parameters. Rebuilding
+  it runs no code but constructors of `torch.nn.Module`, so files from anywhere can be read. Only modules made of
+  `torch.nn` classes have one.
+- A *shell* is a pickle that names tensors instead of holding them. Any module has one, and reading it runs code:
+  only for bytes from the driver's own closure, or for files that the user trusts.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+__all__ = ["describe", "dump_shell", "foreign_class", "load_shell", "rebuild", "tensors_of"]
+
+# What every module has; rebuilt by the constructor of nn.Module, except for what `describe` handles by name.
+_COMMON = frozenset(nn.Module().__dict__)
+_EMPTY_HOOKS = tuple(
+    name for name in _COMMON if name.endswith("_hooks") or name.startswith("_forward_hooks")
+)
+# RNNs keep their weights a second time in lists; `rebuild` makes them anew.
+_RNN_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+_FUNCTIONS = "torch.nn.functional"
+
+
+class _NotPlain(Exception):
+    """A module has no description."""
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the state dict by name, detached."""
+    return {n: t.detach() for n, t in module.state_dict().items() if isinstance(t, Tensor)}
+
+
+def foreign_class(module: nn.Module) -> str | None:
+    """The first class in the module that is not of `torch.nn`, or None."""
+    for part in module.modules():
+        if not _is_allowed(type(part)):
+            return f"{type(part).__module__}.{type(part).__qualname__}"
+    return None
+
+
+def _is_allowed(kind: type) -> bool:
+    return (
+        kind.__module__.startswith("torch.nn.modules.")
+        and issubclass(kind, nn.Module)
+        and getattr(torch.nn, kind.__name__, None) is kind
+    ) or kind is nn.modules.linear.NonDynamicallyQuantizableLinear
+
+
+# --- descriptions ---------------------------------------------------------------------------------------------
+
+
+def describe(module: nn.Module) -> dict[str, Any] | None:
+    """The module as JSON-able data without weights; None if it is not made of `torch.nn` alone."""
+    try:
+        return _describe(module, {}, "")
+    except _NotPlain:
+        return None
+
+
+def _describe(module: nn.Module, seen: dict[int, str], path: str) -> dict[str, Any]:
+    if id(module) in seen:
+        return {"same_as": seen[id(module)]}
+    seen[id(module)] = path
+    if not _is_allowed(type(module)):
+        raise _NotPlain
+    values = vars(module)
+    if any(values.get(name) for name in _EMPTY_HOOKS) or values["_non_persistent_buffers_set"]:
+        raise _NotPlain
+    skipped = _COMMON | (_RNN_LISTS if isinstance(module, nn.RNNBase) else frozenset())
+    return {
+        "class": type(module).__name__,
+        "training": module.training,
+        "attributes": {n: _encode(v) for n, v in values.items() if n not in skipped},
+        "parameters": {n: _tensor(p, seen, f"{path}.{n}") for n, p in module._parameters.items()},
+        "buffers": {n: _tensor(b, seen, f"{path}.{n}") for n, b in module._buffers.items()},
+        "children": {
+            n: None if m is None else _describe(m, seen, f"{path}.{n}")
+            for n, m in module._modules.items()
+        },
+    }
+
+
+def _tensor(tensor: Tensor | None, seen: dict[int, str], path: str) -> dict[str, Any] | None:
+    if tensor is None:
+        return None
+    if id(tensor) in seen:
+        return {"same_as": seen[id(tensor)]}
+    seen[id(tensor)] = path
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        raise _NotPlain
+    return {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "requires_grad": tensor.requires_grad,
+    }
+
+
+def _encode(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, tuple):
+        return {"tuple": [_encode(v) for v in value]}
+    if isinstance(value, list):
+        return [_encode(v) for v in value]
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    name = getattr(value, "__name__", "")
+    if name and not name.startswith("_") and getattr(torch.nn.functional, name, None) is value:
+        return {"function": name}
+    raise _NotPlain
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tuple":
+        return tuple(_decode(v) for v in content)
+    if kind == "dtype":
+        return _dtype(content)
+    if kind != "function" or content.startswith("_"):
+        raise ValueError(f"unknown entry {kind!r}")
+    function = getattr(torch.nn.functional, content)
+    # The namespace also holds modules and typing helpers; only its functions may be named.
+    if getattr(function, "__module__", "") not in (_FUNCTIONS, "torch._C._nn", "torch", None):
+        raise ValueError(f"{content!r} is not a function of {_FUNCTIONS}")
+    return function
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype")
+    return dtype
+
+
+def rebuild(description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
+    """The module that `describe` described, with these weights. Runs no code of the file."""
+    module = _rebuild(description, {}, "")
+    module.load_state_dict(dict(weights))
+    return module
+
+
+def _rebuild(description: Mapping[str, Any], seen: dict[str, Any], path: str) -> nn.Module:
+    if "same_as" in description:
+        shared = seen[description["same_as"]]
+        assert isinstance(shared, nn.Module)
+        return shared
+    name = description["class"]
+    kind = getattr(torch.nn, name, None) or getattr(nn.modules.linear, name, None)
+    if not (isinstance(kind, type) and _is_allowed(kind)):
+        raise ValueError(f"{name!r} is not a module of torch.nn")
+    module = kind.__new__(kind)
+    assert isinstance(module, nn.Module)
+    nn.Module.__init__(module)
+    seen[path] = module
+    for key, value in description["attributes"].items():
+        if key in _COMMON or hasattr(nn.Module, key) or callable(getattr(kind, key, None)):
+            raise ValueError(f"{key!r} is not an attribute of {name}")
+        module.__dict__[key] = _decode(value)
+    for key, value in description["parameters"].items():
+        module._parameters[key] = _parameter(value, seen, f"{path}.{key}")
+    for key, value in description["buffers"].items():
+        module._buffers[key] = _buffer(value, seen, f"{path}.{key}")
+    for key, value in description["children"].items():
+        child = None if value is None else _rebuild(value, seen, f"{path}.{key}")
+        module._modules[key] = child
+    module.training = bool(description["training"])
+    if isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+    return module
+
+
+def _parameter(value: Any, seen: dict[str, Any], path: str) -> Any:
+    if value is None or "same_as" in value:
+        return None if value is None else seen[value["same_as"]]
+    empty = torch.empty(value["shape"], dtype=_dtype(value["dtype"]))
+    seen[path] = nn.Parameter(empty, requires_grad=bool(value["requires_grad"]))
+    return seen[path]
+
+
+def _buffer(value: Any, seen: dict[str, Any], path: str) -> Any:
+    if value is None or "same_as" in value:
+        return None if value is None else seen[value["same_as"]]
+    seen[path] = torch.empty(value["shape"], dtype=_dtype(value["dtype"]))
+    return seen[path]
+
+
+# --- shells ---------------------------------------------------------------------------------------------------
+
+
+class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    def __init__(self, file: io.BytesIO, module: nn.Module) -> None:
+        super().__init__(file)
+        kept = tensors_of(module)
+        named = [*module.named_parameters(), *module.named_buffers()]
+        self._names = {id(t): n for n, t in named if n in kept}
+
+    def persistent_id(self, value: Any) -> Any:
+        name = self._names.get(id(value))
+        return (
+            None if name is None else (name, isinstance(value, nn.Parameter), value.requires_grad)
+        )
+
+
+class _ShellUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, weights: Mapping[str, Tensor]) -> None:
+        super().__init__(file)
+        self._weights = weights
+        self._made: dict[str, Tensor] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        name, is_parameter, requires_grad = pid
+        if name not in self._made:
+            tensor = self._weights[name]
+            self._made[name] = nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+        return self._made[name]
+
+
+def dump_shell(module: nn.Module, value: Any = None) -> bytes:
+    """Pickle a module, or `value` that refers to it, with the module's tensors by name instead of by value."""
+    buffer = io.BytesIO()
+    _ShellPickler(buffer, module).dump(module if value is None else value)
+    return buffer.getvalue()
+
+
+def load_shell(data: bytes, weights: Mapping[str, Tensor]) -> Any:
+    """What `dump_shell` wrote, around these weights. Runs code: only for trusted bytes."""
+    return _ShellUnpickler(io.BytesIO(data), weights).load()

@@ -1,0 +1,280 @@
+"""`TorchModel`: a trained module as a Spark ML transformer."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyspark.ml import Model
+from pyspark.ml.linalg import VectorUDT
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.sql.types import DoubleType, StructField, StructType
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator import heads
+from sparkhvd.estimator.architecture import dump_shell, tensors_of
+from sparkhvd.estimator.binding import InputBinding
+from sparkhvd.estimator.defaults import default_store
+from sparkhvd.estimator.params import PredictParams, with_signature
+from sparkhvd.estimator.predict import Output, PredictSpec, Weights, predict
+from sparkhvd.estimator.schema import Column, check_schema
+from sparkhvd.estimator.store import Store
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyspark.sql import DataFrame
+
+__all__ = ["Fitted", "TorchModel"]
+
+# Larger weights go through the store: a closure is copied for every task.
+CLOSURE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What training gave; never changed.
+
+    Attributes:
+        module: the trained module in eval mode.
+        columns: feature columns as they were in the training data.
+        labels: names of the label columns.
+        inputs: which columns become which argument.
+        links: per label, how probabilities follow from outputs.
+        widths: per label, elements of the output per row.
+        history: one record per epoch.
+        timings: seconds of the phases of the fit.
+    """
+
+    module: torch.nn.Module = field(repr=False)
+    columns: tuple[Column, ...]
+    labels: tuple[str, ...]
+    inputs: InputBinding
+    links: tuple[str, ...]
+    widths: tuple[int, ...]
+    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def weights(self) -> bytes:
+        """The state dict as `torch.save` writes it."""
+        buffer = io.BytesIO()
+        torch.save(tensors_of(self.module), buffer)
+        return buffer.getvalue()
+
+    @cached_property
+    def shell(self) -> bytes:
+        """The module without its weights."""
+        return dump_shell(self.module)
+
+
+@with_signature
+class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
+    """A trained model. `transform` adds the model's outputs to a DataFrame.
+
+    By default one column `<label>__output` per label: a double where the output has one element per row, else an
+    ML vector; never rounded. `predictionCol` adds a double (the most likely class, or the value),
+    `probabilityCol` and `rawPredictionCol` vectors. An empty name leaves a column out.
+
+    Attributes:
+        history: one record per epoch: epoch, loss, metrics, val_..., rows, seconds, rows_per_s, lr.
+        timings: seconds of the fit's phases: materialize, launch, train.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__()
+        self._fitted: Fitted | None = None
+        self._set_keywords(keywords)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """One record per epoch."""
+        return [dict(record) for record in self._require_fitted().history]
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds of the fit's phases: materialize, launch, train."""
+        return dict(self._require_fitted().timings)
+
+    def getModel(self) -> torch.nn.Module:  # noqa: N802 - Horovod's name
+        """A copy of the trained module, in eval mode."""
+        return copy.deepcopy(self._require_fitted().module).eval()
+
+    def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802 - Horovod's name
+        """The same as `history`."""
+        return self.history
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        """Add the output columns; starts no Spark job. Rows and all other columns stay as they are.
+
+        The model sees the columns only when rows are computed: filter and select before, because Spark cannot move
+        either through a Python function.
+        """
+        fitted = self._require_fitted()
+        outputs = self._outputs(fitted, dataset)
+        spec = PredictSpec(
+            shell=fitted.shell,
+            weights=self._weights(fitted, dataset.sparkSession),
+            columns=self._columns(fitted, dataset),
+            sources=tuple(self._sources(fitted)),
+            inputs=fitted.inputs,
+            links=fitted.links,
+            outputs=outputs,
+            output_fn=self._get("output_fn"),
+        )
+
+        def run(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+            return predict(spec, batches)
+
+        added = [
+            StructField(o.name, VectorUDT() if o.is_vector else DoubleType(), nullable=False)
+            for o in outputs
+        ]
+        return dataset.mapInArrow(run, StructType([*dataset.schema.fields, *added]))
+
+    def _require_fitted(self) -> Fitted:
+        if self._fitted is None:
+            raise InvalidArgumentError(
+                "TorchModel has no trained module. It comes from TorchEstimator.fit or TorchModel.load."
+            )
+        return self._fitted
+
+    def _sources(self, fitted: Fitted) -> list[str]:
+        """The DataFrame's columns, in the order of the training columns."""
+        names = self._get("feature_cols") or [c.name for c in fitted.columns]
+        if len(names) != len(fitted.columns):
+            raise InvalidArgumentError(
+                f"feature_cols has {len(names)} columns; the model was trained with {len(fitted.columns)}: "
+                f"{', '.join(repr(c.name) for c in fitted.columns)}."
+            )
+        return list(names)
+
+    def _columns(self, fitted: Fitted, dataset: DataFrame) -> tuple[Column, ...]:
+        """The training columns as this DataFrame has them: an array may stand for a vector."""
+        found = check_schema(
+            dataset.schema, feature_cols=self._sources(fitted), label_cols=[]
+        ).features
+        for here, trained in zip(found, fitted.columns, strict=True):
+            if (here.kind == "scalar") != (trained.kind == "scalar"):
+                raise InvalidArgumentError(
+                    f"transform: column {here.name!r} is of type {here.source}; the model was trained with "
+                    f"{trained.source}."
+                )
+        return tuple(
+            replace(trained, kind=here.kind, source=here.source)
+            for here, trained in zip(found, fitted.columns, strict=True)
+        )
+
+    def _outputs(self, fitted: Fitted, dataset: DataFrame) -> tuple[Output, ...]:
+        """The columns to add."""
+        names = self._get("outputCols")
+        if names is None:
+            names = [f"{label}__output" for label in self._get("label_cols") or fitted.labels]
+        if len(names) != len(fitted.widths):
+            raise InvalidArgumentError(
+                f"outputCols has {len(names)} names ({names}); the model has {len(fitted.widths)} outputs."
+            )
+        outputs = [
+            Output(name, "output", i, is_vector=width > 1)
+            for i, (name, width) in enumerate(zip(names, fitted.widths, strict=True))
+            if name
+        ]
+        outputs += self._spark_outputs(fitted)
+        existing = set(dataset.columns)
+        for number, output in enumerate(outputs):
+            if output.name in existing or output.name in {o.name for o in outputs[:number]}:
+                raise InvalidArgumentError(
+                    f"transform would add column {output.name!r}, which exists already. Drop it first, or "
+                    "set another name (outputCols, predictionCol, probabilityCol, rawPredictionCol)."
+                )
+        return tuple(outputs)
+
+    def _spark_outputs(self, fitted: Fitted) -> list[Output]:
+        wanted = {
+            "predictionCol": "prediction",
+            "probabilityCol": "probability",
+            "rawPredictionCol": "raw",
+        }
+        outputs = []
+        for param, kind in wanted.items():
+            name = self._get(param)
+            if not name:
+                continue
+            if len(fitted.widths) > 1:
+                raise InvalidArgumentError(
+                    f"{param} is {name!r}, and the model has {len(fitted.widths)} outputs, so it is not clear which "
+                    "is meant. Use outputCols."
+                )
+            has_probability = (
+                fitted.links[0] != heads.IDENTITY or self._get("output_fn") is not None
+            )
+            if kind == "probability" and not has_probability:
+                raise InvalidArgumentError(
+                    f"probabilityCol is {name!r}, and the loss of the training does not say how probabilities "
+                    "follow from outputs. Set output_fn to a function from an output to (rows, classes) "
+                    "probabilities."
+                )
+            outputs.append(Output(name, kind, 0, is_vector=kind != "prediction"))
+        return outputs
+
+    def _weights(self, fitted: Fitted, spark: Any) -> Weights:
+        """Small weights for the closure, large ones as a file of the store, written once."""
+        data = fitted.weights
+        sha256 = hashlib.sha256(data).hexdigest()
+        if len(data) <= CLOSURE_BYTES:
+            return Weights(sha256, data)
+        store = self._get("store")
+        store = store if isinstance(store, Store) else default_store(spark, store)
+        weights = Weights(sha256, None, store)
+        if not store.exists(weights.path):
+            store.write_bytes(weights.path, data)
+        return weights
+
+    # -- save and load -------------------------------------------------------------------------------
+
+    def write(self) -> MLWriter:
+        """A writer: `model.write().overwrite().save(path)`."""
+        from sparkhvd.estimator.persistence import ModelWriter
+
+        return ModelWriter(self)
+
+    @classmethod
+    def read(cls) -> MLReader[TorchModel]:
+        """A reader: `TorchModel.read().load(path)`."""
+        from sparkhvd.estimator.persistence import ModelReader
+
+        return ModelReader(cls)
+
+    @classmethod
+    def load(cls, path: str, *, trust: bool = False) -> TorchModel:
+        """Load a saved model.
+
+        Args:
+            path: what was given to `save`.
+            trust: the file may run code. Needed for modules with classes that are not of `torch.nn`.
+
+        Raises:
+            UntrustedError: the file holds code and nobody trusts it.
+        """
+        from sparkhvd.estimator.persistence import ModelReader
+
+        return ModelReader(cls, trusted=trust).load(path)
+
+
+def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:
+    """The widths of a model's outputs, if there is one output per label.
+
+    Raises:
+        InvalidArgumentError: there is not.
+    """
+    if len(widths) != len(labels):
+        raise InvalidArgumentError(
+            f"model: forward returned {len(widths)} outputs and label_cols has {len(labels)} columns "
+            f"({', '.join(map(repr, labels))}). Return one tensor per label column, in the same order."
+        )
+    return tuple(widths)

@@ -1,0 +1,269 @@
+"""What a Python worker does in `TorchModel.transform`: Arrow batches in, the same with output columns out.
+
+Loaded in every worker, so it imports nothing of pyspark.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.estimator import heads
+from sparkhvd.estimator.architecture import load_shell
+from sparkhvd.estimator.binding import InputBinding
+from sparkhvd.estimator.convert import Findings, column_to_numpy
+from sparkhvd.estimator.program import outputs_of
+from sparkhvd.estimator.schema import Column
+from sparkhvd.estimator.store import Store
+
+__all__ = ["Output", "PredictSpec", "Weights", "predict"]
+
+# Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
+MAX_ROWS = 4096
+# Models that a worker keeps: a pipeline has few stages with a model, and workers live long.
+KEPT_MODELS = 3
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A state dict as `torch.save` wrote it: in the store if large, else here.
+
+    Attributes:
+        sha256: of the bytes.
+        data: the bytes, or None.
+        store: where they are if not here.
+    """
+
+    sha256: str
+    data: bytes | None = field(default=None, repr=False)
+    store: Store | None = None
+
+    @property
+    def path(self) -> str:
+        """The file in the store."""
+        return f"models/{self.sha256}"
+
+    def load(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        data = self.data
+        if data is None:
+            assert self.store is not None
+            try:
+                data = self.store.read_bytes(self.path)
+            except FileNotFoundError as e:
+                raise InvalidArgumentError(
+                    f"The weights {self.store.full_url(self.path)} are not there for this executor. Give a store "
+                    "that all executors share, and keep it for as long as the model is used."
+                ) from e
+            if hashlib.sha256(data).hexdigest() != self.sha256:
+                raise InternalError(f"{self.store.full_url(self.path)} is not what its name says.")
+        loaded = torch.load(io.BytesIO(data), weights_only=True)
+        assert isinstance(loaded, dict)
+        return loaded
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output column.
+
+    Attributes:
+        name: of the column.
+        kind: "output", "prediction", "probability" or "raw".
+        label: index of the model's output that it shows.
+        is_vector: an ML vector; else a double.
+    """
+
+    name: str
+    kind: str
+    label: int
+    is_vector: bool
+
+
+@dataclass(frozen=True)
+class PredictSpec:
+    """Everything a worker needs.
+
+    Attributes:
+        shell: the module without its weights, see `architecture.dump_shell`.
+        weights: its weights.
+        columns: feature columns with the names and shapes of the training data.
+        sources: what these columns are called in the DataFrame.
+        inputs: which columns become which argument.
+        links: per label, how probabilities follow from outputs.
+        outputs: columns to add, in order.
+        output_fn: the user's probabilities from an output, or None.
+    """
+
+    shell: bytes = field(repr=False)
+    weights: Weights
+    columns: tuple[Column, ...]
+    sources: tuple[str, ...]
+    inputs: InputBinding
+    links: tuple[str, ...]
+    outputs: tuple[Output, ...]
+    output_fn: Callable[[Tensor], Tensor] | None = None
+
+
+class ModelCache:
+    """The models that this process used last."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._models: OrderedDict[tuple[str, str], nn.Module] = OrderedDict()
+
+    def get(self, spec: PredictSpec) -> nn.Module:
+        """The model of a spec, in eval mode."""
+        key = (spec.weights.sha256, hashlib.sha256(spec.shell).hexdigest())
+        if key not in self._models:
+            # One thread per task: Spark runs as many tasks as there are cores.
+            torch.set_num_threads(1)
+            self._models[key] = load_shell(spec.shell, spec.weights.load()).eval()
+            while len(self._models) > self._size:
+                self._models.popitem(last=False)
+        self._models.move_to_end(key)
+        return self._models[key]
+
+
+_cache = ModelCache(KEPT_MODELS)
+
+
+def predict(spec: PredictSpec, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Add the output columns to every batch; all other columns pass as they came."""
+    model: nn.Module | None = None
+    for batch in batches:
+        if model is None:  # no rows, no model
+            model = _cache.get(spec)
+        columns = {
+            c.name: feature(batch.column(source), c, source)
+            for c, source in zip(spec.columns, spec.sources, strict=True)
+        }
+        with torch.inference_mode():
+            parts = [
+                run(spec, model, {n: v[start : start + MAX_ROWS] for n, v in columns.items()})
+                for start in range(0, batch.num_rows, MAX_ROWS)
+            ]
+        if not parts:
+            continue
+        added = [to_arrow(np.concatenate(values)) for values in zip(*parts, strict=True)]
+        names = [*batch.schema.names, *(o.name for o in spec.outputs)]
+        yield pa.RecordBatch.from_arrays([*batch.columns, *added], names=names)
+
+
+def run(
+    spec: PredictSpec, model: nn.Module, columns: dict[str, np.ndarray[Any, Any]]
+) -> list[np.ndarray[Any, Any]]:
+    """The output columns for some rows: (rows,) for doubles, (rows, width) for vectors; float64."""
+    arguments, keywords = spec.inputs.apply(columns)
+    outputs = outputs_of(model(*arguments, **keywords))
+    num_rows = len(next(iter(columns.values())))
+    for output in outputs:
+        if output.ndim == 0 or len(output) != num_rows:
+            raise InvalidArgumentError(
+                f"The model returned shape {tuple(output.shape)} for {num_rows} rows. An output must have one "
+                "entry per row."
+            )
+    return [column_values(spec, column, outputs[column.label]) for column in spec.outputs]
+
+
+def column_values(spec: PredictSpec, column: Output, output: Tensor) -> np.ndarray[Any, Any]:
+    """The values of one output column in float64."""
+    link = spec.links[column.label]
+    tensor: Tensor | None
+    if column.kind == "output":
+        tensor = heads.rows(output)
+    elif column.kind == "raw":
+        tensor = heads.raw(link, output)
+    elif spec.output_fn is not None:
+        own = heads.rows(spec.output_fn(output))
+        tensor = own if column.kind == "probability" else heads.prediction(heads.IDENTITY, own)
+    elif column.kind == "probability":
+        tensor = heads.probability(link, output)
+    else:
+        tensor = heads.prediction(link, output)
+    assert tensor is not None  # checked on the driver
+    values = tensor.double().numpy()
+    return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
+
+
+def feature(array: pa.Array, column: Column, source: str) -> np.ndarray[Any, Any]:
+    """A feature column as (rows, *shape).
+
+    Raises:
+        InvalidArgumentError: a value cannot be used; the message says how many rows.
+    """
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    values, found = column_to_numpy(array, column)
+    if values is None or values.shape[1:] != (column.shape or ()):
+        raise InvalidArgumentError(f"transform: column {source!r} {_problem(found, column)}")
+    return values
+
+
+def _problem(found: Findings, column: Column) -> str:
+    if found.nulls:
+        return f"is null, or has a null element, in {found.nulls} rows of a batch. Fill or drop them first."
+    if found.nans:
+        return f"is NaN in {found.nans} rows of a batch. Fill or drop them first."
+    if found.overflows:
+        return f"has {found.overflows} rows in a batch that {column.dtype} cannot hold."
+    if found.fractions:
+        return f"has {found.fractions} rows in a batch that are not whole numbers."
+    widths = ", ".join(str(w) for w in sorted(found.widths)) or "0"
+    expected = (column.shape or (1,))[0]
+    return f"has {widths} elements per row in a batch; the model was trained with {expected}."
+
+
+def to_arrow(values: np.ndarray[Any, Any]) -> pa.Array:
+    """Doubles, or rows of doubles as Spark's struct of a dense vector."""
+    if values.ndim == 1:
+        return pa.array(values)
+    num_rows, width = values.shape
+    offsets = pa.array(np.arange(0, (num_rows + 1) * width, width, dtype=np.int32))
+    lists = pa.ListArray.from_arrays(offsets, pa.array(values.reshape(-1)))
+    return pa.StructArray.from_arrays(
+        [
+            pa.array(np.ones(num_rows, dtype=np.int8)),  # 1 = dense: no size, no indices
+            pa.nulls(num_rows, pa.int32()),
+            pa.nulls(num_rows, pa.list_(pa.int32())),
+            lists,
+        ],
+        names=["type", "size", "indices", "values"],
+    )
+
+
+def output_widths(model: nn.Module, inputs: InputBinding, columns: Sequence[Column]) -> list[int]:
+    """Elements per row of every output, learned by running the model on two rows of zeros.
+
+    Raises:
+        InvalidArgumentError: it fails on them, or gives something that is not one entry per row.
+    """
+    # Two rows, so that an output with one entry in all is told from one entry per row.
+    zeros = {c.name: np.zeros((2, *(c.shape or ())), np.dtype(c.dtype)) for c in columns}
+    try:
+        arguments, keywords = inputs.apply(zeros)
+        with torch.no_grad():
+            outputs = outputs_of(model(*arguments, **keywords))
+    except InvalidArgumentError:
+        raise
+    except Exception as e:
+        shapes = ", ".join(f"{c.name} {tuple(zeros[c.name].shape)}" for c in columns)
+        raise InvalidArgumentError(
+            f"model: forward failed on two rows of zeros ({shapes}; {inputs.describe()}): {type(e).__name__}: {e}"
+        ) from e
+    for output in outputs:
+        if output.ndim == 0 or len(output) != 2:
+            raise InvalidArgumentError(
+                f"model: forward returned shape {tuple(output.shape)} for two rows. An output must have one entry "
+                "per row."
+            )
+    return [heads.rows(output).shape[1] for output in outputs]
