@@ -86,8 +86,9 @@ class Engine {
   enum class Work { kControl, kAll };
 
   // Who drives. `lock` holds mutex_.
-  void become_driver(std::unique_lock<std::mutex>& lock);
-  void stop_driving(std::unique_lock<std::mutex>& lock);
+  void become_driver(const std::unique_lock<std::mutex>& lock);
+  void stop_driving(const std::unique_lock<std::mutex>& lock);
+  void start_timer(const std::unique_lock<std::mutex>& lock);
   void run_progress_thread();
   bool progress_until_idle();
 
@@ -132,6 +133,7 @@ class Engine {
   Poller poller_;        // connections and the bell
   Poller outer_poller_;  // for the progress thread: `poller_`, while nobody else drives
   Fd control_;           // wakes the progress thread itself
+  Fd timer_;             // wakes it when a caller has stopped driving and does not come back
   std::optional<Communicator> communicator_;
   std::optional<Negotiation> negotiation_;  // on the coordinator
 
@@ -147,7 +149,9 @@ class Engine {
   bool driver_sleeps_ = false;
   bool is_stopping_ = false;
   bool is_shut_down_ = false;
-  TimePoint progress_wakes_at_ = kNever;
+  bool is_timer_running_ = false;
+  std::uint64_t drives_ = 0;  // how often a caller has stopped driving
+  bool is_watching_ = true;   // the progress thread's epoll watches `poller_`
   std::atomic<bool> is_forked_copy_{false};
   std::atomic<bool> hand_over_{false};  // a caller waits for the progress thread to stop driving
 

@@ -281,8 +281,12 @@ bool Link::read(const Handler& handler, std::size_t budget) {
         end_ -= begin_;
         begin_ = 0;
       }
+      const std::size_t room = buffer_.size() - end_;
       const auto count = receive_some(std::span(buffer_).subspan(end_));
       if (count <= 0) break;
+      // Less than there was room for means that the socket is empty; asking again would cost a
+      // call.
+      if (static_cast<std::size_t>(count) < room) total = budget;
       end_ += static_cast<std::size_t>(count);
       total += static_cast<std::size_t>(count);
       moved = true;
