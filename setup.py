@@ -72,17 +72,26 @@ def tool(name: str) -> str | None:
     return str(beside) if beside.exists() else shutil.which(name)
 
 
+def replace(source: Path, target: Path) -> None:
+    """Copy by rename: a process that has the old library mapped keeps it."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_suffix(".so.new")
+    shutil.copy2(source, fresh)
+    fresh.replace(target)
+
+
 class CMakeBuild(build_ext):
     """Runs CMake where build_ext would call the compiler once per source."""
+
+    def run(self) -> None:
+        """Remember which kind of build this is; setuptools clears `inplace` while it builds."""
+        self.in_checkout = bool(self.inplace or self.editable_mode)
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         # The checkout keeps its build folder, so that a rebuild compiles only what changed.
-        build = (
-            ROOT / "build" / "native"
-            if self.inplace
-            else Path(self.build_temp).resolve() / "native"
-        )
+        build = (ROOT / "build" if self.in_checkout else Path(self.build_temp).resolve()) / "native"
         cmake = tool("cmake")
         if cmake is None:
             raise BuildProblem(
@@ -94,8 +103,8 @@ class CMakeBuild(build_ext):
             f"-S{ROOT / 'native'}",
             f"-B{build}",
             # A wheel has no use for 15 MB of debug information.
-            f"-DCMAKE_BUILD_TYPE={'RelWithDebInfo' if self.inplace else 'Release'}",
-            f"-DSPARKHVD_BUILD_TESTS={'ON' if self.inplace else 'OFF'}",
+            f"-DCMAKE_BUILD_TYPE={'RelWithDebInfo' if self.in_checkout else 'Release'}",
+            f"-DSPARKHVD_BUILD_TESTS={'ON' if self.in_checkout else 'OFF'}",
         ]
         if not (build / "CMakeCache.txt").exists():
             configure.append(f"-DCMAKE_CXX_COMPILER={compiler()}")
@@ -111,11 +120,14 @@ class CMakeBuild(build_ext):
                 raise BuildProblem(
                     "Building the native library failed; the compiler's message is above."
                 )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # A new file and a rename: a process that has the old library mapped keeps it.
-        fresh = target.with_suffix(".so.new")
-        shutil.copy2(build / "libsparkhvd.so", fresh)
-        fresh.replace(target)
+        replace(build / "libsparkhvd.so", target)
+
+    def copy_extensions_to_source(self) -> None:
+        """Put the library into the checkout's package."""
+        build_py = self.get_finalized_command("build_py")
+        for ext in self.extensions:
+            inplace, regular = self._get_inplace_equivalent(build_py, ext)
+            replace(Path(regular), Path(inplace))
 
     def get_ext_filename(self, fullname: str) -> str:
         """`sparkhvd/lib/libsparkhvd.so`: no Python ABI in the name, because it uses none."""

@@ -39,16 +39,19 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 
 python=$venv/bin/python
+say() { echo "make env: $*"; }
 pip() { "$python" -m pip --disable-pip-version-check --no-cache-dir "$@"; }
 
 if ! "$python" -c 'import torch' 2>/dev/null; then
   # pip prefers the CPU build of a version, 2.x.y+cpu, wherever an index or folder that it knows has one.
   index=()
   [ -z "$torch_index" ] || index=(--extra-index-url "$torch_index")
+  say "installing $torch"
   pip install -q ${index[@]+"${index[@]}"} "$torch" || fail "could not install $torch with pip:" \
     "choose another version with \`make env TORCH=torch==2.x.y\`, or see pip's message above."
 fi
 
+say "installing sparkhvd with its test extras, and building the native library (a few minutes)"
 # Built without isolation, so that the library is compiled once, in build/native, and again only where changed.
 pip install -q "setuptools>=77" wheel "cmake>=3.22" ninja || fail "could not install the build tools; see pip's message above."
 pip install -q --no-build-isolation -e ".[test,dev]" || fail "could not install sparkhvd; the last lines above say why."
