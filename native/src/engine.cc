@@ -219,7 +219,7 @@ void Engine::wait(Operation& operation, TimePoint deadline) {
       if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) break;
       continue;
     }
-    hand_over_.store(false, std::memory_order_relaxed);
+    if (!is_stopping_) hand_over_.store(false, std::memory_order_relaxed);
     become_driver(lock);
     lock.unlock();
     bool stop = false;
@@ -247,7 +247,7 @@ void Engine::wait(Operation& operation, TimePoint deadline) {
     if (stop) break;
   }
   --waiters_;
-  if (waiters_ == 0) hand_over_.store(false, std::memory_order_relaxed);
+  if (waiters_ == 0 && !is_stopping_) hand_over_.store(false, std::memory_order_relaxed);
 }
 
 /// Sleeps until something happens. True if a signal or the deadline ended it.
@@ -344,7 +344,9 @@ void Engine::shutdown() {
   hand_over_.store(true, std::memory_order_relaxed);
   bell_.ring_self();
   changed_.notify_all();
+  ++waiters_;
   changed_.wait(lock, [this] { return !has_driver_; });
+  --waiters_;
   become_driver(lock);
   lock.unlock();
   say_goodbye();

@@ -224,9 +224,11 @@ Negotiation::Outcome Negotiation::tick(TimePoint now) {
     }
     if (now >= pending.warn_at) {
       pending.warn_at = deadline_after(now, options_.stall_warning_s);
-      outcome.warnings.push_back(label + ": " + rank_list(arrived(pending)) + " have waited for " +
-                                 std::to_string(static_cast<long>(waited)) + " s for " +
-                                 rank_list(missing(pending)) + ".");
+      char seconds[32];
+      std::snprintf(seconds, sizeof(seconds), "%.3g", waited);
+      outcome.warnings.push_back(label + ": waiting for " + rank_list(missing(pending)) +
+                                 " since " + seconds + " s, while " + rank_list(arrived(pending)) +
+                                 " submitted it. Look at what the missing rank does.");
     }
     ++entry;
   }
