@@ -220,7 +220,12 @@ def from_spark_failure(text: str) -> Outcome:
 _FRAME = re.compile(r"^\s+at [\w$.<>/]+\(.*\)$|^Driver stacktrace:|^\s*\.\.\. \d+ more$")
 
 
+_PREAMBLE = re.compile(r".*?finished unsuccessfully\.\s*", re.DOTALL)
+
+
 def _summary(text: str) -> str:
+    """Spark's own words without its frame around them: wrappers, Java frames, package names."""
+    text = _PREAMBLE.sub("", text, count=1)
     lines = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
     return _middle_cut("\n".join(lines).replace("org.apache.spark.", ""))
 

@@ -176,7 +176,8 @@ def _run_rank(
             barrier, {"facts": facts.to_dict(), "endpoint": endpoint, "port": port}
         )
         ranks = [RankFacts.from_dict(one["facts"]) for one in gathered]
-        problem = preflight.check_ranks(RankFacts.from_dict(spec.driver), ranks)
+        driver = RankFacts.from_dict(spec.driver)
+        problem = preflight.check_ranks(driver, ranks)
         if not problem and files is not None:
             hosts = [facts.host for facts in ranks]
             problem = preflight.check_tokens(
@@ -192,6 +193,9 @@ def _run_rank(
                 message=problem,
             )
             return outcome, b""
+        warning = preflight.patch_warning(driver, ranks)
+        if warning and rank == 0:
+            _log(f"sparkhvd: {warning}")
         if trainer is None:
             raise InternalError(f"rank {rank} passed the checks without a trainer.")
         job = Job(

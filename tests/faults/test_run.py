@@ -167,8 +167,6 @@ def test_two_losses_without_progress_are_final(spark: SparkSession) -> None:
 
 
 EXECUTOR_LOSS = """
-import os
-from sparkhvd.errors import RankError
 from sparkhvd.runner import context, run
 from tests.harness import faults
 
@@ -180,18 +178,16 @@ def loses_its_executor():
         time.sleep(100)
     return here.attempt
 
-began = time.monotonic()
-try:
-    run(loses_its_executor, num_proc=2, spark=spark, max_retries=0)
-except RankError as e:
-    print("LOST", e.rank, e.exit, time.monotonic() - began < 30, str(e)[:300])
 assert run(loses_its_executor, num_proc=2, spark=spark, max_retries=1) == [1, 1]
-spark.stop()
 print("ALL WELL")
 """
 
 
 def test_a_killed_executor_is_a_loss_and_the_job_survives_it(tmp_path: Path) -> None:
     output = run_on("local-cluster[2,1,1024]", EXECUTOR_LOSS, tmp_path)
-    assert "LOST 1 lost True" in output, output
+    assert (
+        "sparkhvd: Rank 1 of 2 was lost together with its Spark task: ExecutorLostFailure (executor"
+        in output
+    ), output
+    assert "Relaunching (1 of 1)." in output, output
     assert "ALL WELL" in output, output

@@ -198,6 +198,20 @@ def test_output_is_shown_with_its_rank(capfd: pytest.CaptureFixture[str]) -> Non
     assert capfd.readouterr().err == ""
 
 
+def test_torch_distributed_starts_unmodified() -> None:
+    def sums() -> float:
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        value = torch.ones(1) * (dist.get_rank() + 1)
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        return float(value)
+
+    assert run_local(sums, num_proc=2) == [3.0, 3.0]
+
+
 _DRIVER = """
 import ctypes, os, subprocess, sys, time
 from sparkhvd.runner import run_local
