@@ -404,7 +404,8 @@ class Reducer:
         )
 
     def _flags(self, bucket: _Bucket, keep: list[Any]) -> TensorView:
-        keep.append(bucket)
+        # Not the bucket itself: it holds the work, and the work the engine, which holds what is kept.
+        keep += (bucket.ones, bucket.flags)
         if not any([entry.missing for entry in bucket.entries]):
             return bucket.flags_view
         has_gradient = torch.tensor(

@@ -195,7 +195,7 @@ def _require_contiguous(what: str, tensor: Tensor) -> None:
 
 def wants_gradient(tensor: Tensor) -> bool:
     """Whether autograd must see the operation."""
-    return tensor.requires_grad and torch.is_grad_enabled()
+    return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _written(tensors: Sequence[Tensor]) -> None:

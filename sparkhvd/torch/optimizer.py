@@ -81,7 +81,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if num_groups:
         warnings.warn("num_groups= is deprecated; give groups=.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    kind = _distributed_class(type(optimizer))
+    own: Any = type(optimizer)
+    kind = _distributed_class(own)
     made = kind.__new__(kind)
     # An LR scheduler made before puts a `step` of its own into the instance; it would bypass ours.
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})

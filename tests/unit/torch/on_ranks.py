@@ -1,0 +1,32 @@
+"""`on_ranks(3, fn)` calls fn() on three ranks whose `hvd` is their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sparkhvd.torch as hvd
+from sparkhvd.settings import Settings
+from sparkhvd.torch._context import use_engine
+from tests.harness import ranks
+
+DEADLINE_S = 20.0
+
+
+def on_ranks(
+    size: int,
+    fn: Callable[[], Any],
+    *,
+    settings: Settings | None = None,
+    hosts: Sequence[int] | None = None,
+) -> list[Any]:
+    """Results by rank; a rank that raises fails the test."""
+
+    def body(_: Any) -> Any:
+        result = fn()
+        hvd.barrier()  # nobody leaves while another rank still submits
+        return result
+
+    return ranks.run_ranks(
+        size, body, settings=settings, hosts=hosts, using=use_engine, deadline_s=DEADLINE_S
+    )
