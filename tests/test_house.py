@@ -32,14 +32,17 @@ UNPICKLING = {
     "sparkhvd/runner/task.py": "a rank's task: the driver's closure, through Spark",
     "sparkhvd/runner/launching.py": "the driver: results through Spark or its own child's pipe",
     "sparkhvd/torch/broadcast.py": "object functions: authenticated peers of the same job",
-    "sparkhvd/estimator/train.py": "a rank: the program whose SHA-256 came in the driver's closure",
+    "sparkhvd/estimator/program.py": "a rank: the program whose SHA-256 came in the driver's closure",
+    "sparkhvd/estimator/architecture.py": "shells of modules: the driver's closure, or trusted files",
     "sparkhvd/estimator/persistence.py": "saved models, behind the trust rules",
+    "sparkhvd/estimator/checkpoint.py": "weights and optimizer state, by weights_only=True",
+    "sparkhvd/estimator/predict.py": "weights, by weights_only=True",
 }
 
 # Who may look below the DataFrame API, and why.
 BELOW_DATAFRAMES = {
     "sparkhvd/runner/spark_shim.py": "tags, slots and the name of a classic application",
-    "sparkhvd/estimator/prepare.py": "the analyzed plan of a classic DataFrame, for the key of reuse",
+    "sparkhvd/estimator/plan.py": "the analyzed plan of a classic DataFrame, for the key of reuse",
 }
 
 
