@@ -300,8 +300,8 @@ void Engine::submit(std::shared_ptr<Operation> operation) {
   std::unique_lock lock(mutex_);
   if (failure_) throw Error(failure_->status(), operation->label() + ": " + failure_->what());
   if (!departed_.empty()) {
-    throw Error(SPARKHVD_SHUT_DOWN,
-                departure_text(operation->descriptor.collective, operation->name, departed_));
+    throw Error(SPARKHVD_SHUT_DOWN, departure_text(operation->descriptor.collective,
+                                                   operation->name, departed_.front()));
   }
   if (!names_.insert(operation->name).second) {
     throw Error(SPARKHVD_INVALID_ARGUMENT,
@@ -467,7 +467,7 @@ bool Engine::take_inbox() {
     }
     if (departure_limit_ != UINT64_MAX && executes_received_ >= departure_limit_) {
       finish(*operation, SPARKHVD_SHUT_DOWN,
-             departure_text(operation->descriptor.collective, operation->name, departed_));
+             departure_text(operation->descriptor.collective, operation->name, departed_.front()));
       continue;
     }
     const double patience_s = operation->descriptor.timeout_s + kCoordinatorGrace_s;
@@ -705,7 +705,7 @@ void Engine::on_execute(const Execute& message) {
   submitted_.erase(entry);
   if (is_cut_off) {
     finish(*operation, SPARKHVD_SHUT_DOWN,
-           departure_text(operation->descriptor.collective, operation->name, departed_));
+           departure_text(operation->descriptor.collective, operation->name, departed_.front()));
   } else {
     running_.push_back(std::make_unique<Running>(*communicator_, kernels_, operation, message));
   }
@@ -739,7 +739,7 @@ void Engine::on_goodbye(Rank from, const Goodbye& message) {
     const auto operation = running_.back()->operation;
     running_.pop_back();
     finish(*operation, SPARKHVD_SHUT_DOWN,
-           departure_text(operation->descriptor.collective, operation->name, departed_));
+           departure_text(operation->descriptor.collective, operation->name, departed_.front()));
   }
   if (negotiation_) apply(negotiation_->departed(from));
   refuse_after_departure();
@@ -752,7 +752,7 @@ void Engine::refuse_after_departure() {
     const auto operation = submitted_.begin()->second;
     submitted_.erase(submitted_.begin());
     finish(*operation, SPARKHVD_SHUT_DOWN,
-           departure_text(operation->descriptor.collective, operation->name, departed_));
+           departure_text(operation->descriptor.collective, operation->name, departed_.front()));
   }
 }
 

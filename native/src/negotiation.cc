@@ -55,9 +55,8 @@ const char kBuildSame[] =
 
 }  // namespace
 
-std::string departure_text(Collective collective, const std::string& name,
-                           const std::vector<Rank>& departed) {
-  return operation_label(collective, name) + ": " + rank_list(departed) +
+std::string departure_text(Collective collective, const std::string& name, Rank departed) {
+  return operation_label(collective, name) + ": " + rank_text(departed) +
          " shut down before it, and it needs every rank. Call shutdown() on a rank only after its "
          "last "
          "operation.";
@@ -185,10 +184,10 @@ Negotiation::Outcome Negotiation::ready(Rank from, Ready message, TimePoint now)
     pending_.erase(message.name);
   } else if (!departed_.empty()) {
     const auto done = pending_.extract(message.name);
-    refuse(
-        message.name, done.mapped(), SPARKHVD_SHUT_DOWN,
-        departure_text(done.mapped().arrived.begin()->second.collective, message.name, departed_),
-        outcome);
+    refuse(message.name, done.mapped(), SPARKHVD_SHUT_DOWN,
+           departure_text(done.mapped().arrived.begin()->second.collective, message.name,
+                          departed_.front()),
+           outcome);
   }
   return outcome;
 }
@@ -198,7 +197,7 @@ Negotiation::Outcome Negotiation::departed(Rank rank) {
   departed_.push_back(rank);
   for (const auto& [name, pending] : pending_) {
     refuse(name, pending, SPARKHVD_SHUT_DOWN,
-           departure_text(pending.arrived.begin()->second.collective, name, {rank}), outcome);
+           departure_text(pending.arrived.begin()->second.collective, name, rank), outcome);
   }
   pending_.clear();
   return outcome;

@@ -15,9 +15,8 @@
 
 namespace sparkhvd {
 
-/// Why an operation cannot run once `departed` have left in order.
-std::string departure_text(Collective collective, const std::string& name,
-                           const std::vector<Rank>& departed);
+/// Why an operation cannot run once `departed` has left in order.
+std::string departure_text(Collective collective, const std::string& name, Rank departed);
 
 /// What the coordinator says, and to whom.
 struct Decision {

@@ -60,6 +60,10 @@ class TestWork {
  public:
   explicit TestWork(sparkhvd_work* work) : work_(work) {}
   TestWork(TestWork&& other) noexcept : work_(std::exchange(other.work_, nullptr)) {}
+  TestWork& operator=(TestWork&& other) noexcept {
+    std::swap(work_, other.work_);
+    return *this;
+  }
   TestWork(const TestWork&) = delete;
   ~TestWork() {
     if (work_ != nullptr) sparkhvd_work_release(work_);
