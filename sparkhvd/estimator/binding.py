@@ -394,7 +394,7 @@ class LabelBinding:
             label = label.to(output.dtype)
         if output.shape == label.shape:
             return label
-        if output[:1].numel() == label[:1].numel():
+        if math.prod(output.shape[1:]) == math.prod(label.shape[1:]):
             return label.reshape(output.shape)
         if self.kinds[i] == "unknown" and not _broadcasts(output.shape[1:], label.shape[1:]):
             return (
@@ -405,7 +405,7 @@ class LabelBinding:
     def _match_classes(self, i: int, output: Tensor, label: Tensor) -> Tensor:
         """A class index has the output's shape without the class axis, which is the second."""
         expected = (*output.shape[:1], *output.shape[2:])
-        if output.dim() < 2 or label[:1].numel() != math.prod(expected[1:]):
+        if output.dim() < 2 or math.prod(label.shape[1:]) != math.prod(expected[1:]):
             raise self._unlike(i, output.shape, label.shape)
         return label.reshape(expected)
 

@@ -43,11 +43,9 @@ class Findings:
 
     @property
     def is_clean(self) -> bool:
-        """Whether all rows can be used: no bad values, and one width."""
-        return (
-            not (self.nulls or self.nans or self.overflows or self.fractions)
-            and len(self.widths) <= 1
-        )
+        """Whether all rows can be used: no bad values, and one width above 0."""
+        bad_rows = self.nulls or self.nans or self.overflows or self.fractions
+        return not bad_rows and len(self.widths) <= 1 and 0 not in self.widths
 
     def add(self, other: Findings) -> None:
         """Count what another part of the data has."""

@@ -12,7 +12,8 @@ from sparkhvd.estimator.store import Store
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "DataFile", "Manifest"]
 
 FORMAT_VERSION = 1
-MANIFEST_NAME = "manifest.json"
+# Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
+MANIFEST_NAME = "_manifest.json"
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["LEASE_NAME", "LEASE_S", "Lease", "Store"]
 
-LEASE_NAME = "lease.json"
+LEASE_NAME = "_lease.json"
 # An owner that has not renewed its lease for a day is gone: a fit renews it every hour.
 LEASE_S = 24 * 3600.0
 Paths = list[str]  # inside Store, `list` is a method

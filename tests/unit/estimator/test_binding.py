@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own custom
+from torch import Tensor, nn
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.binding import bind_inputs, bind_labels, check_output_shapes, model_dtype
+from sparkhvd.estimator.schema import Column, DataSchema
+
+ROWS = 4
+
+
+def column(
+    name: str, width: int | None = None, dtype: str = "float32", *, explicit: bool = False
+) -> Column:
+    kind, shape = ("scalar", ()) if width is None else ("array", (width,))
+    stored = {"bool": "uint8", "bfloat16": "float32"}.get(dtype, dtype)
+    return Column(name, kind, stored, shape, "source", dtype, explicit)
+
+
+def schema_of(*features: Column, labels: tuple[Column, ...] = ()) -> DataSchema:
+    return DataSchema(features, labels)
+
+
+def batch_of(schema: DataSchema, rows: int = ROWS) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        c.name: rng.integers(0, 2, (rows, *(c.shape or ()))).astype(c.dtype) for c in schema.columns
+    }
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Two(One):
+    def forward(self, x: Tensor, ids: Tensor, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+        return self.layer(x) * ids * scale
+
+
+def test_scalars_array_and_vector_mean_the_same_for_one_argument() -> None:
+    four = schema_of(*(column(n) for n in "abcd"))
+    array = schema_of(column("v", 4))
+    values = batch_of(four)
+    joined = np.stack([values[n] for n in "abcd"], axis=1)
+    for schema, batch in ((four, values), (array, {"v": joined})):
+        (x,), kwargs = bind_inputs(One(), schema).apply(batch)
+        assert kwargs == {}
+        assert x.dtype == torch.float32
+        np.testing.assert_array_equal(x.numpy(), joined)
+
+
+def test_one_scalar_column_is_joined_to_one_axis() -> None:
+    schema = schema_of(column("a"))
+    (x,), _ = bind_inputs(One(), schema).apply(batch_of(schema))
+    assert x.shape == (ROWS, 1)
+
+
+def test_as_many_arguments_as_columns_get_one_each() -> None:
+    schema = schema_of(column("x", 4), column("i", None, "int64"))
+    (x, i), _ = bind_inputs(Two(), schema).apply(batch_of(schema))
+    assert (x.shape, x.dtype) == ((ROWS, 4), torch.float32)
+    assert (i.shape, i.dtype) == ((ROWS,), torch.int64)
+
+
+def test_other_counts_are_an_error_with_both() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        bind_inputs(Two(), schema_of(column("a"), column("b"), column("c")))
+    assert str(caught.value) == (
+        "Two.forward takes 2 required arguments (and optional ones) and there are 3 feature columns ('a', 'b', 'c'), "
+        "so it is not clear which goes where. Say it with inputs={'<argument>': ['<column>', ...], ...}, or with one "
+        "entry per column in input_shapes."
+    )
+
+
+def test_inputs_by_name() -> None:
+    schema = schema_of(column("a"), column("b", 2), column("c", None, "int64"))
+    binding = bind_inputs(Two(), schema, inputs={"x": ["a", "b"], "ids": "c"})
+    args, kwargs = pickle.loads(pickle.dumps(binding)).apply(batch_of(schema))
+    assert args == ()
+    assert {n: (tuple(t.shape), t.dtype) for n, t in kwargs.items()} == {
+        "x": ((ROWS, 3), torch.float32),
+        "ids": ((ROWS,), torch.int64),
+    }
+    assert binding.describe() == "x = 'a' + 'b' (float32); ids = 'c' (int64)"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            {"y": ["a", "b", "c"]},
+            "inputs names the argument 'y', which forward does not take. Its arguments are: 'x'",
+        ),
+        (
+            {"x": ["a", "z"]},
+            r"inputs\['x'\] names column 'z', which is not among feature_cols: 'a', 'b', 'c'",
+        ),
+        ({"x": ["a"], "ids": "c"}, "feature_cols has 'b', which inputs does not use"),
+        ({"x": []}, r"inputs\['x'\] is empty"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_named(inputs: dict[str, Any], message: str) -> None:
+    schema = schema_of(column("a"), column("b", 2), column("c", None, "int64"))
+    with pytest.raises(InvalidArgumentError, match=message):
+        bind_inputs(Two(), schema, inputs=inputs)
+
+
+@pytest.mark.parametrize("shape", [[-1, 1, 2, 2], [1, 2, 2], [-1, 1, 2, -1]])
+def test_input_shapes_may_hold_the_batch(shape: list[int]) -> None:
+    schema = schema_of(column("v", 4))
+    (x,), _ = bind_inputs(One(), schema, input_shapes=[shape]).apply(batch_of(schema))
+    assert x.shape == (ROWS, 1, 2, 2)
+
+
+def test_input_shapes_give_one_argument_per_column() -> None:
+    schema = schema_of(column("v", 4), column("i", None, "int64"))
+    (x, i), _ = bind_inputs(Two(), schema, input_shapes=[[-1, 4], [-1, 1]]).apply(batch_of(schema))
+    assert (tuple(x.shape), tuple(i.shape)) == ((ROWS, 4), (ROWS, 1))
+    named = bind_inputs(Two(), schema, inputs={"x": ["v"], "ids": "i"}, input_shapes={"x": [2, 2]})
+    assert named.apply(batch_of(schema))[1]["x"].shape == (ROWS, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([[-1, 4]], "input_shapes has 1 shapes and feature_cols 2 columns"),
+        (
+            [[-1, 5], [1]],
+            r"input_shapes gives \[-1, 5\] for column 'v', which has 4 elements per row",
+        ),
+        ([[-1, 3, -1], [1]], "which has 4 elements per row"),
+        ([[-1, -1, -1], [1]], "at most one -1"),
+        (["4", [1]], "A shape is a list of positive numbers"),
+        ({"x": [4]}, "give inputs= too"),
+    ],
+)
+def test_input_shapes_that_do_not_fit_are_named(shapes: Any, message: str) -> None:
+    schema = schema_of(column("v", 4), column("i", None, "int64"))
+    with pytest.raises(InvalidArgumentError, match=message):
+        bind_inputs(Two(), schema, input_shapes=shapes)
+
+
+def test_input_shapes_are_checked_at_the_first_batch_when_widths_come_later() -> None:
+    unknown = Column("v", "vector", "float32", None, "vector", "float32")
+    binding = bind_inputs(One(), schema_of(unknown), input_shapes=[[-1, 2, 2]])
+    assert binding.apply({"v": np.zeros((3, 4), np.float32)})[0][0].shape == (3, 2, 2)
+    assert binding.apply({"v": np.zeros((0, 4), np.float32)})[0][0].shape == (0, 2, 2)
+    with pytest.raises(
+        InvalidArgumentError, match="the data have 5 elements per row, the shape asks for 4"
+    ):
+        binding.apply({"v": np.zeros((3, 5), np.float32)})
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ([column("i", None, "int64")], torch.int64),
+        ([column("i", 4, "int64")], torch.int64),
+        ([column("i", None, "int64"), column("a")], torch.float32),
+        ([column("i", None, "int64"), column("f", None, "bool")], torch.int64),
+        ([column("f", None, "bool")], torch.bool),
+        ([column("a"), column("d", None, "float64", explicit=True)], torch.float64),
+        ([column("a", None, "bfloat16")], torch.bfloat16),
+        ([column("a", None, "bfloat16"), column("b", None, "bfloat16")], torch.bfloat16),
+    ],
+)
+def test_integers_are_cast_only_when_joined_with_floats(
+    columns: list[Column], expected: torch.dtype
+) -> None:
+    schema = schema_of(*columns)
+    (x,), _ = bind_inputs(One(), schema).apply(batch_of(schema))
+    assert x.dtype == expected
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_other_kinds_of_modules_tell_their_arguments() -> None:
+    schema = schema_of(column("a", 4), column("b", 4))
+
+    class Optional(One):
+        def forward(self, x: Tensor | None = None) -> Tensor:  # type: ignore[override]
+            assert x is not None
+            return x
+
+    class Star(One):
+        def forward(self, *xs: Tensor) -> Tensor:  # type: ignore[override]
+            return xs[0]
+
+    class Named(One):
+        def forward(self, **xs: Tensor) -> Tensor:  # type: ignore[override]
+            return xs["p"]
+
+    assert len(bind_inputs(nn.Sequential(nn.Linear(8, 1)), schema).arguments) == 1
+    assert len(bind_inputs(Optional(), schema).arguments) == 1
+    assert len(bind_inputs(torch.jit.script(One()), schema).arguments) == 1
+    assert len(bind_inputs(torch.compile(Two()), schema).arguments) == 2
+    assert len(bind_inputs(Star(), schema, input_shapes=[[4], [4]]).arguments) == 2
+    assert len(bind_inputs(Named(), schema, inputs={"p": "a", "q": "b"}).arguments) == 2
+    with pytest.raises(InvalidArgumentError, match=r"any number of arguments \(\*args\)"):
+        bind_inputs(Star(), schema)
+
+
+def test_model_dtype_is_that_of_its_parameters() -> None:
+    assert model_dtype(One()) == "float32"
+    assert model_dtype(One().double()) == "float64"
+    assert model_dtype(nn.ReLU()) == "float32"
+
+
+# -- labels ------------------------------------------------------------------------------------------
+
+
+def mine(output: Tensor, label: Tensor) -> Tensor:
+    return F.cross_entropy(output, label)
+
+
+INT, FLOAT = column("y", None, "int64"), column("y")
+
+
+@pytest.mark.parametrize(
+    ("loss", "label", "output_shape", "expected_dtype", "expected_shape"),
+    [
+        (nn.CrossEntropyLoss(), INT, (ROWS, 3), torch.int64, (ROWS,)),
+        (F.cross_entropy, INT, (ROWS, 3), torch.int64, (ROWS,)),
+        (nn.NLLLoss(), column("y", 1, "int64"), (ROWS, 3), torch.int64, (ROWS,)),
+        (nn.MultiMarginLoss(), column("y", None, "bool"), (ROWS, 3), torch.int64, (ROWS,)),
+        (nn.CrossEntropyLoss(), column("y", 6, "int64"), (ROWS, 3, 6), torch.int64, (ROWS, 6)),
+        (
+            nn.CrossEntropyLoss(),
+            column("y", 6, "int64"),
+            (ROWS, 3, 2, 3),
+            torch.int64,
+            (ROWS, 2, 3),
+        ),
+        (nn.CrossEntropyLoss(), column("y", 3), (ROWS, 3), torch.float32, (ROWS, 3)),
+        (nn.MultiLabelMarginLoss(), column("y", 3, "int64"), (ROWS, 3), torch.int64, (ROWS, 3)),
+        (mine, INT, (ROWS, 3), torch.int64, (ROWS,)),
+        (nn.MSELoss(), INT, (ROWS,), torch.float32, (ROWS,)),
+        (nn.MSELoss(), FLOAT, (ROWS, 1), torch.float32, (ROWS, 1)),
+        (F.mse_loss, INT, (ROWS, 1), torch.float32, (ROWS, 1)),
+        (nn.BCEWithLogitsLoss(), column("y", None, "bool"), (ROWS, 1), torch.float32, (ROWS, 1)),
+        (nn.L1Loss(), column("y", 6), (ROWS, 2, 3), torch.float32, (ROWS, 2, 3)),
+        (
+            nn.MSELoss(),
+            column("y", None, "float64", explicit=True),
+            (ROWS,),
+            torch.float64,
+            (ROWS,),
+        ),
+    ],
+)
+def test_labels_meet_their_outputs(
+    loss: Callable[..., Tensor],
+    label: Column,
+    output_shape: tuple[int, ...],
+    expected_dtype: torch.dtype,
+    expected_shape: tuple[int, ...],
+) -> None:
+    schema = schema_of(column("x", 4), labels=(label,))
+    binding = pickle.loads(pickle.dumps(bind_labels(schema, loss)))
+    output = torch.zeros(output_shape, requires_grad=True).sigmoid()
+    (found,) = binding.match([output], binding.apply(batch_of(schema)))
+    assert (found.dtype, tuple(found.shape)) == (expected_dtype, expected_shape)
+    assert loss(output, found).dim() == 0
+    check_output_shapes(binding, [output[:1]], binding.apply(batch_of(schema, 1)))
+
+
+@pytest.mark.parametrize(
+    ("loss", "label", "output_shape", "message"),
+    [
+        (
+            nn.MSELoss(),
+            FLOAT,
+            (ROWS, 3),
+            r"has shape \(4,\) and the model's output \(4, 3\): the loss would broadcast",
+        ),
+        (
+            nn.MSELoss(),
+            column("y", 2),
+            (ROWS, 1),
+            r"has shape \(4, 2\) and the model's output \(4, 1\)",
+        ),
+        (mine, column("y", 1), (ROWS, 3), r"has shape \(4, 1\) and the model's output \(4, 3\)"),
+        (nn.CrossEntropyLoss(), INT, (ROWS,), r"scores \(rows, classes, \.\.\.\)"),
+        (nn.CrossEntropyLoss(), column("y", 2, "int64"), (ROWS, 3), r"has shape \(4, 2\)"),
+        (nn.MSELoss(), FLOAT, (2, 1), "has shape \\(2, 1\\) for a batch of 4 rows"),
+        (nn.MSELoss(), FLOAT, (), "must return one row per row"),
+    ],
+)
+def test_a_remaining_broadcast_is_an_error_with_both_shapes(
+    loss: Callable[..., Tensor], label: Column, output_shape: tuple[int, ...], message: str
+) -> None:
+    schema = schema_of(column("x", 4), labels=(label,))
+    binding = bind_labels(schema, loss)
+    with pytest.raises(InvalidArgumentError, match=message):
+        binding.match([torch.zeros(output_shape)], binding.apply(batch_of(schema)))
+
+
+def test_number_of_outputs_and_losses_must_fit() -> None:
+    schema = schema_of(column("x", 4), labels=(INT, column("z")))
+    binding = bind_labels(schema, [nn.CrossEntropyLoss(), nn.MSELoss()])
+    assert binding.kinds == ("class_index", "elementwise")
+    with pytest.raises(
+        InvalidArgumentError, match=r"returned 1 output and there are 2 label columns \('y', 'z'\)"
+    ):
+        binding.match([torch.zeros(4, 2)], binding.apply(batch_of(schema)))
+    with pytest.raises(InvalidArgumentError, match="There are 3 losses and 2 label columns"):
+        bind_labels(schema, [mine, mine, mine])
+
+
+def test_a_floating_class_index_is_named_before_any_job() -> None:
+    schema = schema_of(column("x", 4), labels=(FLOAT,))
+    with pytest.raises(InvalidArgumentError, match=r"label_dtypes=\{'y': 'int64'\}"):
+        bind_labels(schema, nn.CrossEntropyLoss())
+
+
+def test_a_step_without_rows_matches_too() -> None:
+    schema = schema_of(column("x", 4), labels=(INT,))
+    binding = bind_labels(schema, nn.CrossEntropyLoss())
+    (found,) = binding.match([torch.zeros(0, 3)], binding.apply(batch_of(schema, 0)))
+    assert found.shape == (0,)
