@@ -57,6 +57,9 @@ if TYPE_CHECKING:
         hosts: tuple[int, ...]
         sockets: list[int]
 
+        def close(self) -> None:
+            """Close every descriptor that nobody took."""
+
 
 __all__ = [
     "ABI_VERSION",
@@ -785,6 +788,11 @@ def _create(library: Library, connections: Connections, settings: Settings) -> i
         slots=settings.slots,
         use_shared_memory=int(settings.shared_memory),
     )
+    if not library.isa_available(options.isa):
+        connections.close()
+        raise InvalidArgumentError(
+            f"Settings.isa is {settings.isa!r}, which this CPU or this build does not have. Use isa='auto'."
+        )
     # The library owns the descriptors from here on, also when it fails.
     connections.sockets[:] = [-1] * size
     handle = ctypes.c_void_p()
