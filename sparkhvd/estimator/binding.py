@@ -61,17 +61,16 @@ class Argument:
         rows = len(arrays[0])
         dtype = getattr(torch, self.dtype)
         if len(arrays) == 1:
-            tensor = torch.from_numpy(arrays[0]).to(dtype)
+            tensor = _from_numpy(arrays[0], dtype)
             if self.is_joined:
                 tensor = tensor.reshape(rows, math.prod(arrays[0].shape[1:]))
         else:
             parts = [a.reshape(rows, math.prod(a.shape[1:])) for a in arrays]
-            tensor = torch.empty((rows, sum(p.shape[1] for p in parts)), dtype=dtype)
-            at = 0
-            for part in parts:
-                # copy_ converts while it copies.
-                tensor[:, at : at + part.shape[1]].copy_(torch.from_numpy(part))
-                at += part.shape[1]
+            # numpy converts while it fills; it has no bfloat16.
+            filled = torch.float32 if dtype == torch.bfloat16 else dtype
+            tensor = torch.empty((rows, sum(p.shape[1] for p in parts)), dtype=filled)
+            np.concatenate(parts, axis=1, out=tensor.numpy(), casting="unsafe")
+            tensor = tensor.to(dtype)
         if self.shape is not None:
             tensor = tensor.reshape(rows, *self._row_shape(tensor))
         return tensor
@@ -96,6 +95,12 @@ class Argument:
         name = self.name if self.name is not None else "argument"
         shape = "" if self.shape is None else f", rows of shape {list(self.shape)}"
         return f"{name} = {' + '.join(map(repr, self.columns))} ({self.dtype}{shape})"
+
+
+def _from_numpy(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """A tensor of the array's values, sharing its memory where that may be written."""
+    # A tensor cannot be read-only, and buffers that came from Arrow are.
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -360,7 +365,7 @@ class LabelBinding:
     def apply(self, batch: Mapping[str, npt.NDArray[Any]]) -> tuple[Tensor, ...]:
         """One tensor per label column: (B,) for scalars, (B, w) for arrays and vectors."""
         return tuple(
-            torch.from_numpy(np.asarray(batch[name])).to(getattr(torch, dtype))
+            _from_numpy(batch[name], getattr(torch, dtype))
             for name, dtype in zip(self.columns, self.dtypes, strict=True)
         )
 

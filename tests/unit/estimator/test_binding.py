@@ -212,6 +212,25 @@ def test_other_kinds_of_modules_tell_their_arguments() -> None:
         bind_inputs(Star(), schema)
 
 
+@pytest.mark.filterwarnings("error")
+def test_read_only_columns_are_copied_not_shared() -> None:
+    schema = schema_of(column("v", 4), labels=(column("y"),))
+    batch = batch_of(schema)
+    for array in batch.values():
+        array.flags.writeable = False
+    (x,), _ = bind_inputs(One(), schema).apply(batch)
+    (y,) = bind_labels(schema, nn.MSELoss()).apply(batch)
+    x += 1
+    y += 1
+    assert batch["v"].max() <= 1
+    assert batch["y"].max() <= 1
+    two = schema_of(column("a"), column("b"))
+    both = {n: v.copy() for n, v in batch_of(two).items()}
+    for array in both.values():
+        array.flags.writeable = False
+    assert bind_inputs(One(), two).apply(both)[0][0].shape == (ROWS, 2)
+
+
 def test_model_dtype_is_that_of_its_parameters() -> None:
     assert model_dtype(One()) == "float32"
     assert model_dtype(One().double()) == "float64"
