@@ -17,7 +17,6 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import importlib
 import io
 import json
@@ -212,6 +211,8 @@ def _watch_parent(fd: int) -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=kill_group_at_end, name="sparkhvd-parent", daemon=True).start()
+    import fcntl  # absent on Windows, where a Connect client may import this file
+
     # The kernel does the same by itself, which also ends a rank whose native code keeps the GIL.
     # F_SETSIG and a negative owner (a process group) are Linux's; elsewhere the thread has to do.
     with contextlib.suppress(OSError, AttributeError):

@@ -76,8 +76,9 @@ def check_env(env: Mapping[str, str]) -> dict[str, str]:
     return dict(env)
 
 
-# In a pickle: a short string that begins with one of these names, so a module or an `import` of the function.
-_MENTIONS_TORCH = re.compile(rb"\x8c[\x05-\xff](?:torch|sparkhvd\.torch|sparkhvd\.estimator)")
+# In a pickle, a short string: its length, then its text. Module names are such strings, those of a reference as
+# well as those of an `import` inside the function.
+_MENTIONED = re.compile(rb"\x8c(.)((?:torch|sparkhvd\.(?:torch|estimator))[\w.]*)", re.DOTALL)
 _SCAN_BYTES = 1 << 20
 
 
@@ -86,8 +87,13 @@ def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
 
     Only a head start: what is not found here is imported when the function asks for it.
     """
-    mentioned = "torch" in requirements or _MENTIONS_TORCH.search(program, 0, _SCAN_BYTES)
-    return ["pyspark.cloudpickle", *(["torch"] if mentioned else [])]
+    found = {"torch"} & set(requirements)
+    for length, text in _MENTIONED.findall(program, 0, _SCAN_BYTES):
+        if len(text) >= length[0]:
+            name = text[: length[0]].decode()
+            found.add("torch" if name.startswith("torch.") else name)
+    modules = {name for name in found if name == "torch" or name.startswith("sparkhvd.")}
+    return ["pyspark.cloudpickle", *sorted(modules)]
 
 
 def job_frame(job: Job, settings: Settings, master: tuple[str, int]) -> JobFrame:
