@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from sparkhvd.estimator.model import TorchModel as TorchModel
     from sparkhvd.estimator.packed import read_packed as read_packed
     from sparkhvd.estimator.store import Store as Store
-    from sparkhvd.estimator.trust import trust as trust
+    from sparkhvd.estimator.trusting import trust as trust
 
 _HOMES = {
     "Store": "sparkhvd.estimator.store",
     "TorchEstimator": "sparkhvd.estimator.estimator",
     "TorchModel": "sparkhvd.estimator.model",
     "read_packed": "sparkhvd.estimator.packed",
-    "trust": "sparkhvd.estimator.trust",
+    "trust": "sparkhvd.estimator.trusting",
 }
 
 __all__ = ["Store", "TorchEstimator", "TorchModel", "read_packed", "trust"]
@@ -35,10 +35,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'sparkhvd.estimator' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
-    # The submodule `trust` becomes an attribute of this package when it is imported; the public name wins.
-    globals()[name] = value
-    return value
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

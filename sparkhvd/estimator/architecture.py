@@ -161,8 +161,7 @@ def _rebuild(description: Mapping[str, Any], seen: dict[str, Any], path: str) ->
     kind = getattr(torch.nn, name, None) or getattr(nn.modules.linear, name, None)
     if not (isinstance(kind, type) and _is_allowed(kind)):
         raise ValueError(f"{name!r} is not a module of torch.nn")
-    module = kind.__new__(kind)
-    assert isinstance(module, nn.Module)
+    module: nn.Module = object.__new__(kind)
     nn.Module.__init__(module)
     seen[path] = module
     for key, value in description["attributes"].items():
@@ -224,7 +223,9 @@ class _ShellUnpickler(pickle.Unpickler):
         name, is_parameter, requires_grad = pid
         if name not in self._made:
             tensor = self._weights[name]
-            self._made[name] = nn.Parameter(tensor, requires_grad) if is_parameter else tensor
+            if is_parameter and not isinstance(tensor, nn.Parameter):
+                tensor = nn.Parameter(tensor, requires_grad)
+            self._made[name] = tensor
         return self._made[name]
 
 

@@ -71,7 +71,7 @@ class _Request:
 
 
 @with_signature
-class TorchEstimator(TrainParams, Estimator, MLWritable, MLReadable["TorchEstimator"]):
+class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable["TorchEstimator"]):
     """Trains a PyTorch module on a Spark DataFrame, one rank per Spark task, all started together.
 
         estimator = TorchEstimator(
@@ -120,7 +120,7 @@ class TorchEstimator(TrainParams, Estimator, MLWritable, MLReadable["TorchEstima
         shared = self.copy()
         if shared._get("data_key") is None:
             shared._set(data_key=f"fold-{uuid.uuid4().hex}")
-        return Estimator.fitMultiple(shared, dataset, paramMaps)  # type: ignore[no-any-return]
+        return Estimator.fitMultiple(shared, dataset, paramMaps)
 
     # -- check: everything that can be known before the first job -------------------------------------
 
@@ -375,7 +375,8 @@ class TorchEstimator(TrainParams, Estimator, MLWritable, MLReadable["TorchEstima
         """Load a saved estimator; `trust` as in `TorchModel.load`."""
         from sparkhvd.estimator.persistence import EstimatorReader
 
-        return EstimatorReader(cls, trusted=trust).load(path)
+        loaded: TorchEstimator = EstimatorReader(cls, trusted=trust).load(path)
+        return loaded
 
 
 def _check_slots(spark: Any, num_proc: int | None) -> int:

@@ -263,7 +263,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """
         from sparkhvd.estimator.persistence import ModelReader
 
-        return ModelReader(cls, trusted=trust).load(path)
+        loaded: TorchModel = ModelReader(cls, trusted=trust).load(path)
+        return loaded
 
 
 def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:

@@ -245,7 +245,7 @@ class PerRow:
 def _per_row(loss: Loss) -> Loss:
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         changed = copy.copy(loss)
-        changed.reduction = "none"
+        changed.__dict__["reduction"] = "none"
         return changed
     try:
         accepts = inspect.signature(loss).parameters

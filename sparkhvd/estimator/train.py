@@ -198,7 +198,7 @@ class Step:
             result = self.forward(batch) if batch.num_rows else None
         share = self.share(batch, result)
         if result is not None:
-            (result.loss * share).backward()  # type: ignore[no-untyped-call]  # torch's own
+            (result.loss * share).backward()
             totals.add(result)
         if self.spec.gradient_clip_norm is not None:
             self.optimizer.synchronize()  # clip what all ranks together would step along
