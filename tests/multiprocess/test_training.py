@@ -1,0 +1,143 @@
+"""The torch API in real processes, as a user's script meets it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkhvd.errors import RankError
+from sparkhvd.runner import run_local
+
+DOUBLES = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+}
+
+
+def build(dtype: torch.dtype, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv1d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 1)
+    ).to(dtype)
+
+
+def data(dtype: torch.dtype, rows: int = 96) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, 1, 8, generator=generator, dtype=torch.float64).to(dtype)
+    return x, x.sum((1, 2)).sin().unsqueeze(1)
+
+
+def train(
+    make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype, hvd: Any = None
+) -> list[list[float]]:
+    """Four epochs of 8 steps; with `hvd` this rank's share of every batch."""
+    model = build(dtype, seed=hvd.rank() if hvd else 0)
+    optimizer = make(model.parameters())
+    if hvd:
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    x, y = data(dtype)
+    for _ in range(4):
+        for xs, ys in zip(x.split(12), y.split(12), strict=True):
+            if hvd:
+                share = slice(hvd.rank(), None, hvd.size())
+                xs, ys = xs[share], ys[share]
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(xs), ys).backward()
+            optimizer.step()
+    return [p.detach().double().flatten().tolist() for p in model.parameters()]
+
+
+def everything() -> dict[str, Any]:
+    """What a script does: one start of the processes for many checks, because a start costs seconds."""
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    report: dict[str, Any] = {
+        "topology": (size, hvd.local_rank(), hvd.local_size(), hvd.cross_size()),
+        "objects": hvd.allgather_object({"rank": rank, "pad": "x" * rank}),
+        "gather": hvd.allgather(torch.full((rank + 1, 2), rank)).tolist(),
+        "sum": hvd.allreduce(torch.ones(1_000_003), op=hvd.Sum).sum().item(),
+        "broadcast": hvd.broadcast(torch.tensor([float(rank)]), root_rank=size - 1).item(),
+    }
+    for name, make in DOUBLES.items():
+        report[name] = train(make, torch.float64, hvd)
+    report["float32"] = train(DOUBLES["sgd"], torch.float32, hvd)
+    try:
+        hvd.allreduce(torch.ones(rank + 1), name="odd")
+    except hvd.MismatchError as error:
+        report["mismatch"] = str(error)
+    hvd.barrier()  # the engine stays usable
+    hvd.shutdown()
+    hvd.init()  # the same ranks meet again
+    report["again"] = hvd.allreduce(torch.tensor(rank), op=hvd.Sum).item()
+    return report  # leaves without shutdown(): the exit of the process does it
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    return run_local(everything, num_proc=3, verbose=0)
+
+
+def test_collectives_between_processes(reports: list[dict[str, Any]]) -> None:
+    for rank, report in enumerate(reports):
+        assert report["topology"] == (3, rank, 3, 1)
+        assert report["objects"] == [{"rank": r, "pad": "x" * r} for r in range(3)]
+        assert report["gather"] == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
+        assert report["sum"] == 3 * 1_000_003
+        assert report["broadcast"] == 2.0
+        assert "odd" in report["mismatch"]
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+def test_training_equals_one_process(reports: list[dict[str, Any]], name: str) -> None:
+    expected = train(DOUBLES[name], torch.float64)
+    for report in reports:
+        assert report[name] == reports[0][name]
+        for ours, theirs in zip(report[name], expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-12, rel=0)
+
+
+def test_training_equals_one_process_in_float32(reports: list[dict[str, Any]]) -> None:
+    expected = train(DOUBLES["sgd"], torch.float32)
+    for report in reports:
+        for ours, theirs in zip(report["float32"], expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5, rel=0)
+
+
+def test_the_same_ranks_meet_again_after_shutdown(reports: list[dict[str, Any]]) -> None:
+    assert [report["again"] for report in reports] == [3, 3, 3]
+
+
+def killed_in_a_step() -> None:
+    import os
+
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    model = build(torch.float32, 0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = data(torch.float32)
+    for step in range(1000):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        if step == 5 and hvd.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+
+
+def test_a_rank_killed_in_a_step_ends_the_others_and_is_named() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_local(killed_in_a_step, num_proc=2, verbose=0)
+    assert caught.value.rank == 1
+    assert time.monotonic() - start < 20
