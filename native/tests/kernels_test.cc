@@ -1,4 +1,5 @@
-// The reduce kernels against a reference written element by element, and against each other bit by bit.
+// The reduce kernels against a reference written element by element, and against each other bit by
+// bit.
 #include "kernels/kernels.h"
 
 #include <bit>
@@ -21,7 +22,8 @@ constexpr ReduceOp kOps[] = {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin,
 constexpr int kIsas[] = {SPARKHVD_ISA_AVX2, SPARKHVD_ISA_AVX512, SPARKHVD_ISA_NEON,
                          SPARKHVD_ISA_AUTO};
 // Around every vector width, below and above one unrolled step, and none.
-constexpr std::size_t kCounts[] = {0, 1, 3, 4, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 127, 255, 257, 1031};
+constexpr std::size_t kCounts[] = {0,  1,  3,  4,  7,  8,   15,  16,  17,
+                                   31, 33, 63, 64, 65, 127, 255, 257, 1031};
 
 // Bit patterns that conversions and comparisons treat in their own way: zeros, infinities, NaN with
 // payloads, signalling NaN, denormals, ties of the roundings, and the largest finite values.
@@ -29,7 +31,8 @@ template <typename Word>
 std::vector<Word> corner_patterns(DType dtype) {
   if constexpr (sizeof(Word) == 2) {
     if (dtype == DType::kFloat16) {
-      return {0x0000, 0x8000, 0x7c00, 0xfc00, 0x7e00, 0x7c01, 0xfd55, 0x0001, 0x83ff, 0x7bff, 0x0400};
+      return {0x0000, 0x8000, 0x7c00, 0xfc00, 0x7e00, 0x7c01,
+              0xfd55, 0x0001, 0x83ff, 0x7bff, 0x0400};
     }
     return {0x0000, 0x8000, 0x7f80, 0xff80, 0x7fc0, 0x7f81, 0xffaa, 0x0001, 0x807f, 0x7f7f, 0x0080};
   } else if constexpr (sizeof(Word) == 4) {
@@ -37,9 +40,9 @@ std::vector<Word> corner_patterns(DType dtype) {
             0x00000001, 0x807fffff, 0x7f7fffff, 0x00800000, 0x477fefff, 0x477ff000, 0x33000000,
             0x33000001, 0x38800000, 0x387fffff, 0x3f801000, 0x3f803000, 0x3f808000, 0x3f818000};
   } else {
-    return {0x0000000000000000, 0x8000000000000000, 0x7ff0000000000000, 0xfff0000000000000,
-            0x7ff8000000000000, 0x7ff0000000000001, 0xfff8000012345678, 0x0000000000000001,
-            0x7fefffffffffffff};
+    return {0x0000000000000000, 0x8000000000000000, 0x7ff0000000000000,
+            0xfff0000000000000, 0x7ff8000000000000, 0x7ff0000000000001,
+            0xfff8000012345678, 0x0000000000000001, 0x7fefffffffffffff};
   }
 }
 
@@ -253,9 +256,9 @@ TEST(float16_conversions_match_the_compiler) {
                                 {});
     for (std::size_t i = 0; i < halves.size(); ++i) {
       const auto expected = static_cast<float>(std::bit_cast<_Float16>(halves[i]));
-      CHECK(std::isnan(expected) ? std::isnan(wide[i])
-                                 : std::bit_cast<std::uint32_t>(expected) ==
-                                       std::bit_cast<std::uint32_t>(wide[i]));
+      CHECK(std::isnan(expected)
+                ? std::isnan(wide[i])
+                : std::bit_cast<std::uint32_t>(expected) == std::bit_cast<std::uint32_t>(wide[i]));
     }
     kernels(isa).finish(DType::kFloat16, ReduceOp::kSum, narrow.data(), float_srcs, floats.size(),
                         {});

@@ -158,7 +158,8 @@ SPARKHVD_INLINE T saturate(double value) {
   return value == value ? static_cast<T>(value) : static_cast<T>(0);
 }
 
-// Not inlined: lane by lane, and rare (Average of integers), it would be most of the library's code.
+// Not inlined: lane by lane, and rare (Average of integers), it would be most of the library's
+// code.
 template <typename T>
 __attribute__((noinline)) void scale_integers(Vector<T>& values, double factor) {
   for (std::size_t lane = 0; lane < SPARKHVD_VECTOR_BYTES / sizeof(T); ++lane) {
