@@ -6,7 +6,7 @@ A script for Horovod needs only this import changed. Call `init()` first; under 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from sparkhvd.errors import (
     CollectiveError,
@@ -116,6 +116,33 @@ __all__ = [
     "size",
     "synchronize",
 ]
+
+# Horovod's names that this version does not have yet.
+_LATER = frozenset(
+    {
+        "SyncBatchNorm",
+        "add_process_set",
+        "alltoall",
+        "alltoall_async",
+        "elastic",
+        "grouped_allgather",
+        "grouped_allgather_async",
+        "grouped_reducescatter",
+        "grouped_reducescatter_async",
+        "join",
+        "reducescatter",
+        "reducescatter_async",
+        "remove_process_set",
+        "sparse_allreduce_async",
+        "start_timeline",
+        "stop_timeline",
+    }
+)
+
+
+def __getattr__(name: str) -> NoReturn:
+    later = " It is Horovod's, and not in this version of sparkhvd." if name in _LATER else ""
+    raise AttributeError(f"module 'sparkhvd.torch' has no attribute {name!r}.{later}")
 
 
 def init(rendezvous: Rendezvous | None = None) -> None:

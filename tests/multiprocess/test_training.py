@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -56,6 +57,19 @@ def train(
     return [p.detach().double().flatten().tolist() for p in model.parameters()]
 
 
+def in_a_forked_child(hvd: Any) -> int:
+    """What a forked child of a rank may do: ask, but not communicate; 0 when all is as it should be."""
+    child = os.fork()
+    if child == 0:
+        try:
+            hvd.allreduce(torch.ones(1), name="forked")
+        except hvd.NotInitializedError as error:
+            os._exit(0 if "created before fork" in str(error) else 2)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def everything() -> dict[str, Any]:
     """What a script does: one start of the processes for many checks, because a start costs seconds."""
     import sparkhvd.torch as hvd
@@ -72,6 +86,11 @@ def everything() -> dict[str, Any]:
     for name, make in DOUBLES.items():
         report[name] = train(make, torch.float64, hvd)
     report["float32"] = train(DOUBLES["sgd"], torch.float32, hvd)
+    loader = torch.utils.data.DataLoader(
+        range(100), batch_size=10, num_workers=1, multiprocessing_context="fork"
+    )
+    report["loader"] = [hvd.allreduce(batch, op=hvd.Sum).sum().item() for batch in loader]
+    report["fork"] = in_a_forked_child(hvd)
     try:
         hvd.allreduce(torch.ones(rank + 1), name="odd")
     except hvd.MismatchError as error:
@@ -98,6 +117,12 @@ def test_collectives_between_processes(reports: list[dict[str, Any]]) -> None:
         assert "odd" in report["mismatch"]
 
 
+def test_forked_children_do_no_harm(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert sum(report["loader"]) == 3 * sum(range(100))
+        assert report["fork"] == 0
+
+
 @pytest.mark.parametrize("name", DOUBLES)
 def test_training_equals_one_process(reports: list[dict[str, Any]], name: str) -> None:
     expected = train(DOUBLES[name], torch.float64)
@@ -119,8 +144,6 @@ def test_the_same_ranks_meet_again_after_shutdown(reports: list[dict[str, Any]])
 
 
 def killed_in_a_step() -> None:
-    import os
-
     import sparkhvd.torch as hvd
 
     hvd.init()

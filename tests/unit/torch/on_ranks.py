@@ -10,7 +10,7 @@ from sparkhvd.settings import Settings
 from sparkhvd.torch._context import use_engine
 from tests.harness import ranks
 
-DEADLINE_S = 20.0
+DEADLINE_S = 40.0
 
 
 def on_ranks(
