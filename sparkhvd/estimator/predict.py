@@ -206,8 +206,7 @@ def feature(array: pa.Array, column: Column, source: str) -> np.ndarray[Any, Any
     values, found = column_to_numpy(array, column)
     if values is None or values.shape[1:] != (column.shape or ()):
         raise InvalidArgumentError(f"transform: column {source!r} {_problem(found, column)}")
-    # Arrow's memory is read-only, and torch warns of tensors over such memory.
-    return values if values.flags.writeable else values.copy()
+    return values
 
 
 def _problem(found: Findings, column: Column) -> str:
