@@ -49,6 +49,16 @@ def test_killed_rank_is_named_by_every_other_within_two_seconds(body: str, tcp_o
         assert time.monotonic() - start < 2
 
 
+@pytest.mark.parametrize("tcp_only", [False, True])
+def test_rank_killed_before_it_comes_is_named(tcp_only: bool) -> None:
+    with rank_processes(f"{BODIES}:add", 3, tcp_only=tcp_only) as ranks:
+        ranks[1].kill(signal.SIGKILL)
+        for rank in (ranks[0], ranks[2]):
+            error = rank.error()
+            assert error["kind"] == "PeerLostError", error
+            assert "rank 1 at 127.0.0.1" in error["text"]
+
+
 def test_killed_rank_is_noticed_although_its_forked_child_lives() -> None:
     with rank_processes(f"{BODIES}:wait_beside_forked_children", 3) as ranks:
         for rank in ranks:
