@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,8 @@ class Context:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_open = True
-        # Which optimizer reduces a parameter (a mapping made and used by `optimizer.py`).
-        self.owners: MutableMapping[Any, Any] | None = None
+        # Which reducer listens to a parameter, weakly (made and used by `optimizer.py`).
+        self.owners: MutableMapping[Any, Callable[[], Any]] | None = None
         self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
     def number(self, kind: str) -> int:
@@ -48,9 +48,18 @@ class Context:
         return f"{kind}.{name}" if name is not None else f"{kind}.noname.{self.number(kind)}"
 
     def close(self) -> None:
-        """Leave the job politely."""
-        self.is_open = False
+        """Leave the job politely; gradients are not reduced any more."""
+        self.retire()
         self.engine.shutdown()
+
+    def retire(self) -> None:
+        """From now on nobody may use the engine through this context."""
+        self.is_open = False
+        owners, self.owners = self.owners, None
+        for find in (owners or {}).values():
+            reducer = find()
+            if reducer is not None:
+                reducer.detach()
 
 
 class _Process:
@@ -124,5 +133,5 @@ def use_engine(engine: Engine) -> Iterator[Context]:
     try:
         yield made
     finally:
-        made.is_open = False
+        made.retire()
         _override.reset(token)

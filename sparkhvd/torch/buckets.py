@@ -232,8 +232,9 @@ class Reducer:
         self._finalizer.atexit = False
 
     def detach(self) -> None:
-        """Stop listening to gradients: another optimizer took the parameters over."""
+        """Stop listening to gradients: the engine was shut down, or another optimizer took them over."""
         self._finalizer()
+        self._reset()
 
     def set_passes(self, passes: int) -> None:
         """Change how many backward passes a cycle has; only between cycles."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparkhvd.engine import ReduceOp
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.buckets import ReduceOptions, Reducer
 from sparkhvd.torch.collectives import Adasum, Average, allreduce
@@ -201,6 +201,10 @@ class _Distributed(torch.optim.Optimizer):
             CollectiveError: the set of ranks changed; the gradients are undefined.
         """
         for reducer in self._reducers:
+            if not self._context.is_open:
+                raise NotInitializedError(
+                    "DistributedOptimizer: it was built before shutdown(). Build it again after init()."
+                )
             if reducer.is_detached:
                 raise InvalidArgumentError(
                     "DistributedOptimizer: a newer DistributedOptimizer was built over the same parameters. "

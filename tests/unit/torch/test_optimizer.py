@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import sparkhvd.torch as hvd
-from sparkhvd.errors import InvalidArgumentError, MismatchError
+from sparkhvd.errors import InvalidArgumentError, MismatchError, NotInitializedError
 from sparkhvd.settings import Settings
 from sparkhvd.torch._context import context
 from tests.unit.torch.on_ranks import on_ranks
@@ -765,6 +765,29 @@ def test_a_newer_optimizer_takes_the_parameters_over() -> None:
     expected = train(lambda p: torch.optim.SGD(p, lr=0.1), distributed=False, steps=2)
     for result in on_ranks(2, body):
         assert torch.allclose(result, expected, rtol=0, atol=1e-12)
+
+
+def test_after_shutdown_backward_works_and_step_says_why_it_does_not() -> None:
+    models = [mlp(), mlp()]
+    optimizers: dict[int, Any] = {}
+
+    def body() -> Any:
+        model = models[hvd.rank()]
+        optimizers[hvd.rank()] = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1)
+        )
+        loss_of(model, batch(0)).backward()
+        optimizers[hvd.rank()].step()
+        loss_of(model, batch(0)).backward()  # in flight at shutdown
+
+    on_ranks(2, body)
+    for model, optimizer in zip(models, optimizers.values(), strict=True):
+        loss_of(model, batch(1)).backward()
+        optimizer.zero_grad()
+        with pytest.raises(NotInitializedError, match="was built before shutdown"):
+            optimizer.step()
+    optimizers.clear()
+    on_ranks(2, body)
 
 
 def test_a_dropped_optimizer_takes_its_hooks_with_it() -> None:
