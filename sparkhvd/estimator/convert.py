@@ -141,7 +141,7 @@ def _vectors(array: Any, found: Findings) -> Array | None:
     of_dense = np.repeat(is_dense, lengths)
     out[is_dense] = values[of_dense].reshape(-1, width)
     sparse_rows = np.repeat(np.arange(len(sizes)), np.where(is_dense, 0, lengths))
-    columns = array.field("indices").fill_null([]).flatten().to_numpy(zero_copy_only=False)
+    columns = array.field("indices").flatten().to_numpy(zero_copy_only=False)
     out[sparse_rows, columns] = values[~of_dense]
     return out
 
