@@ -125,6 +125,7 @@ class Reader:
         self._is_resident = self.num_rows * self._row_bytes <= shuffle_bytes
         self._window_rows = max(1, shuffle_bytes // max(1, self._row_bytes))
         self._prefetch_bytes = prefetch_bytes
+        self._chunk_bytes = min(_CHUNK_BYTES, prefetch_bytes // 4)
         self._resident: dict[str, Array] | None = None
         self._running: _Prefetch | None = None
         self.num_steps = self._plan(0).num_steps
@@ -225,7 +226,7 @@ class Reader:
     # -- the background thread's side ----------------------------------------------------------------
 
     def _chunks(self, plan: Plan) -> Iterator[dict[str, Array]]:
-        steps = max(1, _CHUNK_BYTES // max(1, self._row_bytes * self._batch_size))
+        steps = max(1, self._chunk_bytes // max(1, self._row_bytes * self._batch_size))
         chunk_rows = steps * self._batch_size
         last = plan.last_counts[self._rank] if plan.last_counts else 0
         for window in plan.windows(self._rank):
@@ -251,7 +252,7 @@ class Reader:
         return values, order
 
     def _queue_length(self) -> int:
-        chunk = max(_CHUNK_BYTES, self._row_bytes * self._batch_size)
+        chunk = max(self._chunk_bytes, self._row_bytes * self._batch_size, 1)
         return max(1, self._prefetch_bytes // chunk - 2)  # one more is being made, one being used
 
     # -- the caller's side ---------------------------------------------------------------------------

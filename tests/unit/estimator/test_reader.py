@@ -82,6 +82,7 @@ class Case:
     seed: int
     shuffle: bool
     shuffle_bytes: int
+    prefetch_bytes: int
 
 
 @st.composite
@@ -93,11 +94,15 @@ def cases(draw: st.DrawFn) -> Case:
         rows_per_file=[b - a for a, b in itertools.pairwise(edges)],
         group_rows=draw(st.integers(1, 60) if total < 200 else st.integers(50, 6000)),
         size=draw(st.integers(1, 8)),
-        batch_size=draw(st.integers(1, 600)),
+        batch_size=draw(
+            st.integers(1, 600) | st.integers(1, 3) if total < 500 else st.integers(20, 600)
+        ),
         seed=draw(st.integers(0, 2**32)),
         shuffle=draw(st.booleans()),
         # Below the size of the data, the reader streams.
         shuffle_bytes=draw(st.sampled_from([1 << 30, 40 * ROW_BYTES, 1500 * ROW_BYTES])),
+        # A small bound hands out few steps at a time.
+        prefetch_bytes=draw(st.sampled_from([16 << 20, 100 * ROW_BYTES])),
     )
 
 
@@ -117,6 +122,7 @@ def test_every_row_is_seen_exactly_once_whatever_the_files_and_ranks(
 
     def rank(number: int) -> list[Batch]:
         options = {"seed": case.seed, "shuffle": case.shuffle, "shuffle_bytes": case.shuffle_bytes}
+        options |= {"prefetch_bytes": case.prefetch_bytes}
         with Reader(
             shared_store,
             manifest,
@@ -233,6 +239,21 @@ def test_drop_last_leaves_out_the_final_step(store: Store) -> None:
     manifest = make(store, [107])
     with Reader(store, manifest, rank=1, size=2, batch_size=10, drop_last=True) as reader:
         assert [b.num_rows for b in epoch_of(reader)] == [10] * 5
+
+
+def test_a_last_step_with_one_row_more_stays_together(store: Store) -> None:
+    manifest = make(store, [103])
+    for shuffle_bytes in (1 << 30, 2 * ROW_BYTES):
+        with Reader(
+            store,
+            manifest,
+            rank=0,
+            size=2,
+            batch_size=2,
+            shuffle_bytes=shuffle_bytes,
+            prefetch_bytes=1,
+        ) as reader:
+            assert [b.num_rows for b in epoch_of(reader)] == [2] * 25 + [3]
 
 
 def test_batches_are_the_callers_own(store: Store) -> None:
