@@ -80,12 +80,21 @@ def _accuracy(output: Tensor, label: Tensor, link: str) -> Tensor:
 
 def _mse(output: Tensor, label: Tensor, link: str) -> Tensor:
     del link
-    return (output.double() - label.double().reshape(output.shape)).square().mean()
+    return _difference("mse", output, label).square().mean()
 
 
 def _mae(output: Tensor, label: Tensor, link: str) -> Tensor:
     del link
-    return (output.double() - label.double().reshape(output.shape)).abs().mean()
+    return _difference("mae", output, label).abs().mean()
+
+
+def _difference(name: str, output: Tensor, label: Tensor) -> Tensor:
+    if output.numel() != label.numel():
+        raise InvalidArgumentError(
+            f"metric {name!r} compares an output of shape {tuple(output.shape)} with a label of shape "
+            f"{tuple(label.shape)}. Give a metric that fits this label, for example 'accuracy' for classes."
+        )
+    return output.double() - label.double().reshape(output.shape)
 
 
 BUILT_IN: Mapping[str, Callable[[Tensor, Tensor, str], Tensor]] = {

@@ -23,6 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
+# The first optimizer of a process imports it, which takes as long as torch itself. Here it loads while the ranks
+# wait for each other.
+import torch._dynamo
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd

@@ -1,0 +1,85 @@
+"""What tests of real fits share: modules, estimators, and the same training in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparkhvd import TorchEstimator, read_packed
+from sparkhvd.estimator.manifest import Manifest
+from sparkhvd.estimator.reader import Reader
+from sparkhvd.estimator.store import Store
+
+
+def mlp(inputs: int, outputs: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A small module with the same weights each time."""
+    generator = torch.Generator().manual_seed(inputs * 10 + outputs)
+    model = nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.3)
+    return model
+
+
+def estimator(model: nn.Module, store: Store | None = None, **options: Any) -> TorchEstimator:
+    """An estimator of `y` from `x` on two ranks that prints nothing."""
+    given = {
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.05),
+        "loss": nn.MSELoss(),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 8,
+        "num_proc": 2,
+        "random_seed": 3,
+        "verbose": 0,
+        "max_retries": 0,
+        "store": store,
+    }
+    return TorchEstimator(model=model, **{**given, **options})
+
+
+def only_data(store: Store) -> tuple[Manifest, dict[str, np.ndarray]]:
+    """The one materialized data set of a store: its manifest and its columns."""
+    (data_dir,) = store.data_directories()
+    return Manifest.load(store, data_dir), read_packed(store.full_url(data_dir))
+
+
+def one_process(
+    model: nn.Module,
+    store: Store,
+    features: list[str],
+    *,
+    size: int,
+    batch_size: int,
+    **options: Any,
+) -> nn.Module:
+    """Train a copy of `model` in plain PyTorch over the global batches of `size` ranks, with SGD and MSE."""
+    manifest, values = only_data(store)
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=options["lr"])
+    dtype = next(model.parameters()).dtype
+    columns = [values[n].reshape(len(values[n]), -1) for n in features]
+    x = torch.from_numpy(np.concatenate(columns, axis=1)).to(dtype)
+    y = torch.from_numpy(values["y"]).to(dtype)
+    with Reader(
+        store, manifest, rank=0, size=size, batch_size=batch_size, seed=options["seed"]
+    ) as reader:
+        for epoch in range(options["epochs"]):
+            plan = reader.plan(epoch)
+            for step in range(plan.num_steps):
+                rows = np.concatenate([plan.batch_rows(r, step) for r in range(size)])
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x[rows]), y[rows].reshape(-1, 1)).backward()
+                optimizer.step()
+    return model
+
+
+def assert_same_weights(found: nn.Module, expected: nn.Module, tolerance: float) -> None:
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(
+            found.state_dict()[name], value, rtol=tolerance, atol=tolerance, msg=name
+        )
