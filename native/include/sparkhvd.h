@@ -31,12 +31,14 @@ extern "C" {
 #define SPARKHVD_OK 0
 #define SPARKHVD_PENDING 1          /* not finished yet (poll, wait) */
 #define SPARKHVD_INVALID_ARGUMENT 2 /* this rank's call is wrong; nothing was submitted */
-#define SPARKHVD_MISMATCH 3         /* ranks disagree; raised on every participant; the engine stays usable */
-#define SPARKHVD_TIMEOUT 4          /* a rank did not come in time; the message names it */
-#define SPARKHVD_PEER_LOST 5        /* a rank's process or connection is gone; the engine has failed */
-#define SPARKHVD_SHUT_DOWN 6        /* the engine was shut down, here or by the peer that the message names */
-#define SPARKHVD_UNSUPPORTED 7      /* this build or this machine cannot do what was asked */
-#define SPARKHVD_INTERNAL 8         /* a defect of sparkhvd */
+#define SPARKHVD_MISMATCH \
+  3 /* ranks disagree; raised on every participant; the engine stays usable */
+#define SPARKHVD_TIMEOUT 4   /* a rank did not come in time; the message names it */
+#define SPARKHVD_PEER_LOST 5 /* a rank's process or connection is gone; the engine has failed */
+#define SPARKHVD_SHUT_DOWN \
+  6 /* the engine was shut down, here or by the peer that the message names */
+#define SPARKHVD_UNSUPPORTED 7 /* this build or this machine cannot do what was asked */
+#define SPARKHVD_INTERNAL 8    /* a defect of sparkhvd */
 
 /* Element types. Halves are accumulated in float32. */
 #define SPARKHVD_UINT8 0
@@ -93,54 +95,57 @@ typedef struct sparkhvd_engine_options {
    * host (descriptors are passed over it), TCP otherwise. The engine owns them from the call on, also when
    * the call fails. */
   const int32_t* sockets;
-  int32_t isa;                 /* SPARKHVD_ISA_*; one that the CPU lacks is SPARKHVD_UNSUPPORTED */
-  int32_t spin_us;             /* how long a waiter spins before it sleeps */
-  double stall_warning_s;      /* a rank that is waited for longer is named on stderr; 0 = never */
-  double stall_shutdown_s;     /* ... and after this long the operation fails with TIMEOUT; 0 = never */
-  double host_loss_s;          /* TCP_USER_TIMEOUT of connections between hosts */
-  double connect_timeout_s;    /* longest wait for the peers inside sparkhvd_engine_create */
-  uint64_t slot_bytes;         /* staging memory of one pipeline slot in shared memory */
-  uint32_t slots;              /* pipeline slots per rank, at least 2 */
-  uint32_t use_shared_memory;  /* 0: sockets only, also inside a host */
+  int32_t isa;             /* SPARKHVD_ISA_*; one that the CPU lacks is SPARKHVD_UNSUPPORTED */
+  int32_t spin_us;         /* how long a waiter spins before it sleeps */
+  double stall_warning_s;  /* a rank that is waited for longer is named on stderr; 0 = never */
+  double stall_shutdown_s; /* ... and after this long the operation fails with TIMEOUT; 0 = never */
+  double host_loss_s;      /* TCP_USER_TIMEOUT of connections between hosts */
+  double connect_timeout_s;   /* longest wait for the peers inside sparkhvd_engine_create */
+  uint64_t slot_bytes;        /* staging memory of one pipeline slot in shared memory */
+  uint32_t slots;             /* pipeline slots per rank, at least 2 */
+  uint32_t use_shared_memory; /* 0: sockets only, also inside a host */
 } sparkhvd_engine_options;
 
 /* One tensor of a request: contiguous, row-major. */
 typedef struct sparkhvd_tensor {
-  const void* input;    /* read until the operation is finished */
-  void* output;         /* written; may equal `input`; NULL where the engine allocates (allgather, alltoall) */
+  const void* input; /* read until the operation is finished */
+  void*
+      output; /* written; may equal `input`; NULL where the engine allocates (allgather, alltoall) */
   const int64_t* shape; /* [num_dims], copied at submission */
   uint32_t num_dims;
-  uint32_t reserved;    /* 0 */
+  uint32_t reserved; /* 0 */
 } sparkhvd_tensor;
 
 /* One operation, submitted asynchronously and matched across ranks by (process_set, name). */
 typedef struct sparkhvd_request {
   uint32_t struct_size;
-  int32_t collective;             /* SPARKHVD_ALLREDUCE, ... */
-  const char* name;               /* unique among this rank's operations in flight on the process set */
-  int32_t process_set;            /* 0 = all ranks */
-  int32_t dtype;                  /* SPARKHVD_FLOAT32, ... */
-  int32_t reduce_op;              /* SPARKHVD_SUM, ...; allreduce and reducescatter */
-  int32_t root_rank;              /* broadcast: global rank */
-  double prescale;                /* allreduce: factor of every input, in the accumulation type */
-  double postscale;               /* allreduce: factor of the result */
-  int32_t device;                 /* SPARKHVD_DEVICE_CPU or the ordinal of a CUDA device */
-  uint32_t num_tensors;           /* allreduce: any number, reduced as one ("gather list"); others: 1; barrier: 0 */
+  int32_t collective;  /* SPARKHVD_ALLREDUCE, ... */
+  const char* name;    /* unique among this rank's operations in flight on the process set */
+  int32_t process_set; /* 0 = all ranks */
+  int32_t dtype;       /* SPARKHVD_FLOAT32, ... */
+  int32_t reduce_op;   /* SPARKHVD_SUM, ...; allreduce and reducescatter */
+  int32_t root_rank;   /* broadcast: global rank */
+  double prescale;     /* allreduce: factor of every input, in the accumulation type */
+  double postscale;    /* allreduce: factor of the result */
+  int32_t device;      /* SPARKHVD_DEVICE_CPU or the ordinal of a CUDA device */
+  uint32_t
+      num_tensors; /* allreduce: any number, reduced as one ("gather list"); others: 1; barrier: 0 */
   const sparkhvd_tensor* tensors; /* [num_tensors], copied at submission */
   uint64_t stream;                /* CUstream that produced the inputs; 0 on CPU */
   const int64_t* splits;          /* alltoall: [num_splits] rows for each rank; NULL = equal */
   uint32_t num_splits;
-  uint32_t reserved;              /* 0 */
-  double timeout_s;               /* longest wait for the slowest rank; negative = stall_shutdown_s */
+  uint32_t reserved; /* 0 */
+  double timeout_s;  /* longest wait for the slowest rank; negative = stall_shutdown_s */
 } sparkhvd_request;
 
 /* What a finished operation that allocates its own result produced. Valid until sparkhvd_work_release. */
 typedef struct sparkhvd_output {
   uint32_t struct_size;
-  uint32_t num_rows;      /* length of `rows` */
-  void* data;             /* row-major, ordered by rank */
+  uint32_t num_rows; /* length of `rows` */
+  void* data;        /* row-major, ordered by rank */
   uint64_t num_bytes;
-  const int64_t* rows;    /* [num_rows] first dimension contributed by (allgather) each rank of the set */
+  const int64_t*
+      rows; /* [num_rows] first dimension contributed by (allgather) each rank of the set */
 } sparkhvd_output;
 
 SPARKHVD_API uint32_t sparkhvd_abi_version(void);
@@ -177,8 +182,8 @@ SPARKHVD_API int32_t sparkhvd_poll(sparkhvd_work* work, char* error, size_t erro
 SPARKHVD_API int32_t sparkhvd_wait(sparkhvd_work* work, uint32_t timeout_ms, char* error,
                                    size_t error_size);
 /* The result of a finished allgather or alltoall. */
-SPARKHVD_API int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output,
-                                          char* error, size_t error_size);
+SPARKHVD_API int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output, char* error,
+                                          size_t error_size);
 /* Gives the handle up. An operation that is not finished goes on, and reads and writes its tensors until it
  * is: the caller keeps those alive. */
 SPARKHVD_API void sparkhvd_work_release(sparkhvd_work* work);
