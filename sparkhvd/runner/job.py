@@ -1,6 +1,6 @@
 """The driver's side: check, wait for slots, submit one barrier stage, collect, and relaunch what was lost.
 
-**Threads**: everything runs in the caller's thread, so Ctrl-C interrupts it; no signal handler is installed.
+**Threads**: the caller's thread waits and can be interrupted by Ctrl-C; no signal handler is installed.
 **Ownership**: launches of one application queue for the cluster in the order of their calls. **Shutdown**:
 whatever leaves `launch` early cancels the Spark job by its tag; the tasks end with it, and the trainers with them.
 """
@@ -242,16 +242,11 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
     body = task.make_task(spec, plan.program, plan.shared)
     submitted_at = time.time()
     tag = f"sparkhvd-{job_id}"
-    with plan.shim.tagged(tag):
-        try:
-            stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
-            rows = stage.collect()
-        except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text says why
-            plan.shim.cancel(tag)
-            return _failure(plan, attempt, e)
-        except BaseException:
-            plan.shim.cancel(tag)
-            raise
+    try:
+        stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
+        rows = plan.shim.collect(stage, tag)
+    except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text says why
+        return _failure(plan, attempt, e)
     return _report(plan, attempt, rows, submitted_at)
 
 

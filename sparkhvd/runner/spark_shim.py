@@ -6,7 +6,9 @@ application.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ __all__ = ["SparkShim", "active_session"]
 
 # gRPC refuses larger messages; the program is in the plan, next to little else.
 _CONNECT_MESSAGE_BYTES = 120 << 20
+# Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
+_CANCEL_WAIT_S = 10.0
 
 
 class SparkShim:
@@ -89,6 +93,44 @@ class SparkShim:
                 with contextlib.suppress(Exception):
                     self.session.sparkContext.removeJobTag(tag)
 
+    def collect(self, stage: Any, tag: str) -> list[Any]:
+        """The rows of a stage, whose job has this tag; whatever interrupts the wait cancels the job.
+
+        Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and
+        leaves a broken one. So the main thread waits, and another one, with its Spark properties, calls.
+        """
+        with self.tagged(tag):
+            try:
+                if self.is_connect or threading.current_thread() is not threading.main_thread():
+                    rows: list[Any] = stage.collect()
+                    return rows
+                return self._collect_beside(stage, tag)
+            except BaseException:
+                self.cancel(tag)
+                raise
+
+    def _collect_beside(self, stage: Any, tag: str) -> list[Any]:
+        from pyspark import InheritableThread
+
+        future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
+
+        def collects() -> None:
+            try:
+                future.set_result(stage.collect())
+            except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
+                future.set_exception(e)
+
+        thread = InheritableThread(collects, name="sparkhvd-collect", daemon=True)
+        thread.start()
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():  # interrupted: the job ends soon after it was cancelled
+                self.cancel(tag)
+            raise
+        finally:
+            thread.join(_CANCEL_WAIT_S)
+
     def cancel(self, tag: str) -> None:
         """Cancel the jobs with this tag; never raises, because something else is already being raised."""
         with contextlib.suppress(Exception):
@@ -107,6 +149,9 @@ def active_session() -> Any:
     from pyspark.sql import SparkSession
 
     session: Any = SparkSession.getActiveSession()
+    if session is None:  # a thread or connection of its own has only the default session
+        with contextlib.suppress(Exception):
+            session = SparkSession.active()
     if session is None:
         with contextlib.suppress(ImportError):  # the client's packages may be absent
             from pyspark.sql.connect.session import SparkSession as ConnectSession

@@ -98,17 +98,18 @@ def make_task(
     text = spec.to_json()
 
     def barrier_task(batches: Iterable[Any]) -> Iterator[Any]:
-        import importlib.util
         import sys
 
-        if importlib.util.find_spec("sparkhvd") is None:
+        try:
+            import sparkhvd  # noqa: F401 - the question is only whether it is there
+        except ModuleNotFoundError as e:
             # The driver finds the sentence between the brackets; the raising line itself, which a traceback
             # quotes, must not look like it.
             marked = (
-                f"[sparkhvd-preflight:The workers run {sys.executable}, which has no module sparkhvd. Install it there, or set "
-                "PYSPARK_PYTHON (spark.pyspark.python) to a Python that has it.]"
+                f"[sparkhvd-preflight:The workers run {sys.executable}, which has no module sparkhvd. Install "
+                "it there, or set PYSPARK_PYTHON (spark.pyspark.python) to a Python that has it.]"
             )
-            raise ModuleNotFoundError(marked)
+            raise ModuleNotFoundError(marked) from e
         from sparkhvd.runner.task import run_task
 
         yield from run_task(batches, text, program, shared)

@@ -183,8 +183,9 @@ print("ALL WELL")
 """
 
 
+@pytest.mark.timeout(300)
 def test_a_killed_executor_is_a_loss_and_the_job_survives_it(tmp_path: Path) -> None:
-    output = run_on("local-cluster[2,1,1024]", EXECUTOR_LOSS, tmp_path)
+    output = run_on("local-cluster[2,1,1024]", EXECUTOR_LOSS, tmp_path, timeout_s=200)
     assert (
         "sparkhvd: Rank 1 of 2 was lost together with its Spark task: ExecutorLostFailure (executor"
         in output
