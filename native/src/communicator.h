@@ -1,9 +1,12 @@
 // The ranks of one process set and the way to each: a connection per peer and, inside a host,
 // shared memory.
 //
-// Threads: used by one thread at a time, the one that drives the engine.
-// Ownership: every rank writes its own region and reads the others', which are mapped read-only.
-// Shutdown: mappings outlive the peers' processes; links end as transport/link.h says.
+// **Threads.** Used by one thread at a time, the one that drives the engine.
+//
+// **Ownership.** Every rank writes its own region and reads the others', which are mapped
+// read-only.
+//
+// **Shutdown.** Mappings outlive the peers' processes; links end as transport/link.h says.
 #pragma once
 
 #include <cstddef>

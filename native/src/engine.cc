@@ -465,9 +465,9 @@ bool Engine::take_inbox() {
       finish(*operation, failure_->status(), operation->label() + ": " + failure_->what());
       continue;
     }
-    if (departure_limit_ != UINT64_MAX && executes_received_ >= departure_limit_) {
+    if (said_goodbye_[0]) {
       finish(*operation, SPARKHVD_SHUT_DOWN,
-             departure_text(operation->descriptor.collective, operation->name, departed_.front()));
+             departure_text(operation->descriptor.collective, operation->name, Rank{0}));
       continue;
     }
     const double patience_s = operation->descriptor.timeout_s + kCoordinatorGrace_s;
@@ -709,7 +709,6 @@ void Engine::on_execute(const Execute& message) {
   } else {
     running_.push_back(std::make_unique<Running>(*communicator_, kernels_, operation, message));
   }
-  refuse_after_departure();
 }
 
 void Engine::on_refuse(const Refuse& message) {
@@ -742,17 +741,18 @@ void Engine::on_goodbye(Rank from, const Goodbye& message) {
            departure_text(operation->descriptor.collective, operation->name, departed_.front()));
   }
   if (negotiation_) apply(negotiation_->departed(from));
-  refuse_after_departure();
+  refuse_after_coordinator();
 }
 
-/// Once every order that can still be carried out has come, the rest will never run.
-void Engine::refuse_after_departure() {
-  if (departure_limit_ == UINT64_MAX || executes_received_ < departure_limit_) return;
+/// The coordinator answers for every operation, also after another rank has left. When it has left
+/// itself, everything that it had to say has come before.
+void Engine::refuse_after_coordinator() {
+  if (!said_goodbye_[0]) return;
   while (!submitted_.empty()) {
     const auto operation = submitted_.begin()->second;
     submitted_.erase(submitted_.begin());
     finish(*operation, SPARKHVD_SHUT_DOWN,
-           departure_text(operation->descriptor.collective, operation->name, departed_.front()));
+           departure_text(operation->descriptor.collective, operation->name, Rank{0}));
   }
 }
 

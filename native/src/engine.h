@@ -1,15 +1,19 @@
 // The engine of one rank: takes submissions, agrees on them with the other ranks, and drives the
 // collectives.
 //
-// Threads: any number of callers and one progress thread. At most one of them is the *driver* at a
-// time: only the driver touches connections, negotiation and running collectives. Whoever waits
-// becomes the driver if there is none; the progress thread drives when nobody waits. While a caller
-// drives, the progress thread sleeps undisturbed, because its epoll does not watch the connections
-// then. A submission drives just far enough to tell the other ranks. Ownership: `mutex_` guards
-// what callers and the driver share (inbox, names, failure, who drives); all else belongs to the
-// driver. An Operation's result is written before its status is. Shutdown: the driver says goodbye
-// on every connection, lets the peers read it, and closes; then the progress thread is joined. A
-// failure cancels everything that lends memory before any caller learns of it.
+// **Threads.** Any number of callers and one progress thread. At most one of them is the *driver*
+// at a time: only the driver touches connections, negotiation and running collectives. Whoever
+// waits becomes the driver if there is none; the progress thread drives when nobody waits. While a
+// caller drives, the progress thread sleeps undisturbed, because its epoll does not watch the
+// connections then; once no caller has come back for a fraction of a millisecond, a timer wakes it.
+// A submission drives just far enough to tell the other ranks.
+//
+// **Ownership.** `mutex_` guards what callers and the driver share (inbox, names, failure, who
+// drives); all else belongs to the driver. An Operation's result is written before its status is.
+//
+// **Shutdown.** The driver says goodbye on every connection, lets the peers read it, and closes;
+// then the progress thread is joined. A failure cancels everything that lends memory before any
+// caller learns of it.
 #pragma once
 
 #include <atomic>
@@ -113,7 +117,7 @@ class Engine {
   void on_refuse(const Refuse& message);
   void on_goodbye(Rank from, const Goodbye& message);
   void on_link_end(Link& link);
-  void refuse_after_departure();
+  void refuse_after_coordinator();
   void send_to_coordinator(const Operation& operation);
 
   void finish(Operation& operation, std::int32_t status, std::string message);

@@ -1,1 +1,137 @@
+// The wire format: every message survives the round trip, and no bytes can make the decoder crash.
+#include "message.h"
+
+#include <random>
+
+#include "error.h"
 #include "test.h"
+
+namespace sparkhvd {
+namespace {
+
+std::span<const std::byte> body_of(const Bytes& frame) {
+  return std::span<const std::byte>(frame).subspan(kFrameHeaderBytes);
+}
+
+Ready example() {
+  Ready ready;
+  ready.process_set = 7;
+  ready.name = "layer3.weight";
+  ready.descriptor.collective = Collective::kAllreduce;
+  ready.descriptor.dtype = DType::kBfloat16;
+  ready.descriptor.reduce_op = ReduceOp::kMax;
+  ready.descriptor.root = Rank{3};
+  ready.descriptor.prescale = 0.5;
+  ready.descriptor.postscale = 3;
+  ready.descriptor.timeout_s = 1.5;
+  ready.descriptor.shapes = {{128, 64}, {}, {0}};
+  return ready;
+}
+
+template <class Message>
+void survive(std::span<const std::byte> body) {
+  try {
+    decode<Message>(body);
+  } catch (const Error&) {
+    // Refused: fine. Anything else is caught by the sanitizers or fails the test.
+  }
+}
+
+void survive_all(std::span<const std::byte> body) {
+  survive<Hello>(body);
+  survive<Mapped>(body);
+  survive<Ready>(body);
+  survive<Execute>(body);
+  survive<Refuse>(body);
+  survive<Goodbye>(body);
+  survive<Abort>(body);
+}
+
+}  // namespace
+
+TEST(messages_survive_the_round_trip) {
+  const Bytes frame = encode(example());
+  const FrameHeader header = decode_header(std::span(frame).first(kFrameHeaderBytes));
+  CHECK(header.type == FrameType::kReady);
+  CHECK(header.body_bytes == frame.size() - kFrameHeaderBytes);
+  const Ready ready = decode<Ready>(body_of(frame));
+  CHECK(ready.process_set == 7);
+  CHECK(ready.name == "layer3.weight");
+  CHECK(ready.descriptor.dtype == DType::kBfloat16);
+  CHECK(ready.descriptor.reduce_op == ReduceOp::kMax);
+  CHECK(ready.descriptor.root == Rank{3});
+  CHECK(ready.descriptor.shapes == example().descriptor.shapes);
+  const Execute execute = decode<Execute>(body_of(encode(Execute{1, 99, "x", {4, 0, 2}})));
+  CHECK(execute.sequence == 99);
+  CHECK(execute.rows == (std::vector<std::int64_t>{4, 0, 2}));
+  const Hello hello = decode<Hello>(body_of(encode(Hello{1, 2, {0, 0, 1}, 4096, 4, true})));
+  CHECK(hello.hosts == (std::vector<std::int32_t>{0, 0, 1}));
+  CHECK(hello.has_memory);
+  CHECK(decode<Abort>(body_of(encode(Abort{5, "why"}))).message == "why");
+  CHECK(decode<Goodbye>(body_of(encode(Goodbye{12}))).executed == 12);
+  CHECK(decode<Refuse>(body_of(encode(Refuse{0, "n", 3, "m"}))).status == 3);
+}
+
+TEST(frames_have_the_documented_bytes) {
+  const Bytes goodbye = encode(Goodbye{0x0102030405060708});
+  const unsigned char expected[] = {8, 0, 0, 0, 7, 0, 0, 0, 8, 7, 6, 5, 4, 3, 2, 1};
+  CHECK(goodbye.size() == sizeof(expected));
+  CHECK(std::memcmp(goodbye.data(), expected, sizeof(expected)) == 0);
+  const Bytes data = encode_data_header(2, 256);
+  const unsigned char header[] = {4, 1, 0, 0, 6, 0, 0, 0, 2, 0, 0, 0};
+  CHECK(data.size() == sizeof(header));
+  CHECK(std::memcmp(data.data(), header, sizeof(header)) == 0);
+}
+
+TEST(truncated_and_padded_messages_are_refused) {
+  const Bytes frame = encode(example());
+  for (std::size_t size = 0; size + kFrameHeaderBytes < frame.size(); ++size) {
+    CHECK_THROWS(Error, decode<Ready>(body_of(frame).first(size)));
+  }
+  Bytes padded = frame;
+  padded.push_back(std::byte{0});
+  CHECK_THROWS(Error, decode<Ready>(body_of(padded)));
+}
+
+TEST(impossible_headers_and_shapes_are_refused) {
+  const auto header = [](std::uint32_t size, std::uint8_t type) {
+    Bytes bytes(kFrameHeaderBytes);
+    std::memcpy(bytes.data(), &size, sizeof(size));
+    bytes[4] = std::byte{type};
+    return bytes;
+  };
+  CHECK_THROWS(Error, decode_header(header(0, 0)));
+  CHECK_THROWS(Error, decode_header(header(0, 9)));
+  CHECK_THROWS(Error, decode_header(header(0xffffffff, 3)));
+  CHECK_THROWS(Error, decode_header(header(3, 6)));
+  CHECK_THROWS(Error, decode_header(header(kMaxDataBytes + 5, 6)));
+  Ready negative = example();
+  negative.descriptor.shapes = {{-1}};
+  CHECK_THROWS(Error, decode<Ready>(body_of(encode(negative))));
+  Ready huge = example();
+  huge.descriptor.shapes = {{INT64_MAX, 2}};
+  CHECK_THROWS(Error, decode<Ready>(body_of(encode(huge))));
+  Ready product = example();
+  product.descriptor.shapes = {{1 << 30, 1 << 30, 0}};
+  CHECK_THROWS(Error, decode<Ready>(body_of(encode(product))));
+}
+
+TEST(random_bytes_never_crash_the_decoder) {
+  std::mt19937_64 random(1);
+  const Bytes valid = encode(example());
+  for (int round = 0; round < 20000; ++round) {
+    Bytes bytes;
+    if (round % 2 == 0) {
+      bytes.resize(random() % 64);
+      for (auto& byte : bytes) byte = static_cast<std::byte>(random() % (round % 4 == 0 ? 4 : 256));
+    } else {
+      bytes.assign(valid.begin() + kFrameHeaderBytes, valid.end());
+      for (int flip = 0; flip < 3; ++flip) {
+        bytes[random() % bytes.size()] = static_cast<std::byte>(random());
+      }
+    }
+    survive_all(bytes);
+  }
+}
+
+}  // namespace sparkhvd

@@ -1,1 +1,140 @@
+// The coordinator's decisions, without sockets and with a clock of our own.
+#include "negotiation.h"
+
 #include "test.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr Rank kRank0{0};
+constexpr Rank kRank1{1};
+constexpr Rank kRank2{2};
+const TimePoint kStart{};
+
+TimePoint at(double seconds) { return deadline_after(kStart, seconds); }
+
+Negotiation of_three(double stall_warning_s = 0) {
+  return Negotiation({0, {kRank0, kRank1, kRank2}, stall_warning_s});
+}
+
+Ready ready(const std::string& name, std::vector<std::int64_t> shape = {4}, double timeout_s = 0) {
+  Ready message;
+  message.name = name;
+  message.descriptor.timeout_s = timeout_s;
+  message.descriptor.dtype = DType::kFloat32;
+  message.descriptor.shapes = {std::move(shape)};
+  return message;
+}
+
+const Execute* executed(const Negotiation::Outcome& outcome) {
+  return outcome.decisions.size() == 1 ? std::get_if<Execute>(&outcome.decisions[0].message)
+                                       : nullptr;
+}
+
+const Refuse* refused(const Negotiation::Outcome& outcome) {
+  return outcome.decisions.size() == 1 ? std::get_if<Refuse>(&outcome.decisions[0].message)
+                                       : nullptr;
+}
+
+}  // namespace
+
+TEST(operations_run_in_the_order_in_which_they_become_complete) {
+  Negotiation negotiation = of_three();
+  CHECK(negotiation.ready(kRank0, ready("a"), kStart).decisions.empty());
+  CHECK(negotiation.ready(kRank1, ready("b"), kStart).decisions.empty());
+  CHECK(negotiation.ready(kRank1, ready("a"), kStart).decisions.empty());
+  CHECK(negotiation.ready(kRank0, ready("b"), kStart).decisions.empty());
+  const auto first = negotiation.ready(kRank2, ready("b"), kStart);
+  CHECK(executed(first) != nullptr && executed(first)->name == "b");
+  CHECK(executed(first)->sequence == 0);
+  CHECK(first.decisions[0].to == (std::vector<Rank>{kRank0, kRank1, kRank2}));
+  const auto second = negotiation.ready(kRank2, ready("a"), kStart);
+  CHECK(executed(second) != nullptr && executed(second)->sequence == 1);
+}
+
+TEST(allgather_orders_carry_every_first_dimension) {
+  Negotiation negotiation = of_three();
+  const auto gather = [](std::int64_t rows) {
+    Ready message = ready("g", {rows, 3});
+    message.descriptor.collective = Collective::kAllgather;
+    return message;
+  };
+  negotiation.ready(kRank2, gather(7), kStart);
+  negotiation.ready(kRank0, gather(0), kStart);
+  const auto outcome = negotiation.ready(kRank1, gather(2), kStart);
+  CHECK(executed(outcome) != nullptr);
+  CHECK(executed(outcome)->rows == (std::vector<std::int64_t>{0, 2, 7}));
+}
+
+TEST(every_kind_of_disagreement_is_told_with_both_sides) {
+  const auto compare = [](auto change) {
+    Descriptor a = ready("x").descriptor;
+    Descriptor b = a;
+    change(b);
+    const auto text = difference("x", {kRank0, a}, {kRank2, b});
+    return text.value_or("");
+  };
+  CHECK_EQUAL(compare([](auto&) {}), "");
+  CHECK_EQUAL(
+      compare([](auto& b) { b.dtype = DType::kFloat64; }),
+      "allreduce('x'): ranks disagree on dtype. Rank 0 sent (4,) float32, rank 2 sent (4,) "
+      "float64. Build the same model on every rank, or give the two tensors different names.");
+  CHECK_EQUAL(compare([](auto& b) { b.collective = Collective::kBroadcast; }),
+              "allreduce('x'): ranks disagree on the operation. Rank 0 sent allreduce, rank 2 sent "
+              "broadcast. Make the same call on every rank, or use different names.");
+  CHECK_EQUAL(compare([](auto& b) { b.prescale = 0.1; }),
+              "allreduce('x'): ranks disagree on prescale_factor. Rank 0 sent 1, rank 2 sent 0.1. "
+              "Make the same call on every rank, or use different names.");
+  CHECK(compare([](auto& b) { b.shapes = {{4, 1}}; }).find("the number of dimensions") !=
+        std::string::npos);
+  CHECK(compare([](auto& b) { b.shapes.push_back({1}); }).find("the number of tensors") !=
+        std::string::npos);
+  CHECK(compare([](auto& b) { b.reduce_op = ReduceOp::kMax; }).find("Average") !=
+        std::string::npos);
+}
+
+TEST(a_timeout_reaches_those_who_waited_and_those_who_come_late) {
+  Negotiation negotiation = of_three();
+  negotiation.ready(kRank0, ready("x", {4}, 2), kStart);
+  negotiation.ready(kRank2, ready("x", {4}, 5), at(1));
+  CHECK(negotiation.next_deadline() == at(2));
+  CHECK(negotiation.tick(at(1.9)).decisions.empty());
+  const auto outcome = negotiation.tick(at(2));
+  CHECK(refused(outcome) != nullptr);
+  CHECK(outcome.decisions[0].to == (std::vector<Rank>{kRank0, kRank2}));
+  CHECK_EQUAL(
+      refused(outcome)->message,
+      "allreduce('x'): rank 1 did not submit it within 2 s, while ranks 0 and 2 waited. Look "
+      "at what the missing rank does, or raise stall_shutdown_s.");
+  // The others may try again before the late one has heard.
+  CHECK(negotiation.ready(kRank0, ready("x"), at(3)).decisions.empty());
+  const auto late = negotiation.ready(kRank1, ready("x"), at(3));
+  CHECK(refused(late) != nullptr && refused(late)->status == SPARKHVD_TIMEOUT);
+  CHECK(late.decisions[0].to == (std::vector<Rank>{kRank1}));
+  negotiation.ready(kRank1, ready("x"), at(3));
+  CHECK(executed(negotiation.ready(kRank2, ready("x"), at(3))) != nullptr);
+}
+
+TEST(a_stall_is_warned_about_again_and_again) {
+  Negotiation negotiation = of_three(10);
+  negotiation.ready(kRank1, ready("x"), kStart);
+  CHECK(negotiation.next_deadline() == at(10));
+  CHECK_EQUAL(
+      negotiation.tick(at(10)).warnings.at(0),
+      "allreduce('x'): waiting for ranks 0 and 2 since 10 s, while rank 1 submitted it. Look "
+      "at what the missing rank does.");
+  CHECK(negotiation.tick(at(11)).warnings.empty());
+  CHECK(negotiation.tick(at(20)).warnings.size() == 1);
+}
+
+TEST(operations_after_a_departure_are_refused) {
+  Negotiation negotiation = of_three();
+  negotiation.ready(kRank0, ready("x"), kStart);
+  const auto outcome = negotiation.departed(kRank2);
+  CHECK(refused(outcome) != nullptr && refused(outcome)->status == SPARKHVD_SHUT_DOWN);
+  CHECK(outcome.decisions[0].to == (std::vector<Rank>{kRank0}));
+  CHECK(refused(negotiation.ready(kRank1, ready("x"), kStart)) != nullptr);
+  CHECK(refused(negotiation.ready(kRank0, ready("y"), kStart)) != nullptr);
+}
+
+}  // namespace sparkhvd

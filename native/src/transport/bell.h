@@ -2,11 +2,12 @@
 // whether ringing is worth a system call. With it one epoll_wait waits for sockets and shared
 // memory alike.
 //
-// Ownership: a rank writes its own word only. An odd value means "I sleep, or am about to: ring";
-// each sleep has its own odd value, so that a peer rings once per sleep. Why no wake-up is lost:
-// the sleeper stores the odd value and then looks at the counters again; a writer stores its
-// counter and then looks at the word. All four are sequentially consistent, so at least one of the
-// two sees the other.
+// **Ownership.** A rank writes its own word only. An odd value means "I sleep, or am about to:
+// ring"; each sleep has its own odd value, so that a peer rings once per sleep.
+//
+// **Why no wake-up is lost.** The sleeper stores the odd value and then looks at the counters
+// again; a writer stores its counter and then looks at the word. All four are sequentially
+// consistent, so at least one of the two sees the other.
 #pragma once
 
 #include <sys/eventfd.h>

@@ -1,10 +1,13 @@
 // One connection to one peer: framed, non-blocking, in order.
 //
-// Threads: a Link is used by one thread at a time, the one that drives the engine.
-// Ownership: it owns its socket. Control frames are copied in; tensor bytes are sent from, and
+// **Threads.** A Link is used by one thread at a time, the one that drives the engine.
+//
+// **Ownership.** It owns its socket. Control frames are copied in; tensor bytes are sent from, and
 // received into, memory that the caller lends until `sent` or `received` says it is done, or
-// `cancel_lent` is called. Shutdown: `close_write` says "nothing more from us" and lets the peer
-// read all that was sent; destroying the Link closes the socket.
+// `cancel_lent` is called.
+//
+// **Shutdown.** `close_write` says "nothing more from us" and lets the peer read all that was sent;
+// destroying the Link closes the socket.
 #pragma once
 
 #include <cstddef>
