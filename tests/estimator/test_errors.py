@@ -1,0 +1,270 @@
+"""Bad input: a clear error at the earliest moment that can know it. Only the last group starts a Spark job."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sparkhvd import InvalidArgumentError, PreflightError, RankError, Store, TorchEstimator
+from tests.estimator.fits import estimator, mlp
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(tmp_path / "store")
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    rows = [([1.0, 2.0], 1.0, "a", 1)] * 10
+    return spark.createDataFrame(rows, "x array<double>, y double, text string, k int")
+
+
+MODEL = mlp(2)
+OTHER = mlp(2)
+
+
+class Unpicklable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.lock = threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def __deepcopy__(self, memo: Any) -> Unpicklable:
+        return self
+
+
+UNPICKLABLE = Unpicklable()
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "model is required: give the torch.nn.Module to train."),
+        ({"model": "net"}, "model is 'net'; it must be a torch.nn.Module."),
+        (
+            {"model": nn.ReLU()},
+            "model has no parameter that requires a gradient: nothing to train.",
+        ),
+        (
+            {"model": nn.Sequential(nn.LazyLinear(2))},
+            "model: parameter '0.weight' has no shape yet. Run the lazy module on one batch before fit.",
+        ),
+        (
+            {"optimizer": None},
+            "optimizer is required: give an optimizer over model.parameters(), or a function of the parameters, for "
+            "example torch.optim.Adam.",
+        ),
+        (
+            {"optimizer": torch.optim.SGD(OTHER.parameters(), lr=0.1)},
+            "optimizer: parameter group 0 holds a parameter of shape (6, 2) that the model does not have. Build it "
+            "from this model's parameters(), or give a function of the parameters.",
+        ),
+        (
+            {"optimizer": torch.optim.LBFGS},
+            "optimizer is LBFGS, which evaluates the loss several times per step; fit evaluates it once. Give another "
+            "optimizer, or write the loop yourself with sparkhvd.runner.run.",
+        ),
+        (
+            {"optimizer": 0.1},
+            "optimizer is 0.1; it must be a torch.optim.Optimizer or a function of the model's parameters.",
+        ),
+        (
+            {"optimizer": list},
+            "optimizer: calling it with the model's parameters gave [Parameter containing",
+        ),
+        (
+            {"loss": None},
+            "loss is required: give a function of (output, label), for example torch.nn.MSELoss().",
+        ),
+        (
+            {"loss": nn.MSELoss},
+            "loss is <class 'torch.nn.modules.loss.MSELoss'>; it must be a function of (output, label). Give an "
+            "instance: MSELoss().",
+        ),
+        (
+            {"loss": [nn.MSELoss(), nn.MSELoss()]},
+            "loss has 2 entries and label_cols 1. Give one loss, or one per label.",
+        ),
+        (
+            {"loss": nn.MSELoss(reduction="none")},
+            "loss is MSELoss with reduction='none', which gives no single number. Use reduction='mean'.",
+        ),
+        (
+            {"loss": max, "sample_weight_col": "k"},
+            "loss: sample_weight_col needs a loss that gives one value per row, and <built-in function max> has no "
+            "argument 'reduction'. Give a torch.nn loss, or a function of (output, label, reduction).",
+        ),
+        ({"label_cols": None}, "label_cols is required: name the columns with the labels."),
+        (
+            {"feature_cols": None},
+            "feature_cols is required: name the columns that become the model's input.",
+        ),
+        (
+            {"feature_cols": ["X"]},
+            "feature_cols[0] names column 'X', which the DataFrame does not have. Did you mean 'x'? Its columns are: "
+            "'x', 'y', 'text', 'k'.",
+        ),
+        (
+            {"label_cols": ["text"]},
+            "label_cols[0] names column 'text' of type string, which cannot become a tensor.",
+        ),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1."),
+        ({"epochs": -1}, "epochs is -1; it must be at least 1."),
+        ({"max_retries": -1}, "max_retries is -1; it must be at least 0."),
+        ({"gradient_clip_norm": 0.0}, "gradient_clip_norm is 0.0; it must be more than 0."),
+        ({"validation": 1.5}, "validation is 1.5. A fraction must be at least 0 and less than 1,"),
+        (
+            {"restore_best": True},
+            "restore_best needs validation rows to tell which epoch is best. Set validation, for example 0.1.",
+        ),
+        (
+            {"loss_weights": [0.5, 0.5]},
+            "loss_weights has 2 numbers and label_cols 1 columns. Give one per label.",
+        ),
+        (
+            {"metrics": ["f1"]},
+            "metrics names 'f1', which is not built in. Give one of accuracy, mse, mae, or a function of (output, "
+            "label).",
+        ),
+        (
+            {"metrics": {"loss": "mse"}},
+            "metrics: the name 'loss' is taken. Give a dict from other names to functions.",
+        ),
+        (
+            {"model": UNPICKLABLE, "optimizer": torch.optim.SGD},
+            "model cannot be sent to the ranks: pickling Unpicklable(",
+        ),
+        (
+            {"loss": lambda output, label, lock=LOCK: (output - label).mean()},
+            "loss cannot be sent to the ranks: pickling (<function",
+        ),
+        (
+            {"store": 3},
+            "store is 3; it must be a Store, for example Store.create('/shared/folder').",
+        ),
+        (
+            {"run_id": "../x"},
+            "run_id is '../x'; it names a folder and may hold letters, digits, '.', '_' and '-'.",
+        ),
+        ({"settings": {}}, "settings is {}; it must be a sparkhvd.Settings."),
+        (
+            {"inputs": {"z": "x"}},
+            "inputs names the argument 'z', which forward does not take.",
+        ),
+    ],
+)
+def test_wrong_params_are_named_before_any_job(
+    df: DataFrame, store: Store, options: dict[str, Any], message: str
+) -> None:
+    fit = (
+        estimator(MODEL, **{"store": store, **options, "model": options.get("model", MODEL)})
+        if "model" not in options
+        else TorchEstimator(
+            **{
+                "optimizer": torch.optim.SGD,
+                "loss": nn.MSELoss(),
+                "feature_cols": ["x"],
+                "label_cols": ["y"],
+                "num_proc": 2,
+                **options,
+            }
+        )
+    )
+    jobs = len(df.sparkSession.sparkContext.statusTracker().getJobIdsForGroup())
+    with pytest.raises(InvalidArgumentError) as failed:
+        fit.fit(df)
+    assert str(failed.value).startswith(message)
+    assert len(df.sparkSession.sparkContext.statusTracker().getJobIdsForGroup()) == jobs
+
+
+def test_too_many_ranks_are_an_error_before_any_job(df: DataFrame, store: Store) -> None:
+    with pytest.raises(
+        PreflightError, match=r"num_proc=3: the application can run 2 barrier tasks"
+    ):
+        estimator(mlp(2), store, num_proc=3).fit(df)
+    assert store.list("data") == []
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (
+            nn.Linear(3, 1),
+            {},
+            "model: forward failed on two rows of zeros (x (2, 2); ",
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)),
+            {"label_cols": ["y", "k"]},
+            "model: forward returned 1 outputs and label_cols has 2 columns ('y', 'k'). Return one tensor per label "
+            "column, in the same order.",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_named_before_any_rank(
+    df: DataFrame, store: Store, model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as failed:
+        estimator(model, store, **options).fit(df)
+    assert str(failed.value).startswith(message)
+
+
+def test_bad_values_are_named_before_any_rank(spark: SparkSession, store: Store) -> None:
+    rows = [([1.0, float("nan")], 1.0), ([1.0, 2.0], None), ([1.0], 2.0)]
+    df = spark.createDataFrame(rows, "x array<double>, y double")
+    with pytest.raises(InvalidArgumentError) as failed:
+        estimator(mlp(2), store).fit(df)
+    assert "'x'" in str(failed.value)
+    assert "'y'" in str(failed.value)
+
+
+def test_a_first_batch_that_does_not_fit_shows_both_shapes(df: DataFrame, store: Store) -> None:
+    with pytest.raises(RankError) as failed:
+        estimator(mlp(2, outputs=3), store).fit(df)
+    text = str(failed.value)
+    assert "raised InvalidArgumentError: The first batch, on rank " in text
+    assert "3)" in text
+    assert "(5,)" in text
+
+
+def test_transform_names_columns_that_do_not_fit(
+    spark: SparkSession, df: DataFrame, store: Store
+) -> None:
+    model = estimator(mlp(2), store, num_proc=1).fit(df)
+    with pytest.raises(
+        InvalidArgumentError, match="names column 'x', which the DataFrame does not"
+    ):
+        model.transform(df.drop("x"))
+    with pytest.raises(InvalidArgumentError, match="column 'y__output', which exists already"):
+        model.transform(model.transform(df))
+    with pytest.raises(InvalidArgumentError, match="does not say how probabilities follow"):
+        model.copy().setProbabilityCol("p").transform(df)
+    with pytest.raises(InvalidArgumentError, match="column 'x' is of type double; the model was"):
+        model.transform(df.selectExpr("y AS x"))
+    wrong = [([1.0, 2.0, 3.0],)], [([1.0, None],)], [([1.0, float("nan")],)]
+    said = (
+        "column 'x' has 3 elements per row in a batch; the model was trained with 2.",
+        "column 'x' is null, or has a null element, in 1 rows of a batch.",
+        "column 'x' is NaN in 1 rows of a batch.",
+    )
+    for rows, message in zip(wrong, said, strict=True):
+        with pytest.raises(Exception, match="InvalidArgumentError") as failed:
+            model.transform(spark.createDataFrame(rows, "x array<double>")).collect()
+        assert message in str(failed.value)
+    assert np.isfinite(model.transform(df).first().y__output)
