@@ -101,7 +101,7 @@ def make_task(
         import sys
 
         try:
-            import sparkhvd  # noqa: F401 - the question is only whether it is there
+            import sparkhvd._version  # noqa: F401 - the question is only whether it is there
         except ModuleNotFoundError as e:
             # The driver finds the sentence between the brackets; the raising line itself, which a traceback
             # quotes, must not look like it.
