@@ -503,7 +503,10 @@ bool Engine::poll_links(int timeout_ms, bool& interrupted) {
   }
   for (const auto& event : poller_.wait(timeout_ms, interrupted)) {
     if (event.data.u64 == kBellKey) {
+      // Counts as movement: what it was rung for may have come after this round looked, and a peer
+      // rings once per sleep.
       bell_.clear();
+      moved = true;
       continue;
     }
     Link& link = communicator_->link(Rank{static_cast<std::int32_t>(event.data.u64)});
