@@ -106,6 +106,8 @@ def main() -> None:
         f"reader: shuffled batches of {BATCH} x {WIDTH} float32, {options.rows:,} rows, one rank",
         ["first", "later"],
     )
+    # As in a rank that shares its host; and more threads only hurt torch's side here, whose batches are small.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="sparkhvd-bench-") as folder:
         store = Store.create(folder)
         manifest, tensors = write_data(store, options.rows)
