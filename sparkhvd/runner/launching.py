@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import pickle
 import re
 import socket
@@ -15,7 +16,15 @@ from sparkhvd.runner.child import JobFrame, dump_program
 from sparkhvd.settings import Settings
 from sparkhvd.topology import topology
 
-__all__ = ["check_env", "dump_call", "job_frame", "load_result", "preload", "reserved_port"]
+__all__ = [
+    "check_env",
+    "dump_call",
+    "job_frame",
+    "load_result",
+    "own_address",
+    "preload",
+    "reserved_port",
+]
 
 
 def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -113,6 +122,35 @@ def job_frame(job: Job, settings: Settings, master: tuple[str, int]) -> JobFrame
             "MASTER_PORT": str(master[1]),
         },
     )
+
+
+def own_address(host: str, hosts: Sequence[str]) -> str:
+    """The numeric address of this host at which the ranks on the other hosts can reach it.
+
+    Args:
+        host: how Spark names this host: an address or a name.
+        hosts: how Spark names the hosts of all ranks.
+
+    Raises:
+        OSError: `host` has no address.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as e:
+        raise OSError(
+            f"Spark calls this host {host!r}, and that name has no address here: {e}"
+        ) from e
+    # A name may have both; Spark's JVM prefers IPv4, and so do firewalls.
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    address = str(found[0][4][0])
+    elsewhere = [other for other in hosts if other != host]
+    if elsewhere and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        # Debian maps a host's own name to 127.0.1.1: ask the routing table. A UDP connect sends nothing.
+        family, kind, _, _, to = socket.getaddrinfo(elsewhere[0], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(to)
+            address = str(probe.getsockname()[0])
+    return address
 
 
 @contextlib.contextmanager

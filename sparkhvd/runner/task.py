@@ -162,12 +162,13 @@ def _run_rank(
         port = 0
         endpoint: dict[str, Any] = {}
         try:
-            with Listener.bind(host, settings) as listener:
+            address = launching.own_address(host, [host_of(info.address) for info in infos])
+            with Listener.bind(address, settings) as listener:
                 endpoint = listener.endpoint().to_dict()
                 prologue = _prologue(barrier, spec, listener)
                 trainer = stack.enter_context(Trainer(rank, prologue, program, _log))
             if rank == 0:
-                port = stack.enter_context(launching.reserved_port(host))
+                port = stack.enter_context(launching.reserved_port(address))
         except Exception as e:  # noqa: BLE001 - every rank must reach the gathering, or the others would wait there
             error = f"{type(e).__name__}: {e}"
         if files is not None and not error:
@@ -207,7 +208,7 @@ def _run_rank(
             size=spec.size,
             endpoints=tuple(Endpoint.from_dict(one["endpoint"]) for one in gathered),
         )
-        master = (host_of(infos[0].address), gathered[0]["port"])
+        master = (str(gathered[0]["endpoint"]["address"]), int(gathered[0]["port"]))
         trainer.send(launching.job_frame(job, settings, master))
         trainer.wait()
         return trainer.outcome(host=host, attempt=spec.attempt), trainer.result

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -87,13 +87,20 @@ class ScriptResult:
 
 
 def write_script(
-    path: Path, body: str, *, master: str, remote: bool = False, conf: dict[str, str] | None = None
+    path: Path,
+    body: str,
+    *,
+    master: str,
+    remote: bool = False,
+    conf: Mapping[str, str | None] | None = None,
 ) -> Path:
     """Write a script whose `spark` is a session on `master`; `body` is its text after that.
 
-    `body` runs at the top level of `__main__`, so its functions are pickled by value, as in a user's script.
+    `body` runs at the top level of `__main__`, so its functions are pickled by value, as in a user's script. A `conf` value of
+    None leaves out what tests set otherwise.
     """
-    preamble = _PREAMBLE.format(master=master, remote=remote, conf={**CONF, **(conf or {})})
+    merged = {key: value for key, value in {**CONF, **(conf or {})}.items() if value is not None}
+    preamble = _PREAMBLE.format(master=master, remote=remote, conf=merged)
     path.write_text(preamble + textwrap.dedent(body))
     return path
 
@@ -104,6 +111,7 @@ def started_script(
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a script as its own process group with this checkout on its path; ends the group on exit."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+    environ = {name: value for name, value in environ.items() if value}
     environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), environ.get("PYTHONPATH", "")])
     )
@@ -147,7 +155,7 @@ def run_on(
     directory: Path,
     *,
     remote: bool = False,
-    conf: dict[str, str] | None = None,
+    conf: Mapping[str, str | None] | None = None,
     env: dict[str, str] | None = None,
     timeout_s: float = 100,
 ) -> str:

@@ -136,6 +136,23 @@ def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
         assert find("sleep 300") == set()
 
 
+def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
+    # As a user writes it: Spark then names the host, and the name must become an address.
+    program = """
+    from sparkhvd.runner import run
+
+    def fn():
+        import sparkhvd.torch as hvd
+        hvd.init()
+        return hvd.broadcast_object("ALL WELL", root_rank=0)
+
+    print(run(fn, num_proc=2, spark=spark))
+    """
+    conf = {"spark.driver.host": None, "spark.driver.bindAddress": None}
+    output = run_on("local[2]", program, tmp_path, conf=conf, env={"SPARK_LOCAL_IP": ""})
+    assert "['ALL WELL', 'ALL WELL']" in output, output
+
+
 def test_workers_without_the_package_are_named_with_their_python(tmp_path: Path) -> None:
     # The same Python without the checkout on its path: what a cluster looks like before the installation.
     program = """

@@ -12,7 +12,14 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner import context
-from sparkhvd.runner.launching import check_env, dump_call, job_frame, preload, reserved_port
+from sparkhvd.runner.launching import (
+    check_env,
+    dump_call,
+    job_frame,
+    own_address,
+    preload,
+    reserved_port,
+)
 from sparkhvd.runner.task import TaskSpec, host_of
 from sparkhvd.settings import Settings
 
@@ -113,6 +120,26 @@ def test_reserved_port_can_be_listened_on_by_one_more_socket() -> None:
 )
 def test_host_of_sparks_address(address: str, host: str) -> None:
     assert host_of(address) == host
+
+
+@pytest.mark.parametrize(
+    ("host", "hosts", "address"),
+    [
+        ("127.0.0.1", ["127.0.0.1"] * 2, "127.0.0.1"),
+        ("localhost", ["localhost"] * 2, "127.0.0.1"),
+        ("::1", ["::1"], "::1"),
+        ("127.0.1.1", ["127.0.1.1", "127.0.0.1"], "127.0.0.1"),  # by the route to the other host
+    ],
+)
+def test_own_address_is_numeric_and_reachable(host: str, hosts: list[str], address: str) -> None:
+    assert own_address(host, hosts) == address
+
+
+def test_a_host_name_without_an_address_is_named() -> None:
+    with pytest.raises(
+        OSError, match=r"Spark calls this host 'no\.such\.invalid', and that name has"
+    ):
+        own_address("no.such.invalid", ["no.such.invalid"])
 
 
 def test_context_is_none_outside_a_rank() -> None:
