@@ -102,12 +102,16 @@ class Archive:
         if reference is None or self.module is None:
             return self._pickled(name, optimizer)
         index = {id(p): i for i, p in enumerate(self.module.parameters())}
-        state = optimizer.state_dict()
-        for number, entries in state["state"].items():
-            for key, value in list(entries.items()):
-                if isinstance(value, Tensor):
-                    self.tensors[f"{name}.{number}.{key}"] = value
-                    entries[key] = {"tensor": f"{name}.{number}.{key}"}
+        # New dicts: those of `state_dict` are the optimizer's own.
+        state: dict[str, dict[str, Any]] = {}
+        for number, entries in optimizer.state_dict()["state"].items():
+            state[str(number)] = {}
+            for key, value in entries.items():
+                full = f"{name}.{number}.{key}"
+                is_tensor = isinstance(value, Tensor)
+                state[str(number)][key] = {"tensor": full} if is_tensor else value
+                if is_tensor:
+                    self.tensors[full] = value
         groups = [
             {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
         ]
@@ -115,7 +119,7 @@ class Archive:
             "class": reference,
             "params": [[index.get(id(p), -1) for p in g["params"]] for g in optimizer.param_groups],
             "groups": groups,
-            "state": {str(k): v for k, v in state["state"].items()},
+            "state": state,
         }
         if not _is_json(data) or any(-1 in group for group in data["params"]):
             return self._pickled(name, optimizer)

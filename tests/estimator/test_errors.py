@@ -172,25 +172,22 @@ LOCK = threading.Lock()
 def test_wrong_params_are_named_before_any_job(
     df: DataFrame, store: Store, options: dict[str, Any], message: str
 ) -> None:
-    fit = (
-        estimator(MODEL, **{"store": store, **options, "model": options.get("model", MODEL)})
-        if "model" not in options
-        else TorchEstimator(
-            **{
-                "optimizer": torch.optim.SGD,
-                "loss": nn.MSELoss(),
-                "feature_cols": ["x"],
-                "label_cols": ["y"],
-                "num_proc": 2,
-                **options,
-            }
-        )
-    )
-    jobs = len(df.sparkSession.sparkContext.statusTracker().getJobIdsForGroup())
+    given = {
+        "model": MODEL,
+        "optimizer": torch.optim.SGD,
+        "loss": nn.MSELoss(),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "num_proc": 2,
+        "store": store,
+    }
+    fit = TorchEstimator(**{**given, **options})
+    tracker = df.sparkSession.sparkContext.statusTracker()
+    jobs = tracker.getJobIdsForGroup()
     with pytest.raises(InvalidArgumentError) as failed:
         fit.fit(df)
     assert str(failed.value).startswith(message)
-    assert len(df.sparkSession.sparkContext.statusTracker().getJobIdsForGroup()) == jobs
+    assert tracker.getJobIdsForGroup() == jobs
 
 
 def test_too_many_ranks_are_an_error_before_any_job(df: DataFrame, store: Store) -> None:
@@ -238,7 +235,7 @@ def test_a_first_batch_that_does_not_fit_shows_both_shapes(df: DataFrame, store:
     with pytest.raises(RankError) as failed:
         estimator(mlp(2, outputs=3), store).fit(df)
     text = str(failed.value)
-    assert "raised InvalidArgumentError: The first batch, on rank " in text
+    assert "InvalidArgumentError: The first batch, on rank " in text
     assert "3)" in text
     assert "(5,)" in text
 

@@ -1,0 +1,213 @@
+"""Save and load of estimator, model and pipelines, and what loading may run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from pyspark.ml import Pipeline, PipelineModel
+from torch import nn
+
+import sparkhvd
+from sparkhvd import InvalidArgumentError, Store, TorchEstimator, TorchModel, UntrustedError
+from tests.estimator.fits import estimator, mlp
+from tests.harness.spark import run_on
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+
+class Mine(nn.Module):
+    """A module of the user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store.create(tmp_path_factory.mktemp("save"))
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    rows = [([i / 10, 1 - i / 10], float(i % 3)) for i in range(20)]
+    return spark.createDataFrame(rows, "x array<double>, y double")
+
+
+@pytest.fixture(scope="module")
+def plain(df: DataFrame, store: Store) -> TorchModel:
+    return estimator(mlp(2), store, num_proc=1, data_key="d", predictionCol="prediction").fit(df)
+
+
+@pytest.fixture(scope="module")
+def own(df: DataFrame, store: Store) -> TorchModel:
+    fit = estimator(Mine(), store, num_proc=1, data_key="d", optimizer=torch.optim.Adam)
+    return fit.fit(df)
+
+
+def outputs(model: Any, df: DataFrame) -> list[float]:
+    return [row.y__output for row in model.transform(df).collect()]
+
+
+def test_a_model_of_torch_nn_loads_without_trust(
+    plain: TorchModel, df: DataFrame, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "model")
+    plain.save(path)
+    loaded = TorchModel.load(path)
+    assert loaded.uid == plain.uid
+    assert loaded.history == plain.history
+    assert loaded.timings == plain.timings
+    assert loaded.getPredictionCol() == "prediction"
+    assert loaded.getStore() == plain.getStore()
+    assert outputs(loaded, df) == outputs(plain, df)
+    assert sorted(p.name for p in Path(path).iterdir()) == ["metadata", "weights"]
+    (metadata,) = (tmp_path / "model" / "metadata").glob("part-*")
+    assert json.loads(metadata.read_text())["class"] == "sparkhvd.estimator.model.TorchModel"
+    (weights,) = (tmp_path / "model" / "weights").glob("part-*")
+    state = torch.load(weights, weights_only=True)
+    mlp(2).load_state_dict(state)
+    with pytest.raises(Exception, match="already exists"):
+        plain.save(path)
+    plain.write().overwrite().save(path)
+    with pytest.raises(InvalidArgumentError, match="holds a sparkhvd.estimator.model.TorchModel"):
+        TorchEstimator.load(path)
+
+
+def test_own_classes_need_trust(own: TorchModel, df: DataFrame, tmp_path: Path) -> None:
+    spark = df.sparkSession
+    path = str(tmp_path / "model")
+    own.save(path)
+    with pytest.raises(UntrustedError) as failed:
+        TorchModel.load(path)
+    assert str(failed.value) == (
+        f"{path!r} holds {__name__}.Mine, and loading it runs code from that file. If you trust the file, load it "
+        "with trust=True, or inside `with sparkhvd.trust():`, or set spark.sparkhvd.trust to a prefix of the path."
+    )
+    assert outputs(TorchModel.load(path, trust=True), df) == outputs(own, df)
+    with sparkhvd.trust():
+        TorchModel.load(path)
+    with pytest.raises(UntrustedError):
+        TorchModel.load(path)
+    try:
+        spark.conf.set("spark.sparkhvd.trust", f"{tmp_path}/mod, /elsewhere")
+        with pytest.raises(UntrustedError):
+            TorchModel.load(path)
+        spark.conf.set("spark.sparkhvd.trust", f"/elsewhere, {tmp_path}")
+        TorchModel.load(path)
+        with pytest.raises(UntrustedError):
+            TorchModel.load(_moved(path, tmp_path))
+    finally:
+        spark.conf.unset("spark.sparkhvd.trust")
+
+
+def _moved(path: str, tmp_path: Path) -> str:
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    Path(path).rename(outside)
+    return str(outside)
+
+
+def test_a_pipeline_model_holds_a_torch_model(
+    own: TorchModel, plain: TorchModel, df: DataFrame, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "pipeline")
+    both = PipelineModel([plain, own.copy().setOutputCols(["own"])])
+    both.write().overwrite().save(path)
+    with pytest.raises(UntrustedError):
+        PipelineModel.load(path)
+    with sparkhvd.trust():
+        loaded = PipelineModel.load(path)
+    found = loaded.transform(df).select("y__output", "own", "prediction").collect()
+    assert found == both.transform(df).select("y__output", "own", "prediction").collect()
+
+
+def test_estimators_come_back_ready_to_fit(df: DataFrame, store: Store, tmp_path: Path) -> None:
+    model = mlp(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.8, 0.9))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    fit = estimator(
+        model, store, optimizer=optimizer, metrics=["mse"], num_proc=1, inputs={"input": ["x"]}
+    )
+    fit.save(str(tmp_path / "plain"))
+    assert sorted(p.name for p in (tmp_path / "plain").iterdir()) == ["metadata", "weights"]
+    loaded = TorchEstimator.load(str(tmp_path / "plain"))
+    assert loaded.uid == fit.uid
+    assert loaded.getBatchSize() == fit.getBatchSize()
+    theirs = loaded.getOptimizer()
+    assert theirs.param_groups[0]["params"][0] is next(loaded.getModel().parameters())
+    assert theirs.param_groups[0]["betas"] == (0.8, 0.9)
+    assert torch.equal(
+        theirs.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
+    assert type(loaded.getLoss()) is nn.MSELoss
+    assert loaded.fit(df).history[0]["loss"] == pytest.approx(fit.fit(df).history[0]["loss"])
+
+
+def test_estimators_with_own_code_need_trust(store: Store, tmp_path: Path) -> None:
+    model = Mine()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = Pipeline(
+        stages=[
+            estimator(
+                model,
+                store,
+                optimizer=optimizer,
+                loss=lambda output, label: (output - label).abs().mean(),
+                settings=sparkhvd.Settings(slots=5),
+            )
+        ]
+    )
+    path = str(tmp_path / "pipeline")
+    pipeline.write().overwrite().save(path)
+    with pytest.raises(UntrustedError):
+        Pipeline.load(path)
+    with sparkhvd.trust():
+        (stage,) = Pipeline.load(path).getStages()
+    assert isinstance(stage.getModel(), Mine)
+    assert stage.getOptimizer().param_groups[0]["params"][0] is next(stage.getModel().parameters())
+    assert stage.getSettings() == sparkhvd.Settings(slots=5)
+    assert float(stage.getLoss()(torch.tensor(3.0), torch.tensor(1.0))) == 2.0
+
+
+CONNECT = """
+    import torch
+    from pyspark.ml import PipelineModel
+    from torch import nn
+    from sparkhvd import Store, TorchEstimator, TorchModel
+
+    rows = [([i / 10, 1 - i / 10], i % 2) for i in range(20)]
+    df = spark.createDataFrame(rows, "x array<double>, y int")
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 400), nn.ReLU(), nn.Linear(400, 800), nn.ReLU(), nn.Linear(800, 2))
+    model = TorchEstimator(
+        model=net, optimizer=torch.optim.Adam, loss=nn.CrossEntropyLoss(), feature_cols=["x"], label_cols=["y"],
+        batch_size=4, num_proc=2, random_seed=1, verbose=1, predictionCol="prediction", probabilityCol="p",
+        store=Store.create(sys.argv[1] if len(sys.argv) > 1 else {store!r}),
+    ).fit(df)
+    first = model.transform(df).collect()
+    for _ in range(2):
+        PipelineModel([model]).write().overwrite().save({path!r})
+    loaded = PipelineModel.load({path!r})
+    assert loaded.transform(df).collect() == first
+    print("rows", len(first), loaded.stages[0].history[0]["epoch"], [f.dataType.simpleString() for f in
+          model.transform(df).schema.fields])
+    print("large weights in the store:", len(list(model.getStore().list("models"))))
+"""
+
+
+def test_the_same_works_over_connect(tmp_path: Path) -> None:
+    body = CONNECT.format(store=str(tmp_path / "store"), path=str(tmp_path / "saved"))
+    out = run_on("local[2]", body, tmp_path, remote=True)
+    assert "rows 20 1 ['array<double>', 'int', 'vector', 'double', 'vector']" in out
+    assert "large weights in the store: 1" in out

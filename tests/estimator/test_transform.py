@@ -1,0 +1,194 @@
+"""`TorchModel.transform`: types, values, other columns, large weights and no job at plan time."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import DenseVector, SparseVector, VectorUDT
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import (
+    ArrayType,
+    DoubleType,
+    IntegerType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+from torch import nn
+
+from sparkhvd import Store, TorchModel
+from sparkhvd.estimator.binding import bind_inputs
+from sparkhvd.estimator.model import Fitted
+from sparkhvd.estimator.schema import Column, DataSchema
+from tests.estimator.fits import mlp
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+
+def fitted(
+    module: nn.Module, link: str = "identity", width: int = 1, inputs: int = 2
+) -> TorchModel:
+    """A model as `fit` makes it, without the fit."""
+    column = Column("x", "vector", "float32", (inputs,), "vector", "float32")
+    model = TorchModel(feature_cols=["x"], label_cols=["y"])
+    model._fitted = Fitted(
+        module=module.eval(),
+        columns=(column,),
+        labels=("y",),
+        inputs=bind_inputs(module, DataSchema((column,), ())),
+        links=(link,),
+        widths=(width,),
+    )
+    return model
+
+
+def rows_of(df: DataFrame, module: nn.Module, *, rows: int) -> tuple[list[Any], torch.Tensor]:
+    found = df.collect()
+    assert len(found) == rows
+    x = torch.tensor(np.array([r.x.toArray() for r in found]), dtype=torch.float32)
+    with torch.no_grad():
+        return found, module(x).double()
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    schema = StructType(
+        [
+            StructField("x", VectorUDT(), nullable=False, metadata={"ml_attr": {"num_attrs": 2}}),
+            StructField("k", IntegerType(), nullable=False),
+            StructField("s", StringType()),
+            StructField("t", TimestampType()),
+            StructField("m", MapType(StringType(), ArrayType(DoubleType()))),
+            StructField("v", VectorUDT(), metadata={"a": 1}),
+        ]
+    )
+    now = datetime.datetime(2024, 3, 31, 1, 30)
+    rows = [
+        (
+            DenseVector([i / 7, -i / 3]) if i % 2 else SparseVector(2, [1], [float(i)]),
+            i,
+            None if i % 5 == 0 else f"é{i}",
+            now + datetime.timedelta(hours=i),
+            {"a": [1.0, float(i)]},
+            None if i % 4 == 0 else SparseVector(5, [i % 5], [1.0]),
+        )
+        for i in range(30)
+    ]
+    return spark.createDataFrame(rows, schema).repartition(3)
+
+
+def test_outputs_and_other_columns(df: DataFrame) -> None:
+    module = mlp(2)
+    out = fitted(module).transform(df)
+    assert out.schema.fields[:-1] == df.schema.fields  # types, nullability and metadata
+    assert out.schema.fields[-1] == StructField("y__output", DoubleType(), nullable=False)
+    found, expected = rows_of(out, module, rows=30)
+    np.testing.assert_allclose([r.y__output for r in found], expected[:, 0], rtol=1e-6)
+    before = {r.k: r for r in df.collect()}
+    for row in found:
+        assert row[:-1] == before[row.k]
+
+
+@pytest.mark.parametrize("link", ["softmax", "sigmoid", "identity"])
+@pytest.mark.parametrize("width", [1, 3])
+def test_what_sparks_columns_mean(df: DataFrame, link: str, width: int) -> None:
+    module = mlp(2, width)
+    model = fitted(module, link, width).setPredictionCol("prediction").setRawPredictionCol("raw")
+    if link != "identity":
+        model.setProbabilityCol("p")
+    out = model.transform(df.select("x"))
+    kinds = {f.name: f.dataType for f in out.schema.fields}
+    assert isinstance(kinds["y__output"], DoubleType if width == 1 else VectorUDT)
+    assert isinstance(kinds["prediction"], DoubleType)
+    assert isinstance(kinds["raw"], VectorUDT)
+    found, z = rows_of(out, module, rows=30)
+    raw = np.array([r.raw.toArray() for r in found])
+    prediction = np.array([r.prediction for r in found])
+    if width == 3:
+        np.testing.assert_array_equal(prediction, z.argmax(1))
+        np.testing.assert_allclose(raw, z, rtol=1e-6)
+    elif link == "sigmoid":
+        np.testing.assert_array_equal(prediction, (z[:, 0] > 0).double())
+        np.testing.assert_allclose(raw, torch.cat([-z, z], 1), rtol=1e-6)
+    else:
+        np.testing.assert_allclose(prediction, z[:, 0], rtol=1e-6)
+    if link == "softmax":
+        p = np.array([r.p.toArray() for r in found])
+        np.testing.assert_allclose(p, torch.softmax(z, 1), rtol=1e-5)
+    if link == "sigmoid":
+        p = np.array([r.p.toArray() for r in found])
+        s = torch.sigmoid(z)
+        expected = torch.cat([1 - s, s], 1) if width == 1 else s
+        np.testing.assert_allclose(p, expected, rtol=1e-5)
+
+
+def test_an_output_function_gives_probabilities(df: DataFrame) -> None:
+    module = mlp(2, 3)
+    model = fitted(module, width=3).setOutputFn(lambda z: torch.softmax(-z, 1))
+    model.setProbabilityCol("p").setPredictionCol("prediction").setOutputCols([""])
+    found, z = rows_of(model.transform(df.select("x")), module, rows=30)
+    assert found[0].__fields__ == ["x", "prediction", "p"]
+    np.testing.assert_array_equal([r.prediction for r in found], (-z).argmax(1))
+
+
+def test_empty_data_and_other_kinds_of_columns(spark: SparkSession, df: DataFrame) -> None:
+    model = fitted(mlp(2))
+    assert model.transform(df.limit(0)).collect() == []
+    assert model.transform(df.where("k < 0")).count() == 0
+    from pyspark.ml.functions import vector_to_array
+
+    arrays = df.select(vector_to_array("x").alias("z"), "k")
+    as_vectors = {r.k: r.y__output for r in model.transform(df).collect()}
+    renamed = model.copy().setFeatureCols(["z"]).transform(arrays)
+    # How rows are batched may change the last bit.
+    assert {r.k: r.y__output for r in renamed.collect()} == pytest.approx(as_vectors, rel=1e-5)
+    # Spark may leave the added column out, but not the model's input.
+    assert model.transform(df).select("k").count() == 30
+
+
+def test_large_weights_travel_as_a_file_of_the_store(df: DataFrame, tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(2, 1000), nn.ReLU(), nn.Linear(1000, 400), nn.Linear(400, 1))
+    store = Store.create(tmp_path / "store")
+    model = fitted(module).setStore(store)
+    out = model.transform(df)
+    (path,) = store.list("models")
+    found, expected = rows_of(out, module, rows=30)
+    np.testing.assert_allclose([r.y__output for r in found], expected[:, 0], rtol=1e-5, atol=1e-6)
+    model.transform(df)
+    assert store.list("models") == [path]
+
+
+def test_no_job_at_plan_time_and_the_module_is_a_copy(spark: SparkSession, df: DataFrame) -> None:
+    tracker = spark.sparkContext.statusTracker()
+    before = tracker.getJobIdsForGroup()
+    model = fitted(mlp(2))
+    model.transform(df)
+    assert tracker.getJobIdsForGroup() == before
+    module = model.getModel()
+    assert not module.training
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    assert model.transform(df).first().y__output != 0.0
+
+
+def test_many_batches_pass(spark: SparkSession) -> None:
+    wide = F.array(*[F.rand(i) for i in range(8)])
+    df = spark.range(0, 100_000, 1, 2).select(array_to_vector(wide).alias("x"))
+    model = fitted(mlp(8), inputs=8)
+    total, count = (
+        model.transform(df).agg(F.sum("y__output"), F.count("y__output")).first()  # type: ignore[misc]
+    )
+    assert count == 100_000
+    assert np.isfinite(total)

@@ -1,0 +1,137 @@
+"""Modules apart from their weights: descriptions of torch.nn modules, and shells of any module."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkhvd.estimator.architecture import (
+    describe,
+    dump_shell,
+    foreign_class,
+    load_shell,
+    rebuild,
+    tensors_of,
+)
+
+
+def tied() -> nn.Module:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    shared = nn.ReLU()
+    return nn.Sequential(first, shared, second, shared)
+
+
+MODULES: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 2)), (5, 3)),
+    (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 4, 3, padding="same"),
+            nn.BatchNorm2d(4),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        ),
+        (5, 64),
+    ),
+    (lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True), (2, 5, 3)),
+    (lambda: nn.GRU(3, 4), (2, 5, 3)),
+    (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, activation=nn.functional.gelu), 2
+        ),
+        (4, 2, 8),
+    ),
+    (tied, (3, 4)),
+    (lambda: nn.Sequential(nn.LayerNorm(4), nn.Upsample(scale_factor=2)), (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(("make", "shape"), MODULES)
+def test_modules_of_torch_nn_are_described_in_json(
+    make: Callable[[], nn.Module], shape: tuple[int, ...]
+) -> None:
+    module = make().eval()
+    description = describe(module)
+    assert description is not None
+    assert foreign_class(module) is None
+    rebuilt = rebuild(json.loads(json.dumps(description)), tensors_of(module))
+    x = torch.randn(shape)
+    found, expected = rebuilt(x), module(x)
+    if isinstance(expected, tuple):
+        found, expected = found[0], expected[0]
+    assert torch.equal(found, expected)
+    assert len(list(rebuilt.parameters())) == len(list(module.parameters()))
+    assert repr(rebuilt) == repr(module)
+    assert not rebuilt.training
+    rebuilt.train()
+    rebuilt(x)
+
+
+class Mine(nn.Linear):
+    pass
+
+
+def hooked() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Mine(2, 2),
+        nn.Sequential(nn.Linear(2, 2), Mine(2, 2)),
+        hooked(),
+        torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+        nn.TransformerEncoderLayer(4, 2, activation=lambda x: x),
+    ],
+    ids=["own class", "own class inside", "hook", "parametrization", "own function"],
+)
+def test_anything_else_has_no_description(module: nn.Module) -> None:
+    assert describe(module) is None
+
+
+def test_own_classes_are_named() -> None:
+    assert foreign_class(nn.Sequential(Mine(2, 2))) == f"{__name__}.Mine"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"class": "Mine"},
+        {"class": "__builtins__"},
+        {"class": "functional"},
+        {"attributes": {"forward": {"function": "relu"}}},
+        {"attributes": {"_forward_hooks": {"tuple": []}}},
+        {"attributes": {"x": {"function": "boolean_dispatch"}}},
+        {"attributes": {"x": {"function": "__class__"}}},
+        {"attributes": {"x": {"function": "importlib"}}},
+        {"attributes": {"x": {"dtype": "load"}}},
+        {"attributes": {"x": {"other": "load"}}},
+    ],
+)
+def test_a_forged_description_is_refused(change: dict[str, Any]) -> None:
+    module = nn.Linear(2, 2)
+    description = describe(module)
+    assert description is not None
+    with pytest.raises((ValueError, AttributeError)):
+        rebuild({**description, **change}, tensors_of(module))
+
+
+def test_a_shell_holds_no_weights_and_keeps_identities() -> None:
+    module = nn.Sequential(Mine(500, 500), nn.ReLU(), Mine(500, 2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    shell = dump_shell(module, (module, optimizer))
+    assert len(shell) < 10_000
+    loaded, its_optimizer = load_shell(shell, tensors_of(module))
+    x = torch.randn(3, 500)
+    assert torch.equal(loaded(x), module(x))
+    assert its_optimizer.param_groups[0]["params"][0] is next(loaded.parameters())
