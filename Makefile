@@ -37,7 +37,9 @@ NATIVE_SOURCES := $(shell find native -type f 2>/dev/null)
 # Every command that starts Spark runs behind this; found again each time, because Java comes from outside.
 WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
-.PHONY: env native test test-native test-python lint format demo soak bench clean java
+# One thing at a time: the machine's cores belong to the compiler or to the tests, not to both.
+.NOTPARALLEL:
+.PHONY: env native test test-native test-python test-sanitizers lint format demo soak bench clean java
 
 env: $(PACKAGES) $(NATIVE) java
 
@@ -71,6 +73,14 @@ format: $(PACKAGES)
 test-native: $(NATIVE)
 	$(VENV)/bin/cmake --build build/native --target check
 
+# The C++ tests again, watched: memory and undefined behaviour, then data races.
+test-sanitizers: $(PACKAGES)
+	for sanitizer in address thread; do \
+	  $(VENV)/bin/cmake -Snative -Bbuild/native-$$sanitizer -GNinja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$$sanitizer; \
+	  $(VENV)/bin/cmake --build build/native-$$sanitizer --target check; \
+	done
+
 test-python: env
 	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest $(PYTEST_FLAGS)
 
@@ -78,10 +88,11 @@ demo: env
 	@mkdir -p demo-output
 	@$(WITH_JAVA) $(PY) examples/digits.py --plot demo-output/digits-loss.png
 
-# The long legs: more random examples, longer stress. Tests read the variable through tests/harness.
+# The long legs: more random examples, longer stress, sanitizers. Tests read the variable through
+# tests/harness/soak.py.
 soak: export SPARKHVD_TEST_SOAK := 1
 soak: TEST_TIMEOUT_S := 14400
-soak: test
+soak: test test-sanitizers
 
 bench: env
 	@$(WITH_JAVA) $(PY) benchmarks/fit.py
