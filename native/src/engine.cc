@@ -611,8 +611,10 @@ bool Engine::check_time() {
     const auto& running = *running_.front();
     const auto* waiting = running.context.schedule.waiting;
     const auto ranks = waiting == nullptr ? std::vector<Rank>{} : waiting->awaited();
+    char seconds[32];
+    std::snprintf(seconds, sizeof(seconds), "%.3g", running.operation->descriptor.timeout_s);
     fail(SPARKHVD_TIMEOUT, running.operation->label() + ": " + rank_text(rank_) + " waited " +
-                               std::to_string(running.operation->descriptor.timeout_s) + " s for " +
+                               seconds + " s for " +
                                (ranks.empty() ? "the network" : rank_list(ranks)) +
                                ", which took part but stopped in the middle of it. The process may "
                                "be stopped or starved of CPU.");

@@ -1,5 +1,7 @@
 // The engine through its C boundary: ranks as threads, in shared memory, over sockets, and mixed.
 #include <dirent.h>
+#include <signal.h>
+#include <sys/wait.h>
 
 #include <algorithm>
 #include <atomic>
@@ -443,54 +445,95 @@ Status try_allreduce(TestEngine& engine, const std::string& name, Floats& data) 
 
 }  // namespace
 
-TEST(a_rank_whose_connections_end_is_named_on_every_other_rank) {
+TEST(a_killed_process_is_named_on_every_other_rank) {
   for (const auto& layout : layouts()) {
     if (layout.hosts.size() < 2) continue;
     const auto options = world(layout);
     const auto size = layout.hosts.size();
     auto sockets = connect_all(size);
     const auto victim = static_cast<std::int32_t>(size) - 1;
-    // The victim's ends as seen by the kernel: shutting them down is what a dead process looks
-    // like.
-    std::vector<int> ends;
-    for (const int socket : sockets.back()) ends.push_back(socket < 0 ? -1 : ::dup(socket));
+    // A process of its own, forked while there is one thread: it takes part twice and dies.
+    const pid_t child = ::fork();
+    if (child == 0) {
+      for (std::size_t i = 0; i + 1 < size; ++i) {
+        for (const int socket : sockets[i]) ::close(socket);
+      }
+      TestEngine engine(options, victim, sockets.back());
+      Floats data(50000, 1);
+      try_allreduce(engine, "0", data);
+      try_allreduce(engine, "1", data);
+      ::kill(::getpid(), SIGKILL);
+    }
+    CHECK(child > 0);
+    for (const int socket : sockets.back()) ::close(socket);
     std::vector<std::string> problems(size);
-    std::barrier<> together(static_cast<std::ptrdiff_t>(size));
     {
       std::vector<std::jthread> threads;
-      for (std::size_t i = 0; i < size; ++i) {
+      for (std::size_t i = 0; i + 1 < size; ++i) {
         threads.emplace_back([&, i] {
           try {
             TestEngine engine(options, static_cast<std::int32_t>(i), sockets[i]);
+            CHECK_EQUAL(engine.created().message, "");
             Floats data(50000, 1);
-            CHECK_EQUAL(try_allreduce(engine, "first", data).message, "");
-            together.arrive_and_wait();
-            if (static_cast<std::int32_t>(i) == victim) {
-              for (const int end : ends) {
-                if (end >= 0) ::shutdown(end, SHUT_RDWR);
-              }
-              return;
+            Status status;
+            auto start = std::chrono::steady_clock::now();
+            for (int round = 0; status.code == SPARKHVD_OK; ++round) {
+              CHECK(round < 3);
+              start = std::chrono::steady_clock::now();
+              status = try_allreduce(engine, std::to_string(round), data);
             }
-            const auto start = std::chrono::steady_clock::now();
-            const Status status = try_allreduce(engine, "second", data);
             const auto took = std::chrono::steady_clock::now() - start;
             CHECK_EQUAL(status.code, SPARKHVD_PEER_LOST);
             const std::string name = "rank " + std::to_string(victim) + " is lost";
             CHECK_MESSAGE(status.message.find(name) != std::string::npos, status.message);
             CHECK(took < std::chrono::seconds(2));
-            CHECK_EQUAL(try_allreduce(engine, "third", data).code, SPARKHVD_PEER_LOST);
+            CHECK_EQUAL(try_allreduce(engine, "later", data).code, SPARKHVD_PEER_LOST);
           } catch (const std::exception& error) {
             problems[i] = error.what();
           }
         });
       }
     }
-    for (const int end : ends) {
-      if (end >= 0) ::close(end);
-    }
-    for (const auto& problem : problems)
+    ::waitpid(child, nullptr, 0);
+    for (const auto& problem : problems) {
       CHECK_MESSAGE(problem.empty(), layout.name + (": " + problem));
+    }
   }
+}
+
+TEST(a_process_stopped_inside_an_operation_is_named_after_the_timeout) {
+  WorldOptions options;
+  options.hosts = one_host(2);
+  options.stall_shutdown_s = 0.5;
+  auto sockets = connect_all(2);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::close(sockets[0][1]);
+    TestEngine engine(options, 1, sockets[1]);
+    Floats data(16 << 20, 1);
+    Request request(SPARKHVD_ALLREDUCE, "x");
+    request.tensor(data.data(), data.data(), {16 << 20});
+    TestWork work = engine.submit(request.raw());
+    work.wait(3);  // far less than the operation takes with slots of one page
+    ::kill(::getpid(), SIGSTOP);
+    ::_exit(0);
+  }
+  CHECK(child > 0);
+  ::close(sockets[1][0]);
+  {
+    TestEngine engine(options, 0, sockets[0]);
+    Floats data(16 << 20, 1);
+    const Status status = try_allreduce(engine, "x", data);
+    CHECK_EQUAL(status.code, SPARKHVD_TIMEOUT);
+    CHECK_MESSAGE(
+        status.message.find("rank 0 waited 0.5 s for rank 1, which took part but stopped") !=
+            std::string::npos,
+        status.message);
+    // A stopped rank may go on later: the engine has failed, and nothing of it is used again.
+    CHECK_EQUAL(try_allreduce(engine, "y", data).code, SPARKHVD_TIMEOUT);
+  }
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
 }
 
 TEST(a_rank_that_shuts_down_is_named_and_finished_work_survives) {
