@@ -279,7 +279,7 @@ def _failure(plan: _Plan, attempt: int, error: Exception) -> _Failure:
     text = str(error)
     embedded = find_embedded(text)
     written = task.read_outcomes(options.shared, options.run_dir or "", attempt, plan.size)
-    said = from_spark_failure(text)
+    said = from_spark_failure(text, plan.shim.worker_python())
     known = {outcome.rank: outcome for outcome in (*embedded, *written)}
     # Spark's word counts when no rank has spoken, or when those that have only suffer from a loss.
     if not known or (said.kind == Kind.LOST and said.rank not in known):

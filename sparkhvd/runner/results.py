@@ -11,6 +11,7 @@ import base64
 import json
 import re
 import signal
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -189,7 +190,7 @@ _LOST = (
 _CANCELLED = ("cancelled part of cancelled job tag", "OPERATION_CANCELED", "cancelled as part of")
 
 
-def from_spark_failure(text: str) -> Outcome:
+def from_spark_failure(text: str, worker_python: str = "a Python") -> Outcome:
     """What is known when a stage failed and no rank said why. Spark offers nothing but this text."""
     task = _TASK.search(text)
     rank = int(task.group(1)) if task else None
@@ -200,8 +201,9 @@ def from_spark_failure(text: str) -> Outcome:
     missing = _MISSING_MODULE.search(text)
     if missing:
         message = (
-            f"The workers' Python has no module {missing.group(1)!r}. Install it there, or set "
-            "PYSPARK_PYTHON (spark.pyspark.python) to an interpreter that has it."
+            f"The workers run {worker_python}, which has no {missing.group(1)}. Set PYSPARK_PYTHON "
+            "(spark.pyspark.python) to a Python that has it before the session starts (on one host: "
+            f"PYSPARK_PYTHON={sys.executable}), or install it there."
         )
         return Outcome(rank, Kind.PREFLIGHT, exit="not started", message=message)
     if "PYTHON_VERSION_MISMATCH" in text:

@@ -63,6 +63,14 @@ class SparkShim:
         )
         return int(context.maxNumConcurrentTasks(chosen))
 
+    def worker_python(self) -> str:
+        """The Python that Spark's workers are told to run; for messages, so it never raises."""
+        with contextlib.suppress(Exception):
+            if self.is_connect:
+                return str(self.session.conf.get("spark.pyspark.python", "python3"))
+            return str(self.session.sparkContext.pythonExec)
+        return "a Python"
+
     @property
     def closure_limit(self) -> int | None:
         """The most bytes that a program may have; None where Spark sets no limit."""

@@ -149,7 +149,7 @@ WHICH = f"{BARRIER} failure reason: Stage failed because barrier task ResultTask
             WHICH + "ModuleNotFoundError: No module named 'pyarrow'\n\tat x.y(Z.scala:3)",
             1,
             Kind.PREFLIGHT,
-            "has no module 'pyarrow'",
+            "The workers run a Python, which has no pyarrow. Set PYSPARK_PYTHON",
         ),
         (
             WHICH + "ModuleNotFoundError: [sparkhvd-preflight:The workers run /x, which has no y.]",
