@@ -169,8 +169,9 @@ class Totals:
 
     def add(self, batch: Forward) -> None:
         """Count one batch."""
-        self.values[0] += batch.loss.detach().double() * batch.weight
-        self.values[1] += batch.weight
+        if batch.weight:  # a mean over nothing may be NaN
+            self.values[0] += batch.loss.detach().double() * batch.weight
+            self.values[1] += batch.weight
         self.values[2] += len(batch.outputs[0])
         for i, metric in enumerate(self._metrics, start=3):
             output = batch.outputs[metric.label].detach()

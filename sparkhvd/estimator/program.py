@@ -229,7 +229,32 @@ def resolve_losses(
             "loss: some of the losses have reduction='sum' and some do not, so their sizes depend on the batch "
             "in different ways. Give all of them one reduction."
         )
+    if num_labels == 1:
+        given = [_ClassMean(loss) if _is_class_mean(loss) else loss for loss in given]
     return tuple(given), is_sum
+
+
+@dataclass(frozen=True)
+class _ClassMean:
+    """Cross-entropy with class weights or ignored rows: its mean counts these, not rows, so it says what."""
+
+    loss: Any
+
+    def __call__(self, output: Tensor, label: Tensor) -> Any:
+        value = self.loss(output, label)
+        if label.is_floating_point():  # probabilities of classes: then it is a mean over rows
+            return value
+        counted = label[label != self.loss.ignore_index]
+        weight = self.loss.weight
+        return value, counted.numel() if weight is None else weight[counted].sum()
+
+
+def _is_class_mean(loss: Any) -> bool:
+    return (
+        isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
+        and loss.reduction == "mean"
+        and (loss.weight is not None or loss.ignore_index >= 0)
+    )
 
 
 @dataclass(frozen=True)
@@ -279,6 +304,7 @@ def describe_program(program: Program) -> dict[str, Any]:
 
 
 def _loss_name(loss: Loss) -> str:
+    loss = loss.loss if isinstance(loss, _ClassMean) else loss
     return str(getattr(loss, "__qualname__", type(loss).__name__))
 
 

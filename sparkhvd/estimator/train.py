@@ -202,7 +202,8 @@ class Step:
             result = self.forward(batch) if batch.num_rows else None
         share = self.share(batch, result)
         if result is not None:
-            (result.loss * share).backward()
+            if result.weight:  # a mean over nothing may be NaN, and adds nothing
+                (result.loss * share).backward()
             totals.add(result)
         if self.spec.gradient_clip_norm is not None:
             self.optimizer.synchronize()  # clip what all ranks together would step along
@@ -373,6 +374,8 @@ def resume(
     said: dict[str, Any] = {"history": [], "scheduler": None, "problem": ""}
     if hvd.rank() == 0 and (found := checkpoints.latest()) is not None:
         said["problem"] = _difference(found.fingerprint, spec.fingerprint)
+        if found.epoch > spec.epochs:
+            said["problem"] = f"it has {found.epoch} epochs, and epochs is {spec.epochs}"
         said["history"], said["scheduler"] = found.history, found.scheduler
     said = hvd.broadcast_object(said, 0, name="resume")
     if said["problem"]:
@@ -389,7 +392,7 @@ def resume(
         scheduler.load_state_dict(said["scheduler"])
     history = said["history"]
     assert isinstance(history, list)
-    return history[: spec.epochs]
+    return history
 
 
 def _difference(theirs: str, ours: str) -> str:

@@ -64,6 +64,11 @@ def weighted_mean(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tens
         ("sample weights", {"weighted": True}),
         ("loss with its weight", {"loss": weighted_mean, "label": "class"}),
         ("classes", {"loss": nn.CrossEntropyLoss(), "label": "class"}),
+        (
+            "class weights",
+            {"loss": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0])), "label": "class"},
+        ),
+        ("ignored rows", {"loss": nn.CrossEntropyLoss(ignore_index=1), "label": "class"}),
         ("sum", {"loss": nn.MSELoss(reduction="sum"), "options": {"epochs": 2}}),
         ("clip", {"options": {"epochs": 2, "gradient_clip_norm": 0.05}}),
         ("drop_last", {"options": {"epochs": 2, "drop_last": True}}),
@@ -79,8 +84,9 @@ def test_kinds_of_fits_equal_one_process(store: Store, name: str, fields: dict[s
     result = case.train(2)
     expected = case.reference(2, 2, clip=options.get("gradient_clip_norm"))
     assert_close(case.weights(2), expected[1], 1e-5)
-    losses = [e["loss"] / (75 if name == "sum" else 1) for e in expected]
-    if name != "sum":  # the reference counts a sum as if it were a mean
+    # The reference counts these losses as if they were means over rows.
+    if name not in ("sum", "class weights", "ignored rows"):
+        losses = [e["loss"] for e in expected]
         assert [r["loss"] for r in result.history] == pytest.approx(losses, rel=1e-5)
 
 
@@ -168,6 +174,15 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(store: Store) 
             "runs/r holds a checkpoint of another run: rows was 100 and is 7. Give another run_id, or the same "
             "model, data and params."
         )
+
+
+def test_a_run_that_has_more_epochs_is_refused(store: Store) -> None:
+    model = linear()
+    case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    case.train(1, epochs=2)
+    with pytest.raises(RanksFailed) as failed:
+        case.train(1, epochs=1)
+    assert "it has 2 epochs, and epochs is 1." in str(failed.value.errors[0])
 
 
 def test_checkpoints_are_read_without_unpickling_and_old_ones_go(store: Store) -> None:
