@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+from sparkhvd.estimator import heads
+
+
+@pytest.mark.parametrize(
+    ("loss", "link"),
+    [
+        (nn.CrossEntropyLoss(), "softmax"),
+        (F.cross_entropy, "softmax"),
+        (nn.BCEWithLogitsLoss(), "sigmoid"),
+        (F.binary_cross_entropy_with_logits, "sigmoid"),
+        (nn.MSELoss(), "identity"),
+        (nn.NLLLoss(), "identity"),
+        (lambda output, label: output.sum(), "identity"),
+    ],
+)
+def test_the_loss_says_what_outputs_mean(loss: Any, link: str) -> None:
+    assert heads.link_of(loss) == link
+
+
+def test_values_are_never_rounded() -> None:
+    output = torch.tensor([[0.25], [-1.75]], dtype=torch.float64)
+    assert heads.prediction("identity", output).tolist() == [0.25, -1.75]
+    assert heads.prediction("identity", output[:, 0]).tolist() == [0.25, -1.75]
+
+
+def test_one_logit_gives_two_classes() -> None:
+    output = torch.tensor([0.0, 2.0, -2.0])
+    assert heads.prediction("sigmoid", output).tolist() == [False, True, False]
+    probability = heads.probability("sigmoid", output)
+    assert probability is not None
+    torch.testing.assert_close(probability.sum(1), torch.ones(3))
+    torch.testing.assert_close(probability[:, 1], torch.sigmoid(output))
+    assert heads.raw("sigmoid", output)[1].tolist() == [-2.0, 2.0]
+
+
+def test_several_elements_give_the_largest() -> None:
+    output = torch.tensor([[1.0, 3.0, 2.0]])
+    for link in heads.LINKS:
+        assert heads.prediction(link, output).tolist() == [1]
+    assert heads.probability("identity", output) is None
+    assert heads.raw("softmax", output).tolist() == [[1.0, 3.0, 2.0]]
