@@ -349,7 +349,13 @@ void Engine::shutdown() {
   --waiters_;
   become_driver(lock);
   lock.unlock();
-  say_goodbye();
+  try {
+    say_goodbye();
+  } catch (const std::exception& error) {
+    // Leaving must succeed: the peers see the connection end.
+    warn(rank_text(rank_) + " could not say goodbye: " + error.what());
+    for (auto& link : communicator_->links()) link.close();
+  }
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(control_.get(), &one, sizeof(one));
   thread_.join();
@@ -362,8 +368,14 @@ void Engine::shutdown() {
 void Engine::say_goodbye() {
   const std::string text =
       "the engine of " + rank_text(rank_) + " was shut down while the operation was in flight.";
+  const auto ignore = [](FrameType, std::span<const std::byte>) { return true; };
   if (has_failed_) {
-    for (auto& link : communicator_->links()) link.close();
+    // Closing a connection with unread bytes resets it, and may cost the peer the cause that it was
+    // sent.
+    for (auto& link : communicator_->links()) {
+      link.read(ignore, kReadBudget);
+      link.close();
+    }
     return;
   }
   fail_all(SPARKHVD_SHUT_DOWN, text);
@@ -374,7 +386,6 @@ void Engine::say_goodbye() {
   }
   // A connection is closed when the peer has nothing more to say: closing earlier could destroy
   // what it has not read yet.
-  const auto ignore = [](FrameType, std::span<const std::byte>) { return true; };
   while (true) {
     std::vector<pollfd> polls;
     for (auto& link : communicator_->links()) {
@@ -688,7 +699,6 @@ void Engine::on_execute(const Execute& message) {
   const bool is_cut_off = message.sequence >= departure_limit_;
   const auto entry = submitted_.find(message.name);
   if (entry == submitted_.end()) {
-    if (is_cut_off) return;
     throw Error(SPARKHVD_PEER_LOST,
                 "an order to run '" + message.name + "', which is unknown here");
   }

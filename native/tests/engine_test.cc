@@ -209,6 +209,31 @@ TEST(allreduce_uses_a_ring_beyond_16_islands) {
   });
 }
 
+TEST(hosts_exchange_over_tcp) {
+  for (const auto& hosts :
+       std::vector<std::vector<std::int32_t>>{{0, 1}, {0, 0, 1, 1}, {0, 1, 0, 2}}) {
+    WorldOptions options;
+    options.hosts = hosts;
+    options.use_tcp = true;
+    options.slot_bytes = 64 << 10;
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      const std::size_t count = 1000003;
+      Floats data = input_of(rank, count);
+      for (int round = 0; round < 3; ++round) {
+        const Floats before = data;
+        CHECK_EQUAL(allreduce(engine, "x", before, data, SPARKHVD_MAX).message, "");
+      }
+      for (std::size_t i = 0; i < count; ++i) {
+        float expected = 0;
+        for (std::size_t r = 0; r < hosts.size(); ++r) {
+          expected = std::max(expected, value(static_cast<std::int32_t>(r), i));
+        }
+        CHECK_EQUAL(data[i], expected);
+      }
+    });
+  }
+}
+
 TEST(allgather_concatenates_unequal_first_dimensions) {
   for (const auto& layout : layouts()) {
     const auto size = static_cast<std::int32_t>(layout.hosts.size());

@@ -1,6 +1,7 @@
 // Ranks as threads: a world of engines over socket pairs, through the public C boundary.
 #pragma once
 
+#include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -21,6 +22,7 @@ namespace sparkhvd::test {
 struct WorldOptions {
   std::vector<std::int32_t> hosts;  // by rank: also the size
   bool use_shared_memory = true;
+  bool use_tcp = false;             // between hosts
   std::uint64_t slot_bytes = 4096;  // small: several slots come cheap
   std::uint32_t slots = 4;
   std::int32_t isa = SPARKHVD_ISA_AUTO;
@@ -34,13 +36,33 @@ inline std::vector<std::int32_t> one_host(int size) {
   return std::vector<std::int32_t>(static_cast<std::size_t>(size), 0);
 }
 
+/// Two ends of a TCP connection over loopback.
+inline void connect_tcp(int pair[2]) {
+  const int listener = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  auto* raw = reinterpret_cast<sockaddr*>(&address);
+  pair[0] = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (::bind(listener, raw, length) != 0 || ::listen(listener, 1) != 0 ||
+      ::getsockname(listener, raw, &length) != 0 || ::connect(pair[0], raw, length) != 0) {
+    throw std::runtime_error("TCP over loopback");
+  }
+  pair[1] = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+  ::close(listener);
+}
+
 /// The sockets of every rank; [i][j] is rank i's end of the connection to rank j.
-inline std::vector<std::vector<std::int32_t>> connect_all(std::size_t size) {
+inline std::vector<std::vector<std::int32_t>> connect_all(
+    std::size_t size, const std::function<bool(std::size_t, std::size_t)>& use_tcp = {}) {
   std::vector<std::vector<std::int32_t>> sockets(size, std::vector<std::int32_t>(size, -1));
   for (std::size_t i = 0; i < size; ++i) {
     for (std::size_t j = 0; j < i; ++j) {
       int pair[2];
-      if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) {
+      if (use_tcp && use_tcp(i, j)) {
+        connect_tcp(pair);
+      } else if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) {
         throw std::runtime_error("socketpair");
       }
       sockets[i][j] = pair[0];
@@ -179,7 +201,9 @@ class Request {
 inline void run_ranks(const WorldOptions& options,
                       const std::function<void(TestEngine&, std::int32_t)>& body) {
   const std::size_t size = options.hosts.size();
-  auto sockets = connect_all(size);
+  auto sockets = connect_all(size, [&](std::size_t i, std::size_t j) {
+    return options.use_tcp && options.hosts[i] != options.hosts[j];
+  });
   std::vector<std::string> problems(size);
   {
     std::vector<std::jthread> threads;
