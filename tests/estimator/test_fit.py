@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import threading
 from pathlib import Path
@@ -54,7 +52,9 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e[0]} rows {e[2]}")
-def test_fit_equals_one_process(spark: SparkSession, store: Store, example: Any) -> None:
+def test_fit_equals_one_process(
+    spark: SparkSession, store: Store, example: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     rows, width, kind, partitions, ranks, batch_size, dtype = example
     plain = numbers(spark, rows, width, partitions)
     names = [f"a{i}" for i in range(width)]
@@ -79,6 +79,7 @@ def test_fit_equals_one_process(spark: SparkSession, store: Store, example: Any)
         num_proc=ranks,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
     ).fit(df)
+    assert capfd.readouterr().out == ""  # verbose=0
     expected = one_process(
         model, store, features, size=ranks, batch_size=batch_size, lr=0.05, seed=3, epochs=2
     )
@@ -196,10 +197,3 @@ def test_cross_validation_and_param_maps(spark: SparkSession, store: Store, tmp_
 
 def test_fit_leaves_no_process(spark: SparkSession) -> None:
     assert wait_for_no_trainers() == set()
-
-
-def test_verbose_zero_prints_nothing(spark: SparkSession, store: Store) -> None:
-    df = numbers(spark, 10, 2, 1).select(F.array("a0", "a1").alias("x"), "y")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        estimator(mlp(2), store, num_proc=1).fit(df)
-    assert out.getvalue() == ""
