@@ -31,12 +31,10 @@ extern "C" {
 #define SPARKHVD_OK 0
 #define SPARKHVD_PENDING 1          /* not finished yet (poll, wait) */
 #define SPARKHVD_INVALID_ARGUMENT 2 /* this rank's call is wrong; nothing was submitted */
-#define SPARKHVD_MISMATCH \
-  3 /* ranks disagree; raised on every participant; the engine stays usable */
-#define SPARKHVD_TIMEOUT 4   /* a rank did not come in time; the message names it */
-#define SPARKHVD_PEER_LOST 5 /* a rank's process or connection is gone; the engine has failed */
-#define SPARKHVD_SHUT_DOWN \
-  6 /* the engine was shut down, here or by the peer that the message names */
+#define SPARKHVD_MISMATCH 3         /* ranks disagree, told on each; the engine stays usable */
+#define SPARKHVD_TIMEOUT 4          /* a rank did not come in time; the message names it */
+#define SPARKHVD_PEER_LOST 5   /* a rank's process or connection is gone; the engine has failed */
+#define SPARKHVD_SHUT_DOWN 6   /* the engine was shut down, here or by the peer named */
 #define SPARKHVD_UNSUPPORTED 7 /* this build or this machine cannot do what was asked */
 #define SPARKHVD_INTERNAL 8    /* a defect of sparkhvd */
 
