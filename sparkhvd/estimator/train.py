@@ -14,12 +14,13 @@ order of rows is a function of (seed, epoch), and random numbers are seeded from
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.estimator.binding import InputBinding, LabelBinding
 from sparkhvd.estimator.checkpoint import Checkpoint, Checkpoints
 from sparkhvd.estimator.manifest import Manifest
@@ -232,7 +233,7 @@ class Step:
         said = hvd.allgather_object((problem, is_weighted), name="first batch")
         for rank, (text, _) in enumerate(said):
             if text:
-                raise InvalidArgumentError(f"The first batch, on rank {rank}: {text}")
+                fail_together(f"The first batch, on rank {rank}: {text}")
         self.is_weighted = any(weighted for _, weighted in said)
         return result
 
@@ -379,7 +380,7 @@ def resume(
         said["history"], said["scheduler"] = found.history, found.scheduler
     said = hvd.broadcast_object(said, 0, name="resume")
     if said["problem"]:
-        raise InvalidArgumentError(
+        fail_together(
             f"{spec.run_dir} holds a checkpoint of another run: {said['problem']}. Give another run_id, or "
             "the same model, data and params."
         )
@@ -449,6 +450,14 @@ def seed_everything(seed: int, epoch: int, rank: int) -> None:
     torch.manual_seed(int(state[0]))
     np.random.seed(int(state[1]))
     random.seed(int(state[2]))
+
+
+def fail_together(message: str) -> NoReturn:
+    """Raise InvalidArgumentError on every rank; every rank must call it with the same message."""
+    # A rank that ended now would take the message from a slower one, which would see only its loss.
+    with contextlib.suppress(CollectiveError):
+        hvd.barrier()
+    raise InvalidArgumentError(message)
 
 
 def broadcast_buffers(model: nn.Module) -> None:
