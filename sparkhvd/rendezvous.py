@@ -9,6 +9,11 @@ oldest goes first), and whatever it sends, it is closed and the job goes on. Pro
 role, both ranks, both fresh nonces, the job, attempt, generation, byte order and versions, so they can be
 neither reflected nor replayed. What follows is not encrypted.
 
+Failure: a rank that cannot meet the others tells every one of them why before it leaves, over their link or else
+by a notice into their listener, where it waits for ranks that come late. A notice is one message with a proof
+over all it says and to whom; replayed, it repeats to the same rank what is true of the generation. So what a
+rank has to say is there before its absence can be seen, and who sees an absence looks for notices first.
+
 Shutdown: `connect()` closes every socket that it does not return, also when it fails. The listener stays
 open for the next generation until `Listener.close()` or the end of the process.
 """
@@ -30,7 +35,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -71,10 +76,18 @@ MAX_UNAUTHENTICATED = 64
 # A rank that has not come is asked this often whether its listener is still there.
 PROBE_S = 0.5
 RETRY_S = 0.1
+# A peer that is gone may have left because of another, and its notice is then in this rank's backlog: this many
+# turns of the event loop, RETRY_S apart, are enough to read it, also for a process that was stopped meanwhile.
+GRACE_TURNS = 5
+# A notice needs one connect; only a host that does not answer takes longer, and it hears nothing anyway.
+NOTICE_S = 2.0
 
 _MAGIC = b"sparkhvd"
 _HELLO = struct.Struct(f"!8sIIB{NONCE_BYTES}s")  # magic, rank, generation, phase, nonce
 _REPLY = struct.Struct(f"!{NONCE_BYTES}s{MAC_BYTES}s")
+# A notice: magic, the rank that tells, generation, what, about whom, proof. Longer than a hello.
+_NOTICE = struct.Struct(f"!8sIIBI{MAC_BYTES}s")
+_NOTICE_MAGIC = b"sparkhvn"
 _NEWS = struct.Struct("!BI")  # before the row: one of the next three, and the rank it is about
 _NEWS_MET = 0
 _NEWS_LOST = 1
@@ -363,6 +376,49 @@ def _mac(job: Job, role: bytes, *, client: int, server: int, turn: _Turn, nonces
     return hmac.digest(job.key, context + nonces, "sha256")
 
 
+@dataclass(frozen=True)
+class _Notice:
+    """Why a generation has failed, as one rank tells another."""
+
+    teller: int
+    generation: int
+    what: int
+    about: int
+
+    def to_bytes(self, job: Job, to: int) -> bytes:
+        """The message for rank `to`."""
+        proof = self._proof(job, to)
+        return _NOTICE.pack(
+            _NOTICE_MAGIC, self.teller, self.generation, self.what, self.about, proof
+        )
+
+    @classmethod
+    def from_bytes(cls, message: bytes, job: Job) -> _Notice | None:
+        """What the message says to rank `job.rank`; None if its proof is wrong."""
+        _, teller, generation, what, about, proof = _NOTICE.unpack(message)
+        notice = cls(teller, generation, what, about)
+        return notice if hmac.compare_digest(proof, notice._proof(job, job.rank)) else None
+
+    def _proof(self, job: Job, to: int) -> bytes:
+        job_id = job.job_id.encode()
+        context = struct.pack(
+            f"!16s1sIIIIIIIBI{len(job_id)}s",
+            b"sparkhvd notice1",  # another first field than in the proofs of a handshake
+            sys.byteorder[:1].encode(),
+            WIRE_VERSION,
+            ABI_VERSION,
+            job.attempt,
+            job.size,
+            self.teller,
+            to,
+            self.generation,
+            self.what,
+            self.about,
+            job_id,
+        )
+        return hmac.digest(job.key, context, "sha256")
+
+
 @dataclass(frozen=True, order=True)
 class _Turn:
     """Which meeting a connection is for; a later one than the listener is at waits for it."""
@@ -395,6 +451,9 @@ class _Loop:
 
     def start(self, task: _Task) -> None:
         self._resume(task, task.__next__)
+
+    def is_idle(self) -> bool:
+        return not self._tasks
 
     def run(self, done: Callable[[], bool]) -> None:
         while not done():
@@ -586,6 +645,7 @@ class _Meeting:
         settings: Settings,
         generation: int,
         parked: list[_Parked],
+        notices: list[_Notice],
     ) -> None:
         self.job = job
         self.listener = listener
@@ -593,6 +653,7 @@ class _Meeting:
         self.deadline = time.monotonic() + settings.connect_timeout_s
         self.turn = _Turn(generation, _PHASE_MESH)
         self.parked = parked
+        self.notices = notices  # of this and of later generations
         self.loop = _Loop()
         self.links: dict[int, _Link] = {}
         self.serving: dict[int, _Task] = {}
@@ -600,15 +661,22 @@ class _Meeting:
         # Incoming connections that have proved nothing, oldest first.
         self.strangers: dict[_Task, None] = {}
         self.last_error: dict[int, OSError | str] = {}
+        # Peers that seem to be gone, and what shows it; blamed after a grace.
+        self.gone: dict[int, object] = {}
+        self.has_grace = False
 
     def run(self) -> Connections:
         """Meets everybody. Closes everything if it fails."""
         try:
+            for notice in self.notices:
+                if notice.generation == self.turn.generation:
+                    raise self._reported(notice)
             self._start_listening()
             mesh = self._meet(self.peers)
             hosts = self._agreed_hosts(mesh)
             self._replace_unix_links(mesh, hosts)
         except _MeetingError as error:
+            self.loop.close()  # ends the tasks that use the links
             self._tell_the_others(error)
             self._close_links()
             raise error.cause from error.__cause__
@@ -637,8 +705,10 @@ class _Meeting:
         return dict(self.links)
 
     def _is_complete(self) -> bool:
-        ready = len(self.links) == len(self.peers) and all(
-            link.is_ready for link in self.links.values()
+        ready = (
+            not self.gone
+            and len(self.links) == len(self.peers)
+            and all(link.is_ready for link in self.links.values())
         )
         if not ready or self.turn.phase == _PHASE_TCP:
             return ready
@@ -651,8 +721,8 @@ class _Meeting:
                 try:
                     _send(link.sock, _NEWS.pack(_NEWS_MET, 0) + row)
                 except OSError as error:
-                    raise self._lost(peer, error) from error
-        return all(link.row is not None for link in self.links.values())
+                    self._suspect(peer, error)
+        return not self.gone and all(link.row is not None for link in self.links.values())
 
     def _agreed_hosts(self, mesh: dict[int, _Link]) -> tuple[int, ...]:
         """Host indices from the rows that every rank has: the same computation everywhere."""
@@ -702,13 +772,40 @@ class _Meeting:
 
     # Failures
 
-    def _lost(self, peer: int, cause: object) -> _MeetingError:
+    def _suspect(self, peer: int, cause: object) -> None:
+        """A peer seems to be gone. It is blamed after a grace, unless a notice says why it left."""
+        self.gone.setdefault(peer, cause)
+        if not self.has_grace:
+            self.has_grace = True
+            self.loop.start(self._blame())
+
+    def _blame(self) -> _Task:
+        for _ in range(GRACE_TURNS):
+            yield from _sleep(RETRY_S)
+        self.has_grace = False
+        if self.gone:  # else it has come again
+            raise self._lost(self.gone)
+
+    def _reported(self, notice: _Notice) -> _MeetingError:
+        """What this rank raises when another one tells why it failed."""
+        teller, about = notice.teller, notice.about
+        if notice.what == _NEWS_LATE:
+            return self._late([about], [f"rank {teller} gave up waiting for rank {about}"])
+        if about == self.job.rank:
+            return self._lost({teller: "it lost its connection to this rank"})
+        return self._lost({about: f"rank {teller} reports it"})
+
+    def _lost(self, causes: Mapping[int, object]) -> _MeetingError:
+        lines = [
+            f"rank {peer} at {self.job.endpoints[peer]} is gone ({cause})"
+            for peer, cause in sorted(causes.items())
+        ]
+        where = "its error in its own log" if len(lines) == 1 else "their errors in their own logs"
         text = (
-            f"Rendezvous of rank {self.job.rank} at {self.listener.endpoint()}: rank {peer} at "
-            f"{self.job.endpoints[peer]} is gone ({cause}). Look for its error in its own log; start the "
-            "job again."
+            f"Rendezvous of rank {self.job.rank} at {self.listener.endpoint()}: {', '.join(lines)}. Look for "
+            f"{where}; start the job again."
         )
-        return _MeetingError(PeerLostError(text), _NEWS_LOST, peer)
+        return _MeetingError(PeerLostError(text), _NEWS_LOST, min(causes))
 
     def _late(self, ranks: Sequence[int], lines: Sequence[str]) -> _MeetingError:
         text = (
@@ -720,12 +817,33 @@ class _Meeting:
         return _MeetingError(CollectiveTimeoutError(text), _NEWS_LATE, ranks[0])
 
     def _tell_the_others(self, error: _MeetingError) -> None:
-        """Best effort: without it they would name this rank, which only reports."""
+        """Best effort, NOTICE_S at most: without it they would name this rank, which only reports.
+
+        Over links where the peer still waits for this rank's row, because a link is there whatever firewalls
+        forbid; else by a notice.
+        """
         news = _NEWS.pack(error.news, error.rank) + bytes(self.job.size)
-        for link in self.links.values():
-            if link.is_ready and not link.has_my_row:
+        told = {self.job.rank}
+        for peer, link in self.links.items():
+            awaits_row = self.turn.phase == _PHASE_MESH and link.is_ready and not link.has_my_row
+            if awaits_row and peer not in self.gone:
                 with contextlib.suppress(OSError):
                     _send(link.sock, news)
+                    told.add(peer)
+        notice = _Notice(self.job.rank, self.turn.generation, error.news, error.rank)
+        loop = _Loop()
+        try:
+            for peer in sorted(set(range(self.job.size)) - told):
+                loop.start(self._notify(peer, notice))
+            loop.run(loop.is_idle)
+        finally:
+            loop.close()
+
+    def _notify(self, peer: int, notice: _Notice) -> _Task:
+        with contextlib.suppress(OSError):  # the other is gone, or cannot be reached
+            sock = yield from self._dial(peer, time.monotonic() + NOTICE_S)
+            with sock:
+                _send(sock, notice.to_bytes(self.job, peer))
 
     def _close_links(self) -> None:
         for link in self.links.values():
@@ -733,6 +851,8 @@ class _Meeting:
 
     def _expire(self) -> _Task:
         yield _Wait(None, 0, self.deadline)
+        if self.gone:
+            raise self._lost(self.gone)
         job = self.job
         missing = [r for r in sorted(self.peers) if r not in self.links]
         waiting = [r for r, link in sorted(self.links.items()) if link.row is None]
@@ -787,6 +907,10 @@ class _Meeting:
                 return
             until = time.monotonic() + UNAUTHENTICATED_S
             hello = yield from _read(sock, _HELLO.size, until)
+            if hello.startswith(_NOTICE_MAGIC):
+                rest = yield from _read(sock, _NOTICE.size - _HELLO.size, until)
+                self._hear(_Notice.from_bytes(hello + rest, self.job))
+                return
             magic, client, generation, phase, nonce = _HELLO.unpack(hello)
             turn = _Turn(generation, phase)
             is_expected = magic == _MAGIC and self.job.rank < client < self.job.size
@@ -817,8 +941,17 @@ class _Meeting:
         else:
             sock.close()
 
+    def _hear(self, notice: _Notice | None) -> None:
+        """A notice: of this generation, of a later one, or too late to matter; None if it is forged."""
+        if notice is None or notice.generation < self.turn.generation:
+            return
+        if notice.generation == self.turn.generation:
+            raise self._reported(notice)
+        self.notices.append(notice)
+
     def _adopt(self, peer: int, sock: socket.socket) -> None:
         """An authenticated connection of this turn, from a rank above this one."""
+        self.gone.pop(peer, None)
         old = self.links.pop(peer, None)
         if old is not None:  # it came back after its first connection broke
             self.loop.cancel(self.serving[peer])
@@ -832,7 +965,7 @@ class _Meeting:
         while True:
             sock = None
             try:
-                sock = yield from self._dial(peer)
+                sock = yield from self._dial(peer, self.deadline)
                 if (yield from self._introduce(peer, sock)):
                     break
                 self.last_error[peer] = (
@@ -841,7 +974,8 @@ class _Meeting:
             except OSError as error:
                 # The listener was open when its endpoint was published: refused means the process is gone.
                 if sock is None and error.errno == errno.ECONNREFUSED:
-                    raise self._lost(peer, error) from error
+                    self._suspect(peer, error)
+                    return
                 self.last_error[peer] = error
             except BaseException:
                 if sock is not None:
@@ -852,13 +986,11 @@ class _Meeting:
             yield from _sleep(RETRY_S)
         self._start_serving(peer, _Link(sock), _offer_memory)
 
-    def _dial(self, peer: int) -> Generator[_Wait, None, socket.socket]:
+    def _dial(self, peer: int, until: float) -> Generator[_Wait, None, socket.socket]:
         endpoint = self.job.endpoints[peer]
         if self.turn.phase == _PHASE_MESH and self._is_same_host(peer):
             try:
-                sock = yield from _connect(
-                    socket.AF_UNIX, _unix_address(endpoint.unix_name), self.deadline
-                )
+                sock = yield from _connect(socket.AF_UNIX, _unix_address(endpoint.unix_name), until)
                 if _is_same_user(sock):
                     return sock
                 sock.close()
@@ -866,7 +998,7 @@ class _Meeting:
                 raise
             except OSError:  # not reachable that way after all
                 pass
-        return (yield from _connect(*_tcp_place(endpoint), self.deadline))
+        return (yield from _connect(*_tcp_place(endpoint), until))
 
     def _introduce(self, peer: int, sock: socket.socket) -> Generator[_Wait, None, bool]:
         """The connecting side of the handshake. The other rank may call init() much later than this one."""
@@ -904,7 +1036,8 @@ class _Meeting:
                 yield _Wait(sock, selectors.EVENT_READ, float("inf"))
             except OSError as error:
                 if error.errno == errno.ECONNREFUSED and peer not in self.links:
-                    raise self._lost(peer, error) from error
+                    self._suspect(peer, error)
+                    return
                 self.last_error[peer] = error
             finally:
                 if sock is not None:
@@ -933,16 +1066,12 @@ class _Meeting:
                 return
             news = yield from _read(link.sock, _NEWS.size + self.job.size, until)
         except OSError as error:
-            raise self._lost(peer, error) from error
+            self._suspect(peer, error)
+            return
         what, about = _NEWS.unpack_from(news)
-        if what == _NEWS_MET:
-            link.row = news[_NEWS.size :]
-        elif what == _NEWS_LATE:
-            raise self._late([about], [f"rank {peer} gave up waiting for rank {about}"])
-        elif about == self.job.rank:
-            raise self._lost(peer, "it lost its connection to this rank")
-        else:
-            raise self._lost(about, f"rank {peer} reports it")
+        if what != _NEWS_MET:
+            raise self._reported(_Notice(peer, self.turn.generation, what, about))
+        link.row = news[_NEWS.size :]
 
     def _watch(self, peer: int, sock: socket.socket) -> _Task:
         """Notices the end of a peer; leaves what it sends to the engine."""
@@ -950,9 +1079,10 @@ class _Meeting:
         try:
             is_open = bool(sock.recv(1, socket.MSG_PEEK))
         except OSError as error:
-            raise self._lost(peer, error) from error
+            self._suspect(peer, error)
+            return
         if not is_open:
-            raise self._lost(peer, "closed by the other side")
+            self._suspect(peer, "closed by the other side")
 
 
 def _tcp_place(endpoint: Endpoint) -> tuple[int, Any]:
@@ -984,6 +1114,7 @@ class SocketRendezvous:
         self._listener = listener
         self._generation = 0
         self._parked: list[_Parked] = []
+        self._notices: list[_Notice] = []
         # A forked child (a DataLoader worker) must not keep the port of a dead rank open.
         _close_in_children()
         _open_rendezvous.add(self)
@@ -995,7 +1126,10 @@ class SocketRendezvous:
         for parked in [p for p in self._parked if p.turn.generation < generation]:
             self._parked.remove(parked)
             parked.sock.close()
-        meeting = _Meeting(self.job, self._listener, self.settings, generation, self._parked)
+        self._notices[:] = [n for n in self._notices if n.generation >= generation]
+        meeting = _Meeting(
+            self.job, self._listener, self.settings, generation, self._parked, self._notices
+        )
         return meeting.run()
 
     def close(self) -> None:

@@ -195,7 +195,7 @@ def test_connection_of_a_later_generation_is_parked() -> None:
             return [meetings[0].connect(), meetings[0].connect()]
 
         def rank1_ahead() -> Connections:
-            ahead = module._Meeting(meetings[1].job, meetings[1]._listener, QUICK, 1, [])
+            ahead = module._Meeting(meetings[1].job, meetings[1]._listener, QUICK, 1, [], [])
             knocked.set()
             return ahead.run()
 
@@ -373,6 +373,102 @@ def test_rank_whose_listener_closes_is_named_by_all(lost: int) -> None:
                 rf"127\.0\.0\.1:{endpoint.port} is gone \(",
                 str(error),
             )
+
+
+@pytest.mark.parametrize("tcp_only", [False, True])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: bool) -> None:
+    """Rank 1 dies; `victim` notices and leaves before the last rank comes, which still hears of rank 1."""
+    late = 2 - victim
+
+    def edit(_: int, endpoint: Endpoint) -> Endpoint:
+        return replace(endpoint, host_key="", unix_name="") if tcp_only else endpoint
+
+    with job_of(3, edit=edit) as meetings:
+        meetings[1].close()
+        told = run_threads([meetings[victim].connect])[0]
+        assert "rank 1 at 127.0.0.1" in str(told)
+        meetings[victim].close()
+        before = sorted(os.listdir("/proc/self/fd"))
+        error = run_threads([meetings[late].connect])[0]
+        ports = [e.port for e in meetings[0].job.endpoints]
+        assert isinstance(error, PeerLostError)
+        assert str(error) == (
+            f"Rendezvous of rank {late} at 127.0.0.1:{ports[late]}: rank 1 at 127.0.0.1:{ports[1]} is gone "
+            f"(rank {victim} reports it). Look for its error in its own log; start the job again."
+        )
+        assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_ranks_that_say_nothing_are_all_named() -> None:
+    with job_of(4) as meetings:
+        meetings[1].close()
+        meetings[3].close()
+        error = run_threads([meetings[0].connect])[0]
+        ports = [e.port for e in meetings[0].job.endpoints]
+        why = "is gone ([Errno 111] Connection refused)"
+        assert str(error) == (
+            f"Rendezvous of rank 0 at 127.0.0.1:{ports[0]}: rank 1 at 127.0.0.1:{ports[1]} {why}, "
+            f"rank 3 at 127.0.0.1:{ports[3]} {why}. Look for their errors in their own logs; start the job "
+            "again."
+        )
+
+
+def test_rank_that_comes_too_late_hears_who_gave_up() -> None:
+    with job_of(2, settings=Settings(connect_timeout_s=0.3)) as meetings:
+        run_threads([meetings[0].connect])
+        meetings[0].close()
+        start = time.monotonic()
+        error = run_threads([meetings[1].connect])[0]
+        assert time.monotonic() - start < 0.3
+        assert isinstance(error, CollectiveTimeoutError)
+        assert "rank 0 gave up waiting for rank 1" in str(error)
+
+
+def test_ranks_meet_again_after_a_generation_that_failed() -> None:
+    with job_of(2, settings=Settings(connect_timeout_s=0.5)) as meetings:
+        errors = run_threads([meetings[0].connect])
+        errors += run_threads([meetings[1].connect])  # by the notice of rank 0
+        assert [type(error) for error in errors] == [CollectiveTimeoutError] * 2
+        assert_connected(connect_all(meetings), socket.AF_UNIX)
+
+
+def test_notice_of_a_later_generation_waits_for_it() -> None:
+    with job_of(2) as meetings:
+        ahead = replace(meetings[1].job)
+
+        def rank1() -> Any:
+            notice = module._Notice(teller=1, generation=1, what=module._NEWS_LOST, about=0)
+            with stranger(ahead.endpoints[0], unix=True) as sock:
+                sock.sendall(notice.to_bytes(ahead, 0))
+            return meetings[1].connect()
+
+        # Rank 0 first: the notice is accepted before rank 1 completes the generation.
+        met = run_threads([meetings[0].connect, rank1])
+        assert_connected(met, socket.AF_UNIX)
+        error = run_threads([meetings[0].connect])[0]
+        assert isinstance(error, PeerLostError)
+        assert "rank 1 at 127.0.0.1" in str(error)
+        assert "it lost its connection to this rank" in str(error)
+
+
+@pytest.mark.parametrize("trick", ["wrong key", "other rank", "other attempt", "changed", "cut"])
+def test_forged_notice_does_not_disturb(trick: str) -> None:
+    with job_of(3) as meetings:
+        job = meetings[1].job
+        other = {
+            "wrong key": replace(job, key=bytes(32)),
+            "other attempt": replace(job, attempt=1),
+        }.get(trick, job)
+        notice = module._Notice(teller=1, generation=0, what=module._NEWS_LOST, about=2)
+        message = notice.to_bytes(other, 2 if trick == "other rank" else 0)
+        if trick == "changed":  # about rank 1 instead
+            message = message[:20] + b"\1" + message[21:]
+        if trick == "cut":
+            message = message[:-1]
+        with stranger(job.endpoints[0]) as sock:
+            sock.sendall(message)
+            assert_connected(connect_all(meetings), socket.AF_UNIX)
 
 
 def test_timeout_names_the_ranks_that_did_not_come_on_every_rank() -> None:
