@@ -23,6 +23,7 @@ __all__ = [
     "bind_inputs",
     "bind_labels",
     "check_output_shapes",
+    "is_class_index",
     "model_dtype",
 ]
 
@@ -469,6 +470,11 @@ def bind_labels(
     shown = ["elementwise" if k == "integer" else k for k in kinds]
     names = tuple(c.name for c in labels)
     return LabelBinding(names, tuple(dtypes), tuple(shown), tuple(follows))
+
+
+def is_class_index(loss: Callable[..., Any]) -> bool:
+    """Whether a loss takes class indices (or, for cross-entropy, arrays of probabilities) as labels."""
+    return _kind(loss) == "class_index"
 
 
 def _kind(loss: Callable[..., Any]) -> str:

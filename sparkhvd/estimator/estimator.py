@@ -19,9 +19,16 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import heads
-from sparkhvd.estimator.binding import bind_inputs, bind_labels, model_dtype
+from sparkhvd.estimator.binding import (
+    InputBinding,
+    bind_inputs,
+    bind_labels,
+    is_class_index,
+    model_dtype,
+)
 from sparkhvd.estimator.checkpoint import Checkpoints
 from sparkhvd.estimator.defaults import default_store
+from sparkhvd.estimator.manifest import Manifest
 from sparkhvd.estimator.metrics import resolve_metrics
 from sparkhvd.estimator.model import Fitted, TorchModel, fitted_widths
 from sparkhvd.estimator.params import TrainParams, with_signature
@@ -36,6 +43,7 @@ from sparkhvd.estimator.program import (
     resolve_losses,
 )
 from sparkhvd.estimator.progress import EpochReporter
+from sparkhvd.estimator.sampler import split_validation
 from sparkhvd.estimator.schema import DataSchema, check_schema
 from sparkhvd.estimator.store import Store
 from sparkhvd.estimator.train import PROGRAM_NAME, TrainResult, TrainSpec, train
@@ -134,6 +142,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         losses, is_sum = resolve_losses(
             self._get("loss"), len(labels), per_row=weight_col is not None
         )
+        user_losses = self._user_losses(len(labels))
         schema = check_schema(
             dataset.schema,
             feature_cols=features,
@@ -143,9 +152,15 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             model_dtype=model_dtype(model),
             feature_dtypes=self._get("feature_dtypes"),
             label_dtypes=self._get("label_dtypes"),
+            class_labels=[
+                n for n, one in zip(labels, user_losses, strict=True) if is_class_index(one)
+            ],
         )
-        self._bind_inputs(model, schema)
-        links = tuple(heads.link_of(loss) for loss in self._user_losses(len(labels)))
+        bind_labels(schema, user_losses)
+        inputs = self._bind_inputs(model, schema)
+        if all(c.shape is not None for c in schema.features):
+            _try_model(model, inputs, schema)
+        links = tuple(heads.link_of(loss) for loss in user_losses)
         program = Program(
             model=model,
             optimizer=self._get("optimizer"),
@@ -255,12 +270,14 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         """What the ranks get, now that the shapes of the columns are known; the model is tried on them."""
         schema, program = data.manifest.schema, request.program
         inputs = self._bind_inputs(program.model, schema)
-        trial = copy.deepcopy(program.model).eval()
+        widths = _try_model(program.model, inputs, schema)
         labels = [c.name for c in schema.labels]
-        widths = fitted_widths(output_widths(trial, inputs, schema.features), labels)
         validation = self._get("validation")
         fraction = None if isinstance(validation, str) or not validation else float(validation)
         batch_size = self.getOrDefault("batch_size")
+        drop_last = self.getOrDefault("drop_last")
+        full = request.num_proc * batch_size if drop_last else 1
+        _check_split(data.manifest, validation, full)
         weight = schema.sample_weight
         spec = TrainSpec(
             store=request.store,
@@ -277,7 +294,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             seed=request.seed,
             shuffle=self.getOrDefault("shuffle"),
             shuffle_bytes=self.getOrDefault("shuffle_bytes"),
-            drop_last=self.getOrDefault("drop_last"),
+            drop_last=drop_last,
             has_validation=bool(validation),
             validation=fraction,
             gradient_clip_norm=self._get("gradient_clip_norm"),
@@ -377,6 +394,40 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
 
         loaded: TorchEstimator = EstimatorReader(cls, trusted=trust).load(path)
         return loaded
+
+
+def _try_model(model: torch.nn.Module, inputs: InputBinding, schema: DataSchema) -> tuple[int, ...]:
+    """Elements per row of the model's outputs, one per label, from a run on zeros; the model is not changed."""
+    trial = copy.deepcopy(model).eval()
+    widths = output_widths(trial, inputs, schema.features)
+    return fitted_widths(widths, [c.name for c in schema.labels])
+
+
+def _check_split(manifest: Manifest, validation: float | str | None, full: int) -> None:
+    """Refuse data that leave nothing to train on or to validate with, before any rank starts.
+
+    Args:
+        manifest: of the data.
+        validation: fraction, column or None.
+        full: rows that the training needs at least.
+    """
+    total, held_out = manifest.num_rows, manifest.num_validation or 0
+    if validation and not isinstance(validation, str):
+        held_out = len(split_validation(total, validation, 0)[1])
+    if validation and held_out == 0:
+        raise InvalidArgumentError(
+            f"validation: column {validation!r} marks none of {total:,} rows. A row with true, or a number above 0, is "
+            "a validation row."
+        )
+    if held_out == total:
+        raise InvalidArgumentError(
+            f"validation: column {validation!r} marks all {total:,} rows, so none is left to train on."
+        )
+    if total - held_out < full:
+        raise InvalidArgumentError(
+            f"drop_last leaves out a step that is not full, and the {total - held_out:,} training rows are less than "
+            f"one full step of num_proc * batch_size = {full:,} rows. Lower batch_size, or set drop_last=False."
+        )
 
 
 def _check_slots(spark: Any, num_proc: int | None) -> int:

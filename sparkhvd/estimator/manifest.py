@@ -27,11 +27,20 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a materialization wrote, in row order: partition index, then position in the partition."""
+    """What a materialization wrote, in row order: partition index, then position in the partition.
+
+    Attributes:
+        files: in that order.
+        schema: the columns with their shapes.
+        num_rows: of all files.
+        num_validation: rows that the validation column marks; None if there is no such column.
+        format_version: of the files.
+    """
 
     files: tuple[DataFile, ...]
     schema: DataSchema
     num_rows: int
+    num_validation: int | None = None
     format_version: int = FORMAT_VERSION
 
     @property
@@ -44,6 +53,7 @@ class Manifest:
         values = {
             "format_version": self.format_version,
             "num_rows": self.num_rows,
+            "num_validation": self.num_validation,
             "schema": self.schema.to_dict(),
             "files": [asdict(f) for f in self.files],
         }
@@ -65,7 +75,8 @@ class Manifest:
         files = tuple(
             DataFile(f["path"], f["rows"], tuple(f["row_groups"])) for f in values["files"]
         )
-        return cls(files, DataSchema.from_dict(values["schema"]), values["num_rows"])
+        schema = DataSchema.from_dict(values["schema"])
+        return cls(files, schema, values["num_rows"], values["num_validation"])
 
     def save(self, store: Store, data_dir: str) -> None:
         """Write the manifest; the data exist from then on."""

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
@@ -109,7 +110,7 @@ class _WriteTask:
         columns = self.schema.columns
         flag = self.schema.validation
         found = {c.name: Findings() for c in columns}
-        rows = 0
+        rows = marked = 0
         groups: tuple[int, ...] = ()
         writer: PackedWriter | None = None
         with ExitStack() as stack:
@@ -124,6 +125,8 @@ class _WriteTask:
                     )
                     found[column.name].add(findings)
                     values.append(array)
+                    if column is flag and array is not None:
+                        marked += int(np.count_nonzero(array))
                 if not all(f.is_clean for f in found.values()):
                     continue
                 arrays = [v for v in values if v is not None]
@@ -138,6 +141,7 @@ class _WriteTask:
         return {
             "path": path,
             "rows": rows,
+            "marked": marked,
             "row_groups": groups,
             "columns": {name: f.to_dict() for name, f in found.items()},
         }
@@ -166,7 +170,8 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     files = tuple(
         DataFile(o["path"], o["rows"], tuple(o["row_groups"])) for o in outcomes if o["rows"]
     )
-    return Manifest(files, schema.with_shapes(shapes), num_rows)
+    marked = sum(o["marked"] for o in outcomes) if schema.validation is not None else None
+    return Manifest(files, schema.with_shapes(shapes), num_rows, marked)
 
 
 def _problems(column: Column, found: Findings, num_rows: int) -> Iterator[str]:

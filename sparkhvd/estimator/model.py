@@ -121,7 +121,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             shell=fitted.shell,
             weights=self._weights(fitted, dataset.sparkSession),
             columns=self._columns(fitted, dataset),
-            sources=tuple(self._sources(fitted)),
+            sources=tuple(dataset.columns.index(name) for name in self._sources(fitted)),
+            names=tuple(dataset.columns),
             inputs=fitted.inputs,
             links=fitted.links,
             outputs=outputs,
@@ -135,7 +136,9 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             StructField(o.name, VectorUDT() if o.is_vector else DoubleType(), nullable=False)
             for o in outputs
         ]
-        return dataset.mapInArrow(run, StructType([*dataset.schema.fields, *added]))
+        # Spark looks up what it sends by name, and stumbles over dots and over names that are there twice.
+        plain = dataset.toDF(*[f"c{i}" for i in range(len(dataset.columns))])
+        return plain.mapInArrow(run, StructType([*dataset.schema.fields, *added]))
 
     def _require_fitted(self) -> Fitted:
         if self._fitted is None:

@@ -334,7 +334,7 @@ def read_packed(path: str | os.PathLike[str], **storage_options: Any) -> dict[st
             DataFile(f"{name}/{PurePosixPath(f.path).name}", f.rows, f.row_groups)
             for f in stored.files
         )
-        manifest = Manifest(moved, stored.schema, stored.num_rows)
+        manifest = Manifest(moved, stored.schema, stored.num_rows, stored.num_validation)
     with RowSource(store, manifest) as source:
         return source.read([c.name for c in manifest.schema.columns])
 

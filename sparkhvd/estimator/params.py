@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters
 
+from sparkhvd.errors import InvalidArgumentError
+
 __all__ = ["PredictParams", "TorchParams", "TrainParams", "short_repr"]
 
 T = TypeVar("T", bound=type)
@@ -28,6 +30,13 @@ def _columns(value: Any) -> list[str]:
 def _shapes(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: [int(n) for n in shape] for name, shape in value.items()}
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError("expected a list with one shape per feature column, such as [[-1, 28, 28]]")
+    for shape in value:
+        if isinstance(shape, str) or not isinstance(shape, Sequence):
+            raise TypeError(
+                f"expected one shape per feature column, such as [[-1, 28]], not {value}"
+            )
     return [[int(n) for n in shape] for shape in value]
 
 
@@ -41,7 +50,10 @@ def _dtypes(value: Any) -> Any:
     from sparkhvd.estimator.schema import dtype_name
 
     def name(dtype: Any) -> str | None:
-        return None if dtype is None else dtype_name(dtype)
+        try:
+            return None if dtype is None else dtype_name(dtype)
+        except InvalidArgumentError as e:
+            raise TypeError(str(e)) from e  # Spark adds the name of the param to a TypeError
 
     if isinstance(value, Mapping):
         return {column: name(dtype) for column, dtype in value.items()}
@@ -86,14 +98,17 @@ def accessors(cls: T) -> T:
         name = param.name
 
         def get(self: Any, name: str = name) -> Any:
-            return self.getOrDefault(name)
+            return self._get(name)
 
         def put(self: Any, value: Any, name: str = name) -> Any:
+            if value is None:
+                self.clear(self.getParam(name))
+                return self
             return self._set(**{name: value})
 
         for prefix, function, doc in (
-            ("get", get, f"The value of `{name}`: {param.doc}."),
-            ("set", put, f"Set `{name}`: {param.doc}. Returns this object."),
+            ("get", get, f"The value of `{name}`, or None: {param.doc}."),
+            ("set", put, f"Set `{name}` (None clears it): {param.doc}. Returns this object."),
         ):
             function.__name__ = f"{prefix}{camel_case(name)}"
             function.__qualname__ = f"{cls.__name__}.{function.__name__}"

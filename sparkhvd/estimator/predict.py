@@ -97,7 +97,8 @@ class PredictSpec:
         shell: the module without its weights, see `architecture.dump_shell`.
         weights: its weights.
         columns: feature columns with the names and shapes of the training data.
-        sources: what these columns are called in the DataFrame.
+        sources: where they are among the columns of the DataFrame.
+        names: of all columns of the DataFrame.
         inputs: which columns become which argument.
         links: per label, how probabilities follow from outputs.
         outputs: columns to add, in order.
@@ -107,7 +108,8 @@ class PredictSpec:
     shell: bytes = field(repr=False)
     weights: Weights
     columns: tuple[Column, ...]
-    sources: tuple[str, ...]
+    sources: tuple[int, ...]
+    names: tuple[str, ...]
     inputs: InputBinding
     links: tuple[str, ...]
     outputs: tuple[Output, ...]
@@ -144,7 +146,7 @@ def predict(spec: PredictSpec, batches: Iterator[pa.RecordBatch]) -> Iterator[pa
         if model is None:  # no rows, no model
             model = _cache.get(spec)
         columns = {
-            c.name: feature(batch.column(source), c, source)
+            c.name: feature(batch.column(source), c, spec.names[source])
             for c, source in zip(spec.columns, spec.sources, strict=True)
         }
         with torch.inference_mode():
@@ -155,7 +157,7 @@ def predict(spec: PredictSpec, batches: Iterator[pa.RecordBatch]) -> Iterator[pa
         if not parts:
             continue
         added = [to_arrow(np.concatenate(values)) for values in zip(*parts, strict=True)]
-        names = [*batch.schema.names, *(o.name for o in spec.outputs)]
+        names = [*spec.names, *(o.name for o in spec.outputs)]
         yield pa.RecordBatch.from_arrays([*batch.columns, *added], names=names)
 
 
@@ -241,6 +243,14 @@ def to_arrow(values: np.ndarray[Any, Any]) -> pa.Array:
     )
 
 
+def _hint(inputs: InputBinding) -> str:
+    whole = [a for a in inputs.arguments if not getattr(torch, a.dtype).is_floating_point]
+    if not whole:
+        return ""
+    names = ", ".join(f"{n!r}: 'float32'" for a in whole for n in a.columns)
+    return f". Columns of integers and booleans stay so; if the model wants floats, give feature_dtypes={{{names}}}."
+
+
 def output_widths(model: nn.Module, inputs: InputBinding, columns: Sequence[Column]) -> list[int]:
     """Elements per row of every output, learned by running the model on two rows of zeros.
 
@@ -259,6 +269,7 @@ def output_widths(model: nn.Module, inputs: InputBinding, columns: Sequence[Colu
         shapes = ", ".join(f"{c.name} {tuple(zeros[c.name].shape)}" for c in columns)
         raise InvalidArgumentError(
             f"model: forward failed on two rows of zeros ({shapes}; {inputs.describe()}): {type(e).__name__}: {e}"
+            + _hint(inputs)
         ) from e
     for output in outputs:
         if output.ndim == 0 or len(output) != 2:

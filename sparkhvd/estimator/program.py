@@ -171,10 +171,10 @@ def build_optimizer(optimizer: Any, model: nn.Module) -> torch.optim.Optimizer:
         return optimizer
     try:
         made = optimizer(model.parameters())
-    except TypeError as e:
+    except Exception as e:
         raise InvalidArgumentError(
-            f"optimizer: calling it with the model's parameters failed: {e}. Give a function of one argument, "
-            "for example lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+            f"optimizer: calling it with the model's parameters failed: {type(e).__name__}: {e}. Give a function of "
+            "one argument, for example lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
         ) from e
     if not isinstance(made, torch.optim.Optimizer):
         raise InvalidArgumentError(

@@ -1,7 +1,8 @@
 """Which rows each rank sees at each step: pure functions of (rows, size, rank, batch size, seed, epoch).
 
 Global batch `s` is the rows of all ranks at step `s`. Every global batch but the last holds size * batch_size
-rows; the last is levelled over the ranks. Three orders:
+rows; the last is levelled over the ranks, and takes one row more where that row would be a step of its own. Three
+orders:
 
 - file order in memory (`shuffle=False`): global batch `s` is rows `[s * G, (s + 1) * G)` with
   `G = size * batch_size`, and each rank has one contiguous slice of it;
@@ -59,7 +60,7 @@ def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[Rows, R
 
 
 def level(num_rows: int, size: int, batch_size: int) -> tuple[int, ...]:
-    """Rows per rank for a final global batch of `num_rows` <= size * batch_size.
+    """Rows per rank for a final global batch of `num_rows` <= size * batch_size + 1.
 
     No rank gets exactly one row if that can be avoided (BatchNorm cannot train on one): fewer ranks then share
     the rows, with at most one row more than `batch_size` on one of them. A batch size of 1 always means one row.
@@ -278,6 +279,9 @@ def epoch_plan(
         )
     num_rows = rows if isinstance(rows, int) else len(rows)
     full_steps, rest = divmod(num_rows, size * batch_size)
+    if rest == 1 and full_steps and size * batch_size > 1 and not drop_last:
+        # BatchNorm cannot train on one row: the step before takes it too.
+        full_steps, rest = full_steps - 1, size * batch_size + 1
     last = level(rest, size, batch_size) if rest and not drop_last else ()
     order: _Order
     if not shuffle:

@@ -197,6 +197,7 @@ def check_schema(
     model_dtype: str = "float32",
     feature_dtypes: Mapping[str, Any] | Sequence[Any] | None = None,
     label_dtypes: Mapping[str, Any] | Sequence[Any] | None = None,
+    class_labels: Sequence[str] = (),
 ) -> DataSchema:
     """Decide how every column is stored, or say what is wrong with it. Runs on the driver, starts no job.
 
@@ -213,6 +214,8 @@ def check_schema(
         model_dtype: dtype of the model's parameters, for example "float32".
         feature_dtypes: overrides for feature columns.
         label_dtypes: overrides for label columns.
+        class_labels: label columns that hold class indices. Spark ML has these as doubles: a floating scalar becomes
+            int64, and materialization refuses numbers that are not whole.
 
     Raises:
         InvalidArgumentError: a column is missing, ambiguous, of a type that cannot become a tensor, or has two
@@ -240,7 +243,9 @@ def check_schema(
                 f'copy it first, df.withColumn("{name}_2", df["{name}"]), or remove one of the two.'
             )
         roles[name] = role
-        return _column(_field(by_name, name, role), name, role, default, override, only_scalar)
+        floating = "int64" if role.startswith("label_cols") and name in class_labels else default
+        field = _field(by_name, name, role)
+        return _column(field, name, role, (default, floating), override, only_scalar)
 
     weight = None
     split = None
@@ -321,8 +326,14 @@ def _listing(names: list[str], limit: int = 30) -> str:
 
 
 def _column(
-    field: Any, name: str, role: str, default: str, override: str | None, only_scalar: bool
+    field: Any,
+    name: str,
+    role: str,
+    floating: tuple[str, str],
+    override: str | None,
+    only_scalar: bool,
 ) -> Column:
+    """`floating`: what floating elements become in arrays and vectors, and in scalars."""
     kind, element, source = _classify(field.dataType)
     if element is None:
         raise InvalidArgumentError(
@@ -336,7 +347,7 @@ def _column(
     if override is not None:
         tensor = override
     elif element in FLOATS:
-        tensor = default
+        tensor = floating[kind == "scalar"]
     else:
         tensor = "bool" if element == "bool" else "int64"
     return Column(

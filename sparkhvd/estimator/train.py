@@ -224,18 +224,53 @@ class Step:
     def first_forward(self, batch: Batch) -> Forward | None:
         """The first batch of a run: if it does not fit on some rank, every rank raises, before any step."""
         result, problem = None, ""
+        cause: Exception | None = None
         if batch.num_rows:
             try:
                 result = self.forward(batch)
+                self.check_first(result)
+            except CollectiveError:
+                raise
             except InvalidArgumentError as e:
-                problem = str(e)
+                problem, cause = str(e), e
+            except Exception as e:  # noqa: BLE001 - raised again below, on every rank
+                shapes = (f"{n} {v.shape} {v.dtype}" for n, v in batch.columns.items())
+                problem = (
+                    f"model or loss raised {type(e).__name__}: {e} (columns: {', '.join(shapes)})"
+                )
+                cause = e
         is_weighted = result is not None and result.is_weighted
         said = hvd.allgather_object((problem, is_weighted), name="first batch")
         for rank, (text, _) in enumerate(said):
             if text:
-                fail_together(f"The first batch, on rank {rank}: {text}")
+                own = cause if rank == hvd.rank() else None
+                fail_together(f"The first batch, on rank {rank}: {text}", own)
         self.is_weighted = any(weighted for _, weighted in said)
         return result
+
+    def check_first(self, result: Forward) -> None:
+        """Refuse a loss without a gradient, and one that compares a label with its output by broadcasting."""
+        if not result.loss.requires_grad:
+            raise InvalidArgumentError(
+                "loss returned a number that does not depend on the model's trainable parameters, so there is no "
+                "gradient. Compute it from the output, without detach(), item() or torch.no_grad()."
+            )
+        for i, (output, label) in enumerate(zip(result.outputs, result.labels, strict=True)):
+            if output.numel() == label.numel() or not _broadcast(output, label):
+                continue
+            # (3,) broadcasts over (3, 3), where three rows happen to be as many as classes. Then as many rows as no
+            # other axis has tell a loss that takes class indices from one that would learn the mean.
+            rows = max(output.shape + label.shape) + 1
+            index = torch.arange(rows) % len(output)
+            try:
+                with torch.no_grad():
+                    self.program.losses[i](output[index], label[index])
+            except RuntimeError as e:
+                raise InvalidArgumentError(
+                    f"Label {self.spec.labels.columns[i]!r} has shape {tuple(label.shape)} and the model's output "
+                    f"{tuple(output.shape)}: the loss broadcasts one over the other. Change the last layer or the "
+                    "label so that they have the same number of elements per row."
+                ) from e
 
     def share(self, batch: Batch, result: Forward | None) -> float:
         """What this rank's mean loss counts in the global batch."""
@@ -452,12 +487,20 @@ def seed_everything(seed: int, epoch: int, rank: int) -> None:
     random.seed(int(state[2]))
 
 
-def fail_together(message: str) -> NoReturn:
+def fail_together(message: str, cause: Exception | None = None) -> NoReturn:
     """Raise InvalidArgumentError on every rank; every rank must call it with the same message."""
     # A rank that ended now would take the message from a slower one, which would see only its loss.
     with contextlib.suppress(CollectiveError):
         hvd.barrier()
-    raise InvalidArgumentError(message)
+    raise InvalidArgumentError(message) from cause
+
+
+def _broadcast(output: Tensor, label: Tensor) -> bool:
+    try:
+        torch.broadcast_shapes(output.shape, label.shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def broadcast_buffers(model: nn.Module) -> None:

@@ -44,7 +44,9 @@ def test_every_row_once_and_equal_steps(
     by_rank = [plan.rank_rows(r) for r in range(size)]
     seen = np.sort(np.concatenate(by_rank))
     np.testing.assert_array_equal(seen, rows if skipped else np.arange(num_rows))
-    assert plan.num_steps == -(-num_rows // (size * batch_size))
+    together = size * batch_size
+    is_single = num_rows > together > 1 == num_rows % together
+    assert plan.num_steps == -(-num_rows // together) - is_single
     counts = np.array([plan.rows_per_rank(s) for s in range(plan.num_steps)]).reshape(-1, size)
     np.testing.assert_array_equal(counts.sum(0), [len(r) for r in by_rank])
     assert (counts[:-1] == batch_size).all()
@@ -71,6 +73,18 @@ def test_ranks_together_see_what_one_process_sees(
     for step in range(one.num_steps):
         together = np.concatenate([many.batch_rows(r, step) for r in range(size)])
         np.testing.assert_array_equal(together, one.batch_rows(0, step))
+
+
+def test_one_row_is_no_step_of_its_own() -> None:
+    def last(num_rows: int, **options: bool) -> tuple[int, tuple[int, ...]]:
+        plan = epoch_plan(num_rows, size=2, batch_size=8, **options)
+        return plan.num_steps, plan.rows_per_rank(plan.num_steps - 1)
+
+    assert last(17) == (1, (9, 8))  # BatchNorm cannot train on one row
+    assert last(33) == (2, (9, 8))
+    assert last(18) == (2, (2, 0))
+    assert last(17, drop_last=True) == (1, (8, 8))
+    assert last(1) == (1, (1, 0))
 
 
 @given(size=st.integers(1, 12), batch_size=st.integers(1, 40), data=st.data())
