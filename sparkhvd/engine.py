@@ -414,11 +414,10 @@ class _State:
                 handle = self.orphans.popleft()
             except IndexError:  # another thread reaps too
                 return
-            if not self.destroyed:
-                if self.library.poll(handle, None, 0) == Status.PENDING:
-                    self.orphans.append(handle)
-                else:
-                    self.release(handle)
+            if self.library.poll(handle, None, 0) == Status.PENDING:
+                self.orphans.append(handle)
+            else:
+                self.release(handle)
 
     def release(self, handle: int) -> None:
         keep = self.works.pop(handle, None)
@@ -427,7 +426,8 @@ class _State:
 
     def shutdown(self) -> Status:
         self.closed = True
-        status = self.library.engine_shutdown(self.handle, _error_text.buffer, ERROR_BYTES)
+        # No buffer: in a finalizer the thread's may not exist yet, or not any more.
+        status = self.library.engine_shutdown(self.handle, None, 0)
         self.reap()
         return Status(status)
 
@@ -439,10 +439,9 @@ class _State:
         if self.waiting:  # a daemon thread still waits while the interpreter exits
             return
         self.destroyed = True
-        self.orphans.clear()
-        while self.works:
-            handle, _ = self.works.popitem()
-            self.library.work_release(handle)
+        # Works that Python still holds stay: the memory of an allgather may be a tensor's that is in use, also
+        # while the interpreter exits.
+        self.reap()
         self.library.engine_destroy(self.handle)
 
 
@@ -461,9 +460,12 @@ class Work:
         return f"<Work {self._name!r}>"
 
     def __del__(self) -> None:
-        # No call into the library here: this may run inside any other call of this thread.
-        if not self._state.destroyed:
-            self._state.orphans.append(self._handle)
+        state = self._state
+        if not state.destroyed:
+            # No call that may take a lock of the engine here: this may run inside any other one.
+            state.orphans.append(self._handle)
+        elif state.pid == os.getpid():
+            state.release(self._handle)  # only frees
 
     def done(self) -> bool:
         """Whether the operation has finished; never blocks and drives nothing.

@@ -168,7 +168,8 @@ SPARKHVD_API int32_t sparkhvd_engine_status(sparkhvd_engine* engine, char* error
 /* In a forked child: closes the child's copies of the descriptors without a word to the peers. Only
  * sparkhvd_engine_status (SHUT_DOWN, "created before fork") may be called on the handle afterwards. */
 SPARKHVD_API void sparkhvd_engine_after_fork(sparkhvd_engine* engine);
-/* Shuts down if that was not done, and frees. Every work of the engine must have been released. */
+/* Shuts down if that was not done, and frees. No wait may be running. Works live on until they are released;
+ * every one has finished, so poll, wait, work_output and work_release go on working. */
 SPARKHVD_API void sparkhvd_engine_destroy(sparkhvd_engine* engine);
 
 /* Submits one operation; never blocks on a peer. On OK, *work must be released. */

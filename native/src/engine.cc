@@ -69,6 +69,8 @@ void tune_socket(int fd, double host_loss_s) {
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, loss_s * 1000);
 }
 
+bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
+
 const Kernels& kernels_or_error(std::int32_t isa) {
   if (!isa_available(isa)) {
     throw Error(SPARKHVD_UNSUPPORTED,
@@ -348,7 +350,10 @@ void Engine::shutdown() {
   changed_.wait(lock, [this] { return !has_driver_; });
   --waiters_;
   become_driver(lock);
+  const bool is_aborted = abort_request_.has_value();
   lock.unlock();
+  // The reason for an abort must not be lost to a shutdown right behind it.
+  if (is_aborted) try_step(Work::kControl);
   try {
     say_goodbye();
   } catch (const std::exception& error) {
@@ -366,26 +371,16 @@ void Engine::shutdown() {
 }
 
 void Engine::say_goodbye() {
-  const std::string text =
-      "the engine of " + rank_text(rank_) + " was shut down while the operation was in flight.";
-  const auto ignore = [](FrameType, std::span<const std::byte>) { return true; };
-  if (has_failed_) {
-    // Closing a connection with unread bytes resets it, and may cost the peer the cause that it was
-    // sent.
+  if (!has_failed_) {
+    fail_all(SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(rank_) +
+                                     " was shut down while the operation was in flight.");
     for (auto& link : communicator_->links()) {
-      link.read(ignore, kReadBudget);
-      link.close();
+      if (link.is_open()) link.send(encode(Goodbye{executed_}));
     }
-    return;
   }
-  fail_all(SPARKHVD_SHUT_DOWN, text);
   const TimePoint deadline = Clock::now() + kGoodbyeTime;
-  for (auto& link : communicator_->links()) {
-    link.cancel_lent();
-    if (link.is_open()) link.send(encode(Goodbye{executed_}));
-  }
   // A connection is closed when the peer has nothing more to say: closing earlier could destroy
-  // what it has not read yet.
+  // what it has not read yet, be it the goodbye or the cause of a failure.
   while (true) {
     std::vector<pollfd> polls;
     for (auto& link : communicator_->links()) {
@@ -393,7 +388,7 @@ void Engine::say_goodbye() {
       const bool had_output = link.wants_write();
       link.flush();
       if (had_output && !link.wants_write()) link.close_write();
-      link.read(ignore, kReadBudget);
+      link.read(ignore_frame, kReadBudget);
       if (link.state() != Link::State::kOpen) {
         unwatch(link);
         link.close();
@@ -426,7 +421,10 @@ void Engine::after_fork() noexcept {
 /// One round over everything that can move. True if something did.
 bool Engine::step(Work work) {
   bool moved = take_inbox();
-  if (has_failed_) return moved;
+  if (has_failed_) {
+    bool interrupted = false;
+    return poll_links(0, interrupted) || moved;
+  }
   if (work == Work::kAll) {
     moved |= run_operations();
     // In the middle of an operation in shared memory the counters matter, not the sockets: looking
@@ -437,6 +435,7 @@ bool Engine::step(Work work) {
       moved |= poll_links(0, interrupted);
     }
   }
+  if (has_failed_) return true;
   moved |= flush_links();
   moved |= check_time();
   return moved;
@@ -506,7 +505,7 @@ bool Engine::poll_links(int timeout_ms, bool& interrupted) {
   bool moved = false;
   // Bytes that were read together with earlier ones make no event.
   for (auto& link : communicator_->links()) {
-    if (link.is_open() && link.has_buffered()) {
+    if (!has_failed_ && link.is_open() && link.has_buffered()) {
       moved |= read_link(link);
       timeout_ms = 0;
       if (has_failed_) return true;
@@ -522,6 +521,11 @@ bool Engine::poll_links(int timeout_ms, bool& interrupted) {
     }
     Link& link = communicator_->link(Rank{static_cast<std::int32_t>(event.data.u64)});
     if (!link.is_open()) continue;
+    if (has_failed_) {
+      moved |= link.read(ignore_frame, kReadBudget);
+      part_with(link);
+      continue;
+    }
     if ((event.events & EPOLLOUT) != 0) moved |= link.flush();
     if ((event.events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) moved |= read_link(link);
     if (has_failed_) return true;
@@ -563,6 +567,8 @@ void Engine::watch(Link& link) {
   std::uint32_t wanted = 0;
   if (link.wants_read()) wanted |= EPOLLIN;
   if (link.wants_write()) wanted |= EPOLLOUT;
+  // The end of a connection is reported even to those who ask for nothing, over and over.
+  if (wanted == 0) return unwatch(link);
   if (watched_[index] == wanted) return;
   if (watched_[index].has_value()) {
     poller_.modify(link.fd(), wanted, index);
@@ -744,11 +750,11 @@ void Engine::on_goodbye(Rank from, const Goodbye& message) {
   }
   departure_limit_ = std::min(departure_limit_, message.executed);
   // Operations that the leaver has finished can be finished here; later ones cannot.
-  bool cancelled = false;
   while (!running_.empty() && running_.back()->context.agreed.sequence >= departure_limit_) {
-    if (!cancelled) {
+    // Only an operation that has started lends memory; an earlier one may be in the middle of its
+    // transfers.
+    if (running_.back()->is_started) {
       for (auto& link : communicator_->links()) link.cancel_lent();
-      cancelled = true;
     }
     const auto operation = running_.back()->operation;
     running_.pop_back();
@@ -823,15 +829,21 @@ void Engine::fail(std::int32_t status, const std::string& message) {
   fail_all(status, message);
   for (auto& link : communicator_->links()) {
     if (!link.is_open()) continue;
-    // The first cause travels before the end of the connection, so that nobody takes this rank for
-    // it. The socket stays open for reading: closing it with unread bytes would reset it and lose
-    // the message.
     const bool is_abort = status == SPARKHVD_SHUT_DOWN;
     link.send(encode(Abort{is_abort ? SPARKHVD_PEER_LOST : status, message}));
-    link.flush();
-    link.close_write();
-    unwatch(link);
+    part_with(link);
   }
+}
+
+/// After a failure: the first cause travels before the end of the connection, so that nobody takes
+/// this rank for it, however long the peer needs to make room. Meanwhile what the peer sends is read
+/// and dropped, because it may need room too. The socket stays open for reading: closing it with
+/// unread bytes would reset it and lose the message.
+void Engine::part_with(Link& link) {
+  link.flush();
+  if (link.wants_write() && link.state() == Link::State::kOpen) return watch(link);
+  link.close_write();
+  unwatch(link);
 }
 
 void Engine::warn(const std::string& text) const {

@@ -123,6 +123,7 @@ class Engine {
   void finish(Operation& operation, std::int32_t status, std::string message);
   void fail(std::int32_t status, const std::string& message);
   void fail_all(std::int32_t status, const std::string& message);
+  void part_with(Link& link);
   void warn(const std::string& text) const;
   void say_goodbye();
 

@@ -138,8 +138,8 @@ def allgather(engine: Engine, name: str, array: Array) -> tuple[Array, tuple[int
     return joined, output.rows
 
 
-def broadcast(engine: Engine, name: str, array: Array, root_rank: int) -> Array:
-    """Submit and wait."""
+def start_broadcast(engine: Engine, name: str, array: Array, root_rank: int) -> tuple[Work, Array]:
+    """Submit; the result is in the array once the work is done."""
     result = np.empty_like(array)
     work = engine.broadcast(
         view(array, result),
@@ -148,5 +148,11 @@ def broadcast(engine: Engine, name: str, array: Array, root_rank: int) -> Array:
         dtype=dtype_of(array),
         keep=(array, result),
     )
+    return work, result
+
+
+def broadcast(engine: Engine, name: str, array: Array, root_rank: int) -> Array:
+    """Submit and wait."""
+    work, result = start_broadcast(engine, name, array, root_rank)
     work.wait()
     return result
