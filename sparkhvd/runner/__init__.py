@@ -116,6 +116,7 @@ def run_local(
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
+        PreflightError: the processes may have too little address space for torch. Nothing has started.
         RankError: `fn` failed on a rank: which, and its traceback or signal.
     """
     from sparkhvd.runner import local

@@ -46,6 +46,11 @@ def launch_local(
         )
     program = launching.dump_call(fn, args, kwargs)
     variables = launching.check_env(env)
+    modules = launching.preload(program)
+    needed = preflight.address_space_needed(
+        modules, settings.slots * settings.slot_bytes * num_proc
+    )
+    preflight.check_address_space(preflight.rank_facts((), needed_bytes=needed))
     job_id, key = secrets.token_hex(8), secrets.token_bytes(32)
     threads = placement.threads_per_rank(
         max(1, preflight.affinity() // num_proc), preflight.affinity(), preflight.cgroup_quota()
@@ -67,7 +72,7 @@ def launch_local(
                     sys_path=list(sys.path),
                     cwd=os.getcwd(),
                     num_threads=threads,
-                    preload=launching.preload(program),
+                    preload=modules,
                     listener=listener.filenos(),
                     endpoint=listener.endpoint().to_dict(),
                 )

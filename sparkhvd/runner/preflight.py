@@ -23,6 +23,9 @@ __all__ = [
     "CONF_KEYS",
     "RankFacts",
     "SharedFiles",
+    "address_space_limit",
+    "address_space_needed",
+    "check_address_space",
     "check_conf",
     "check_ranks",
     "cgroup_quota",
@@ -99,6 +102,8 @@ class RankFacts:
         sparkhvd: version of this package.
         missing: required modules that its Python lacks.
         error: why this rank cannot take part, or "".
+        limit_bytes: the most address space that its processes may have (RLIMIT_AS); 0 means no limit.
+        needed_bytes: address space that a trainer needs at least; 0 where nothing is known.
     """
 
     host: str
@@ -108,6 +113,8 @@ class RankFacts:
     sparkhvd: str
     missing: tuple[str, ...] = ()
     error: str = ""
+    limit_bytes: int = 0
+    needed_bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """This as JSON-able data."""
@@ -119,9 +126,11 @@ class RankFacts:
         return cls(**{**data, "missing": tuple(data["missing"])})
 
 
-def rank_facts(requirements: Sequence[str], error: str = "") -> RankFacts:
+def rank_facts(requirements: Sequence[str], error: str = "", *, needed_bytes: int = 0) -> RankFacts:
     """Gather the facts of this process without importing anything large."""
     return RankFacts(
+        limit_bytes=address_space_limit(),
+        needed_bytes=needed_bytes,
         host=socket.gethostname(),
         executable=sys.executable,
         python=".".join(platform.python_version_tuple()[:2]),
@@ -153,6 +162,14 @@ def check_ranks(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
     The same on every rank, because it depends on nothing but its arguments.
     """
     for rank, facts in enumerate(ranks):
+        # Before its error: under such a limit, threads and processes do not start either.
+        if _is_short_of_address_space(facts):
+            return (
+                f"The processes of rank {rank} on host {facts.host} {_limit_and_need(facts)}. Spark sets this limit "
+                "to spark.executor.pyspark.memory, divided by spark.executor.cores where that is set: leave "
+                f"spark.executor.pyspark.memory unset, or set it to {_mebibytes(facts.needed_bytes)}m or more "
+                "for each of these cores."
+            )
         if facts.error:
             return f"Rank {rank} on host {facts.host} cannot start: {facts.error}"
         if facts.missing:
@@ -195,6 +212,86 @@ def patch_warning(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
 
 def _minor(version: str) -> str:
     return ".".join(version.partition("+")[0].split(".")[:2])
+
+
+# --- address space ------------------------------------------------------------------------------------------
+
+# Beyond torch's own libraries. Measured with torch's CPU build (446 MiB of libraries) and one thread: at 800 MiB a
+# trainer starts, makes an engine and takes optimizer steps with 4 MB of parameters; at 700 MiB the first step
+# cannot allocate, at 600 MiB no thread starts. The rest is Python, numpy, the engine, and malloc's 64 MiB per thread.
+_TRAINER_BYTES = 350 << 20
+# Importing pyarrow and the estimator's part in a rank, measured in the same process.
+_ARROW_BYTES = 250 << 20
+_NEEDS_TORCH = frozenset({"torch", "sparkhvd.torch", "sparkhvd.estimator"})
+
+
+def address_space_limit() -> int:
+    """The most address space that this process and its children may have, in bytes; 0 means no limit."""
+    try:
+        import resource  # absent on Windows, where a Connect client may run
+    except ImportError:
+        return 0
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return 0 if soft == resource.RLIM_INFINITY else soft
+
+
+def check_address_space(facts: RankFacts) -> None:
+    """Refuse to start trainers below a process that may have too little address space for them.
+
+    Raises:
+        PreflightError: the limit is lower than what a trainer needs.
+    """
+    if _is_short_of_address_space(facts):
+        raise PreflightError(
+            f"The processes of this one {_limit_and_need(facts)}. "
+            "Raise the limit of this process, for example by 'ulimit -v unlimited' in the shell that starts it."
+        )
+
+
+def _is_short_of_address_space(facts: RankFacts) -> bool:
+    return 0 < facts.limit_bytes < facts.needed_bytes
+
+
+def _limit_and_need(facts: RankFacts) -> str:
+    return (
+        f"may have {facts.limit_bytes >> 20} MiB of address space each (RLIMIT_AS), and a trainer with torch "
+        f"{facts.torch} needs {_mebibytes(facts.needed_bytes)} MiB before its model and data"
+    )
+
+
+def _mebibytes(size: int) -> int:
+    """Rounded up, so that it is enough."""
+    return -(-size >> 20)
+
+
+def address_space_needed(modules: Iterable[str], slots_bytes: int) -> int:
+    """The least address space in which a trainer with these modules can train, in bytes; 0 if unknown.
+
+    Its model and data come on top, and with a GPU much more: CUDA reserves address space for the whole device.
+
+    Args:
+        modules: what the trainer imports, as far as known.
+        slots_bytes: the shared memory that the engines of all ranks of this host map.
+    """
+    names = set(modules)
+    libraries = _torch_libraries_bytes()
+    if not libraries or not any(
+        name in _NEEDS_TORCH or name.startswith("sparkhvd.estimator.") for name in names
+    ):
+        return 0
+    arrow = _ARROW_BYTES if "pyarrow" in names else 0
+    return libraries + _TRAINER_BYTES + arrow + slots_bytes
+
+
+def _torch_libraries_bytes() -> int:
+    """How much of torch is mapped when it is imported: the size of its libraries; 0 where there are none."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return 0
+    if spec is None or not spec.origin:
+        return 0
+    return sum(path.stat().st_size for path in Path(spec.origin).parent.glob("lib/*.so*"))
 
 
 # --- the store is shared ------------------------------------------------------------------------------------

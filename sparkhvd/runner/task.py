@@ -173,7 +173,15 @@ def _run_rank(
             error = f"{type(e).__name__}: {e}"
         if files is not None and not error:
             error = preflight.write_token(files, spec.run_dir, spec.attempt, rank, spec.job_id)
-        facts = preflight.rank_facts(spec.requirements, error)
+        same_host = [host_of(info.address) for info in infos].count(host)
+        facts = preflight.rank_facts(
+            spec.requirements,
+            error,
+            needed_bytes=preflight.address_space_needed(
+                (*spec.requirements, *spec.preload),
+                settings.slots * settings.slot_bytes * same_host,
+            ),
+        )
         gathered = exchange_facts(
             barrier, {"facts": facts.to_dict(), "endpoint": endpoint, "port": port}
         )

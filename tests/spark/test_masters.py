@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -181,3 +182,35 @@ def test_workers_without_the_package_are_named_with_their_python(tmp_path: Path)
     output = run_on("local[2]", program, tmp_path, env={"PYSPARK_PYTHON": str(wrapper)})
     assert "REFUSED The workers run " in output, output
     assert "which has no module sparkhvd" in output
+
+
+@SLOW
+def test_too_little_memory_for_python_is_refused_with_the_conf_to_set(tmp_path: Path) -> None:
+    """The limit passes from Spark's Python worker to the trainer, in which torch could not be imported."""
+    program = """
+    from sparkhvd.errors import PreflightError
+    from sparkhvd.runner import run
+
+    def trains():
+        import sparkhvd.torch as hvd
+        hvd.init()
+
+    def counts():
+        return 1 + 1
+
+    try:
+        run(trains, num_proc=2, spark=spark)
+    except PreflightError as e:
+        print(e)
+    print("WITHOUT TORCH", run(counts, num_proc=2, spark=spark))
+    """
+    conf = {"spark.executor.pyspark.memory": "1g", "spark.executor.cores": "2"}
+    output = run_on("local-cluster[1,2,1024]", program, tmp_path, conf=conf)
+    assert re.search(
+        r"The processes of rank 0 on host \S+ may have 512 MiB of address space each \(RLIMIT_AS\), and a trainer with "
+        r"torch \S+ needs \d+ MiB before its model and data\. Spark sets this limit to "
+        r"spark\.executor\.pyspark\.memory, divided by spark\.executor\.cores where that is set: leave "
+        r"spark\.executor\.pyspark\.memory unset, or set it to \d+m or more for each of these cores\.",
+        output,
+    ), output
+    assert "WITHOUT TORCH [2, 2]" in output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -69,6 +70,38 @@ def test_the_key_is_in_no_environment_or_command_line() -> None:
         return key in text or key.hex().encode() in text
 
     assert run_local(secrets_seen, num_proc=1) == [False]
+
+
+def test_too_little_address_space_is_refused_before_anything_starts() -> None:
+    script = """
+from sparkhvd.runner import run_local
+
+def trains():
+    import sparkhvd.torch as hvd
+    hvd.init()
+
+def counts():
+    return 1 + 1
+
+if __name__ == "__main__":
+    print(run_local(counts, num_proc=1))
+    run_local(trains, num_proc=1)
+"""
+    limit = 512 << 20
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.stdout == "[2]\n", ended
+    last = ended.stderr.splitlines()[-1]
+    assert (
+        "PreflightError: The processes of this one may have 512 MiB of address space each" in last
+    )
+    assert last.endswith("'ulimit -v unlimited' in the shell that starts it.")
 
 
 def test_large_results_and_programs_travel() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +14,9 @@ import pytest
 from sparkhvd.errors import PreflightError
 from sparkhvd.runner.preflight import (
     RankFacts,
+    address_space_needed,
     cgroup_quota,
+    check_address_space,
     check_conf,
     check_ranks,
     check_tokens,
@@ -99,6 +105,70 @@ def test_other_versions_are_refused() -> None:
         "Rank 0 on host h0 has torch 2.13.0+cpu, rank 1 on host h0 has 2.13.0+cu130"
         in check_ranks(FACTS, [FACTS, replace(FACTS, torch="2.13.0+cu130")])
     )
+
+
+SMALL = replace(FACTS, limit_bytes=512 << 20, needed_bytes=(800 << 20) - 1)
+
+
+def test_too_little_address_space_names_the_limit_the_need_and_the_conf() -> None:
+    # Under such a limit threads do not start either: the limit is the cause.
+    short = replace(SMALL, error="RuntimeError: can't start new thread")
+    assert check_ranks(FACTS, [FACTS, short]) == (
+        "The processes of rank 1 on host h0 may have 512 MiB of address space each (RLIMIT_AS), and a trainer "
+        "with torch 2.13.0+cpu needs 800 MiB before its model and data. Spark sets this limit to "
+        "spark.executor.pyspark.memory, divided by spark.executor.cores where that is set: leave "
+        "spark.executor.pyspark.memory unset, or set it to 800m or more for each of these cores."
+    )
+    with pytest.raises(PreflightError) as e:
+        check_address_space(SMALL)
+    assert str(e.value) == (
+        "The processes of this one may have 512 MiB of address space each (RLIMIT_AS), and a trainer with torch "
+        "2.13.0+cpu needs 800 MiB before its model and data. Raise the limit of this process, for example by "
+        "'ulimit -v unlimited' in the shell that starts it."
+    )
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(SMALL, limit_bytes=0),
+        replace(SMALL, needed_bytes=0),
+        replace(SMALL, limit_bytes=SMALL.needed_bytes),
+    ],
+)
+def test_enough_address_space_passes(facts: RankFacts) -> None:
+    check_address_space(facts)
+    assert check_ranks(FACTS, [facts]) == ""
+
+
+def test_need_of_address_space_counts_what_the_trainer_maps() -> None:
+    torch = address_space_needed(["pyspark.cloudpickle", "sparkhvd.torch"], 0)
+    assert torch > 500 << 20
+    assert address_space_needed(["torch"], 64 << 20) == torch + (64 << 20)
+    assert address_space_needed(["torch", "pyarrow"], 0) > torch
+    assert address_space_needed(["json", "torchvision"], 0) == 0
+
+
+def test_need_of_address_space_is_about_what_torch_and_an_engine_take() -> None:
+    """A process with little more than the need trains; one with half of it could not even load torch."""
+    needed = address_space_needed(["torch"], 0)
+    script = (
+        "import torch; from sparkhvd.engine import Engine; from sparkhvd.rendezvous import SingleRendezvous; "
+        "from sparkhvd.settings import Settings\n"
+        "with Engine(SingleRendezvous(Settings()).connect(), Settings()): torch.ones(1000).sum().item()"
+    )
+
+    def run_with(limit: int) -> int:
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+            stderr=subprocess.DEVNULL,
+            check=False,
+        ).returncode
+
+    assert run_with(needed) == 0
+    assert run_with(needed // 2) != 0
 
 
 def test_an_error_of_one_rank_is_the_answer_of_all() -> None:
