@@ -5,6 +5,7 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdint>
 #include <fstream>
@@ -82,7 +83,20 @@ struct GroupFiles {
   std::string root;
   std::string limit;
   std::string usage;
+  std::string reclaimable;  // a word in memory.stat
 };
+
+/// Cached bytes of files that the kernel gives back before it kills anybody. A group that reads much
+/// is always full of them.
+std::uint64_t reclaimable_bytes(const std::string& path, const std::string& word) {
+  std::ifstream file(path);
+  std::string key;
+  std::uint64_t value = 0;
+  while (file >> key >> value) {
+    if (key == word) return value;
+  }
+  return 0;
+}
 
 /// Checks the group at `path` and those above it: a limit may sit on any of them.
 std::optional<std::string> group_shortage(const GroupFiles& files, std::string path,
@@ -90,7 +104,10 @@ std::optional<std::string> group_shortage(const GroupFiles& files, std::string p
   while (true) {
     const std::string folder = files.root + (path == "/" ? "" : path) + "/";
     const auto limit = read_number(folder + files.limit);
-    const auto usage = read_number(folder + files.usage);
+    auto usage = read_number(folder + files.usage);
+    if (limit && usage) {
+      *usage -= std::min(*usage, reclaimable_bytes(folder + "memory.stat", files.reclaimable));
+    }
     if (limit && usage && (*usage > *limit || *limit - *usage < need)) {
       return "the control group " + folder + " allows " + std::to_string(*limit) +
              " bytes, of which " + std::to_string(*usage) + " are used";
@@ -103,7 +120,8 @@ std::optional<std::string> group_shortage(const GroupFiles& files, std::string p
 
 }  // namespace
 
-std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_t map_bytes) {
+std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_t map_bytes,
+                                           const MemoryFiles& files) {
   rlimit limit{};
   if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
     std::ifstream file("/proc/self/statm");
@@ -117,7 +135,7 @@ std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_
   }
   // Lines are "0::/path" (v2) or "4:memory,cpu:/path" (v1). In a container the path may lie outside
   // what is mounted; then the root of the mount is the container's own group.
-  std::ifstream groups("/proc/self/cgroup");
+  std::ifstream groups(files.groups);
   for (std::string line; std::getline(groups, line);) {
     const auto first = line.find(':');
     const auto second = line.find(':', first + 1);
@@ -125,15 +143,16 @@ std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_
     std::string controllers = ",";
     controllers.append(line, first + 1, second - first - 1).append(",");
     const std::string path = line.substr(second + 1);
-    GroupFiles files;
+    GroupFiles group;
     if (controllers == ",,") {
-      files = {"/sys/fs/cgroup", "memory.max", "memory.current"};
+      group = {files.v2_root, "memory.max", "memory.current", "inactive_file"};
     } else if (controllers.find(",memory,") != std::string::npos) {
-      files = {"/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"};
+      group = {files.v1_root, "memory.limit_in_bytes", "memory.usage_in_bytes",
+               "total_inactive_file"};
     } else {
       continue;
     }
-    if (auto shortage = group_shortage(files, path, reserve_bytes)) return shortage;
+    if (auto shortage = group_shortage(group, path, reserve_bytes)) return shortage;
   }
   return std::nullopt;
 }

@@ -41,8 +41,16 @@ Fd create_memfd(std::size_t bytes);
 /// Throws unless `memory` is sealed against shrinking and holds at least `bytes`.
 void check_memfd(const Fd& memory, std::size_t bytes);
 
+/// Where the kernel tells the limits of memory; a test gives its own.
+struct MemoryFiles {
+  std::string groups = "/proc/self/cgroup";
+  std::string v2_root = "/sys/fs/cgroup";
+  std::string v1_root = "/sys/fs/cgroup/memory";
+};
+
 /// Why `reserve_bytes` of new pages and `map_bytes` of address space should not be taken; nothing
 /// if they may. Reads the limits of the process's control group (v1 and v2) and RLIMIT_AS.
-std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_t map_bytes);
+std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_t map_bytes,
+                                           const MemoryFiles& files = {});
 
 }  // namespace sparkhvd

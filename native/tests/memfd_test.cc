@@ -1,0 +1,78 @@
+// Limits of memory, as control groups of both versions tell them.
+#include "transport/memfd.h"
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+
+#include "test.h"
+
+namespace sparkhvd {
+namespace {
+
+/// A folder that looks like /proc/self/cgroup and /sys/fs/cgroup; gone at the end.
+class Folder {
+ public:
+  Folder() {
+    std::string name = "/tmp/sparkhvd-memfd-test-XXXXXX";
+    if (::mkdtemp(name.data()) == nullptr) throw test::Failure("mkdtemp");
+    path_ = name;
+  }
+  Folder(const Folder&) = delete;
+  ~Folder() { std::filesystem::remove_all(path_); }
+  void write(const std::string& file, const std::string& text) const {
+    const auto path = path_ / file;
+    std::filesystem::create_directories(path.parent_path());
+    std::ofstream(path) << text;
+  }
+  std::optional<std::string> shortage(std::size_t bytes) const {
+    const auto at = [&](const char* file) { return (path_ / file).string(); };
+    return memory_shortage(bytes, 0, {at("groups"), at("v2"), at("v1")});
+  }
+
+ private:
+  std::filesystem::path path_;
+};
+
+TEST(memory_shortage_reads_version_2_and_the_groups_above) {
+  const Folder folder;
+  folder.write("groups", "0::/a/b\n");
+  folder.write("v2/a/b/memory.max", "max\n");
+  folder.write("v2/a/b/memory.current", "700\n");
+  CHECK(!folder.shortage(1 << 30));
+  folder.write("v2/a/memory.max", "1000\n");
+  folder.write("v2/a/memory.current", "900\n");
+  CHECK(!folder.shortage(100));
+  const auto found = folder.shortage(101);
+  CHECK(found.has_value());
+  CHECK_MESSAGE(found->ends_with("/v2/a/ allows 1000 bytes, of which 900 are used"), *found);
+}
+
+TEST(memory_shortage_does_not_count_cached_files) {
+  const Folder folder;
+  folder.write("groups", "0::/\n");
+  folder.write("v2/memory.max", "1000\n");
+  folder.write("v2/memory.current", "990\n");
+  folder.write("v2/memory.stat", "anon 90\ninactive_file 900\nactive_file 0\n");
+  CHECK(!folder.shortage(910));
+  CHECK(folder.shortage(911).has_value());
+}
+
+TEST(memory_shortage_reads_version_1) {
+  const Folder folder;
+  folder.write("groups", "5:cpu:/x\n4:memory,hugetlb:/docker/1\n");
+  // In a container the path lies outside what is mounted.
+  folder.write("v1/memory.limit_in_bytes", "1000\n");
+  folder.write("v1/memory.usage_in_bytes", "600\n");
+  folder.write("v1/memory.stat", "total_inactive_file 100\n");
+  CHECK(!folder.shortage(500));
+  CHECK(folder.shortage(501).has_value());
+}
+
+TEST(memory_shortage_knows_nothing_without_the_files) {
+  const Folder folder;
+  CHECK(!folder.shortage(std::size_t{1} << 50));
+}
+
+}  // namespace
+}  // namespace sparkhvd
