@@ -104,6 +104,7 @@ class RankFacts:
         error: why this rank cannot take part, or "".
         limit_bytes: the most address space that its processes may have (RLIMIT_AS); 0 means no limit.
         needed_bytes: address space that a trainer needs at least; 0 where nothing is known.
+        numpy: version of numpy if it is required, else "".
     """
 
     host: str
@@ -115,6 +116,7 @@ class RankFacts:
     error: str = ""
     limit_bytes: int = 0
     needed_bytes: int = 0
+    numpy: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """This as JSON-able data."""
@@ -131,6 +133,8 @@ def rank_facts(requirements: Sequence[str], error: str = "", *, needed_bytes: in
     return RankFacts(
         limit_bytes=address_space_limit(),
         needed_bytes=needed_bytes,
+        # Only a job that asks for it depends on its random numbers.
+        numpy=_version("numpy") if "numpy" in requirements else "",
         host=socket.gethostname(),
         executable=sys.executable,
         python=".".join(platform.python_version_tuple()[:2]),
@@ -198,12 +202,23 @@ def check_ranks(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
                 f"Rank 0 on host {ranks[0].host} has torch {ranks[0].torch or '(none)'}, rank {rank} on host "
                 f"{facts.host} has {facts.torch or '(none)'}. Install the same build on every host."
             )
+        if _minor(facts.numpy) != _minor(ranks[0].numpy):
+            return (
+                f"Rank 0 on host {ranks[0].host} has numpy {ranks[0].numpy}, rank {rank} on host {facts.host} has "
+                f"{facts.numpy}; every rank draws the same random numbers, and minor releases of numpy may draw "
+                "others. Install the same release on every host."
+            )
     return ""
 
 
 def patch_warning(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
-    """A warning when driver and ranks differ in the patch version of torch, else ""."""
-    for facts in ranks:
+    """A warning when driver and ranks differ in the patch version of torch, or ranks in that of numpy, else ""."""
+    for rank, facts in enumerate(ranks):
+        if facts.numpy != ranks[0].numpy:
+            return (
+                f"Rank 0 on host {ranks[0].host} has numpy {ranks[0].numpy}, rank {rank} on host {facts.host} has "
+                f"{facts.numpy}; same minor release."
+            )
         there, here = facts.torch.partition("+")[0], driver.torch.partition("+")[0]
         if there and here and there != here:
             return f"The driver has torch {driver.torch}, the ranks have {facts.torch}; same minor release."

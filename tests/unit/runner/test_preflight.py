@@ -185,6 +185,24 @@ def test_a_patch_difference_of_torch_is_a_warning() -> None:
     assert patch_warning(FACTS, [replace(FACTS, torch="2.13.0+cu130")]) == ""
 
 
+def test_ranks_with_other_minor_releases_of_numpy_are_refused_and_patches_warned_of() -> None:
+    with_numpy = replace(FACTS, numpy="2.1.3")
+    other = replace(with_numpy, host="h1", numpy="2.2.0")
+    assert check_ranks(FACTS, [with_numpy, other]) == (
+        "Rank 0 on host h0 has numpy 2.1.3, rank 1 on host h1 has 2.2.0; every rank draws the same random "
+        "numbers, and minor releases of numpy may draw others. Install the same release on every host."
+    )
+    patch = replace(other, numpy="2.1.1")
+    assert check_ranks(FACTS, [with_numpy, patch]) == ""
+    assert patch_warning(FACTS, [with_numpy, patch]) == (
+        "Rank 0 on host h0 has numpy 2.1.3, rank 1 on host h1 has 2.1.1; same minor release."
+    )
+    # The driver draws nothing, and a job that does not ask for numpy does not look at it.
+    assert patch_warning(FACTS, [with_numpy, with_numpy]) == ""
+    assert rank_facts(()).numpy == ""
+    assert rank_facts(("numpy",)).numpy.count(".") >= 2
+
+
 def test_facts_of_this_process_name_what_is_missing_and_survive_json() -> None:
     facts = rank_facts(("json", "surely_no_such_module", "surely.no.such"))
     assert facts.missing == ("surely_no_such_module", "surely.no.such")
