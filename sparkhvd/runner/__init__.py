@@ -51,6 +51,10 @@ def run(
     connects the ranks. The standard torch variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)
     are set too. Jobs of one Spark application run one after the other, in the order of their calls.
 
+    What a rank prints goes line by line, after its [rank], to the stderr of its executor: with a `local[N]` master
+    that is this process's own, on a cluster it is the executor's log. There is no live channel from remote
+    executors to the driver yet; what reaches it is the last 100 lines of a rank that failed (`RankError.log_tail`).
+
     Args:
         fn: any function that pickles; also from a notebook cell, `__main__` or a `--py-files` module.
         args: positional arguments of `fn`.

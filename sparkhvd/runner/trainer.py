@@ -60,7 +60,8 @@ class Trainer:
             rank: its rank, for the prefix of its output lines.
             prologue: its environment; the listener's descriptors are inherited by it.
             program: `dump_program(...)`.
-            log: called with each line of its output from a thread of this trainer.
+            log: called with each line of its output from a thread of this trainer. Under Spark it writes to the
+                executor's stderr; there is no channel to a remote driver yet.
             on_end: called once when it has ended, from a thread of this trainer.
         """
         self.rank = rank

@@ -145,6 +145,7 @@ def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
     def fn():
         import sparkhvd.torch as hvd
         hvd.init()
+        print("rank", hvd.rank(), "is here")
         return hvd.broadcast_object("ALL WELL", root_rank=0)
 
     print(run(fn, num_proc=2, spark=spark))
@@ -152,6 +153,10 @@ def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
     conf = {"spark.driver.host": None, "spark.driver.bindAddress": None}
     output = run_on("local[2]", program, tmp_path, conf=conf, env={"SPARK_LOCAL_IP": ""})
     assert "['ALL WELL', 'ALL WELL']" in output, output
+    # The executor is this program, so what the ranks print is on its terminal.
+    lines = output.splitlines()
+    assert "[0] rank 0 is here" in lines, output
+    assert "[1] rank 1 is here" in lines, output
 
 
 def test_workers_without_the_package_are_named_with_their_python(tmp_path: Path) -> None:
