@@ -33,6 +33,8 @@ export JUPYTER_RUNTIME_DIR := $(CURDIR)/build/cache/jupyter
 PY := $(VENV)/bin/python
 PACKAGES := $(VENV)/.stamp-packages
 NATIVE := build/native/.stamp
+BYTECODE := $(VENV)/.stamp-bytecode
+PYTHON_SOURCES := $(shell find sparkhvd -name '*.py')
 NATIVE_SOURCES := $(shell find native -type f 2>/dev/null)
 # Every command that starts Spark runs behind this; found again each time, because Java comes from outside.
 WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
@@ -41,7 +43,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 .NOTPARALLEL:
 .PHONY: env native test test-native test-python test-sanitizers lint format demo soak bench clean java
 
-env: $(PACKAGES) $(NATIVE) java
+env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
 
 $(PACKAGES): pyproject.toml setup.py tools/env.sh
 	@tools/env.sh
@@ -49,6 +51,11 @@ $(PACKAGES): pyproject.toml setup.py tools/env.sh
 
 $(NATIVE): $(NATIVE_SOURCES) setup.py | $(PACKAGES)
 	@$(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+# Every rank and every Python worker of Spark is a new process that imports the package: compile it once.
+$(BYTECODE): $(PYTHON_SOURCES) | $(PACKAGES)
+	@$(PY) -m compileall -q sparkhvd
 	@touch $@
 
 native: $(NATIVE)
