@@ -1,6 +1,8 @@
 """Arrow columns, as Spark sends them, to numpy arrays of rows; counting what cannot be used.
 
-No Python code runs per row. pyarrow.compute takes 0.1 s to import, so only bad data import it. Values that cannot be used are counted, not raised: the pass over the data goes on,
+No Python code runs per row. `pa.array` and `Array.to_numpy` import pandas, 0.3 s in every Python worker, and
+pyarrow.compute takes another 0.1 s: `_numbers` and `numpy_to_array` go through the buffers instead, and only bad data
+import those. Values that cannot be used are counted, not raised: the pass over the data goes on,
 so that the user learns of all problems at once.
 """
 
@@ -17,7 +19,7 @@ import pyarrow as pa
 
 from sparkhvd.estimator.schema import Column
 
-__all__ = ["Findings", "column_to_numpy"]
+__all__ = ["Findings", "column_to_numpy", "numpy_to_array", "text_to_array"]
 
 Array = npt.NDArray[Any]
 
@@ -89,8 +91,9 @@ def column_to_numpy(
     if array.null_count:
         found.nulls = array.null_count
         array = array.drop_null()
+    values: Array | None
     if column.kind == "scalar":
-        values = array.to_numpy(zero_copy_only=False)
+        values = _numbers(array)
     elif column.kind == "vector":
         values = _vectors(array, found)
     else:
@@ -101,14 +104,50 @@ def column_to_numpy(
     return (stored if found.is_clean else None), found
 
 
+def numpy_to_array(values: Array) -> pa.Array:
+    """An Arrow array that shares the memory of a flat numpy array of numbers."""
+    kind = pa.from_numpy_dtype(values.dtype)
+    buffer = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(kind, len(values), [None, buffer])
+
+
+def text_to_array(text: str) -> pa.Array:
+    """An Arrow array of one string."""
+    data = text.encode()
+    offsets = pa.py_buffer(np.array([0, len(data)], dtype=np.int32))
+    return pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(data)])
+
+
+def _numbers(array: Any) -> Array:
+    """The memory of an Arrow array of numbers or booleans as numpy; where it is null, anything."""
+    length, buffer = len(array), array.buffers()[1]
+    if pa.types.is_boolean(array.type):
+        if not length:
+            return np.empty(0, np.bool_)
+        first, rest = divmod(array.offset, 8)
+        data = np.frombuffer(buffer, np.uint8, offset=first)
+        return np.unpackbits(data, count=rest + length, bitorder="little")[rest:].view(np.bool_)
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    if not length:
+        return np.empty(0, dtype)
+    return np.frombuffer(buffer, dtype, length, array.offset * dtype.itemsize)
+
+
+def _flat(lists: Any) -> tuple[Array, Any]:
+    """Elements per row of an Arrow array of lists, and all of them; a null list must be empty, as Spark's are."""
+    if not len(lists):
+        return np.empty(0, np.int64), lists.values.slice(0, 0)
+    offsets = _numbers(lists.offsets)
+    return np.diff(offsets), lists.values.slice(offsets[0], offsets[-1] - offsets[0])
+
+
 def _lists(array: Any, found: Findings) -> Array | None:
-    lengths = np.diff(array.offsets.to_numpy())
-    elements = array.flatten()
+    lengths, elements = _flat(array)
     if elements.null_count:
-        bad = elements.is_null().to_numpy(zero_copy_only=False)
+        bad = _numbers(elements.is_null())
         found.nulls += len(np.unique(np.repeat(np.arange(len(lengths)), lengths)[bad]))
         elements = elements.fill_null(False if pa.types.is_boolean(elements.type) else 0)
-    values = elements.to_numpy(zero_copy_only=False)
+    values = _numbers(elements)
     return _fixed_width(values, lengths, found)
 
 
@@ -122,25 +161,23 @@ def _fixed_width(values: Array, lengths: Array, found: Findings) -> Array | None
 
 def _vectors(array: Any, found: Findings) -> Array | None:
     """Rows of Spark's vector struct: type 1 is dense (values only), type 0 sparse (size, indices, values)."""
-    is_dense = array.field("type").to_numpy(zero_copy_only=False) == 1
+    is_dense = _numbers(array.field("type")) == 1
     packed = array.field("values")
     if is_dense.all():
         return _lists(packed, found)
-    lengths = np.diff(packed.offsets.to_numpy())
-    sizes = np.where(
-        is_dense, lengths, array.field("size").fill_null(0).to_numpy(zero_copy_only=False)
-    )
+    lengths, elements = _flat(packed)
+    sizes = np.where(is_dense, lengths, _numbers(array.field("size")))
     widths, rows = np.unique(sizes, return_counts=True)
     found.widths.update({int(w): int(n) for w, n in zip(widths, rows, strict=True)})
     if len(widths) != 1 or widths[0] == 0:
         return None
     width = int(widths[0])
     out = np.zeros((len(sizes), width), np.float64)
-    values = packed.flatten().to_numpy(zero_copy_only=False)
+    values = _numbers(elements)
     of_dense = np.repeat(is_dense, lengths)
     out[is_dense] = values[of_dense].reshape(-1, width)
     sparse_rows = np.repeat(np.arange(len(sizes)), np.where(is_dense, 0, lengths))
-    columns = array.field("indices").flatten().to_numpy(zero_copy_only=False)
+    columns = _numbers(_flat(array.field("indices"))[1])
     out[sparse_rows, columns] = values[~of_dense]
     return out
 

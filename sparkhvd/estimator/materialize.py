@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.estimator.convert import Findings, column_to_numpy
+from sparkhvd.estimator.convert import Findings, column_to_numpy, numpy_to_array, text_to_array
 from sparkhvd.estimator.manifest import DataFile, Manifest
 from sparkhvd.estimator.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.estimator.schema import Column, DataSchema
@@ -101,7 +101,7 @@ class _WriteTask:
         path = f"{self.data_dir}/part-{partition:05d}-{attempt}.parquet"
         outcome = self.write(batches, path)
         yield pa.RecordBatch.from_arrays(
-            [pa.array([partition], pa.int64()), pa.array([json.dumps(outcome)], pa.string())],
+            [numpy_to_array(np.array([partition])), text_to_array(json.dumps(outcome))],
             schema=_RESULT,
         )
 

@@ -132,13 +132,23 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         def run(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
             return predict(spec, batches)
 
-        added = [
-            StructField(o.name, VectorUDT() if o.is_vector else DoubleType(), nullable=False)
-            for o in outputs
+        fields = [
+            *dataset.schema.fields,
+            *(
+                StructField(o.name, VectorUDT() if o.is_vector else DoubleType(), nullable=False)
+                for o in outputs
+            ),
         ]
-        # Spark looks up what it sends by name, and stumbles over dots and over names that are there twice.
-        plain = dataset.toDF(*[f"c{i}" for i in range(len(dataset.columns))])
-        return plain.mapInArrow(run, StructType([*dataset.schema.fields, *added]))
+        # Spark looks up what it sends and receives by name, and stumbles over dots and names that are there twice.
+        plain = [f"c{i}" for i in range(len(fields))]
+        schema = StructType(
+            [
+                StructField(name, f.dataType, f.nullable, f.metadata)
+                for name, f in zip(plain, fields, strict=True)
+            ]
+        )
+        sent = dataset.toDF(*plain[: len(dataset.columns)])
+        return sent.mapInArrow(run, schema).toDF(*[f.name for f in fields])
 
     def _require_fitted(self) -> Fitted:
         if self._fitted is None:

@@ -21,7 +21,7 @@ from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.estimator import heads
 from sparkhvd.estimator.architecture import load_shell
 from sparkhvd.estimator.binding import InputBinding
-from sparkhvd.estimator.convert import Findings, column_to_numpy
+from sparkhvd.estimator.convert import Findings, column_to_numpy, numpy_to_array
 from sparkhvd.estimator.program import outputs_of
 from sparkhvd.estimator.schema import Column
 from sparkhvd.estimator.store import Store
@@ -140,9 +140,11 @@ _cache = ModelCache(KEPT_MODELS)
 
 
 def predict(spec: PredictSpec, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Add the output columns to every batch; all other columns pass as they came."""
+    """Add the output columns to every batch; all other columns pass as they came. They are named c0, c1, ..."""
     model: nn.Module | None = None
     for batch in batches:
+        if not batch.num_rows:
+            continue
         if model is None:  # no rows, no model
             model = _cache.get(spec)
         columns = {
@@ -154,11 +156,9 @@ def predict(spec: PredictSpec, batches: Iterator[pa.RecordBatch]) -> Iterator[pa
                 run(spec, model, {n: v[start : start + MAX_ROWS] for n, v in columns.items()})
                 for start in range(0, batch.num_rows, MAX_ROWS)
             ]
-        if not parts:
-            continue
         added = [to_arrow(np.concatenate(values)) for values in zip(*parts, strict=True)]
-        names = [*spec.names, *(o.name for o in spec.outputs)]
-        yield pa.RecordBatch.from_arrays([*batch.columns, *added], names=names)
+        arrays = [*batch.columns, *added]
+        yield pa.RecordBatch.from_arrays(arrays, names=[f"c{i}" for i in range(len(arrays))])
 
 
 def run(
@@ -228,13 +228,13 @@ def _problem(found: Findings, column: Column) -> str:
 def to_arrow(values: np.ndarray[Any, Any]) -> pa.Array:
     """Doubles, or rows of doubles as Spark's struct of a dense vector."""
     if values.ndim == 1:
-        return pa.array(values)
+        return numpy_to_array(values)
     num_rows, width = values.shape
-    offsets = pa.array(np.arange(0, (num_rows + 1) * width, width, dtype=np.int32))
-    lists = pa.ListArray.from_arrays(offsets, pa.array(values.reshape(-1)))
+    offsets = numpy_to_array(np.arange(0, (num_rows + 1) * width, width, dtype=np.int32))
+    lists = pa.ListArray.from_arrays(offsets, numpy_to_array(values.reshape(-1)))
     return pa.StructArray.from_arrays(
         [
-            pa.array(np.ones(num_rows, dtype=np.int8)),  # 1 = dense: no size, no indices
+            numpy_to_array(np.ones(num_rows, dtype=np.int8)),  # 1 = dense: no size, no indices
             pa.nulls(num_rows, pa.int32()),
             pa.nulls(num_rows, pa.list_(pa.int32())),
             lists,

@@ -110,6 +110,18 @@ LOCK = threading.Lock()
             "loss: sample_weight_col needs a loss that gives one value per row, and <built-in function max> has no "
             "argument 'reduction'. Give a torch.nn loss, or a function of (output, label, reduction).",
         ),
+        (
+            {"optimizer": lambda p: torch.optim.SGD(p, lr=-1.0)},
+            "optimizer: calling it with the model's parameters failed: ValueError: Invalid learning rate: -1.0. Give",
+        ),
+        (
+            {"loss": nn.CrossEntropyLoss(), "label_dtypes": ["float32"]},
+            "label_cols names column 'y' of type double, but CrossEntropyLoss needs class indices.",
+        ),
+        (
+            {"feature_cols": ["k"], "model": nn.Linear(1, 1)},
+            "model: forward failed on two rows of zeros (k (2,); argument = 'k' (int64)): RuntimeError:",
+        ),
         ({"label_cols": None}, "label_cols is required: name the columns with the labels."),
         (
             {"feature_cols": None},
@@ -219,6 +231,39 @@ def test_a_model_that_does_not_fit_the_data_is_named_before_any_rank(
 ) -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         estimator(model, store, **options).fit(df)
+    assert str(failed.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"validation": "none"},
+            "validation: column 'none' marks none of 10 rows. A row with true, or a number above 0, is a validation row.",
+        ),
+        (
+            {"validation": "all"},
+            "validation: column 'all' marks all 10 rows, so none is left to train on.",
+        ),
+        (
+            {"drop_last": True, "validation": 0.2},
+            "drop_last leaves out a step that is not full, and the 8 training rows are less than one full step of "
+            "num_proc * batch_size = 16 rows. Lower batch_size, or set drop_last=False.",
+        ),
+        (
+            {"loss": nn.CrossEntropyLoss(), "label_cols": ["half"], "model": mlp(2, 2)},
+            "The data cannot be used for training:\n  column 'half' (double): 10 of 10 rows hold a number that is not "
+            "whole, but it is to be stored as int64.",
+        ),
+    ],
+)
+def test_splits_and_classes_that_cannot_be_are_named_before_any_rank(
+    df: DataFrame, store: Store, options: dict[str, Any], message: str
+) -> None:
+    more = df.selectExpr("*", "false AS none", "1 AS all", "y / 2 AS half")
+    model = options.get("model", mlp(2))
+    with pytest.raises(InvalidArgumentError) as failed:
+        estimator(model, store, **{k: v for k, v in options.items() if k != "model"}).fit(more)
     assert str(failed.value).startswith(message)
 
 

@@ -157,6 +157,16 @@ def test_empty_data_and_other_kinds_of_columns(spark: SparkSession, df: DataFram
     assert model.transform(df).select("k").count() == 30
 
 
+def test_names_with_dots_and_names_that_are_there_twice(df: DataFrame) -> None:
+    model = fitted(mlp(2).eval())
+    odd = df.selectExpr("x", "1 AS `a.b`", "2 AS twice", "3 AS twice")
+    found = model.transform(odd)
+    assert found.columns == ["x", "a.b", "twice", "twice", "y__output"]
+    assert tuple(found.first())[1:4] == (1, 2, 3)
+    renamed = df.selectExpr("x AS `x.y`")
+    assert model.copy().setFeatureCols(["x.y"]).transform(renamed).count() == df.count()
+
+
 def test_large_weights_travel_as_a_file_of_the_store(df: DataFrame, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(2, 1000), nn.ReLU(), nn.Linear(1000, 400), nn.Linear(400, 1))
     store = Store.create(tmp_path / "store")

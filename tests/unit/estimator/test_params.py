@@ -155,3 +155,11 @@ def test_a_model_has_only_what_it_uses() -> None:
 
 def test_declared_params_are_found() -> None:
     assert all(isinstance(getattr(TrainParams, n), Param) for n in NAMES)
+
+
+def test_a_getter_gives_none_and_a_setter_takes_it() -> None:
+    estimator = TorchEstimator()
+    assert estimator.getValidation() is None
+    assert estimator.setValidation(0.1).getValidation() == 0.1
+    assert estimator.setValidation(None).getValidation() is None
+    assert estimator.setBatchSize(4).setBatchSize(None).getBatchSize() == 32

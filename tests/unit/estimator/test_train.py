@@ -251,6 +251,24 @@ class TwoColumns(nn.Module):
             "The first batch, on rank 0: loss returned float for an output of shape (32, 1) and a label of shape "
             "(32, 1); it must return one number, the mean over the rows.",
         ),
+        (
+            linear(),
+            lambda output, label: (output - label).square().mean().detach(),
+            "The first batch, on rank 0: loss returned a number that does not depend on the model's trainable "
+            "parameters, so there is no gradient.",
+        ),
+        (
+            linear(),
+            lambda output, label: output.nothing(),
+            "The first batch, on rank 0: model or loss raised AttributeError: 'Tensor' object has no attribute "
+            "'nothing' (columns: x (32, ",
+        ),
+        (
+            linear(outputs=32),  # as many outputs as rows: (32,) would broadcast over (32, 32)
+            lambda output, label: (output - label).square().mean(),
+            "The first batch, on rank 0: Label 'y' has shape (32,) and the model's output (32, 32): the loss "
+            "broadcasts one over the other.",
+        ),
     ],
 )
 def test_a_first_batch_that_does_not_fit_stops_all_ranks(
@@ -267,6 +285,13 @@ def test_a_first_batch_that_does_not_fit_stops_all_ranks(
         assert "(32, 2)" in str(error)
         assert "(32,)" in str(error)
     assert Checkpoints(store, RUN_DIR).latest_epoch() == 0
+
+
+def test_a_loss_of_class_indices_may_have_as_many_classes_as_rows(store: Store) -> None:
+    model = linear(outputs=32)
+    loss = lambda output, label: nn.functional.cross_entropy(output, label.abs().long())  # noqa: E731
+    result = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss).train(2)
+    assert result.epoch == 1
 
 
 def test_a_program_that_the_driver_did_not_write_is_not_unpickled(store: Store) -> None:
