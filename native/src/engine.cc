@@ -29,6 +29,9 @@ constexpr std::uint64_t kTimerKey = 2;
 // over. Waking it after every one of a series of calls would cost more than the calls; so does
 // setting a timer each time (5 us in a virtual machine), so one that runs is left alone.
 constexpr auto kTakeOverTime = std::chrono::microseconds(200);
+constexpr std::uint32_t kFailedSpins = 3;
+constexpr auto kTrialPeriod = std::chrono::milliseconds(16);
+constexpr auto kTrialTime = std::chrono::milliseconds(1);
 // Bytes from one connection before the others get their turn.
 constexpr std::size_t kReadBudget = 1 << 20;
 // How long shutdown waits for peers to read the goodbye. Live peers take microseconds.
@@ -225,11 +228,13 @@ void Engine::wait(Operation& operation, TimePoint deadline) {
     become_driver(lock);
     lock.unlock();
     bool stop = false;
-    TimePoint spin_end = Clock::now() + spin_;
+    bool is_spinning = false;
+    TimePoint spin_end = Clock::now() + spin_time();
     while (!operation.is_finished() && !stop) {
       if (try_step(Work::kAll)) {
+        if (std::exchange(is_spinning, false)) failed_spins_ = 0;
         const auto now = Clock::now();
-        spin_end = now + spin_;
+        spin_end = now + spin_time();
         stop = now >= deadline;
         continue;
       }
@@ -237,11 +242,12 @@ void Engine::wait(Operation& operation, TimePoint deadline) {
       if (now >= deadline) {
         stop = true;
       } else if (now < spin_end) {
+        is_spinning = true;
         relax();
-      } else if (sleep_until(deadline)) {
-        stop = true;
       } else {
-        spin_end = Clock::now() + spin_;
+        if (std::exchange(is_spinning, false)) ++failed_spins_;
+        stop = sleep_until(deadline);
+        spin_end = Clock::now() + spin_time();
       }
     }
     lock.lock();
@@ -250,6 +256,15 @@ void Engine::wait(Operation& operation, TimePoint deadline) {
   }
   --waiters_;
   if (waiters_ == 0 && !is_stopping_) hand_over_.store(false, std::memory_order_relaxed);
+}
+
+/// Where a peer has no CPU of its own, spinning only keeps it from running: after a few fruitless
+/// spins in a row, waiters sleep at once. They try again in the first of every 16 ms, by a clock that
+/// the processes of a host share, because a spin meets an answer in time only if the peer spins too.
+Clock::duration Engine::spin_time() const {
+  if (failed_spins_ < kFailedSpins) return spin_;
+  const bool is_trial = Clock::now().time_since_epoch() % kTrialPeriod < kTrialTime;
+  return is_trial ? spin_ : Clock::duration::zero();
 }
 
 /// Sleeps until something happens. True if a signal or the deadline ended it.

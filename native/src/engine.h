@@ -99,6 +99,7 @@ class Engine {
   // Everything below is called by the driver.
   bool step(Work work);
   bool try_step(Work work) noexcept;
+  Clock::duration spin_time() const;
   bool sleep_until(TimePoint deadline);
   bool announce_sleep();
   bool take_inbox();
@@ -170,6 +171,7 @@ class Engine {
   std::uint64_t departure_limit_ = UINT64_MAX;  // operations from this number on cannot run
   bool has_failed_ = false;
   std::uint32_t steps_ = 0;
+  std::uint32_t failed_spins_ = 0;  // waiters' spins in a row that ended in sleep
 
   std::mutex shutdown_mutex_;
   std::jthread thread_;
