@@ -150,3 +150,22 @@ def test_a_relaunched_fit_equals_an_undisturbed_one_bit_by_bit(
     for name, value in whole.getModel().state_dict().items():
         assert torch.equal(value, disturbed.getModel().state_dict()[name])
     assert [r["loss"] for r in whole.history] == [r["loss"] for r in disturbed.history]
+
+
+def test_a_new_fit_goes_on_where_a_killed_one_stopped(folder: Path, df: DataFrame) -> None:
+    place = folder / "resumed"
+    store = Store.create(place)
+    options: dict[str, Any] = {
+        "optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
+        "validation": 0.2,
+        "epochs": 3,
+    }
+    killed = estimator(Dying("step", place, once=True), store, run_id="killed", **options)
+    with pytest.raises(RankError):
+        killed.fit(df)
+    assert Checkpoints(store, "runs/killed").latest_epoch() == 1
+    resumed = killed.fit(df)
+    whole = estimator(Dying("never", place), store, **options).fit(df)
+    for name, value in whole.getModel().state_dict().items():
+        assert torch.equal(value, resumed.getModel().state_dict()[name])
+    assert [r["loss"] for r in whole.history] == [r["loss"] for r in resumed.history]
