@@ -99,6 +99,7 @@ demo: env
 # tests/harness/soak.py.
 soak: export SPARKHVD_TEST_SOAK := 1
 soak: TEST_TIMEOUT_S := 14400
+soak: PYTEST_FLAGS += --timeout=3600
 soak: test test-sanitizers
 
 bench: env

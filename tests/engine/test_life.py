@@ -34,6 +34,7 @@ from tests.engine.arrays import (
     view,
 )
 from tests.harness.ranks import rank_outcomes, run_ranks
+from tests.harness.soak import amount
 
 ADVICE = "Make the same call on every rank, or use different names."
 MISMATCHES: dict[str, tuple[Callable[[Engine], Any], str]] = {
@@ -310,7 +311,7 @@ def test_many_generations_leave_nothing_behind(hosts: list[int] | None) -> None:
     run_ranks(3, body, rendezvous=meetings)
     gc.collect()
     before = count_resources()
-    for _ in range(50):
+    for _ in range(amount(50)):
         assert run_ranks(3, body, rendezvous=meetings) == [3.0] * 3
     gc.collect()
     assert count_resources() == before

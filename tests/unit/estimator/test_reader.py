@@ -21,6 +21,7 @@ from sparkhvd.estimator.sampler import epoch_plan
 from sparkhvd.estimator.schema import Column, DataSchema
 from sparkhvd.estimator.store import Store
 from tests.harness.ranks import run_threads
+from tests.harness.soak import amount
 
 X = Column("x", "vector", "float32", (3,), "vector", "float32")
 ID = Column("id", "scalar", "int64", (), "bigint", "int64")
@@ -114,7 +115,9 @@ def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 @given(case=cases())
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=amount(500, 10_000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 def test_every_row_is_seen_exactly_once_whatever_the_files_and_ranks(
     shared_store: Store, case: Case
 ) -> None:

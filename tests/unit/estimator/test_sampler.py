@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.sampler import cuts, epoch_plan, level, split_validation
+from tests.harness.soak import amount
 
 
 @given(
@@ -19,7 +20,7 @@ from sparkhvd.estimator.sampler import cuts, epoch_plan, level, split_validation
     block_rows=st.none() | st.integers(1, 90),
     skipped=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=amount(300), deadline=None)
 def test_every_row_once_and_equal_steps(
     num_rows: int,
     size: int,
@@ -62,7 +63,7 @@ def test_every_row_once_and_equal_steps(
     batch_size=st.integers(1, 40),
     shuffle=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=amount(150), deadline=None)
 def test_ranks_together_see_what_one_process_sees(
     num_rows: int, size: int, batch_size: int, shuffle: bool
 ) -> None:
@@ -88,7 +89,7 @@ def test_one_row_is_no_step_of_its_own() -> None:
 
 
 @given(size=st.integers(1, 12), batch_size=st.integers(1, 40), data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=amount(300), deadline=None)
 def test_a_final_step_is_level(size: int, batch_size: int, data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, size * batch_size))
     counts = level(num_rows, size, batch_size)
@@ -166,7 +167,7 @@ def test_permutation_is_uniform() -> None:
 
 
 @given(num_rows=st.integers(0, 500), fraction=st.floats(0, 0.99), seed=st.integers(0, 9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=amount(100), deadline=None)
 def test_split_takes_every_row_once(num_rows: int, fraction: float, seed: int) -> None:
     if num_rows == 1 and fraction > 0:
         return

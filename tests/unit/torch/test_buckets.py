@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkhvd.torch.buckets import plan_buckets
+from tests.harness.soak import amount
 
 
 def test_buckets_follow_the_order_and_close_when_full() -> None:
@@ -31,7 +32,7 @@ def test_no_tensors_no_buckets() -> None:
     assert plan_buckets([], [], [], 8) == []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=amount(200), deadline=None)
 @given(st.data())
 def test_every_tensor_is_in_exactly_one_bucket(data: st.DataObject) -> None:
     count = data.draw(st.integers(0, 40))
