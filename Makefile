@@ -41,7 +41,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time: the machine's cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: env native test test-native test-python test-sanitizers lint format demo soak bench clean java
+.PHONY: env native test test-native test-races test-python test-sanitizers lint format demo soak bench clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
 
@@ -63,7 +63,7 @@ native: $(NATIVE)
 java:
 	@tools/java.sh >/dev/null
 
-test: lint test-native test-python
+test: lint test-native test-races test-python
 
 lint: $(PACKAGES)
 	$(VENV)/bin/ruff check .
@@ -80,13 +80,22 @@ format: $(PACKAGES)
 test-native: $(NATIVE)
 	$(VENV)/bin/cmake --build build/native --target check
 
-# The C++ tests again, watched: memory and undefined behaviour, then data races.
+# The C++ tests again, watched. The short leg looks for data races where threads meet; the long one runs all
+# of them, for races and for memory and undefined behaviour.
+define BUILD_SANITIZED
+	$(VENV)/bin/cmake -Snative -Bbuild/native-$(1) -GNinja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1)
+	$(VENV)/bin/cmake --build build/native-$(1) --target $(2)
+endef
+THREADS_MEET = operations several_threads a_ abort engines mismatches nonsense barrier
+
+test-races: $(PACKAGES)
+	$(call BUILD_SANITIZED,thread,sparkhvd_tests)
+	build/native-thread/sparkhvd_tests $(THREADS_MEET)
+
 test-sanitizers: $(PACKAGES)
-	for sanitizer in address thread; do \
-	  $(VENV)/bin/cmake -Snative -Bbuild/native-$$sanitizer -GNinja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	    -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$$sanitizer; \
-	  $(VENV)/bin/cmake --build build/native-$$sanitizer --target check; \
-	done
+	$(call BUILD_SANITIZED,address,check)
+	$(call BUILD_SANITIZED,thread,check)
 
 test-python: env
 	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest $(PYTEST_FLAGS)
