@@ -115,6 +115,7 @@ bench: env
 	@$(WITH_JAVA) $(PY) benchmarks/fit.py
 	@$(WITH_JAVA) $(PY) benchmarks/launch.py
 	@$(PY) benchmarks/reader.py
+	@$(PY) benchmarks/allreduce.py
 
 clean:
 	rm -rf build dist demo-output spark-warehouse artifacts sparkhvd/lib/*.so *.egg-info \
