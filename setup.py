@@ -5,6 +5,8 @@ tagged `py3-none-<platform>`. Nothing of torch, CUDA, MPI or Python's headers is
 
     pip install .                             a wheel, built in a temporary folder
     python setup.py build_ext --inplace       the library into the checkout (`make native`)
+    SPARKHVD_BUILD_ENGINE=0 pip wheel .       py3-none-any without the library, for clients
+    CMAKE_TOOLCHAIN_FILE=<file> pip wheel .   the library for another machine (tools/wheel.py)
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ std::source_location here = std::source_location::current();
 
 class BuildProblem(BaseError):
     """Something on this machine prevents the build; the message is one sentence with the remedy."""
+
+
+def builds_engine() -> bool:
+    """Whether the wheel gets the library; see SPARKHVD_BUILD_ENGINE above."""
+    return os.environ.get("SPARKHVD_BUILD_ENGINE", "1") != "0"
 
 
 def compiler() -> str:
@@ -107,7 +114,9 @@ class CMakeBuild(build_ext):
             f"-DSPARKHVD_BUILD_TESTS={'ON' if self.in_checkout else 'OFF'}",
         ]
         if not (build / "CMakeCache.txt").exists():
-            configure.append(f"-DCMAKE_CXX_COMPILER={compiler()}")
+            # A toolchain file, which CMake takes from the environment, names its own compiler.
+            if not os.environ.get("CMAKE_TOOLCHAIN_FILE"):
+                configure.append(f"-DCMAKE_CXX_COMPILER={compiler()}")
             if (ninja := tool("ninja")) is not None:
                 configure += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         self.announce(f"building {target.name} in {build}", level=2)
@@ -135,7 +144,7 @@ class CMakeBuild(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for this platform and every Python 3."""
+    """A wheel for every Python 3: of this platform, or of any where it has no library."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
@@ -143,6 +152,6 @@ class PlatformWheel(bdist_wheel):
 
 if __name__ == "__main__":
     setup(
-        ext_modules=[Extension(LIBRARY, sources=[])],
+        ext_modules=[Extension(LIBRARY, sources=[])] if builds_engine() else [],
         cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
     )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
     from sparkhvd.settings import Settings as Settings
+    from sparkhvd.torch import metrics as metrics
 
 _ERRORS = (
     "CollectiveError",
@@ -52,6 +53,7 @@ _ERRORS = (
 _HOMES = {
     **dict.fromkeys(_ERRORS, "sparkhvd.errors"),
     "Settings": "sparkhvd.settings",
+    "metrics": "sparkhvd.torch",
     "Store": "sparkhvd.estimator",
     "TorchEstimator": "sparkhvd.estimator",
     "TorchModel": "sparkhvd.estimator",

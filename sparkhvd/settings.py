@@ -15,8 +15,9 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["ISAS", "Settings", "markdown_table"]
+__all__ = ["AUTOTUNE", "ISAS", "Settings", "markdown_table"]
 
+AUTOTUNE = ("", "0", "1", "on", "all")
 ISAS = ("auto", "scalar", "avx2", "avx512", "neon")
 
 
@@ -68,7 +69,16 @@ class Settings:
         alias="HOROVOD_FUSION_THRESHOLD",
     )
     spin_us: int = knob(
-        30, env="SPARKHVD_SPIN_US", unit="us", doc="How long a waiter spins before it sleeps."
+        100,
+        env="SPARKHVD_SPIN_US",
+        unit="us",
+        doc="How long a waiter spins before it sleeps; longer than it takes to wake a thread.",
+    )
+    streams: int = knob(
+        1,
+        env="SPARKHVD_STREAMS",
+        unit="count",
+        doc="TCP connections per pair of ranks on different hosts; tensors are spread over them.",
     )
     stall_warning_s: float = knob(
         60.0,
@@ -83,6 +93,44 @@ class Settings:
         unit="s",
         doc="Longest wait for a rank before the operation fails; 0 = never.",
         alias="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    )
+    stack_signal: int = knob(
+        44,
+        env="SPARKHVD_STACK_SIGNAL",
+        unit="number",
+        doc="Signal by which a rank that is waited for writes its Python stacks for the warning; left alone "
+        "if the program uses it; 0 = no stacks. 44 is SIGRTMIN+10: neither libc nor batch systems use it.",
+    )
+    timeline: str = knob(
+        "",
+        env="SPARKHVD_TIMELINE",
+        unit="path",
+        doc="Rank 0 writes a timeline (Chrome trace, opens in Perfetto) to this file from the start; "
+        "empty or DYNAMIC = none until `hvd.start_timeline()`.",
+        alias="HOROVOD_TIMELINE",
+    )
+    timeline_mark_cycles: bool = knob(
+        False,
+        env="SPARKHVD_TIMELINE_MARK_CYCLES",
+        unit="0 or 1",
+        doc="That timeline also marks when a thread begins to drive the engine.",
+        alias="HOROVOD_TIMELINE_MARK_CYCLES",
+    )
+    autotune: str = knob(
+        "",
+        env="SPARKHVD_AUTOTUNE",
+        unit="name",
+        doc="`on`: DistributedOptimizer tries bucket and chunk sizes and streams while it trains and keeps the "
+        "fastest, with the same bits in every result; `all`: also where algorithms change, which may change "
+        "the last bits; empty: off.",
+        alias="HOROVOD_AUTOTUNE",
+    )
+    autotune_file: str = knob(
+        "",
+        env="SPARKHVD_AUTOTUNE_FILE",
+        unit="path",
+        doc="Rank 0 writes what autotune chose to this JSON file; one that is there is loaded instead of "
+        "tuning again.",
     )
     host_loss_s: float = knob(
         15.0,
@@ -116,8 +164,13 @@ class Settings:
         self._require(2 <= self.slots <= 64, "slots", "from 2 to 64")
         self._require(self.bucket_bytes >= 1, "bucket_bytes", "at least 1")
         self._require(self.spin_us >= 0, "spin_us", "0 or more")
+        self._require(1 <= self.streams <= 64, "streams", "from 1 to 64")
         self._require(self.stall_warning_s >= 0, "stall_warning_s", "0 or more")
         self._require(self.stall_shutdown_s >= 0, "stall_shutdown_s", "0 or more")
+        self._require(
+            _may_be_caught(self.stack_signal), "stack_signal", "0, or a signal to be caught"
+        )
+        self._require(self.autotune in AUTOTUNE, "autotune", "empty, on or all")
         self._require(self.host_loss_s >= 3, "host_loss_s", "at least 3")
         self._require(self.connect_timeout_s > 0, "connect_timeout_s", "more than 0")
         self._require(self.start_timeout_s > 0, "start_timeout_s", "more than 0")
@@ -130,6 +183,11 @@ class Settings:
             raise InvalidArgumentError(
                 f"Settings.{name} is {getattr(self, name)!r}; it must be {expected}."
             )
+
+    @property
+    def tuning(self) -> str:
+        """Which knobs may move: "" none, "on" those that cannot change bits, "all" all."""
+        return {"": "", "0": "", "1": "on"}.get(self.autotune, self.autotune)
 
     @property
     def ports(self) -> range:
@@ -206,6 +264,13 @@ def _parse(variable: str, text: str, default: Any, factor: float) -> Any:
             f"{variable}={text!r} is not a valid {kind.__name__}. "
             f"Give a plain {kind.__name__} like {default!r}, or unset it."
         ) from None
+
+
+def _may_be_caught(number: int) -> bool:
+    """Whether a program may give a handler to the signal; 0 counts. Numbers of Linux."""
+    faults = {4, 6, 7, 8, 11}  # ILL, ABRT, BUS, FPE, SEGV: the process cannot go on
+    reserved = {9, 19, 32, 33}  # KILL, STOP, and two of libc's
+    return 0 <= number <= 64 and number not in faults | reserved
 
 
 def _parse_port_range(text: str) -> range | None:

@@ -187,7 +187,7 @@ def test_header_and_python_agree_on_the_abi_version() -> None:
     header = (ROOT / "native" / "include" / "sparkhvd.h").read_text()
     found = re.search(r"#define SPARKHVD_ABI_VERSION (\d+)", header)
     assert found is not None
-    engine = (PACKAGE / "engine.py").read_text()
+    engine = (PACKAGE / "library.py").read_text()
     assert re.search(rf"ABI_VERSION\w*\s*(:\s*\w+\s*)?=\s*{found[1]}\b", engine)
 
 

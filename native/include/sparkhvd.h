@@ -8,7 +8,8 @@
  *     NUL-terminated sentence (UTF-8, truncated to fit) into `error`, which may be NULL when `error_size` is 0;
  *   - structures begin with `struct_size`, set by the caller to sizeof; fields are only ever appended, and a
  *     field that a shorter caller does not know has the documented default;
- *   - only sparkhvd_wait, sparkhvd_engine_create and sparkhvd_engine_shutdown may block.
+ *   - only sparkhvd_run, sparkhvd_wait, sparkhvd_engine_create, sparkhvd_engine_shutdown,
+ *     sparkhvd_timeline_start and sparkhvd_timeline_stop may block, the last two on the disk only.
  */
 #ifndef SPARKHVD_H_
 #define SPARKHVD_H_
@@ -23,9 +24,9 @@ extern "C" {
 #define SPARKHVD_API __attribute__((visibility("default")))
 
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
-#define SPARKHVD_ABI_VERSION 1
+#define SPARKHVD_ABI_VERSION 3
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
-#define SPARKHVD_WIRE_VERSION 1
+#define SPARKHVD_WIRE_VERSION 3
 
 /* Status of a call or of a finished operation. */
 #define SPARKHVD_OK 0
@@ -69,6 +70,19 @@ extern "C" {
 #define SPARKHVD_ALLTOALL 4
 #define SPARKHVD_REDUCESCATTER 5
 #define SPARKHVD_JOIN 6
+/* Collective like the others, but about the engine itself: on process set 0, by all ranks. */
+#define SPARKHVD_ADD_PROCESS_SET 7    /* `splits`: its ranks, ascending; output rows[0]: its id */
+#define SPARKHVD_REMOVE_PROCESS_SET 8 /* `splits`: its id */
+/* On the process set whose ranks take part: */
+#define SPARKHVD_REGISTER 9   /* `splits`: bytes; the result is sparkhvd_work_buffer's */
+#define SPARKHVD_CONFIGURE 10 /* `splits`: SPARKHVD_NUM_KNOBS values, 0 = unchanged */
+
+/* Places in `splits` of SPARKHVD_CONFIGURE. The first two never change a bit of a result. */
+#define SPARKHVD_KNOB_CHUNK_BYTES 0 /* of a pipeline step in shared memory, at most slot_bytes */
+#define SPARKHVD_KNOB_STREAMS 1     /* connections per pair used, at most options.streams */
+#define SPARKHVD_KNOB_SYMMETRIC_BYTES 2 /* up to here every rank reduces everything */
+#define SPARKHVD_KNOB_DIRECT_RANKS 3    /* up to that many hosts exchange directly; above, a ring */
+#define SPARKHVD_NUM_KNOBS 4
 
 /* Instruction sets of the reduce kernels. Every one gives the same bits. */
 #define SPARKHVD_ISA_AUTO 0
@@ -81,6 +95,7 @@ extern "C" {
 
 typedef struct sparkhvd_engine sparkhvd_engine;
 typedef struct sparkhvd_work sparkhvd_work;
+typedef struct sparkhvd_buffer sparkhvd_buffer;
 
 /* Everything an engine needs to know; read during sparkhvd_engine_create only. */
 typedef struct sparkhvd_engine_options {
@@ -102,13 +117,25 @@ typedef struct sparkhvd_engine_options {
   uint64_t slot_bytes;        /* staging memory of one pipeline slot in shared memory */
   uint32_t slots;             /* pipeline slots per rank, at least 2 */
   uint32_t use_shared_memory; /* 0: sockets only, also inside a host */
+  /* Connections per pair of ranks that tensors are spread over; 0 means 1. */
+  uint32_t streams;
+  uint32_t reserved; /* 0 */
+  /* [(streams - 1) * size] the further ones, stream after stream, each as `sockets`. */
+  const int32_t* stream_sockets;
+  /* Signal whose handler writes the stacks of this process to `stack_pipe` (Python's faulthandler), and the
+   * pipe's reading end, both ends non-blocking; the engine copies it. When a coordinator waits for this rank,
+   * a thread of the engine raises the signal on itself, if the handler is still the one of now. 0 = none. */
+  int32_t stack_signal;
+  int32_t stack_pipe;
 } sparkhvd_engine_options;
 
 /* One tensor of a request: contiguous, row-major. */
 typedef struct sparkhvd_tensor {
   const void* input; /* read until the operation is finished */
   void*
-      output; /* written; may equal `input`; NULL where the engine allocates (allgather, alltoall) */
+      output; /* written; may equal `input`; NULL where the engine allocates (allgather, alltoall).
+                   reducescatter: this rank's rows, and not `input`: of d rows, the first d % n
+                   ranks of n get one more than d / n */
   const int64_t* shape; /* [num_dims], copied at submission */
   uint32_t num_dims;
   uint32_t reserved; /* 0 */
@@ -119,18 +146,21 @@ typedef struct sparkhvd_request {
   uint32_t struct_size;
   int32_t collective;  /* SPARKHVD_ALLREDUCE, ... */
   const char* name;    /* unique among this rank's operations in flight on the process set */
-  int32_t process_set; /* 0 = all ranks */
+  int32_t process_set; /* 0 = all ranks; this rank must be in it */
   int32_t dtype;       /* SPARKHVD_FLOAT32, ... */
   int32_t reduce_op;   /* SPARKHVD_SUM, ...; allreduce and reducescatter */
   int32_t root_rank;   /* broadcast: global rank */
-  double prescale;     /* allreduce: factor of every input, in the accumulation type */
-  double postscale;    /* allreduce: factor of the result */
-  int32_t device;      /* SPARKHVD_DEVICE_CPU or the ordinal of a CUDA device */
+  double prescale;  /* allreduce, reducescatter: factor of every input, in the accumulation type */
+  double postscale; /* allreduce, reducescatter: factor of the result */
+  int32_t device;   /* SPARKHVD_DEVICE_CPU or the ordinal of a CUDA device */
   uint32_t
-      num_tensors; /* allreduce: any number, reduced as one ("gather list"); others: 1; barrier: 0 */
+      num_tensors; /* allreduce: any number, reduced as one ("gather list"); allgather, reducescatter:
+                      at least 1; broadcast, alltoall: 1; others: 0 */
   const sparkhvd_tensor* tensors; /* [num_tensors], copied at submission */
   uint64_t stream;                /* CUstream that produced the inputs; 0 on CPU */
-  const int64_t* splits;          /* alltoall: [num_splits] rows for each rank; NULL = equal */
+  const int64_t*
+      splits; /* alltoall: [num_splits] rows for each rank of the set; NULL = equal parts.
+                            Others: see the collective */
   uint32_t num_splits;
   uint32_t reserved; /* 0 */
   double timeout_s;  /* longest wait for the slowest rank; negative = stall_shutdown_s */
@@ -142,8 +172,10 @@ typedef struct sparkhvd_output {
   uint32_t num_rows; /* length of `rows` */
   void* data;        /* row-major, ordered by rank */
   uint64_t num_bytes;
-  const int64_t*
-      rows; /* [num_rows] first dimension contributed by (allgather) each rank of the set */
+  /* [num_rows] allgather: first dimensions, [tensor][rank of the set] (`data`: tensor after tensor);
+   * alltoall: rows that came from each rank of the set; join: the rank that joined last;
+   * ADD_PROCESS_SET: the id. */
+  const int64_t* rows;
 } sparkhvd_output;
 
 SPARKHVD_API uint32_t sparkhvd_abi_version(void);
@@ -172,17 +204,48 @@ SPARKHVD_API void sparkhvd_engine_after_fork(sparkhvd_engine* engine);
  * every one has finished, so poll, wait, work_output and work_release go on working. */
 SPARKHVD_API void sparkhvd_engine_destroy(sparkhvd_engine* engine);
 
+/* Writes what the engine has counted since its start, a JSON object (docs/observe.md), NUL-terminated and
+ * cut to fit. Returns the length of the whole text without NUL; 0 if there is none (in a forked child). Any
+ * thread, at any time until sparkhvd_engine_destroy. */
+SPARKHVD_API size_t sparkhvd_engine_counters(sparkhvd_engine* engine, char* buffer, size_t size);
+/* Writes a timeline of this rank (Chrome's trace event format) from now on; one that is being written ends.
+ * INVALID_ARGUMENT if the file cannot be made. `mark_cycles`: also mark when a thread begins to drive. */
+SPARKHVD_API int32_t sparkhvd_timeline_start(sparkhvd_engine* engine, const char* path,
+                                             int32_t mark_cycles, char* error, size_t error_size);
+/* Returns when the timeline is complete; nothing happens if there is none. Waits for the disk. */
+SPARKHVD_API int32_t sparkhvd_timeline_stop(sparkhvd_engine* engine, char* error,
+                                            size_t error_size);
+
 /* Submits one operation; never blocks on a peer. On OK, *work must be released. */
 SPARKHVD_API int32_t sparkhvd_submit(sparkhvd_engine* engine, const sparkhvd_request* request,
                                      sparkhvd_work** work, char* error, size_t error_size);
+/* Submits and drives until the operation is finished or `timeout_ms` is over. PENDING: *work is the operation,
+ * to be waited for and released as after sparkhvd_submit. Any other status: *work is NULL; the operation has
+ * finished with that status, or was not submitted. */
+SPARKHVD_API int32_t sparkhvd_run(sparkhvd_engine* engine, const sparkhvd_request* request,
+                                  uint32_t timeout_ms, sparkhvd_work** work, char* error,
+                                  size_t error_size);
 /* PENDING, or the status of the finished operation. Does not drive anything. */
 SPARKHVD_API int32_t sparkhvd_poll(sparkhvd_work* work, char* error, size_t error_size);
 /* Drives every operation of the engine until this one is finished or `timeout_ms` is over (PENDING). */
 SPARKHVD_API int32_t sparkhvd_wait(sparkhvd_work* work, uint32_t timeout_ms, char* error,
                                    size_t error_size);
-/* The result of a finished allgather or alltoall. */
+/* The result of a finished operation that has one of its own (see sparkhvd_output). */
 SPARKHVD_API int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output, char* error,
                                           size_t error_size);
+/* The memory of a finished SPARKHVD_REGISTER: this rank's part, zeroed, aligned to a page. Operations whose
+ * tensors lie in one such range on every rank, in place, are reduced there without a copy; nothing has
+ * to be said when they are submitted. The memory outlives the engine, until it is released. On hosts
+ * where it could not be shared (a warning says why) it is ordinary memory. */
+SPARKHVD_API int32_t sparkhvd_work_buffer(sparkhvd_work* work, sparkhvd_buffer** buffer,
+                                          char* error, size_t error_size);
+SPARKHVD_API void* sparkhvd_buffer_data(sparkhvd_buffer* buffer);
+SPARKHVD_API uint64_t sparkhvd_buffer_bytes(sparkhvd_buffer* buffer);
+/* 1 if the ranks of this host share it. */
+SPARKHVD_API int32_t sparkhvd_buffer_is_shared(sparkhvd_buffer* buffer);
+/* Unmaps. No operation on it may be in flight. Any thread, also after the engine is destroyed. */
+SPARKHVD_API void sparkhvd_buffer_release(sparkhvd_buffer* buffer);
+
 /* Gives the handle up. An operation that is not finished goes on, and reads and writes its tensors until it
  * is: the caller keeps those alive. */
 SPARKHVD_API void sparkhvd_work_release(sparkhvd_work* work);

@@ -12,7 +12,9 @@
 #include "error.h"
 #include "kernels/kernels.h"
 #include "operation.h"
+#include "request.h"
 #include "sparkhvd.h"
+#include "text.h"
 
 using sparkhvd::Error;
 
@@ -23,6 +25,12 @@ struct sparkhvd_engine {
 struct sparkhvd_work {
   sparkhvd::Engine* engine;
   std::shared_ptr<sparkhvd::Operation> operation;
+  sparkhvd::Rank rank;
+};
+
+struct sparkhvd_buffer {
+  std::shared_ptr<sparkhvd::Segment> segment;
+  sparkhvd::Rank rank;
 };
 
 namespace {
@@ -61,22 +69,14 @@ std::int32_t guard(Message message, Body body) noexcept {
   }
 }
 
-[[noreturn]] void invalid(const std::string& text) { throw Error(SPARKHVD_INVALID_ARGUMENT, text); }
+using sparkhvd::invalid;
+using sparkhvd::read_struct;
 
-/// The caller's structure, with what an older caller does not know set to `defaults`.
-template <class Struct>
-Struct read_struct(const Struct* given, Struct defaults, const char* what) {
-  if (given == nullptr) invalid(std::string(what) + " is NULL.");
-  if (given->struct_size < sizeof(given->struct_size)) {
-    invalid(std::string(what) + ".struct_size is not set.");
-  }
-  std::memcpy(&defaults, given, std::min<std::size_t>(given->struct_size, sizeof(Struct)));
-  return defaults;
-}
+constexpr std::uint32_t kMaxStreams = 64;
 
 sparkhvd::EngineOptions read_options(const sparkhvd_engine_options* given) {
   sparkhvd_engine_options defaults{};
-  defaults.spin_us = 30;
+  defaults.spin_us = 100;
   defaults.stall_warning_s = 60;
   defaults.stall_shutdown_s = 1800;
   defaults.host_loss_s = 15;
@@ -89,6 +89,10 @@ sparkhvd::EngineOptions read_options(const sparkhvd_engine_options* given) {
   // The sockets are the engine's from the call on, also when the call fails.
   if (raw.sockets != nullptr && raw.size > 0) {
     for (std::int32_t i = 0; i < raw.size; ++i) options.sockets.emplace_back(raw.sockets[i]);
+    const std::uint32_t further = raw.streams > 1 && raw.stream_sockets != nullptr
+                                      ? (raw.streams - 1) * static_cast<std::uint32_t>(raw.size)
+                                      : 0;
+    for (std::uint32_t i = 0; i < further; ++i) options.sockets.emplace_back(raw.stream_sockets[i]);
   }
   if (raw.size < 1 || raw.rank < 0 || raw.rank >= raw.size) {
     invalid("rank " + std::to_string(raw.rank) + " of size " + std::to_string(raw.size) +
@@ -96,11 +100,15 @@ sparkhvd::EngineOptions read_options(const sparkhvd_engine_options* given) {
   }
   if (raw.hosts == nullptr || raw.sockets == nullptr)
     invalid("hosts and sockets must not be NULL.");
-  for (std::int32_t i = 0; i < raw.size; ++i) {
-    const bool has_socket = options.sockets[static_cast<std::size_t>(i)].valid();
-    if (has_socket == (i == raw.rank)) {
-      invalid(i == raw.rank ? "a rank has no socket to itself: pass -1."
-                            : "the socket to rank " + std::to_string(i) + " is missing.");
+  if (raw.streams > kMaxStreams) {
+    invalid("streams must be at most " + std::to_string(kMaxStreams) + ".");
+  }
+  if (raw.streams > 1 && raw.stream_sockets == nullptr) invalid("stream_sockets must not be NULL.");
+  for (std::size_t i = 0; i < options.sockets.size(); ++i) {
+    const auto peer = static_cast<std::int32_t>(i % static_cast<std::size_t>(raw.size));
+    if (options.sockets[i].valid() == (peer == raw.rank)) {
+      invalid(peer == raw.rank ? "a rank has no socket to itself: pass -1."
+                               : "the socket to rank " + std::to_string(peer) + " is missing.");
     }
   }
   if (raw.slots < 2 || raw.slots > 1024) invalid("slots must be from 2 to 1024.");
@@ -108,118 +116,21 @@ sparkhvd::EngineOptions read_options(const sparkhvd_engine_options* given) {
     invalid("slot_bytes must be from 4096 to 4 GiB.");
   }
   if (raw.spin_us < 0) invalid("spin_us must not be negative.");
-  options.communicator.rank = sparkhvd::Rank{raw.rank};
-  options.communicator.hosts.assign(raw.hosts, raw.hosts + raw.size);
-  options.communicator.slot_bytes = raw.slot_bytes;
-  options.communicator.slots = raw.slots;
-  options.communicator.use_shared_memory = raw.use_shared_memory != 0;
-  options.communicator.connect_timeout_s = raw.connect_timeout_s;
+  options.world.rank = sparkhvd::Rank{raw.rank};
+  options.world.hosts.assign(raw.hosts, raw.hosts + raw.size);
+  options.world.slot_bytes = raw.slot_bytes;
+  options.world.slots = raw.slots;
+  options.world.use_shared_memory = raw.use_shared_memory != 0;
+  options.world.connect_timeout_s = raw.connect_timeout_s;
+  options.world.streams = std::max<std::uint32_t>(1, raw.streams);
   options.isa = raw.isa;
   options.spin_us = raw.spin_us;
   options.stall_warning_s = raw.stall_warning_s;
   options.stall_shutdown_s = raw.stall_shutdown_s;
   options.host_loss_s = raw.host_loss_s;
+  options.stack_signal = raw.stack_signal;
+  options.stack_pipe = raw.stack_pipe;
   return options;
-}
-
-std::shared_ptr<sparkhvd::Operation> read_request(const sparkhvd_request* given,
-                                                  const sparkhvd::Engine& engine) {
-  sparkhvd_request defaults{};
-  defaults.prescale = 1;
-  defaults.postscale = 1;
-  defaults.device = SPARKHVD_DEVICE_CPU;
-  defaults.timeout_s = -1;
-  const auto raw = read_struct(given, defaults, "request");
-  const auto collective = sparkhvd::to_collective(raw.collective);
-  if (!collective) invalid("collective " + std::to_string(raw.collective) + " does not exist.");
-  if (raw.name == nullptr) invalid(std::string(name_of(*collective)) + ": the name is NULL.");
-  auto operation = std::make_shared<sparkhvd::Operation>();
-  operation->process_set = raw.process_set;
-  operation->name = raw.name;
-  sparkhvd::Descriptor& descriptor = operation->descriptor;
-  descriptor.collective = *collective;
-  const std::string label = operation->label();
-  if (operation->name.empty() || operation->name.size() > sparkhvd::kMaxNameBytes) {
-    invalid(label + ": a name has 1 to " + std::to_string(sparkhvd::kMaxNameBytes) + " bytes.");
-  }
-  const auto unsupported = [&](const std::string& text) {
-    throw Error(SPARKHVD_UNSUPPORTED, label + ": " + text);
-  };
-  using sparkhvd::Collective;
-  using sparkhvd::DType;
-  using sparkhvd::ReduceOp;
-  if (*collective != Collective::kAllreduce && *collective != Collective::kAllgather &&
-      *collective != Collective::kBroadcast && *collective != Collective::kBarrier) {
-    unsupported("this version of sparkhvd has no " + std::string(name_of(*collective)) + " yet.");
-  }
-  if (raw.process_set != 0) {
-    unsupported("process set " + std::to_string(raw.process_set) +
-                " does not exist; this version of sparkhvd has only 0, all ranks.");
-  }
-  if (raw.device != SPARKHVD_DEVICE_CPU) {
-    unsupported(
-        "this build of sparkhvd reduces tensors in CPU memory only. Move the tensor to the CPU.");
-  }
-  if (*collective != Collective::kBarrier) {
-    const auto dtype = sparkhvd::to_dtype(raw.dtype);
-    if (!dtype) invalid(label + ": dtype " + std::to_string(raw.dtype) + " does not exist.");
-    descriptor.dtype = *dtype;
-  }
-  if (*collective == Collective::kAllreduce) {
-    const auto op = sparkhvd::to_reduce_op(raw.reduce_op);
-    if (!op) invalid(label + ": reduce_op " + std::to_string(raw.reduce_op) + " does not exist.");
-    descriptor.reduce_op = *op;
-    if (*op == ReduceOp::kAdasum) unsupported("this version of sparkhvd has no Adasum yet.");
-    descriptor.prescale = raw.prescale;
-    descriptor.postscale = raw.postscale;
-    if (descriptor.dtype == DType::kBool) {
-      if (*op == ReduceOp::kAverage) {
-        invalid(label + ": there is no Average of bool. Use Sum or Max for \"or\", or convert it.");
-      }
-      if (raw.prescale != 1 || raw.postscale != 1) {
-        invalid(label + ": bool cannot be scaled. Leave prescale and postscale at 1.");
-      }
-    }
-  }
-  if (*collective == Collective::kBroadcast) {
-    if (raw.root_rank < 0 || static_cast<std::size_t>(raw.root_rank) >= engine.size()) {
-      invalid(label + ": root_rank " + std::to_string(raw.root_rank) +
-              " does not exist; ranks are 0 to " + std::to_string(engine.size() - 1) + ".");
-    }
-    descriptor.root = sparkhvd::Rank{raw.root_rank};
-  }
-  const double timeout_s = raw.timeout_s < 0 ? engine.stall_shutdown_s() : raw.timeout_s;
-  if (std::isnan(timeout_s)) invalid(label + ": timeout_s is not a number.");
-  descriptor.timeout_s = timeout_s;
-  const std::uint32_t expected = *collective == Collective::kBarrier ? 0 : 1;
-  if (*collective != Collective::kAllreduce && raw.num_tensors != expected) {
-    invalid(label + ": num_tensors is " + std::to_string(raw.num_tensors) + ", but must be " +
-            std::to_string(expected) + ".");
-  }
-  if (raw.num_tensors > 0 && raw.tensors == nullptr) invalid(label + ": tensors is NULL.");
-  std::uint64_t total = 0;
-  for (std::uint32_t i = 0; i < raw.num_tensors; ++i) {
-    const sparkhvd_tensor& tensor = raw.tensors[i];
-    const std::string which = label + ": tensor " + std::to_string(i);
-    if (tensor.num_dims > sparkhvd::kMaxDims) {
-      invalid(which + " has more than " + std::to_string(sparkhvd::kMaxDims) + " dimensions.");
-    }
-    if (tensor.num_dims > 0 && tensor.shape == nullptr) invalid(which + " has no shape.");
-    std::vector<std::int64_t> shape;
-    if (tensor.num_dims > 0) shape.assign(tensor.shape, tensor.shape + tensor.num_dims);
-    const auto count = sparkhvd::count_elements(shape, descriptor.dtype);
-    if (!count) invalid(which + " has an impossible shape (negative or larger than 64 TiB).");
-    const std::uint64_t bytes = *count * element_size(descriptor.dtype);
-    total += bytes;
-    if (total > sparkhvd::kMaxTensorBytes) invalid(label + ": more than 64 TiB.");
-    const bool needs_output = *collective != Collective::kAllgather;
-    if (bytes > 0 && (tensor.input == nullptr || (needs_output && tensor.output == nullptr))) {
-      invalid(which + " has no " + (tensor.input == nullptr ? "input." : "output."));
-    }
-    operation->pieces.add(tensor.input, tensor.output, bytes);
-    descriptor.shapes.push_back(std::move(shape));
-  }
-  return operation;
 }
 
 void check_handle(const void* handle, const char* what) {
@@ -292,17 +203,68 @@ void sparkhvd_engine_destroy(sparkhvd_engine* engine) {
   if (owner && owner->engine->is_forked_copy()) (void)owner.release();
 }
 
+size_t sparkhvd_engine_counters(sparkhvd_engine* engine, char* buffer, size_t size) {
+  std::size_t length = 0;
+  guard({nullptr, 0}, [&] {
+    check_handle(engine, "engine");
+    if (engine->engine->is_forked_copy()) throw sparkhvd::created_before_fork();
+    const std::string text = engine->engine->recorder().json();
+    write({buffer, size}, text.c_str());
+    length = text.size();
+    return SPARKHVD_OK;
+  });
+  return length;
+}
+
+int32_t sparkhvd_timeline_start(sparkhvd_engine* engine, const char* path, int32_t mark_cycles,
+                                char* error, size_t error_size) {
+  return guard({error, error_size}, [&] {
+    check_handle(engine, "engine");
+    check_handle(path, "path");
+    engine->engine->check();
+    engine->engine->recorder().start_timeline(path, mark_cycles != 0);
+    return SPARKHVD_OK;
+  });
+}
+
+int32_t sparkhvd_timeline_stop(sparkhvd_engine* engine, char* error, size_t error_size) {
+  return guard({error, error_size}, [&] {
+    check_handle(engine, "engine");
+    if (engine->engine->is_forked_copy()) throw sparkhvd::created_before_fork();
+    engine->engine->recorder().stop_timeline();
+    return SPARKHVD_OK;
+  });
+}
+
 int32_t sparkhvd_submit(sparkhvd_engine* engine, const sparkhvd_request* request,
                         sparkhvd_work** work, char* error, size_t error_size) {
   return guard({error, error_size}, [&] {
     check_handle(engine, "engine");
     check_handle(static_cast<const void*>(work), "place for the work");
     if (engine->engine->is_forked_copy()) throw sparkhvd::created_before_fork();
-    auto operation = read_request(request, *engine->engine);
-    auto handle = std::make_unique<sparkhvd_work>(sparkhvd_work{engine->engine.get(), operation});
+    auto operation = sparkhvd::read_request(request, *engine->engine);
+    auto handle = std::make_unique<sparkhvd_work>(
+        sparkhvd_work{engine->engine.get(), operation, engine->engine->rank()});
     engine->engine->submit(std::move(operation));
     *work = handle.release();
     return SPARKHVD_OK;
+  });
+}
+
+int32_t sparkhvd_run(sparkhvd_engine* engine, const sparkhvd_request* request, uint32_t timeout_ms,
+                     sparkhvd_work** work, char* error, size_t error_size) {
+  return guard({error, error_size}, [&] {
+    check_handle(engine, "engine");
+    check_handle(static_cast<const void*>(work), "place for the work");
+    *work = nullptr;
+    if (engine->engine->is_forked_copy()) throw sparkhvd::created_before_fork();
+    auto operation = sparkhvd::read_request(request, *engine->engine);
+    engine->engine->run(operation, sparkhvd::Clock::now() + std::chrono::milliseconds(timeout_ms));
+    const std::int32_t status = status_of(*operation, {error, error_size});
+    if (status == SPARKHVD_PENDING) {
+      *work = new sparkhvd_work{engine->engine.get(), operation, engine->engine->rank()};
+    }
+    return status;
   });
 }
 
@@ -336,9 +298,7 @@ int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output, char*
       invalid(operation.label() + " is not finished: wait before asking for its output.");
     }
     if (status != SPARKHVD_OK) return status;
-    if (operation.descriptor.collective != sparkhvd::Collective::kAllgather) {
-      invalid(operation.label() + " has no output of its own: it wrote to the caller's tensors.");
-    }
+    if (operation.rows.empty()) invalid(operation.label() + " has no output of its own.");
     sparkhvd_output result{};
     result.struct_size = size;
     result.num_rows = static_cast<std::uint32_t>(operation.rows.size());
@@ -348,6 +308,44 @@ int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output, char*
     std::memcpy(output, &result, std::min<std::size_t>(size, sizeof(result)));
     return SPARKHVD_OK;
   });
+}
+
+int32_t sparkhvd_work_buffer(sparkhvd_work* work, sparkhvd_buffer** buffer, char* error,
+                             size_t error_size) {
+  return guard({error, error_size}, [&] {
+    check_handle(work, "work");
+    check_handle(static_cast<const void*>(buffer), "place for the buffer");
+    const auto& operation = *work->operation;
+    const std::int32_t status = status_of(operation, {error, error_size});
+    if (status == SPARKHVD_PENDING) invalid(operation.label() + " is not finished: wait first.");
+    if (status != SPARKHVD_OK) return status;
+    if (operation.descriptor.collective != sparkhvd::Collective::kRegister) {
+      invalid(operation.label() + " registered no memory.");
+    }
+    if (!operation.segment) {
+      throw Error(SPARKHVD_UNSUPPORTED, operation.label() +
+                                            ": this rank could not make the memory (the reason was "
+                                            "printed). Use ordinary memory.");
+    }
+    *buffer = new sparkhvd_buffer{operation.segment, work->rank};
+    return SPARKHVD_OK;
+  });
+}
+
+void* sparkhvd_buffer_data(sparkhvd_buffer* buffer) {
+  return buffer == nullptr ? nullptr : buffer->segment->data(buffer->rank);
+}
+
+uint64_t sparkhvd_buffer_bytes(sparkhvd_buffer* buffer) {
+  return buffer == nullptr ? 0 : buffer->segment->bytes();
+}
+
+int32_t sparkhvd_buffer_is_shared(sparkhvd_buffer* buffer) {
+  return buffer != nullptr && buffer->segment->num_pieces() > 1 ? 1 : 0;
+}
+
+void sparkhvd_buffer_release(sparkhvd_buffer* buffer) {
+  const std::unique_ptr<sparkhvd_buffer> owner(buffer);
 }
 
 void sparkhvd_work_release(sparkhvd_work* work) {

@@ -1,138 +1,188 @@
-// The ranks of one process set and the way to each: a connection per peer and, inside a host,
-// shared memory.
+// The ranks of one process set at work: the shared memory that their operations pass through, and
+// the order of bytes on their connections.
 //
 // **Threads.** Used by one thread at a time, the one that drives the engine.
 //
-// **Ownership.** Every rank writes its own region and reads the others', which are mapped
-// read-only.
-//
-// **Shutdown.** Mappings outlive the peers' processes; links end as transport/link.h says.
+// **Ownership.** A rank writes the stages, mailboxes and slots of its own piece only; the claims are
+// written by all.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
-#include "clock.h"
-#include "message.h"
+#include "segment.h"
 #include "task.h"
+#include "team.h"
 #include "transport/bell.h"
 #include "transport/link.h"
-#include "transport/memfd.h"
 #include "types.h"
+#include "world.h"
 
 namespace sparkhvd {
 
-/// How far a rank is with the chunks that pass through shared memory: a count of chunks since the
-/// start.
+/// How far a rank is with what passes through shared memory.
 enum class Stage : std::uint8_t {
+  // Counts of chunks since the start:
   kCopiedIn,   // its part of the chunk is in its slot
   kReduced,    // its slice of the result is in its slot
   kCopiedOut,  // it has read all that it needs from the others' slots
+  // Count of operations since the start:
+  kPassed,  // it will not look at the memory of the operations before any more
 };
-inline constexpr std::size_t kNumStages = 3;
+inline constexpr std::size_t kNumStages = 4;
 
-struct CommunicatorOptions {
-  Rank rank{};
-  std::vector<std::int32_t> hosts;  // by rank
-  std::uint64_t slot_bytes = 0;
-  std::uint32_t slots = 0;
-  bool use_shared_memory = true;
-  double connect_timeout_s = 0;
+/// What may be changed between two operations, on all ranks at the same one.
+struct Knobs {
+  std::uint64_t chunk_bytes = 0;      // of a pipeline step in shared memory; at most a slot
+  std::uint64_t streams = 1;          // connections per pair that tensors are spread over
+  std::uint64_t symmetric_bytes = 0;  // up to here every rank reduces everything
+  std::uint64_t direct_ranks = 0;     // up to that many islands exchange with each other directly
 };
 
 class Communicator {
  public:
-  /// Exchanges what the ranks must know of each other and maps the memory of this host's ranks.
-  /// Collective. `warnings` receives what the user should read.
-  Communicator(CommunicatorOptions options, std::vector<Fd> sockets, Bell& bell,
-               std::vector<std::string>& warnings);
+  /// Bytes of a rank's piece of the memory of one process set.
+  static std::size_t memory_bytes(const WorldOptions& options) noexcept;
 
-  Rank rank() const noexcept { return options_.rank; }
-  std::size_t size() const noexcept { return options_.hosts.size(); }
-  Link& link(Rank peer) { return links_[static_cast<std::size_t>(index_of(peer))]; }
-  std::span<Link> links() noexcept { return links_; }
+  /// `memory`: each rank's piece begins at `offset`; nullptr where the island has one rank.
+  Communicator(World& world, std::int32_t process_set, Team team, std::shared_ptr<Segment> memory,
+               std::size_t offset);
 
-  /// Ranks that share memory, in rank order; a rank that shares with nobody is alone in its island.
-  /// Islands are in the order of their first rank.
-  const std::vector<std::vector<Rank>>& islands() const noexcept { return islands_; }
-  std::size_t island_index() const noexcept { return island_; }
-  const std::vector<Rank>& island() const noexcept { return islands_[island_]; }
-  std::size_t local_index() const noexcept { return local_; }
-  std::size_t local_size() const noexcept { return island().size(); }
-  /// The smallest island: that many ranks of each exchange with their like on the others.
-  std::size_t num_lanes() const noexcept { return num_lanes_; }
+  World& world() const noexcept { return *world_; }
+  std::int32_t process_set() const noexcept { return process_set_; }
+  const Team& team() const noexcept { return team_; }
+  Knobs& knobs() noexcept { return knobs_; }
+  const Knobs& knobs() const noexcept { return knobs_; }
 
-  // Shared memory of the island; only if it has more than one rank.
-  std::size_t slot_bytes() const noexcept { return options_.slot_bytes; }
-  std::uint64_t num_slots() const noexcept { return options_.slots; }
-  std::byte* own_slot(std::uint64_t chunk) const noexcept;
-  const std::byte* slot(std::size_t local, std::uint64_t chunk) const noexcept;
+  // Shared memory of the island; only if it has more than one rank. `chunk` is a number since the
+  // start.
+  bool has_memory() const noexcept { return memory_ != nullptr; }
+  std::size_t slot_bytes() const noexcept { return world_->options().slot_bytes; }
+  std::uint64_t num_slots() const noexcept { return world_->options().slots; }
+  std::byte* own_slot(std::uint64_t chunk) const { return slot_of(team_.self(), chunk); }
+  const std::byte* slot(Rank rank, std::uint64_t chunk) const { return slot_of(rank, chunk); }
   /// Number of the next chunk; equal on all ranks of the island between operations.
   std::uint64_t next_chunk() const noexcept { return next_chunk_; }
   void advance_chunks(std::uint64_t count) noexcept { next_chunk_ += count; }
-  /// Tells the island that this rank has done `stage` for all chunks before `count`.
+  /// Tells the island that this rank has done `stage` for everything before `count`.
   void publish(Stage stage, std::uint64_t count) noexcept;
 
-  /// Every rank of the island has done `stage` for all chunks before `count`.
+  /// The given ranks of the island have done `stage` for everything before `count`.
   class Reached final : public Condition {
    public:
-    Reached(const Communicator& communicator, Stage stage, std::uint64_t count)
-        : communicator_(&communicator), stage_(stage), count_(count) {}
+    Reached(const Communicator& communicator, const std::vector<Rank>& ranks, Stage stage,
+            std::uint64_t count)
+        : communicator_(&communicator), ranks_(&ranks), stage_(stage), count_(count) {}
     bool ready() const override;
     std::vector<Rank> awaited() const override;
 
    private:
+    bool has_reached(Rank rank) const;
     const Communicator* communicator_;
+    const std::vector<Rank>* ranks_;
     Stage stage_;
     std::uint64_t count_;
   };
-  Reached reached(Stage stage, std::uint64_t count) const { return {*this, stage, count}; }
+  /// `team`: those who take part; lives as long as the wait.
+  Reached reached(const Team& team, Stage stage, std::uint64_t count) const {
+    return {*this, team.island(), stage, count};
+  }
 
-  /// In a forked child: closes the descriptors without a word to the peers.
-  void close_descriptors() noexcept;
+  // Claims: any rank of the island may take any chunk of an operation on registered memory. Each
+  // operation has a pair of words, used again kClaimWords operations later.
+  static constexpr std::uint64_t kClaimWords = 16;
+  struct Claim {
+    SharedWord next;  // sequence << 32 | chunks claimed so far
+    SharedWord done;  // sequence << 32 | chunks finished so far
+  };
+  /// The words of the operation with number `sequence` of the process set, one pair in the memory of
+  /// each rank of the island. They must not be touched before every rank has passed operation
+  /// `sequence - kClaimWords`.
+  Claim& claim(Rank rank, std::uint64_t sequence) const noexcept;
+  /// All ranks of the island (also those that take no part) have passed what used the words
+  /// before.
+  Reached claim_is_free(std::uint64_t sequence) const {
+    return {*this, team_.island(), Stage::kPassed,
+            sequence >= kClaimWords ? sequence - kClaimWords + 1 : 0};
+  }
+  /// Rings the ranks of the island that sleep; after changing a claim that they wait for.
+  void ring() noexcept { world_->bell().ring_peers(); }
+
+  // Mailboxes: small tensors are copied here when they are submitted, so that nobody waits for a
+  // rank that is busy. A mailbox is a place like any other; it is free again when all ranks of the
+  // island have passed the operation that used it.
+  static constexpr std::size_t kMailboxes = 16;
+  std::size_t mailbox_bytes() const noexcept;
+  struct Mailbox {
+    std::size_t index = 0;
+    Place place;
+    std::byte* data = nullptr;
+  };
+  std::optional<Mailbox> take_mailbox();
+  /// The operation in it has been agreed on as number `sequence`.
+  void address(std::size_t mailbox, std::uint64_t sequence) noexcept;
+  /// The operation will not run.
+  void free_mailbox(std::size_t mailbox) noexcept;
+  /// Own memory as a registered segment, for places in it.
+  const Segment* segment() const noexcept { return memory_.get(); }
+
+  // Bytes on the connections: the stream of tensor bytes of this process set between two ranks is
+  // cut into blocks, which take the connections of the pair in turn. Both ends count.
+  static constexpr std::uint64_t kBlockBytes = 128 << 10;
+  struct Part {
+    std::size_t stream;
+    std::size_t bytes;
+  };
+  Part next_send(Rank to, std::size_t bytes) { return next_part(sent_[index(to)], bytes); }
+  Part next_receive(Rank from, std::size_t bytes) {
+    return next_part(received_[index(from)], bytes);
+  }
+  /// After a change of the number of streams.
+  void restart_streams();
 
  private:
   struct Region {
-    Mapping mapping;
     SharedWord* stages = nullptr;  // [kNumStages]
+    Claim* claims = nullptr;       // [kClaimWords]
+    std::byte* mailboxes = nullptr;
     std::byte* slots = nullptr;
   };
+  enum class MailboxState : std::uint8_t { kFree, kTaken, kAddressed };
+  struct MailboxEntry {
+    MailboxState state = MailboxState::kFree;
+    std::uint64_t sequence = 0;
+  };
 
-  std::size_t region_bytes() const noexcept;
-  std::vector<Rank> host_mates() const;
-  std::optional<Fd> create_region(std::vector<std::string>& warnings);
-  Hello own_hello() const;
-  void check_hello(Rank peer, const Hello& hello) const;
-  void exchange(Bell& bell, std::vector<std::string>& warnings);
-  bool map_mates(Bell& bell, std::vector<std::string>& warnings);
-  template <class Handle>
-  void receive_one(FrameType type, TimePoint deadline, Handle handle);
-  void form_islands(const std::vector<bool>& mapped);
-  Region make_region(const Fd& memory, Mapping::Access access) const;
+  static std::size_t index(Rank rank) noexcept { return static_cast<std::size_t>(index_of(rank)); }
+  const Region& region(Rank rank) const { return regions_[index(rank)]; }
+  std::byte* slot_of(Rank rank, std::uint64_t chunk) const {
+    return region(rank).slots + (chunk % num_slots()) * slot_bytes();
+  }
+  Part next_part(std::uint64_t& position, std::size_t bytes) const;
 
-  CommunicatorOptions options_;
-  Bell* bell_;
-  std::vector<Link> links_;
-  std::vector<std::vector<Rank>> islands_;
-  std::size_t island_ = 0;
-  std::size_t local_ = 0;
-  std::size_t num_lanes_ = 1;
-  std::vector<Region> regions_;  // by local index
-  std::optional<Region> own_region_;
-  std::vector<Fd> mate_memory_;  // by rank, until mapped
-  std::vector<Fd> mate_event_;
+  World* world_;
+  std::int32_t process_set_;
+  Team team_;
+  std::shared_ptr<Segment> memory_;
+  std::size_t offset_;
+  Knobs knobs_;
+  std::vector<Region> regions_;  // by rank
   std::uint64_t next_chunk_ = 0;
+  std::array<MailboxEntry, kMailboxes> mailboxes_{};
+  std::vector<std::uint64_t> sent_;  // bytes by rank
+  std::vector<std::uint64_t> received_;
 };
 
 /// Sends and receives of one step of a collective.
 class Transfers {
  public:
-  Transfers(Communicator& communicator, std::int32_t stream)
-      : communicator_(&communicator), stream_(stream) {}
+  explicit Transfers(Communicator& communicator) : communicator_(&communicator) {}
 
   void send(Rank to, std::span<const std::byte> payload);
   void receive(Rank from, std::span<std::byte> target);
@@ -142,25 +192,25 @@ class Transfers {
    public:
     struct Entry {
       Rank peer;
+      std::size_t stream;
       Link::Ticket ticket;
     };
-    Done(Communicator& communicator, const std::vector<Entry>& entries, bool is_send)
-        : communicator_(&communicator), entries_(&entries), is_send_(is_send) {}
+    Done(World& world, const std::vector<Entry>& entries, bool is_send)
+        : world_(&world), entries_(&entries), is_send_(is_send) {}
     bool ready() const override;
     std::vector<Rank> awaited() const override;
 
    private:
     bool is_done(const Entry& entry) const;
-    Communicator* communicator_;
+    World* world_;
     const std::vector<Entry>* entries_;
     bool is_send_;
   };
-  Done all_sent() const { return {*communicator_, sends_, true}; }
-  Done all_received() const { return {*communicator_, receives_, false}; }
+  Done all_sent() const { return {communicator_->world(), sends_, true}; }
+  Done all_received() const { return {communicator_->world(), receives_, false}; }
 
  private:
   Communicator* communicator_;
-  std::int32_t stream_;
   std::vector<Done::Entry> sends_;
   std::vector<Done::Entry> receives_;
 };

@@ -5,11 +5,13 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <new>
 #include <stdexcept>
+#include <string_view>
 
 #include "text.h"
 
@@ -30,6 +32,7 @@ constexpr std::uint64_t kTimerKey = 2;
 // setting a timer each time (5 us in a virtual machine), so one that runs is left alone.
 constexpr auto kTakeOverTime = std::chrono::microseconds(200);
 constexpr std::uint32_t kFailedSpins = 3;
+constexpr std::uint32_t kFailedSpinsWithRoom = 100;  // where every rank of the host has a CPU
 constexpr auto kTrialPeriod = std::chrono::milliseconds(16);
 constexpr auto kTrialTime = std::chrono::milliseconds(1);
 // Bytes from one connection before the others get their turn.
@@ -54,6 +57,25 @@ int milliseconds_until(TimePoint deadline) {
   return static_cast<int>(std::clamp<std::int64_t>(left, 0, 3600 * 1000));
 }
 
+// A round trip below this is one of a local network.
+constexpr std::uint32_t kLocalRoundTrip_us = 1000;
+
+/// On a local network losses are repaired within a round trip, and what counts is CPU time per byte:
+/// BBR costs more than twice as much as Reno (16 MiB each way over veth: 24 against 10 ms of CPU on
+/// both ranks together), and every process may use Reno. Far away the system's choice stands, and so
+/// does any choice but BBR.
+void choose_congestion_control(int fd) {
+  char name[16] = {};
+  socklen_t size = sizeof(name) - 1;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &size) != 0) return;
+  if (!std::string_view(name).starts_with("bbr")) return;
+  tcp_info info{};
+  size = sizeof(info);
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return;
+  if (info.tcpi_rtt == 0 || info.tcpi_rtt > kLocalRoundTrip_us) return;
+  ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+}
+
 /// Options of connections between hosts. Errors are ignored: the connection works without.
 void tune_socket(int fd, double host_loss_s) {
   sockaddr_storage address{};
@@ -65,11 +87,14 @@ void tune_socket(int fd, double host_loss_s) {
   };
   const int loss_s = std::max(3, static_cast<int>(host_loss_s));
   set(IPPROTO_TCP, TCP_NODELAY, 1);
+  choose_congestion_control(fd);
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
   set(IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, loss_s / 3));
   set(IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, loss_s / 3));
   set(IPPROTO_TCP, TCP_KEEPCNT, 2);
-  set(IPPROTO_TCP, TCP_USER_TIMEOUT, loss_s * 1000);
+  // The kernel counts from the first retransmission, which comes 0.2 s after what is lost, later on
+  // a busy host.
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, loss_s * 1000 - 500);
 }
 
 bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
@@ -86,14 +111,17 @@ const Kernels& kernels_or_error(std::int32_t isa) {
 }  // namespace
 
 Engine::Engine(EngineOptions options)
-    : rank_(options.communicator.rank),
-      size_(options.communicator.hosts.size()),
+    : rank_(options.world.rank),
+      size_(options.world.hosts.size()),
       kernels_(kernels_or_error(options.isa)),
       spin_(std::chrono::microseconds(options.spin_us)),
       stall_shutdown_s_(options.stall_shutdown_s),
+      recorder_(rank_, size_),
+      stacks_(options.stack_signal, options.stack_pipe),
       control_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
-      watched_(size_),
+      stall_warning_s_(options.stall_warning_s),
+      watched_(options.sockets.size()),
       said_goodbye_(size_, false) {
   if (!control_.valid()) throw_errno("eventfd");
   if (!timer_.valid()) throw_errno("timerfd_create");
@@ -101,22 +129,24 @@ Engine::Engine(EngineOptions options)
     if (socket.valid()) tune_socket(socket.get(), options.host_loss_s);
   }
   std::vector<std::string> warnings;
-  communicator_.emplace(std::move(options.communicator), std::move(options.sockets), bell_,
-                        warnings);
+  world_.emplace(std::move(options.world), std::move(options.sockets), bell_, warnings);
   for (const auto& warning : warnings) warn(warning);
-  if (is_coordinator()) {
-    Negotiation::Options negotiation;
-    for (std::size_t i = 0; i < size_; ++i) {
-      negotiation.members.push_back(Rank{static_cast<std::int32_t>(i)});
-    }
-    negotiation.stall_warning_s = options.stall_warning_s;
-    negotiation_.emplace(std::move(negotiation));
-  }
+  const long cpus = ::sysconf(_SC_NPROCESSORS_ONLN);
+  // Between hosts the wait is the network's, whose work needs the CPU too.
+  const bool has_room =
+      world_->team().is_one_island() && static_cast<long>(world_->team().local_size()) <= cpus;
+  max_failed_spins_ = has_room ? kFailedSpinsWithRoom : kFailedSpins;
+  open_group(std::make_unique<Group>(0, world_->team()));
+  groups_.at(0)->communicator.emplace(*world_, 0, world_->team(), world_->memory(),
+                                      World::kMemoryOffset);
+  announce(world_->team(), 0);
   poller_.add(bell_.fd(), EPOLLIN, kBellKey);
   outer_poller_.add(poller_.fd(), EPOLLIN, kNestedKey);
   outer_poller_.add(control_.get(), EPOLLIN, kControlKey);
   outer_poller_.add(timer_.get(), EPOLLIN, kTimerKey);
-  for (auto& link : communicator_->links()) {
+  bell_.count(recorder_.activity().wakeups);
+  for (auto& link : world_->links()) {
+    link.count(recorder_.activity().sockets);
     if (link.is_open()) watch(link);
   }
   // What arrived behind the handshake is already buffered and would not wake the thread.
@@ -137,6 +167,7 @@ void Engine::become_driver(const std::unique_lock<std::mutex>& lock) {
     is_watching_ = false;
   }
   bell_.set_awake();
+  recorder_.woke();
 }
 
 void Engine::stop_driving(const std::unique_lock<std::mutex>& lock) {
@@ -205,7 +236,7 @@ bool Engine::progress_until_idle() {
     }
     // A thread that nobody waits for spins only in the middle of an operation that all ranks are
     // in.
-    if (!running_.empty() && Clock::now() < spin_end) {
+    if (is_running() && Clock::now() < spin_end) {
       relax();
       continue;
     }
@@ -217,10 +248,21 @@ bool Engine::progress_until_idle() {
 void Engine::wait(Operation& operation, TimePoint deadline) {
   if (operation.is_finished()) return;
   std::unique_lock lock(mutex_);
+  wait(lock, operation, deadline);
+}
+
+void Engine::run(std::shared_ptr<Operation> operation, TimePoint deadline) {
+  std::unique_lock lock(mutex_);
+  accept(lock, operation);
+  wait(lock, *operation, deadline);
+}
+
+void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, TimePoint deadline) {
   ++waiters_;
   while (!operation.is_finished() && !is_stopping_) {
     if (has_driver_) {
       hand_over_.store(true, std::memory_order_relaxed);
+      recorder_.activity().waits.add();
       if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) break;
       continue;
     }
@@ -232,7 +274,10 @@ void Engine::wait(Operation& operation, TimePoint deadline) {
     TimePoint spin_end = Clock::now() + spin_time();
     while (!operation.is_finished() && !stop) {
       if (try_step(Work::kAll)) {
-        if (std::exchange(is_spinning, false)) failed_spins_ = 0;
+        if (std::exchange(is_spinning, false)) {
+          failed_spins_ = 0;
+          recorder_.activity().spins.add();
+        }
         const auto now = Clock::now();
         spin_end = now + spin_time();
         stop = now >= deadline;
@@ -245,7 +290,10 @@ void Engine::wait(Operation& operation, TimePoint deadline) {
         is_spinning = true;
         relax();
       } else {
-        if (std::exchange(is_spinning, false)) ++failed_spins_;
+        if (std::exchange(is_spinning, false)) {
+          ++failed_spins_;
+          recorder_.activity().vain_spins.add();
+        }
         stop = sleep_until(deadline);
         spin_end = Clock::now() + spin_time();
       }
@@ -259,10 +307,12 @@ void Engine::wait(Operation& operation, TimePoint deadline) {
 }
 
 /// Where a peer has no CPU of its own, spinning only keeps it from running: after a few fruitless
-/// spins in a row, waiters sleep at once. They try again in the first of every 16 ms, by a clock that
+/// spins in a row, waiters sleep at once. Where there is a CPU for each, it takes many: who sleeps
+/// makes the others wait for its wake-up, so that they sleep too, and small operations would cost a
+/// wake-up each from then on. They try again in the first of every 16 ms, by a clock that
 /// the processes of a host share, because a spin meets an answer in time only if the peer spins too.
 Clock::duration Engine::spin_time() const {
-  if (failed_spins_ < kFailedSpins) return spin_;
+  if (failed_spins_ < max_failed_spins_) return spin_;
   const bool is_trial = Clock::now().time_since_epoch() % kTrialPeriod < kTrialTime;
   return is_trial ? spin_ : Clock::duration::zero();
 }
@@ -278,6 +328,7 @@ bool Engine::sleep_until(TimePoint deadline) {
     }
     driver_sleeps_ = true;
   }
+  recorder_.activity().waits.add();
   bool interrupted = false;
   bool moved = false;
   try {
@@ -297,7 +348,7 @@ bool Engine::sleep_until(TimePoint deadline) {
 /// Tells the peers of this host to ring, if they matter at all. False if there is something to do
 /// after all.
 bool Engine::announce_sleep() {
-  if (running_.empty()) return true;
+  if (!is_running()) return true;
   bell_.set_sleeping();
   if (!try_step(Work::kAll)) return true;
   bell_.set_awake();
@@ -313,29 +364,54 @@ void Engine::check() const {
   if (failure_) throw *failure_;
 }
 
-void Engine::submit(std::shared_ptr<Operation> operation) {
-  std::unique_lock lock(mutex_);
+void Engine::accept(const std::unique_lock<std::mutex>& lock,
+                    std::shared_ptr<Operation> operation) {
+  [[maybe_unused]] const bool is_held = lock.owns_lock();
   if (failure_) throw Error(failure_->status(), operation->label() + ": " + failure_->what());
-  if (!departed_.empty()) {
-    throw Error(SPARKHVD_SHUT_DOWN, departure_text(operation->descriptor.collective,
-                                                   operation->name, departed_.front()));
+  const auto members = members_.find(operation->process_set);
+  for (const Rank rank : departed_) {
+    if (members != members_.end() && std::ranges::count(*members->second, rank) == 0) continue;
+    throw Error(SPARKHVD_SHUT_DOWN,
+                departure_text(operation->descriptor.collective, operation->name, rank));
   }
-  if (!names_.insert(operation->name).second) {
+  if (!in_flight_.try_emplace({operation->process_set, operation->name}, operation).second) {
     throw Error(SPARKHVD_INVALID_ARGUMENT,
                 operation->label() +
                     ": an operation of this name is in flight on this rank. Wait for it, or use "
                     "another name.");
   }
+  recorder_.submitted(*operation);
   inbox_.push_back(std::move(operation));
-  if (has_driver_) {
-    if (driver_sleeps_) bell_.ring_self();
-    return;
-  }
+  if (has_driver_ && driver_sleeps_) bell_.ring_self();
+}
+
+void Engine::submit(std::shared_ptr<Operation> operation) {
+  std::unique_lock lock(mutex_);
+  accept(lock, std::move(operation));
+  if (has_driver_) return;
   become_driver(lock);
   lock.unlock();
   try_step(Work::kControl);
   lock.lock();
   stop_driving(lock);
+}
+
+std::shared_ptr<const std::vector<Rank>> Engine::members(std::int32_t process_set) const {
+  const std::scoped_lock lock(mutex_);
+  const auto entry = members_.find(process_set);
+  if (entry == members_.end()) {
+    throw Error(
+        SPARKHVD_INVALID_ARGUMENT,
+        "process set " + std::to_string(process_set) +
+            " does not exist. Add it on every rank first, and use it before it is removed.");
+  }
+  if (std::ranges::count(*entry->second, rank_) == 0) {
+    throw Error(SPARKHVD_INVALID_ARGUMENT, rank_text(rank_) + " is not in process set " +
+                                               std::to_string(process_set) + ", which has " +
+                                               rank_list(*entry->second) +
+                                               ". Only its ranks may call operations on it.");
+  }
+  return entry->second;
 }
 
 void Engine::abort(const std::string& reason) {
@@ -374,11 +450,12 @@ void Engine::shutdown() {
   } catch (const std::exception& error) {
     // Leaving must succeed: the peers see the connection end.
     warn(rank_text(rank_) + " could not say goodbye: " + error.what());
-    for (auto& link : communicator_->links()) link.close();
+    for (auto& link : world_->links()) link.close();
   }
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(control_.get(), &one, sizeof(one));
   thread_.join();
+  recorder_.stop_timeline();
   lock.lock();
   has_driver_ = false;
   is_shut_down_ = true;
@@ -389,8 +466,10 @@ void Engine::say_goodbye() {
   if (!has_failed_) {
     fail_all(SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(rank_) +
                                      " was shut down while the operation was in flight.");
-    for (auto& link : communicator_->links()) {
-      if (link.is_open()) link.send(encode(Goodbye{executed_}));
+    Goodbye goodbye;
+    for (const auto& [id, group] : groups_) goodbye.sets.push_back({id, group->executed});
+    for (auto& link : world_->control_links()) {
+      if (link.is_open()) link.send(encode(goodbye));
     }
   }
   const TimePoint deadline = Clock::now() + kGoodbyeTime;
@@ -398,7 +477,7 @@ void Engine::say_goodbye() {
   // what it has not read yet, be it the goodbye or the cause of a failure.
   while (true) {
     std::vector<pollfd> polls;
-    for (auto& link : communicator_->links()) {
+    for (auto& link : world_->links()) {
       if (!link.is_open()) continue;
       const bool had_output = link.wants_write();
       link.flush();
@@ -415,14 +494,15 @@ void Engine::say_goodbye() {
     if (polls.empty() || Clock::now() >= deadline) break;
     ::poll(polls.data(), polls.size(), milliseconds_until(deadline));
   }
-  for (auto& link : communicator_->links()) link.close();
+  for (auto& link : world_->links()) link.close();
 }
 
 void Engine::after_fork() noexcept {
   // The mutex may be held by a thread that does not exist here: no locks, no epoll_ctl (the epoll
   // instances are shared with the parent), only the copies of the descriptors.
   is_forked_copy_.store(true, std::memory_order_relaxed);
-  communicator_->close_descriptors();
+  world_->close_descriptors();
+  stacks_.close();
   bell_.close();
   poller_.close();
   outer_poller_.close();
@@ -444,7 +524,7 @@ bool Engine::step(Work work) {
     moved |= run_operations();
     // In the middle of an operation in shared memory the counters matter, not the sockets: looking
     // at them costs a system call.
-    const bool is_local = !running_.empty() && communicator_->islands().size() == 1;
+    const bool is_local = is_running() && world_->team().is_one_island();
     if (moved || !is_local || ++steps_ % 8 == 0) {
       bool interrupted = false;
       moved |= poll_links(0, interrupted);
@@ -471,7 +551,7 @@ bool Engine::try_step(Work work) noexcept {
     // Out of memory while failing: the operations stay pending, and the peers see the connection
     // end.
     has_failed_ = true;
-    for (auto& link : communicator_->links()) link.close();
+    for (auto& link : world_->links()) link.close();
   }
   return true;
 }
@@ -490,16 +570,12 @@ bool Engine::take_inbox() {
       finish(*operation, failure_->status(), operation->label() + ": " + failure_->what());
       continue;
     }
-    if (said_goodbye_[0]) {
-      finish(*operation, SPARKHVD_SHUT_DOWN,
-             departure_text(operation->descriptor.collective, operation->name, Rank{0}));
-      continue;
+    if (Group* group = find_group(operation->process_set)) {
+      submit_to(*group, std::move(operation));
+    } else {
+      finish(*operation, SPARKHVD_INVALID_ARGUMENT,
+             operation->label() + ": its process set was removed.");
     }
-    const double patience_s = operation->descriptor.timeout_s + kCoordinatorGrace_s;
-    const bool is_bounded = operation->descriptor.timeout_s > 0 && !is_coordinator();
-    operation->give_up_at = deadline_after(Clock::now(), is_bounded ? patience_s : 0);
-    submitted_.emplace(operation->name, operation);
-    send_to_coordinator(*operation);
   }
   if (abort_reason && !has_failed_) {
     fail(SPARKHVD_SHUT_DOWN, rank_text(rank_) + " aborted: " + *abort_reason);
@@ -507,19 +583,10 @@ bool Engine::take_inbox() {
   return true;
 }
 
-void Engine::send_to_coordinator(const Operation& operation) {
-  Ready ready{operation.process_set, operation.name, operation.descriptor};
-  if (is_coordinator()) {
-    apply(negotiation_->ready(rank_, std::move(ready), Clock::now()));
-  } else {
-    communicator_->link(Rank{0}).send(encode(ready));
-  }
-}
-
 bool Engine::poll_links(int timeout_ms, bool& interrupted) {
   bool moved = false;
   // Bytes that were read together with earlier ones make no event.
-  for (auto& link : communicator_->links()) {
+  for (auto& link : world_->links()) {
     if (!has_failed_ && link.is_open() && link.has_buffered()) {
       moved |= read_link(link);
       timeout_ms = 0;
@@ -534,7 +601,7 @@ bool Engine::poll_links(int timeout_ms, bool& interrupted) {
       moved = true;
       continue;
     }
-    Link& link = communicator_->link(Rank{static_cast<std::int32_t>(event.data.u64)});
+    Link& link = world_->links()[event.data.u64];
     if (!link.is_open()) continue;
     if (has_failed_) {
       moved |= link.read(ignore_frame, kReadBudget);
@@ -552,7 +619,7 @@ bool Engine::poll_links(int timeout_ms, bool& interrupted) {
 bool Engine::read_link(Link& link) {
   const bool moved = link.read(
       [this, &link](FrameType type, std::span<const std::byte> body) {
-        handle(link.peer(), type, body);
+        handle(link, type, body);
         return !has_failed_;
       },
       kReadBudget);
@@ -569,7 +636,7 @@ bool Engine::read_link(Link& link) {
 
 bool Engine::flush_links() {
   bool moved = false;
-  for (auto& link : communicator_->links()) {
+  for (auto& link : world_->links()) {
     if (!link.is_open() || !link.wants_write()) continue;
     moved |= link.flush();
     watch(link);
@@ -578,7 +645,7 @@ bool Engine::flush_links() {
 }
 
 void Engine::watch(Link& link) {
-  const auto index = static_cast<std::size_t>(index_of(link.peer()));
+  const auto index = static_cast<std::size_t>(&link - world_->links().data());
   std::uint32_t wanted = 0;
   if (link.wants_read()) wanted |= EPOLLIN;
   if (link.wants_write()) wanted |= EPOLLOUT;
@@ -594,54 +661,60 @@ void Engine::watch(Link& link) {
 }
 
 void Engine::unwatch(Link& link) {
-  const auto index = static_cast<std::size_t>(index_of(link.peer()));
+  const auto index = static_cast<std::size_t>(&link - world_->links().data());
   if (watched_[index].has_value()) poller_.remove(link.fd());
   watched_[index].reset();
 }
 
 bool Engine::run_operations() {
   bool moved = false;
-  while (!running_.empty() && !has_failed_) {
-    Running& running = *running_.front();
-    const double timeout_s = running.operation->descriptor.timeout_s;
-    if (!running.is_started) {
-      running.is_started = true;
-      if (running.operation->descriptor.collective != Collective::kBarrier) {
-        running.task = run_collective(running.context);
-      }
-      if (!running.task.done()) running.task.resume();
-      running.deadline = deadline_after(Clock::now(), timeout_s);
-      moved = true;
-    } else if (running.task.resume()) {
-      running.deadline = deadline_after(Clock::now(), timeout_s);
-      moved = true;
+  // Process sets take turns: one that waits does not stop another.
+  for (auto entry = groups_.begin(); entry != groups_.end() && !has_failed_;) {
+    Group& group = *entry->second;
+    while (!group.running.empty() && !has_failed_ && run_first(group)) moved = true;
+    if (group.is_removed && group.running.empty()) {
+      entry = groups_.erase(entry);
     } else {
-      break;
+      ++entry;
     }
-    if (!running.task.done()) continue;
-    ++executed_;
-    const auto done = std::move(running_.front());
-    running_.pop_front();
-    finish(*done->operation, SPARKHVD_OK, {});
   }
   return moved;
 }
 
+bool Engine::is_running() const {
+  return std::ranges::any_of(groups_,
+                             [](const auto& entry) { return !entry.second->running.empty(); });
+}
+
 TimePoint Engine::next_deadline() const {
-  TimePoint next = negotiation_ ? negotiation_->next_deadline() : kNever;
-  if (!running_.empty()) next = std::min(next, running_.front()->deadline);
-  for (const auto& [name, operation] : submitted_) next = std::min(next, operation->give_up_at);
+  TimePoint next = kNever;
+  for (const auto& [id, group] : groups_) {
+    if (group->negotiation) next = std::min(next, group->negotiation->next_deadline());
+    if (!group->running.empty()) next = std::min(next, group->running.front().deadline);
+    for (const auto& [name, operation] : group->submitted) {
+      next = std::min(next, operation->give_up_at);
+    }
+  }
   return next;
 }
 
 bool Engine::check_time() {
-  if (next_deadline() == kNever) return false;
+  const auto deadline = next_deadline();
+  if (deadline == kNever) return false;
   const auto now = Clock::now();
-  if (now < next_deadline()) return false;
-  if (negotiation_) apply(negotiation_->tick(now));
-  if (!running_.empty() && now >= running_.front()->deadline) {
-    const auto& running = *running_.front();
-    const auto* waiting = running.context.schedule.waiting;
+  if (now < deadline) return false;
+  for (auto& [id, group] : groups_) {
+    if (!check_time(*group, now)) break;
+  }
+  return true;
+}
+
+/// False if the engine has failed.
+bool Engine::check_time(Group& group, TimePoint now) {
+  if (group.negotiation) apply(group, group.negotiation->tick(now));
+  if (!group.running.empty() && now >= group.running.front().deadline) {
+    const auto& running = group.running.front();
+    const auto* waiting = running.context ? running.context->schedule.waiting : nullptr;
     const auto ranks = waiting == nullptr ? std::vector<Rank>{} : waiting->awaited();
     char seconds[32];
     std::snprintf(seconds, sizeof(seconds), "%.3g", running.operation->descriptor.timeout_s);
@@ -650,203 +723,65 @@ bool Engine::check_time() {
                                (ranks.empty() ? "the network" : rank_list(ranks)) +
                                ", which took part but stopped in the middle of it. The process may "
                                "be stopped or starved of CPU.");
-    return true;
+    return false;
   }
-  for (const auto& [name, operation] : submitted_) {
+  for (const auto& [name, operation] : group.submitted) {
     if (now < operation->give_up_at) continue;
     fail(SPARKHVD_TIMEOUT,
-         operation->label() + ": rank 0, which coordinates, has not answered within " +
+         operation->label() + ": " + rank_text(group.coordinator()) +
+             ", which coordinates, has not answered within " +
              std::to_string(operation->descriptor.timeout_s + kCoordinatorGrace_s) +
              " s. Its process may be stopped or starved of CPU.");
-    break;
+    return false;
   }
   return true;
-}
-
-// ---- Messages
-// --------------------------------------------------------------------------------------------
-
-void Engine::handle(Rank from, FrameType type, std::span<const std::byte> body) {
-  const auto only_from_coordinator = [&] {
-    if (index_of(from) != 0) throw Error(SPARKHVD_PEER_LOST, "a frame that only rank 0 may send");
-  };
-  switch (type) {
-    case FrameType::kReady:
-      if (!is_coordinator()) throw Error(SPARKHVD_PEER_LOST, "a frame that only rank 0 receives");
-      return apply(negotiation_->ready(from, decode<Ready>(body), Clock::now()));
-    case FrameType::kExecute:
-      only_from_coordinator();
-      return on_execute(decode<Execute>(body));
-    case FrameType::kRefuse:
-      only_from_coordinator();
-      return on_refuse(decode<Refuse>(body));
-    case FrameType::kGoodbye:
-      return on_goodbye(from, decode<Goodbye>(body));
-    case FrameType::kAbort: {
-      const auto message = decode<Abort>(body);
-      return fail(message.status, message.message);
-    }
-    case FrameType::kHello:
-    case FrameType::kMapped:
-    case FrameType::kData:
-      break;
-  }
-  throw Error(SPARKHVD_PEER_LOST, "a frame out of turn");
-}
-
-void Engine::apply(Negotiation::Outcome outcome) {
-  for (const auto& warning : outcome.warnings) warn(warning);
-  for (auto& decision : outcome.decisions) {
-    const Bytes frame =
-        std::visit([](const auto& message) { return encode(message); }, decision.message);
-    bool is_mine = false;
-    for (const Rank to : decision.to) {
-      if (to == rank_) {
-        is_mine = true;
-      } else if (communicator_->link(to).is_open()) {
-        communicator_->link(to).send(frame);
-      }
-    }
-    if (!is_mine) continue;
-    if (const auto* execute = std::get_if<Execute>(&decision.message)) {
-      on_execute(*execute);
-    } else {
-      on_refuse(std::get<Refuse>(decision.message));
-    }
-  }
-}
-
-void Engine::on_execute(const Execute& message) {
-  const bool is_cut_off = message.sequence >= departure_limit_;
-  const auto entry = submitted_.find(message.name);
-  if (entry == submitted_.end()) {
-    throw Error(SPARKHVD_PEER_LOST,
-                "an order to run '" + message.name + "', which is unknown here");
-  }
-  if (message.sequence != executes_received_)
-    throw Error(SPARKHVD_PEER_LOST, "an order out of order");
-  const auto operation = entry->second;
-  if (operation->descriptor.collective == Collective::kAllgather) {
-    const auto& shape = operation->descriptor.shapes.at(0);
-    const auto own = static_cast<std::size_t>(index_of(rank_));
-    std::vector<std::int64_t> peer_shape = shape.empty() ? std::vector<std::int64_t>{1} : shape;
-    bool ok = message.rows.size() == size_ && message.rows[own] == peer_shape[0];
-    for (const auto rows : message.rows) {
-      peer_shape[0] = rows;
-      ok = ok && count_elements(peer_shape, operation->descriptor.dtype).has_value();
-    }
-    if (!ok) throw Error(SPARKHVD_PEER_LOST, "impossible sizes for an allgather");
-  }
-  ++executes_received_;
-  submitted_.erase(entry);
-  if (is_cut_off) {
-    finish(*operation, SPARKHVD_SHUT_DOWN,
-           departure_text(operation->descriptor.collective, operation->name, departed_.front()));
-  } else {
-    running_.push_back(std::make_unique<Running>(*communicator_, kernels_, operation, message));
-  }
-}
-
-void Engine::on_refuse(const Refuse& message) {
-  const auto entry = submitted_.find(message.name);
-  if (entry == submitted_.end()) return;  // given up here already
-  const auto operation = entry->second;
-  submitted_.erase(entry);
-  const std::int32_t status =
-      message.status > SPARKHVD_PENDING ? message.status : SPARKHVD_INTERNAL;
-  finish(*operation, status, message.message);
-}
-
-void Engine::on_goodbye(Rank from, const Goodbye& message) {
-  said_goodbye_[static_cast<std::size_t>(index_of(from))] = true;
-  {
-    const std::scoped_lock lock(mutex_);
-    departed_.push_back(from);
-  }
-  departure_limit_ = std::min(departure_limit_, message.executed);
-  // Operations that the leaver has finished can be finished here; later ones cannot.
-  while (!running_.empty() && running_.back()->context.agreed.sequence >= departure_limit_) {
-    // Only an operation that has started lends memory; an earlier one may be in the middle of its
-    // transfers.
-    if (running_.back()->is_started) {
-      for (auto& link : communicator_->links()) link.cancel_lent();
-    }
-    const auto operation = running_.back()->operation;
-    running_.pop_back();
-    finish(*operation, SPARKHVD_SHUT_DOWN,
-           departure_text(operation->descriptor.collective, operation->name, departed_.front()));
-  }
-  if (negotiation_) apply(negotiation_->departed(from));
-  refuse_after_coordinator();
-}
-
-/// The coordinator answers for every operation, also after another rank has left. When it has left
-/// itself, everything that it had to say has come before.
-void Engine::refuse_after_coordinator() {
-  if (!said_goodbye_[0]) return;
-  while (!submitted_.empty()) {
-    const auto operation = submitted_.begin()->second;
-    submitted_.erase(submitted_.begin());
-    finish(*operation, SPARKHVD_SHUT_DOWN,
-           departure_text(operation->descriptor.collective, operation->name, Rank{0}));
-  }
-}
-
-void Engine::on_link_end(Link& link) {
-  const Rank peer = link.peer();
-  if (said_goodbye_[static_cast<std::size_t>(index_of(peer))]) {
-    unwatch(link);
-    link.close();
-    return;
-  }
-  const std::string why =
-      link.state() == Link::State::kEnded
-          ? "its connection closed without a goodbye (its process ended or was killed)"
-          : link.trouble();
-  fail(SPARKHVD_PEER_LOST, rank_text(peer) + " is lost: " + why + ", as seen by " +
-                               rank_text(rank_) +
-                               ". Start the engine again on the ranks that are left.");
 }
 
 // ---- Endings
 // ---------------------------------------------------------------------------------------------
 
 void Engine::finish(Operation& operation, std::int32_t status, std::string message) {
+  recorder_.finished(operation, status, message);
   operation.message = std::move(message);
   const std::scoped_lock lock(mutex_);
-  names_.erase(operation.name);
+  in_flight_.erase({operation.process_set, operation.name});
   operation.status.store(status, std::memory_order_release);
   if (waiters_ > 0) changed_.notify_all();
 }
 
 void Engine::fail_all(std::int32_t status, const std::string& message) {
   // Links first: nothing may be written to a tensor once its operation is finished.
-  for (auto& link : communicator_->links()) link.cancel_lent();
+  for (auto& link : world_->links()) link.cancel_lent();
+  for (auto& [id, group] : groups_) {
+    group->running.clear();
+    group->submitted.clear();
+  }
+  // All that is in flight, wherever it was when something went wrong: nobody may wait for ever.
   std::vector<std::shared_ptr<Operation>> operations;
-  for (auto& running : running_) operations.push_back(running->operation);
-  running_.clear();
-  for (auto& [name, operation] : submitted_) operations.push_back(operation);
-  submitted_.clear();
   {
     const std::scoped_lock lock(mutex_);
     failure_.emplace(status, message);
-    for (auto& operation : inbox_) operations.push_back(operation);
+    for (const auto& [key, operation] : in_flight_) operations.push_back(operation);
     inbox_.clear();
   }
-  for (auto& operation : operations)
-    finish(*operation, status, operation->label() + ": " + message);
+  for (auto& operation : operations) {
+    const std::string label = operation->label() + ": ";
+    finish(*operation, status, message.starts_with(label) ? message : label + message);
+  }
 }
 
 void Engine::fail(std::int32_t status, const std::string& message) {
   if (has_failed_) return;
   has_failed_ = true;
-  negotiation_.reset();
+  for (auto& [id, group] : groups_) group->negotiation.reset();
   fail_all(status, message);
-  for (auto& link : communicator_->links()) {
-    if (!link.is_open()) continue;
-    const bool is_abort = status == SPARKHVD_SHUT_DOWN;
-    link.send(encode(Abort{is_abort ? SPARKHVD_PEER_LOST : status, message}));
-    part_with(link);
+  const bool is_abort = status == SPARKHVD_SHUT_DOWN;
+  const Bytes frame = encode(Abort{is_abort ? SPARKHVD_PEER_LOST : status, message});
+  for (auto& link : world_->control_links()) {
+    if (link.is_open()) link.send(frame);
+  }
+  for (auto& link : world_->links()) {
+    if (link.is_open()) part_with(link);
   }
 }
 

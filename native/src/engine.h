@@ -30,13 +30,16 @@
 #include <vector>
 
 #include "collectives/collectives.h"
-#include "communicator.h"
 #include "error.h"
+#include "group.h"
 #include "kernels/kernels.h"
 #include "negotiation.h"
 #include "operation.h"
+#include "recorder.h"
+#include "stacks.h"
 #include "transport/bell.h"
 #include "transport/poller.h"
+#include "world.h"
 
 namespace sparkhvd {
 
@@ -44,13 +47,15 @@ namespace sparkhvd {
 Error created_before_fork();
 
 struct EngineOptions {
-  CommunicatorOptions communicator;
-  std::vector<Fd> sockets;  // by rank
+  WorldOptions world;
+  std::vector<Fd> sockets;  // by rank, once per stream
   std::int32_t isa = SPARKHVD_ISA_AUTO;
   std::int32_t spin_us = 0;
   double stall_warning_s = 0;
   double stall_shutdown_s = 0;
   double host_loss_s = 0;
+  int stack_signal = 0;  // see stacks.h
+  int stack_pipe = -1;
 };
 
 class Engine {
@@ -61,13 +66,21 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
   ~Engine();
 
+  Rank rank() const noexcept { return rank_; }
   std::size_t size() const noexcept { return size_; }
+  const WorldOptions& world_options() const noexcept { return world_->options(); }
+  /// The ranks of a process set, ascending. Throws InvalidArgument if it does not exist or this rank
+  /// is not in it.
+  std::shared_ptr<const std::vector<Rank>> members(std::int32_t process_set) const;
   double stall_shutdown_s() const noexcept { return stall_shutdown_s_; }
 
   /// Throws InvalidArgument for a name in flight, else what made the engine unusable.
   void submit(std::shared_ptr<Operation> operation);
   /// Drives until the operation is finished, `deadline`, or a signal.
   void wait(Operation& operation, TimePoint deadline);
+  /// Submits and waits, without a change of drivers in between.
+  void run(std::shared_ptr<Operation> operation, TimePoint deadline);
+  Recorder& recorder() noexcept { return recorder_; }
   void shutdown();
   void abort(const std::string& reason);
   /// Throws why the engine is not usable.
@@ -76,20 +89,11 @@ class Engine {
   bool is_forked_copy() const noexcept { return is_forked_copy_.load(std::memory_order_relaxed); }
 
  private:
-  struct Running {
-    Running(Communicator& communicator, const Kernels& kernels,
-            std::shared_ptr<Operation> the_operation, Execute agreed)
-        : operation(std::move(the_operation)),
-          context{communicator, kernels, *operation, std::move(agreed), {}} {}
-    std::shared_ptr<Operation> operation;
-    Context context;
-    Task task;
-    bool is_started = false;
-    TimePoint deadline = kNever;  // moves on with every step
-  };
   enum class Work { kControl, kAll };
 
   // Who drives. `lock` holds mutex_.
+  void accept(const std::unique_lock<std::mutex>& lock, std::shared_ptr<Operation> operation);
+  void wait(std::unique_lock<std::mutex>& lock, Operation& operation, TimePoint deadline);
   void become_driver(const std::unique_lock<std::mutex>& lock);
   void stop_driving(const std::unique_lock<std::mutex>& lock);
   void start_timer(const std::unique_lock<std::mutex>& lock);
@@ -109,17 +113,44 @@ class Engine {
   void watch(Link& link);
   void unwatch(Link& link);
   bool run_operations();
+  bool run_first(Group& group);
+  bool is_running() const;
   bool check_time();
+  bool check_time(Group& group, TimePoint now);
   TimePoint next_deadline() const;
 
-  void handle(Rank from, FrameType type, std::span<const std::byte> body);
-  void apply(Negotiation::Outcome outcome);
-  void on_execute(const Execute& message);
-  void on_refuse(const Refuse& message);
+  void handle(Link& link, FrameType type, std::span<const std::byte> body);
+  void apply(Group& group, Negotiation::Outcome outcome);
+  Group* find_group(std::int32_t process_set);
+  void open_group(std::unique_ptr<Group> group);
+  void check_shares(Rank from, const SegmentKey& key, std::size_t outstanding,
+                    std::size_t limit) const;
+  void on_offer(Rank from, const SegmentOffer& message);
+  void on_mapped(Rank from, const SegmentMapped& message);
+  void announce(const Team& team, std::int32_t process_set);
+  void on_ready(Rank from, Ready message);
+  void on_execute(Rank from, Execute message);
+  void on_refuse(Rank from, const Refuse& message);
   void on_goodbye(Rank from, const Goodbye& message);
   void on_link_end(Link& link);
-  void refuse_after_coordinator();
-  void send_to_coordinator(const Operation& operation);
+  void ask_for_stacks(const std::vector<Rank>& ranks);
+  void on_stack(Rank from, const Stack& message);
+  void depart(Group& group, Rank rank, std::uint64_t executed);
+  void refuse_after_coordinator(Group& group);
+
+  // The life of an operation.
+  void submit_to(Group& group, std::shared_ptr<Operation> operation);
+  void place(Group& group, Operation& operation);
+  void pass_over(Group& group, Execute message);
+  void check_contributors(const Group& group, const Execute& message) const;
+  void check_order(const Group& group, const Operation& operation, const Execute& message) const;
+  void resolve_places(Group& group, Operation& operation, const Execute& message);
+  void begin(Group& group, Running& running);
+  void conclude(Group& group, Running& running);
+  void add_group(Group& group, Running& running);
+  void remove_group(Running& running);
+  void close_group(Group& group);
+  void configure(Group& group, const Operation& operation);
 
   void finish(Operation& operation, std::int32_t status, std::string message);
   void fail(std::int32_t status, const std::string& message);
@@ -128,25 +159,27 @@ class Engine {
   void warn(const std::string& text) const;
   void say_goodbye();
 
-  bool is_coordinator() const noexcept { return index_of(rank_) == 0; }
-
   const Rank rank_;
   const std::size_t size_;
   const Kernels& kernels_;
   const Clock::duration spin_;
   const double stall_shutdown_s_;
+  Recorder recorder_;
+  Stacks stacks_;
   Bell bell_;
   Poller poller_;        // connections and the bell
   Poller outer_poller_;  // for the progress thread: `poller_`, while nobody else drives
   Fd control_;           // wakes the progress thread itself
   Fd timer_;             // wakes it when a caller has stopped driving and does not come back
-  std::optional<Communicator> communicator_;
-  std::optional<Negotiation> negotiation_;  // on the coordinator
+  const double stall_warning_s_;
+  std::optional<World> world_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::shared_ptr<Operation>> inbox_;
-  std::set<std::string> names_;
+  // Every operation that is not finished, by process set and name.
+  std::map<std::pair<std::int32_t, std::string>, std::shared_ptr<Operation>> in_flight_;
+  std::map<std::int32_t, std::shared_ptr<const std::vector<Rank>>> members_;
   std::optional<Error> failure_;
   std::vector<Rank> departed_;
   std::optional<std::string> abort_request_;
@@ -162,15 +195,15 @@ class Engine {
   std::atomic<bool> hand_over_{false};  // a caller waits for the progress thread to stop driving
 
   // The driver's.
-  std::map<std::string, std::shared_ptr<Operation>> submitted_;  // not agreed on yet
-  std::deque<std::unique_ptr<Running>> running_;       // in the agreed order; the first runs
-  std::vector<std::optional<std::uint32_t>> watched_;  // epoll events by rank
+  std::map<std::int32_t, std::unique_ptr<Group>> groups_;  // that this rank is in
+  std::int32_t next_process_set_ = 1;
+  std::vector<std::weak_ptr<Segment>> buffers_;        // registered by this rank
+  std::vector<std::optional<std::uint32_t>> watched_;  // epoll events by connection
   std::vector<bool> said_goodbye_;
-  std::uint64_t executes_received_ = 0;
-  std::uint64_t executed_ = 0;
-  std::uint64_t departure_limit_ = UINT64_MAX;  // operations from this number on cannot run
+  std::set<Rank> asked_for_stack_;  // and have not answered yet
   bool has_failed_ = false;
   std::uint32_t steps_ = 0;
+  std::uint32_t max_failed_spins_ = 0;
   std::uint32_t failed_spins_ = 0;  // waiters' spins in a row that ended in sleep
 
   std::mutex shutdown_mutex_;

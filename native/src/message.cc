@@ -39,6 +39,8 @@ class Writer {
     return *this;
   }
 
+  Writer& flag(bool value) { return number(static_cast<std::uint8_t>(value)); }
+
   Bytes finish() {
     const std::size_t body = bytes_.size() - kFrameHeaderBytes;
     if (body > kMaxControlBytes) {
@@ -113,6 +115,38 @@ T known(std::optional<T> value, const char* what) {
   return *value;
 }
 
+void write(Writer& writer, const SegmentKey& key) {
+  writer.number(key.process_set).number(key.sequence);
+}
+
+SegmentKey read_key(Reader& reader) {
+  SegmentKey key;
+  key.process_set = reader.number<std::int32_t>();
+  key.sequence = reader.number<std::uint64_t>();
+  return key;
+}
+
+void write(Writer& writer, const Place& place) {
+  write(writer, place.segment);
+  writer.number(place.offset);
+}
+
+Place read_place(Reader& reader) {
+  Place place;
+  place.segment = read_key(reader);
+  place.offset = reader.number<std::uint64_t>();
+  return place;
+}
+
+/// A failure: who believed OK or PENDING here would take garbage for a result, or wait for ever.
+std::int32_t read_failure(Reader& reader) {
+  const auto status = reader.number<std::int32_t>();
+  if (status <= SPARKHVD_PENDING || status > SPARKHVD_INTERNAL) {
+    malformed("a failure of unknown status " + std::to_string(status));
+  }
+  return status;
+}
+
 void write(Writer& writer, const Descriptor& descriptor) {
   writer.number(static_cast<std::int32_t>(descriptor.collective))
       .number(static_cast<std::int32_t>(descriptor.dtype))
@@ -123,6 +157,8 @@ void write(Writer& writer, const Descriptor& descriptor) {
       .number(descriptor.timeout_s)
       .number(static_cast<std::uint32_t>(descriptor.shapes.size()));
   for (const auto& shape : descriptor.shapes) writer.numbers(shape);
+  writer.numbers(descriptor.numbers).flag(descriptor.place.has_value());
+  if (descriptor.place) write(writer, *descriptor.place);
 }
 
 Descriptor read_descriptor(Reader& reader) {
@@ -143,6 +179,8 @@ Descriptor read_descriptor(Reader& reader) {
     if (shape.size() > kMaxDims) malformed("a tensor of too many dimensions");
     if (!count_elements(shape, descriptor.dtype)) malformed("a tensor of an impossible shape");
   }
+  descriptor.numbers = reader.numbers<std::int64_t>();
+  if (reader.flag()) descriptor.place = read_place(reader);
   return descriptor;
 }
 
@@ -173,13 +211,12 @@ Bytes encode(const Hello& message) {
       .numbers(message.hosts)
       .number(message.slot_bytes)
       .number(message.slots)
-      .number(static_cast<std::uint8_t>(message.has_memory))
+      .number(message.streams)
+      .flag(message.has_memory)
       .finish();
 }
 
-Bytes encode(const Mapped& message) {
-  return Writer(FrameType::kMapped).number(static_cast<std::uint8_t>(message.ok)).finish();
-}
+Bytes encode(const Mapped& message) { return Writer(FrameType::kMapped).flag(message.ok).finish(); }
 
 Bytes encode(const Ready& message) {
   Writer writer(FrameType::kReady);
@@ -189,12 +226,16 @@ Bytes encode(const Ready& message) {
 }
 
 Bytes encode(const Execute& message) {
-  return Writer(FrameType::kExecute)
-      .number(message.process_set)
+  Writer writer(FrameType::kExecute);
+  writer.number(message.process_set)
       .number(message.sequence)
       .text(message.name)
       .numbers(message.rows)
-      .finish();
+      .number(static_cast<std::uint32_t>(message.places.size()));
+  for (const auto& place : message.places) write(writer, place);
+  writer.numbers(message.contributors).flag(message.descriptor.has_value());
+  if (message.descriptor) write(writer, *message.descriptor);
+  return writer.finish();
 }
 
 Bytes encode(const Refuse& message) {
@@ -207,11 +248,30 @@ Bytes encode(const Refuse& message) {
 }
 
 Bytes encode(const Goodbye& message) {
-  return Writer(FrameType::kGoodbye).number(message.executed).finish();
+  Writer writer(FrameType::kGoodbye);
+  writer.number(static_cast<std::uint32_t>(message.sets.size()));
+  for (const auto& entry : message.sets) writer.number(entry.process_set).number(entry.executed);
+  return writer.finish();
 }
+
+Bytes encode(const StackRequest&) { return Writer(FrameType::kStackRequest).finish(); }
+
+Bytes encode(const Stack& message) { return Writer(FrameType::kStack).text(message.text).finish(); }
 
 Bytes encode(const Abort& message) {
   return Writer(FrameType::kAbort).number(message.status).text(message.message).finish();
+}
+
+Bytes encode(const SegmentOffer& message) {
+  Writer writer(FrameType::kSegmentOffer);
+  write(writer, message.key);
+  return writer.flag(message.has_memory).finish();
+}
+
+Bytes encode(const SegmentMapped& message) {
+  Writer writer(FrameType::kSegmentMapped);
+  write(writer, message.key);
+  return writer.flag(message.ok).finish();
 }
 
 Bytes encode_data_header(std::int32_t stream, std::size_t payload_bytes) {
@@ -227,7 +287,7 @@ FrameHeader decode_header(std::span<const std::byte> header) {
   result.body_bytes = reader.number<std::uint32_t>();
   const auto type = reader.number<std::uint8_t>();
   if (type < static_cast<std::uint8_t>(FrameType::kHello) ||
-      type > static_cast<std::uint8_t>(FrameType::kAbort)) {
+      type > static_cast<std::uint8_t>(FrameType::kSegmentMapped)) {
     malformed("a frame of unknown type " + std::to_string(type));
   }
   result.type = static_cast<FrameType>(type);
@@ -248,6 +308,7 @@ Hello decode<Hello>(std::span<const std::byte> body) {
   message.hosts = reader.numbers<std::int32_t>();
   message.slot_bytes = reader.number<std::uint64_t>();
   message.slots = reader.number<std::uint32_t>();
+  message.streams = reader.number<std::uint32_t>();
   message.has_memory = reader.flag();
   reader.end();
   return message;
@@ -280,6 +341,10 @@ Execute decode<Execute>(std::span<const std::byte> body) {
   message.sequence = reader.number<std::uint64_t>();
   message.name = reader.text(kMaxNameBytes);
   message.rows = reader.numbers<std::int64_t>();
+  const auto places = reader.number<std::uint32_t>();
+  for (std::uint32_t i = 0; i < places; ++i) message.places.push_back(read_place(reader));
+  message.contributors = reader.numbers<Rank>();
+  if (reader.flag()) message.descriptor = read_descriptor(reader);
   reader.end();
   return message;
 }
@@ -290,7 +355,7 @@ Refuse decode<Refuse>(std::span<const std::byte> body) {
   Refuse message;
   message.process_set = reader.number<std::int32_t>();
   message.name = reader.text(kMaxNameBytes);
-  message.status = reader.number<std::int32_t>();
+  message.status = read_failure(reader);
   message.message = reader.text(kMaxControlBytes);
   reader.end();
   return message;
@@ -299,7 +364,26 @@ Refuse decode<Refuse>(std::span<const std::byte> body) {
 template <>
 Goodbye decode<Goodbye>(std::span<const std::byte> body) {
   Reader reader(body);
-  const Goodbye message{reader.number<std::uint64_t>()};
+  Goodbye message;
+  const auto sets = reader.number<std::uint32_t>();
+  for (std::uint32_t i = 0; i < sets; ++i) {
+    const auto process_set = reader.number<std::int32_t>();
+    message.sets.push_back({process_set, reader.number<std::uint64_t>()});
+  }
+  reader.end();
+  return message;
+}
+
+template <>
+StackRequest decode<StackRequest>(std::span<const std::byte> body) {
+  Reader(body).end();
+  return {};
+}
+
+template <>
+Stack decode<Stack>(std::span<const std::byte> body) {
+  Reader reader(body);
+  Stack message{reader.text(kMaxStackBytes)};
   reader.end();
   return message;
 }
@@ -308,8 +392,28 @@ template <>
 Abort decode<Abort>(std::span<const std::byte> body) {
   Reader reader(body);
   Abort message;
-  message.status = reader.number<std::int32_t>();
+  message.status = read_failure(reader);
   message.message = reader.text(kMaxControlBytes);
+  reader.end();
+  return message;
+}
+
+template <>
+SegmentOffer decode<SegmentOffer>(std::span<const std::byte> body) {
+  Reader reader(body);
+  SegmentOffer message;
+  message.key = read_key(reader);
+  message.has_memory = reader.flag();
+  reader.end();
+  return message;
+}
+
+template <>
+SegmentMapped decode<SegmentMapped>(std::span<const std::byte> body) {
+  Reader reader(body);
+  SegmentMapped message;
+  message.key = read_key(reader);
+  message.ok = reader.flag();
   reader.end();
   return message;
 }

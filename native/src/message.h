@@ -13,20 +13,25 @@
 #include <type_traits>
 #include <vector>
 
+#include "segment.h"
 #include "types.h"
 
 namespace sparkhvd {
 
 /// What a frame carries. The numbers are on the wire.
 enum class FrameType : std::uint8_t {
-  kHello = 1,    // first on every connection; carries the shared memory's descriptors
-  kMapped = 2,   // "I could (not) map the memory of my host"
-  kReady = 3,    // to the coordinator: this rank has submitted an operation
-  kExecute = 4,  // from the coordinator: run it now, as number `sequence`
-  kRefuse = 5,   // from the coordinator: it will not run, and why
-  kData = 6,     // bytes of a tensor
-  kGoodbye = 7,  // the rank leaves in order
-  kAbort = 8,    // the rank has failed, and the first cause it knows
+  kHello = 1,           // first on every connection; carries the shared memory's descriptors
+  kMapped = 2,          // "I could (not) map the memory of my host"
+  kReady = 3,           // to the coordinator: this rank has submitted an operation
+  kExecute = 4,         // from the coordinator: run it now, as number `sequence`
+  kRefuse = 5,          // from the coordinator: it will not run, and why
+  kData = 6,            // bytes of a tensor
+  kGoodbye = 7,         // the rank leaves in order
+  kAbort = 8,           // the rank has failed, and the first cause it knows
+  kStackRequest = 9,    // from a coordinator that waits: where are you?
+  kStack = 10,          // the answer: stacks of the Python threads
+  kSegmentOffer = 11,   // new memory for the ranks of this host, with its descriptor
+  kSegmentMapped = 12,  // "I could (not) map what was offered"
 };
 
 /// Before every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.
@@ -34,6 +39,7 @@ inline constexpr std::size_t kFrameHeaderBytes = 8;
 inline constexpr std::size_t kMaxControlBytes = 4 << 20;
 inline constexpr std::size_t kMaxDataBytes = 1 << 20;
 inline constexpr std::size_t kMaxNameBytes = 4096;
+inline constexpr std::size_t kMaxStackBytes = 64 << 10;
 inline constexpr std::uint32_t kMaxDims = 64;
 
 struct FrameHeader {
@@ -61,6 +67,11 @@ struct Descriptor {
   double postscale = 1;
   double timeout_s = 0;  // resolved: 0 = never
   std::vector<std::vector<std::int64_t>> shapes;
+  /// alltoall: rows for each member; process sets: the ranks, or the id to remove; registration:
+  /// the bytes; configuration: the knobs.
+  std::vector<std::int64_t> numbers;
+  /// Where this rank's tensors lie, if in one range of registered memory.
+  std::optional<Place> place;
 };
 
 struct Hello {
@@ -69,6 +80,7 @@ struct Hello {
   std::vector<std::int32_t> hosts;
   std::uint64_t slot_bytes = 0;
   std::uint32_t slots = 0;
+  std::uint32_t streams = 1;
   bool has_memory = false;
 };
 
@@ -86,7 +98,15 @@ struct Execute {
   std::int32_t process_set = 0;
   std::uint64_t sequence = 0;
   std::string name;
-  std::vector<std::int64_t> rows;  // allgather: first dimension of every rank
+  /// allgather: first dimensions [tensor][member]; alltoall: rows [from][to]; join: the last rank.
+  std::vector<std::int64_t> rows;
+  /// By contributor, in rank order: where all of them have their tensors in registered memory; else
+  /// empty.
+  std::vector<Place> places = {};
+  /// Who takes part, if some ranks of the process set have joined; else empty. These learn the
+  /// operation from `descriptor`.
+  std::vector<Rank> contributors = {};
+  std::optional<Descriptor> descriptor = {};
 };
 
 struct Refuse {
@@ -97,7 +117,29 @@ struct Refuse {
 };
 
 struct Goodbye {
-  std::uint64_t executed = 0;  // operations that this rank has finished: others can finish them too
+  /// By process set: operations that this rank has finished; others can finish them too.
+  struct Entry {
+    std::int32_t process_set = 0;
+    std::uint64_t executed = 0;
+  };
+  std::vector<Entry> sets;
+};
+
+/// Memory for the ranks of this host, made by operation `key.sequence` of a process set.
+struct SegmentOffer {
+  SegmentKey key;
+  bool has_memory = false;  // its descriptor comes with the frame
+};
+
+struct SegmentMapped {
+  SegmentKey key;
+  bool ok = false;
+};
+
+struct StackRequest {};
+
+struct Stack {
+  std::string text;  // at most kMaxStackBytes
 };
 
 struct Abort {
@@ -113,6 +155,10 @@ Bytes encode(const Execute& message);
 Bytes encode(const Refuse& message);
 Bytes encode(const Goodbye& message);
 Bytes encode(const Abort& message);
+Bytes encode(const StackRequest& message);
+Bytes encode(const Stack& message);
+Bytes encode(const SegmentOffer& message);
+Bytes encode(const SegmentMapped& message);
 
 /// The header of a data frame; the body follows from the tensor's own memory. `stream` is the
 /// process set.
@@ -139,5 +185,13 @@ template <>
 Goodbye decode<Goodbye>(std::span<const std::byte> body);
 template <>
 Abort decode<Abort>(std::span<const std::byte> body);
+template <>
+StackRequest decode<StackRequest>(std::span<const std::byte> body);
+template <>
+Stack decode<Stack>(std::span<const std::byte> body);
+template <>
+SegmentOffer decode<SegmentOffer>(std::span<const std::byte> body);
+template <>
+SegmentMapped decode<SegmentMapped>(std::span<const std::byte> body);
 
 }  // namespace sparkhvd

@@ -42,7 +42,28 @@ std::string disagree(const std::string& name, const Submission& first, const Sub
 }
 
 /// True if the shapes may differ in the first dimension only.
-bool is_uneven(Collective collective) { return collective == Collective::kAllgather; }
+bool is_uneven(Collective collective) {
+  return collective == Collective::kAllgather || collective == Collective::kAlltoall;
+}
+
+/// True if every rank must bring the same numbers.
+bool agrees_on_numbers(Collective collective) {
+  return collective == Collective::kAddProcessSet || collective == Collective::kRemoveProcessSet ||
+         collective == Collective::kRegister || collective == Collective::kConfigure;
+}
+
+const char* numbers_name(Collective collective) {
+  switch (collective) {
+    case Collective::kAddProcessSet:
+      return "the ranks of the process set";
+    case Collective::kRemoveProcessSet:
+      return "the process set to remove";
+    case Collective::kRegister:
+      return "the bytes to register";
+    default:
+      return "the settings";
+  }
+}
 
 bool shapes_match(Collective collective, const std::vector<std::int64_t>& a,
                   const std::vector<std::int64_t>& b) {
@@ -98,6 +119,10 @@ std::optional<std::string> difference(const std::string& name, const Submission&
     return differ("dtype", std::string(name_of(a.dtype)), std::string(name_of(b.dtype)),
                   kBuildSame);
   }
+  if (agrees_on_numbers(a.collective) && a.numbers != b.numbers) {
+    return differ(numbers_name(a.collective), numbers_text(a.numbers), numbers_text(b.numbers),
+                  "Give the same on every rank.");
+  }
   if (a.reduce_op != b.reduce_op) {
     return differ("the reduction", std::string(name_of(a.reduce_op)),
                   std::string(name_of(b.reduce_op)), call_same);
@@ -124,6 +149,12 @@ std::vector<Rank> Negotiation::missing(const Pending& pending) const {
   return ranks;
 }
 
+std::vector<Rank> Negotiation::absent(const Pending& pending) const {
+  auto ranks = missing(pending);
+  std::erase_if(ranks, [this](Rank rank) { return has_joined(rank); });
+  return ranks;
+}
+
 std::vector<Rank> Negotiation::arrived(const Pending& pending) const {
   std::vector<Rank> ranks;
   for (const auto& [rank, descriptor] : pending.arrived) ranks.push_back(rank);
@@ -134,27 +165,89 @@ void Negotiation::refuse(const std::string& name, const Pending& pending, std::i
                          std::string text, Outcome& outcome) {
   const Refuse message{options_.process_set, name, status, std::move(text)};
   outcome.decisions.push_back({arrived(pending), message});
-  auto unaware = missing(pending);
+  auto unaware = absent(pending);
   std::erase_if(unaware, [&](Rank rank) { return std::ranges::count(departed_, rank) > 0; });
   if (!unaware.empty()) refused_.emplace(name, Refused{message, std::move(unaware)});
 }
 
-Decision Negotiation::conclude(const std::string& name, const Pending& pending) {
+std::optional<std::string> Negotiation::disagreement(const std::string& name,
+                                                     const Pending& pending) const {
   const auto& [first_rank, first] = *pending.arrived.begin();
   for (const auto& [rank, descriptor] : pending.arrived) {
-    if (auto text = difference(name, {first_rank, first}, {rank, descriptor})) {
-      return {options_.members,
-              Refuse{options_.process_set, name, SPARKHVD_MISMATCH, std::move(*text)}};
+    if (auto text = difference(name, {first_rank, first}, {rank, descriptor})) return text;
+  }
+  if (pending.arrived.size() == options_.members.size()) return std::nullopt;
+  // The missing ones have joined: they add nothing, which only a sum is indifferent to.
+  const bool is_sum = first.reduce_op == ReduceOp::kSum || first.reduce_op == ReduceOp::kAverage;
+  if (first.collective == Collective::kAllreduce && is_sum) return std::nullopt;
+  const std::string what = first.collective == Collective::kAllreduce
+                               ? "allreduce with " + std::string(name_of(first.reduce_op))
+                               : std::string(name_of(first.collective));
+  return operation_label(first.collective, name) + ": " + rank_list(missing(pending)) +
+         (missing(pending).size() == 1 ? " has" : " have") + " joined, and " + what +
+         " needs every rank. After join() only allreduce with Sum or Average goes on without a "
+         "rank; call it before join() on every rank.";
+}
+
+Execute Negotiation::order(const std::string& name, const Pending& pending) {
+  const Descriptor& first = pending.arrived.begin()->second;
+  Execute execute;
+  execute.process_set = options_.process_set;
+  execute.sequence = next_sequence_++;
+  execute.name = name;
+  if (first.collective == Collective::kAllgather) {
+    for (std::size_t i = 0; i < first.shapes.size(); ++i) {
+      for (const auto& [rank, descriptor] : pending.arrived) {
+        const auto& shape = descriptor.shapes[i];
+        execute.rows.push_back(shape.empty() ? 1 : shape[0]);
+      }
     }
   }
-  Execute execute{options_.process_set, next_sequence_++, name, {}};
-  if (is_uneven(first.collective)) {
-    for (const Rank rank : options_.members) {
-      const auto& shape = pending.arrived.at(rank).shapes.at(0);
-      execute.rows.push_back(shape.empty() ? 1 : shape[0]);
+  if (first.collective == Collective::kAlltoall) {
+    for (const auto& [rank, descriptor] : pending.arrived) {
+      if (descriptor.numbers.size() != options_.members.size()) {
+        throw Error(SPARKHVD_PEER_LOST,
+                    "an alltoall with " + std::to_string(descriptor.numbers.size()) + " splits");
+      }
+      execute.rows.insert(execute.rows.end(), descriptor.numbers.begin(), descriptor.numbers.end());
     }
   }
-  return {options_.members, std::move(execute)};
+  // Only if all lie in the same registered memory: a mailbox is read, a buffer is written too.
+  const auto is_same = [&](const auto& entry) {
+    return entry.second.place && entry.second.place->segment == first.place->segment;
+  };
+  if (first.place && std::ranges::all_of(pending.arrived, is_same)) {
+    for (const auto& [rank, descriptor] : pending.arrived) {
+      execute.places.push_back(*descriptor.place);
+    }
+  }
+  if (pending.arrived.size() < options_.members.size()) {
+    execute.contributors = arrived(pending);
+    execute.descriptor = first;
+    execute.descriptor->place.reset();
+  }
+  return execute;
+}
+
+void Negotiation::conclude(const std::string& name, const Pending& pending, TimePoint now,
+                           Outcome& outcome) {
+  if (auto text = disagreement(name, pending)) {
+    outcome.decisions.push_back({arrived(pending), Refuse{options_.process_set, name,
+                                                          SPARKHVD_MISMATCH, std::move(*text)}});
+    return;
+  }
+  outcome.decisions.push_back({options_.members, order(name, pending)});
+  // Who goes on without those who have joined keeps them waiting for a good reason.
+  if (join_) {
+    join_->since = now;
+    join_->deadline = deadline_after(now, join_->joined.begin()->second.timeout_s);
+  }
+}
+
+bool Negotiation::is_complete(const Pending& pending) const {
+  return std::ranges::all_of(options_.members, [&](Rank rank) {
+    return pending.arrived.contains(rank) || has_joined(rank);
+  });
 }
 
 Negotiation::Outcome Negotiation::ready(Rank from, Ready message, TimePoint now) {
@@ -169,6 +262,9 @@ Negotiation::Outcome Negotiation::ready(Rank from, Ready message, TimePoint now)
     if (unaware.empty()) refused_.erase(entry);
     return outcome;
   }
+  if (message.descriptor.collective == Collective::kJoin) {
+    return join(from, std::move(message), now);
+  }
   Pending& pending = pending_[message.name];
   if (pending.arrived.contains(from)) {
     throw Error(SPARKHVD_PEER_LOST, "the operation '" + message.name + "' twice");
@@ -179,9 +275,9 @@ Negotiation::Outcome Negotiation::ready(Rank from, Ready message, TimePoint now)
   }
   pending.deadline = std::min(pending.deadline, deadline_after(now, message.descriptor.timeout_s));
   pending.arrived.emplace(from, std::move(message.descriptor));
-  if (pending.arrived.size() == options_.members.size()) {
-    outcome.decisions.push_back(conclude(message.name, pending));
-    pending_.erase(message.name);
+  if (is_complete(pending)) {
+    const auto done = pending_.extract(message.name);
+    conclude(message.name, done.mapped(), now, outcome);
   } else if (!departed_.empty()) {
     const auto done = pending_.extract(message.name);
     refuse(message.name, done.mapped(), SPARKHVD_SHUT_DOWN,
@@ -192,6 +288,51 @@ Negotiation::Outcome Negotiation::ready(Rank from, Ready message, TimePoint now)
   return outcome;
 }
 
+Negotiation::Outcome Negotiation::join(Rank from, Ready message, TimePoint now) {
+  Outcome outcome;
+  if (!join_) join_.emplace();
+  if (has_joined(from)) throw Error(SPARKHVD_PEER_LOST, "join twice");
+  if (join_->joined.empty()) {
+    join_->name = message.name;
+    join_->since = now;
+  }
+  join_->deadline = deadline_after(now, message.descriptor.timeout_s);
+  join_->last = from;
+  join_->joined.emplace(from, std::move(message.descriptor));
+  // It will not come late any more: a refusal from before must not meet its next operation.
+  for (auto& [name, refused] : refused_) std::erase(refused.unaware, from);
+  std::erase_if(refused_, [](const auto& entry) { return entry.second.unaware.empty(); });
+  if (!departed_.empty()) {
+    refuse_join(SPARKHVD_SHUT_DOWN,
+                departure_text(Collective::kJoin, join_->name, departed_.front()), outcome);
+    return outcome;
+  }
+  // What waited for this rank goes on without it.
+  for (auto entry = pending_.begin(); entry != pending_.end();) {
+    const auto current = entry++;
+    if (!is_complete(current->second)) continue;
+    const auto done = pending_.extract(current);
+    conclude(done.key(), done.mapped(), now, outcome);
+  }
+  if (join_->joined.size() == options_.members.size()) {
+    Execute execute;
+    execute.process_set = options_.process_set;
+    execute.sequence = next_sequence_++;
+    execute.name = join_->name;
+    execute.rows = {index_of(join_->last)};
+    outcome.decisions.push_back({options_.members, std::move(execute)});
+    join_.reset();
+  }
+  return outcome;
+}
+
+void Negotiation::refuse_join(std::int32_t status, const std::string& text, Outcome& outcome) {
+  Decision decision{{}, Refuse{options_.process_set, join_->name, status, text}};
+  for (const auto& [rank, descriptor] : join_->joined) decision.to.push_back(rank);
+  outcome.decisions.push_back(std::move(decision));
+  join_.reset();
+}
+
 Negotiation::Outcome Negotiation::departed(Rank rank) {
   Outcome outcome;
   departed_.push_back(rank);
@@ -200,6 +341,9 @@ Negotiation::Outcome Negotiation::departed(Rank rank) {
            departure_text(pending.arrived.begin()->second.collective, name, rank), outcome);
   }
   pending_.clear();
+  if (join_) {
+    refuse_join(SPARKHVD_SHUT_DOWN, departure_text(Collective::kJoin, join_->name, rank), outcome);
+  }
   return outcome;
 }
 
@@ -214,7 +358,7 @@ Negotiation::Outcome Negotiation::tick(TimePoint now) {
       char seconds[32];
       std::snprintf(seconds, sizeof(seconds), "%.3g", waited);
       refuse(name, pending, SPARKHVD_TIMEOUT,
-             label + ": " + rank_list(missing(pending)) + " did not submit it within " + seconds +
+             label + ": " + rank_list(absent(pending)) + " did not submit it within " + seconds +
                  " s, while " + rank_list(arrived(pending)) +
                  " waited. Look at what the missing rank does, or raise stall_shutdown_s.",
              outcome);
@@ -225,17 +369,34 @@ Negotiation::Outcome Negotiation::tick(TimePoint now) {
       pending.warn_at = deadline_after(now, options_.stall_warning_s);
       char seconds[32];
       std::snprintf(seconds, sizeof(seconds), "%.3g", waited);
-      outcome.warnings.push_back(label + ": waiting for " + rank_list(missing(pending)) +
-                                 " since " + seconds + " s, while " + rank_list(arrived(pending)) +
+      outcome.warnings.push_back(label + ": waiting for " + rank_list(absent(pending)) + " since " +
+                                 seconds + " s, while " + rank_list(arrived(pending)) +
                                  " submitted it. Look at what the missing rank does.");
+      for (const Rank rank : absent(pending)) {
+        if (std::ranges::count(outcome.awaited, rank) == 0) outcome.awaited.push_back(rank);
+      }
     }
     ++entry;
+  }
+  if (join_ && now >= join_->deadline) {
+    std::vector<Rank> absent;
+    for (const Rank rank : options_.members) {
+      if (!has_joined(rank)) absent.push_back(rank);
+    }
+    char seconds[32];
+    std::snprintf(seconds, sizeof(seconds), "%.3g",
+                  std::chrono::duration<double>(now - join_->since).count());
+    refuse_join(SPARKHVD_TIMEOUT,
+                operation_label(Collective::kJoin, join_->name) + ": " + rank_list(absent) +
+                    " neither joined nor submitted anything for " + seconds +
+                    " s. Look at what the missing rank does, or raise stall_shutdown_s.",
+                outcome);
   }
   return outcome;
 }
 
 TimePoint Negotiation::next_deadline() const {
-  TimePoint next = kNever;
+  TimePoint next = join_ ? join_->deadline : kNever;
   for (const auto& [name, pending] : pending_) {
     next = std::min({next, pending.deadline, pending.warn_at});
   }

@@ -35,6 +35,7 @@ class Negotiation {
   struct Outcome {
     std::vector<Decision> decisions;
     std::vector<std::string> warnings;
+    std::vector<Rank> awaited;  // the ranks that the warnings are about, each once
   };
 
   explicit Negotiation(Options options) : options_(std::move(options)) {}
@@ -61,9 +62,26 @@ class Negotiation {
     std::vector<Rank> unaware;
   };
 
+  /// Ranks that have joined, and wait for the others to do so.
+  struct Join {
+    std::string name;
+    std::map<Rank, Descriptor> joined;
+    Rank last{};
+    TimePoint since{};
+    TimePoint deadline = kNever;
+  };
+
+  Outcome join(Rank from, Ready message, TimePoint now);
   std::vector<Rank> missing(const Pending& pending) const;
+  /// The missing ones that somebody waits for.
+  std::vector<Rank> absent(const Pending& pending) const;
   std::vector<Rank> arrived(const Pending& pending) const;
-  Decision conclude(const std::string& name, const Pending& pending);
+  bool is_complete(const Pending& pending) const;
+  bool has_joined(Rank rank) const { return join_ && join_->joined.contains(rank); }
+  void conclude(const std::string& name, const Pending& pending, TimePoint now, Outcome& outcome);
+  std::optional<std::string> disagreement(const std::string& name, const Pending& pending) const;
+  Execute order(const std::string& name, const Pending& pending);
+  void refuse_join(std::int32_t status, const std::string& text, Outcome& outcome);
   void refuse(const std::string& name, const Pending& pending, std::int32_t status,
               std::string text, Outcome& outcome);
 
@@ -71,6 +89,7 @@ class Negotiation {
   std::uint64_t next_sequence_ = 0;
   std::map<std::string, Pending> pending_;
   std::multimap<std::string, Refused> refused_;
+  std::optional<Join> join_;
   std::vector<Rank> departed_;
 };
 

@@ -8,11 +8,14 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "message.h"
+#include "segment.h"
+#include "trace.h"
 #include "types.h"
 
 namespace sparkhvd {
@@ -37,6 +40,16 @@ class Pieces {
   }
 
   std::size_t bytes() const noexcept { return total_; }
+
+  /// All of it if it is one range of memory, reduced in place; else empty.
+  std::span<std::byte> single_range() const noexcept {
+    for (std::size_t i = 0; i < pieces_.size(); ++i) {
+      const Piece& piece = pieces_[i];
+      if (piece.output != piece.input || piece.input != pieces_[0].input + piece.begin) return {};
+    }
+    if (pieces_.empty()) return {};
+    return {pieces_[0].output, total_};
+  }
 
   /// Calls `use(Part)` for every part of [begin, begin + bytes), in order.
   template <class Use>
@@ -82,13 +95,20 @@ struct Operation {
   std::int32_t process_set = 0;
   std::string name;
   Descriptor descriptor;
-  Pieces pieces;
+  Pieces pieces;                       // inputs; with their outputs where these have the same size
+  Pieces results;                      // reducescatter: the outputs (as `input` too)
+  std::optional<std::size_t> mailbox;  // its input was copied there at submission
+  /// Input of each contributor of this rank's island (else nullptr), if all lie in registered memory.
+  std::vector<std::byte*> registered;
+  OperationTrace trace;
   std::chrono::steady_clock::time_point give_up_at = std::chrono::steady_clock::time_point::max();
 
-  // Allgather: written by the engine before the operation is finished.
+  // What the engine allocates, written before the operation is finished. `rows`: allgather
+  // [tensor][member], alltoall [member], join: the last rank, process set: its id.
   std::unique_ptr<std::byte[]> output;
   std::size_t output_bytes = 0;
   std::vector<std::int64_t> rows;
+  std::shared_ptr<Segment> segment;  // registration of memory: what was registered
 
   // `message` is written before `status` leaves PENDING and never after.
   std::atomic<std::int32_t> status{SPARKHVD_PENDING};

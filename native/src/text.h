@@ -22,10 +22,20 @@ inline std::string rank_list(const std::vector<Rank>& ranks) {
 }
 
 /// "allreduce('layer3.weight')".
+inline std::string numbers_text(const std::vector<std::int64_t>& numbers) {
+  std::string text = "[";
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(numbers[i]);
+  }
+  return text + "]";
+}
+
+/// A name may be longer than the message that it stands in.
 inline std::string operation_label(Collective collective, const std::string& name) {
+  constexpr std::size_t kShown = 200;
   std::string text(name_of(collective));
   text += "('";
-  text += name;
+  text += name.size() <= kShown ? name : name.substr(0, kShown - 3) + "...";
   text += "')";
   return text;
 }

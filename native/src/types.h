@@ -50,8 +50,12 @@ enum class Collective : std::int32_t {
   kAlltoall = SPARKHVD_ALLTOALL,
   kReducescatter = SPARKHVD_REDUCESCATTER,
   kJoin = SPARKHVD_JOIN,
+  kAddProcessSet = SPARKHVD_ADD_PROCESS_SET,
+  kRemoveProcessSet = SPARKHVD_REMOVE_PROCESS_SET,
+  kRegister = SPARKHVD_REGISTER,
+  kConfigure = SPARKHVD_CONFIGURE,
 };
-inline constexpr std::int32_t kNumCollectives = SPARKHVD_JOIN + 1;
+inline constexpr std::int32_t kNumCollectives = SPARKHVD_CONFIGURE + 1;
 
 /// Bytes of one element.
 constexpr std::size_t element_size(DType dtype) noexcept {
@@ -148,6 +152,14 @@ constexpr std::string_view name_of(Collective collective) noexcept {
       return "reducescatter";
     case Collective::kJoin:
       return "join";
+    case Collective::kAddProcessSet:
+      return "add_process_set";
+    case Collective::kRemoveProcessSet:
+      return "remove_process_set";
+    case Collective::kRegister:
+      return "register_memory";
+    case Collective::kConfigure:
+      return "configure";
   }
   return "unknown collective";
 }

@@ -2,10 +2,13 @@
 // bit.
 #include "kernels/kernels.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
+#include <initializer_list>
 #include <random>
 #include <string>
 #include <vector>
@@ -140,6 +143,30 @@ void compare_with_scalar(const Case& c, std::mt19937_64& random) {
   }
 }
 
+TEST(instruction_sets_are_those_of_the_architecture) {
+#if defined(__aarch64__)
+  constexpr bool kIsArm = true;
+#else
+  constexpr bool kIsArm = false;
+#endif
+  CHECK(isa_available(SPARKHVD_ISA_SCALAR));
+  CHECK(isa_available(SPARKHVD_ISA_NEON) == kIsArm);
+  // Linux shows only what it also supports itself: registers that it saves.
+  std::ifstream file("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(file, line) && !line.starts_with("flags")) {
+  }
+  line += ' ';
+  const auto has = [&](std::initializer_list<const char*> flags) {
+    return std::ranges::all_of(flags, [&](const char* flag) {
+      return line.find(' ' + std::string(flag) + ' ') != std::string::npos;
+    });
+  };
+  CHECK(isa_available(SPARKHVD_ISA_AVX2) == (!kIsArm && has({"avx2", "f16c"})));
+  CHECK(isa_available(SPARKHVD_ISA_AVX512) ==
+        (!kIsArm && has({"avx2", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"})));
+}
+
 TEST(kernels_give_the_same_bits_on_every_instruction_set) {
   std::mt19937_64 random(20240917);
   const Scaling scalings[] = {{}, {.prescale = 0.3, .postscale = 1.7, .divisor = 3}};
@@ -250,7 +277,8 @@ TEST(float16_conversions_match_the_compiler) {
   }
   const void* const float_srcs[] = {floats.data()};
   std::vector<std::uint16_t> narrow(floats.size());
-  for (const int isa : {SPARKHVD_ISA_SCALAR, SPARKHVD_ISA_AVX2, SPARKHVD_ISA_AVX512}) {
+  for (const int isa :
+       {SPARKHVD_ISA_SCALAR, SPARKHVD_ISA_AVX2, SPARKHVD_ISA_AVX512, SPARKHVD_ISA_NEON}) {
     if (!isa_available(isa)) continue;
     kernels(isa).reduce_partial(DType::kFloat16, ReduceOp::kSum, wide.data(), srcs, halves.size(),
                                 {});

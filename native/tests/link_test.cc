@@ -48,7 +48,7 @@ TEST(tensor_bytes_and_frames_arrive_in_order_through_tiny_buffers) {
   Bytes received(first.size());
   Bytes tail(second.size());
   a.send_data(0, first);
-  a.send(encode(Goodbye{1}));
+  a.send(encode(Goodbye{{{0, 1}}}));
   const auto sent = a.send_data(0, second);
   // Receives need not be cut like sends.
   b.receive_data(0, std::span(received).first(1000));
@@ -87,6 +87,47 @@ TEST(a_link_waits_until_somebody_asks_for_the_tensor) {
   CHECK(target == data);
 }
 
+TEST(streams_overtake_each_other_once_early_bytes_are_kept) {
+  auto [a, b] = connect();
+  const Bytes first = pattern(3'000'000, 3);
+  const Bytes second = pattern(50'000, 4);
+  Bytes head(1'000'000);
+  Bytes tail(2'000'000);
+  Bytes target(second.size());
+  std::size_t frames = 0;
+  const auto count = [&](FrameType, std::span<const std::byte>) { return ++frames > 0; };
+  a.send_data(0, first);
+  a.send_data(7, second);
+  a.send(encode(Mapped{true}));
+  const auto head_ticket = b.receive_data(5, std::span(head).first(1));  // never comes
+  const auto ticket = b.receive_data(7, target);
+  for (int i = 0; i < 100; ++i) {
+    a.flush();
+    b.read(count, 1 << 20);
+  }
+  CHECK(!b.received(ticket) && frames == 0);
+  b.keep_early_data();
+  for (int i = 0; i < 10000 && frames == 0; ++i) {
+    a.flush();
+    b.read(count, 1 << 20);
+  }
+  CHECK_EQUAL(frames, 1U);
+  CHECK(b.received(ticket) && !b.received(head_ticket));
+  CHECK(target == second);
+  // What came early is taken in order, by receives of any size, and nothing else is read for it.
+  const auto tickets = {b.receive_data(0, head), b.receive_data(0, tail)};
+  for (const auto posted : tickets) CHECK(b.received(posted));
+  CHECK(std::equal(head.begin(), head.end(), first.begin()));
+  CHECK(std::equal(tail.begin(), tail.end(), first.begin() + 1'000'000));
+  // A stream that is cancelled forgets what came early.
+  Bytes forgotten(100);
+  a.send_data(3, std::span(first).first(100));
+  a.flush();
+  b.read(count, 1 << 20);
+  b.cancel_lent(3);
+  CHECK(!b.received(b.receive_data(3, forgotten)));
+}
+
 TEST(cancelled_memory_is_never_touched_again_and_frames_stay_whole) {
   auto [a, b] = connect();
   Bytes target(1 << 20);
@@ -96,7 +137,7 @@ TEST(cancelled_memory_is_never_touched_again_and_frames_stay_whole) {
     a.flush();  // part of it: the socket buffer is small
     a.cancel_lent();
   }
-  a.send(encode(Goodbye{5}));
+  a.send(encode(Goodbye{{{0, 5}}}));
   b.receive_data(0, target);
   b.read(no_frames, 1000);
   b.cancel_lent();
@@ -106,7 +147,7 @@ TEST(cancelled_memory_is_never_touched_again_and_frames_stay_whole) {
     a.flush();
     b.read(
         [&](FrameType, std::span<const std::byte> body) {
-          executed = decode<Goodbye>(body).executed;
+          executed = decode<Goodbye>(body).sets.at(0).executed;
           return true;
         },
         1 << 20);
@@ -121,7 +162,7 @@ TEST(last_words_are_read_before_the_end_is_seen) {
   a.flush();
   a.close();
   // The other side notices the end by writing, and still hears the cause.
-  b.send(encode(Goodbye{1}));
+  b.send(encode(Goodbye{{{0, 1}}}));
   b.flush();
   std::string cause;
   b.read(

@@ -44,6 +44,10 @@ void survive_all(std::span<const std::byte> body) {
   survive<Execute>(body);
   survive<Refuse>(body);
   survive<Goodbye>(body);
+  survive<SegmentOffer>(body);
+  survive<SegmentMapped>(body);
+  survive<StackRequest>(body);
+  survive<Stack>(body);
   survive<Abort>(body);
 }
 
@@ -64,17 +68,33 @@ TEST(messages_survive_the_round_trip) {
   const Execute execute = decode<Execute>(body_of(encode(Execute{1, 99, "x", {4, 0, 2}})));
   CHECK(execute.sequence == 99);
   CHECK(execute.rows == (std::vector<std::int64_t>{4, 0, 2}));
-  const Hello hello = decode<Hello>(body_of(encode(Hello{1, 2, {0, 0, 1}, 4096, 4, true})));
+  Execute full{1, 99, "x", {}, {{{2, 5}, 640}, {{2, 5}, 0}}, {Rank{0}, Rank{3}}};
+  full.descriptor = example().descriptor;
+  full.descriptor->numbers = {1, 2};
+  full.descriptor->place = full.places[0];
+  const Execute decoded = decode<Execute>(body_of(encode(full)));
+  CHECK(decoded.places == full.places);
+  CHECK(decoded.contributors == full.contributors);
+  CHECK(decoded.descriptor->numbers == full.descriptor->numbers);
+  CHECK(decoded.descriptor->place == full.places[0]);
+  const auto offer = decode<SegmentOffer>(body_of(encode(SegmentOffer{{3, 9}, true})));
+  CHECK(offer.key == (SegmentKey{3, 9}) && offer.has_memory);
+  CHECK(decode<SegmentMapped>(body_of(encode(SegmentMapped{{3, 9}, true}))).ok);
+  decode<StackRequest>(body_of(encode(StackRequest{})));
+  CHECK(decode<Stack>(body_of(encode(Stack{"File x"}))).text == "File x");
+  CHECK_THROWS(Error, decode<Stack>(body_of(encode(Stack{std::string(kMaxStackBytes + 1, 'x')}))));
+  const Hello hello = decode<Hello>(body_of(encode(Hello{1, 2, {0, 0, 1}, 4096, 4, 1, true})));
   CHECK(hello.hosts == (std::vector<std::int32_t>{0, 0, 1}));
   CHECK(hello.has_memory);
   CHECK(decode<Abort>(body_of(encode(Abort{5, "why"}))).message == "why");
-  CHECK(decode<Goodbye>(body_of(encode(Goodbye{12}))).executed == 12);
+  CHECK(decode<Goodbye>(body_of(encode(Goodbye{{{3, 12}}}))).sets.at(0).executed == 12);
   CHECK(decode<Refuse>(body_of(encode(Refuse{0, "n", 3, "m"}))).status == 3);
 }
 
 TEST(frames_have_the_documented_bytes) {
-  const Bytes goodbye = encode(Goodbye{0x0102030405060708});
-  const unsigned char expected[] = {8, 0, 0, 0, 7, 0, 0, 0, 8, 7, 6, 5, 4, 3, 2, 1};
+  const Bytes goodbye = encode(Goodbye{{{2, 0x0102030405060708}}});
+  const unsigned char expected[] = {16, 0, 0, 0, 7, 0, 0, 0, 1, 0, 0, 0,
+                                    2,  0, 0, 0, 8, 7, 6, 5, 4, 3, 2, 1};
   CHECK(goodbye.size() == sizeof(expected));
   CHECK(std::memcmp(goodbye.data(), expected, sizeof(expected)) == 0);
   const Bytes data = encode_data_header(2, 256);
@@ -101,13 +121,17 @@ TEST(impossible_headers_and_shapes_are_refused) {
     return bytes;
   };
   CHECK_THROWS(Error, decode_header(header(0, 0)));
-  CHECK_THROWS(Error, decode_header(header(0, 9)));
+  CHECK_THROWS(Error, decode_header(header(0, 13)));
   CHECK_THROWS(Error, decode_header(header(0xffffffff, 3)));
   CHECK_THROWS(Error, decode_header(header(3, 6)));
   CHECK_THROWS(Error, decode_header(header(kMaxDataBytes + 5, 6)));
   Ready negative = example();
   negative.descriptor.shapes = {{-1}};
   CHECK_THROWS(Error, decode<Ready>(body_of(encode(negative))));
+  for (const std::int32_t status : {SPARKHVD_OK, SPARKHVD_PENDING, SPARKHVD_INTERNAL + 1, -1}) {
+    CHECK_THROWS(Error, decode<Abort>(body_of(encode(Abort{status, "x"}))));
+    CHECK_THROWS(Error, decode<Refuse>(body_of(encode(Refuse{0, "w", status, "x"}))));
+  }
   Ready huge = example();
   huge.descriptor.shapes = {{INT64_MAX, 2}};
   CHECK_THROWS(Error, decode<Ready>(body_of(encode(huge))));

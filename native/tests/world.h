@@ -30,6 +30,7 @@ struct WorldOptions {
   double stall_warning_s = 0;
   double stall_shutdown_s = 30;
   double connect_timeout_s = 20;
+  std::uint32_t streams = 1;
 };
 
 inline std::vector<std::int32_t> one_host(int size) {
@@ -123,6 +124,8 @@ class TestEngine {
     raw.slot_bytes = options.slot_bytes;
     raw.slots = options.slots;
     raw.use_shared_memory = options.use_shared_memory ? 1 : 0;
+    raw.streams = options.streams;
+    raw.stream_sockets = sockets.data() + options.hosts.size();
     char text[4096] = "";
     status_.code = sparkhvd_engine_create(&raw, &engine_, text, sizeof(text));
     status_.message = text;
@@ -178,7 +181,17 @@ class Request {
     tensors_.push_back({input, output, nullptr, 0, 0});
     return *this;
   }
+  Request& numbers(std::vector<std::int64_t> values) {
+    numbers_ = std::move(values);
+    return *this;
+  }
+  Request& on(std::int32_t process_set) {
+    raw_.process_set = process_set;
+    return *this;
+  }
   sparkhvd_request& raw() {
+    raw_.splits = numbers_.empty() ? nullptr : numbers_.data();
+    raw_.num_splits = static_cast<std::uint32_t>(numbers_.size());
     for (std::size_t i = 0; i < tensors_.size(); ++i) {
       tensors_[i].shape = shapes_[i].data();
       tensors_[i].num_dims = static_cast<std::uint32_t>(shapes_[i].size());
@@ -193,17 +206,47 @@ class Request {
   std::string name_;
   std::vector<std::vector<std::int64_t>> shapes_;
   std::vector<sparkhvd_tensor> tensors_;
+  std::vector<std::int64_t> numbers_;
   sparkhvd_request raw_{};
 };
+
+/// What a finished operation says of itself: rows, and its data as T.
+template <class T = float>
+struct Result {
+  std::vector<std::int64_t> rows;
+  std::vector<T> data;
+};
+
+template <class T = float>
+Result<T> result_of(const TestWork& work) {
+  sparkhvd_output output{};
+  output.struct_size = sizeof(output);
+  char text[1024] = "";
+  if (sparkhvd_work_output(work.get(), &output, text, sizeof(text)) != SPARKHVD_OK) {
+    throw Failure(text);
+  }
+  Result<T> result;
+  result.rows.assign(output.rows, output.rows + output.num_rows);
+  const auto* data = static_cast<const T*>(output.data);
+  if (output.num_bytes > 0) result.data.assign(data, data + output.num_bytes / sizeof(T));
+  return result;
+}
 
 /// Runs `body(engine, rank)` on every rank, each in a thread of its own, and rethrows the first
 /// failure.
 inline void run_ranks(const WorldOptions& options,
                       const std::function<void(TestEngine&, std::int32_t)>& body) {
   const std::size_t size = options.hosts.size();
-  auto sockets = connect_all(size, [&](std::size_t i, std::size_t j) {
+  const auto use_tcp = [&](std::size_t i, std::size_t j) {
     return options.use_tcp && options.hosts[i] != options.hosts[j];
-  });
+  };
+  auto sockets = connect_all(size, use_tcp);
+  for (std::uint32_t stream = 1; stream < options.streams; ++stream) {
+    const auto further = connect_all(size, use_tcp);
+    for (std::size_t i = 0; i < size; ++i) {
+      sockets[i].insert(sockets[i].end(), further[i].begin(), further[i].end());
+    }
+  }
   std::vector<std::string> problems(size);
   {
     std::vector<std::jthread> threads;

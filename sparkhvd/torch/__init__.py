@@ -6,12 +6,18 @@ A script for Horovod needs only this import changed. Call `init()` first; under 
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from sparkhvd import timeline
+from sparkhvd.counters import Metrics
 from sparkhvd.errors import (
     CollectiveError,
     CollectiveTimeoutError,
     HorovodInternalError,
+    InvalidArgumentError,
     MismatchError,
     NotInitializedError,
     PeerLostError,
@@ -37,21 +43,37 @@ from sparkhvd.torch.collectives import (
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    join,
     poll,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
 )
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.optimizer import DistributedOptimizer
-from sparkhvd.torch.process_sets import ProcessSet, global_process_set
+from sparkhvd.torch.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+from sparkhvd.torch.registered import registered_empty
 
 if TYPE_CHECKING:
     from sparkhvd.rendezvous import Rendezvous
@@ -73,6 +95,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -80,6 +103,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -96,48 +121,42 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "metrics",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "registered_empty",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 
 # Horovod's names that this version does not have yet.
-_LATER = frozenset(
-    {
-        "SyncBatchNorm",
-        "add_process_set",
-        "alltoall",
-        "alltoall_async",
-        "elastic",
-        "grouped_allgather",
-        "grouped_allgather_async",
-        "grouped_reducescatter",
-        "grouped_reducescatter_async",
-        "join",
-        "reducescatter",
-        "reducescatter_async",
-        "remove_process_set",
-        "sparse_allreduce_async",
-        "start_timeline",
-        "stop_timeline",
-    }
-)
+_LATER = frozenset({"SyncBatchNorm", "elastic"})
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -145,19 +164,43 @@ def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"module 'sparkhvd.torch' has no attribute {name!r}.{later}")
 
 
-def init(rendezvous: Rendezvous | None = None) -> None:
+def init(
+    comm: Rendezvous | Sequence[int] | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+) -> None:
     """Join the job; every rank must call it. Does nothing while initialised; works again after `shutdown()`.
 
     Args:
-        rendezvous: how the ranks find each other; None means the job that this process was started for,
-            or a job of one rank if it was started for none.
+        comm: how the ranks find each other: a `Rendezvous`. None means the job that this process was started
+            for, or a job of one rank if it was started for none. Horovod's list of ranks must name all of them.
+        process_sets: sets to register at once, the same on every rank. Horovod's "dynamic" has no effect: sets
+            may always be added and removed.
 
     Raises:
+        InvalidArgumentError: an argument is wrong.
         CollectiveTimeoutError: a rank did not come within `Settings.connect_timeout_s`; the message names it.
         PeerLostError: a rank's process ended before it came.
         EngineUnavailableError: the compiled library is missing.
     """
-    _context.initialize(rendezvous)
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise InvalidArgumentError(
+            f"init(process_sets={process_sets!r}): give a list of process sets, 'dynamic' or None."
+        )
+    rendezvous = comm if hasattr(comm, "connect") else None
+    ranks = None if rendezvous is not None or comm is None else list(comm)  # type: ignore[arg-type]  # no rendezvous
+    if not _context.initialize(rendezvous):  # type: ignore[arg-type]  # as above
+        return
+    try:
+        if ranks is not None and sorted(ranks) != list(range(size())):
+            raise InvalidArgumentError(
+                f"init(comm={ranks}): the job has the ranks 0 to {size() - 1}, and all take part. Leave comm out, "
+                "and give process_sets for operations among some of them."
+            )
+        for process_set in () if isinstance(process_sets, str) else process_sets or ():
+            add_process_set(process_set)
+    except BaseException:
+        shutdown()
+        raise
 
 
 def shutdown() -> None:
@@ -203,6 +246,43 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
     return _context.context().engine.topology.is_homogeneous
+
+
+def metrics(*, show: bool = True) -> Metrics:
+    """What this rank's engine has counted since `init()`: operations, bytes, times, waits (docs/observe.md).
+
+    Args:
+        show: print the table. `str()` of the result is the table, `.prometheus()` the text for Prometheus,
+            `.counters` the numbers.
+    """
+    found = Metrics(_context.context().engine.counters())
+    if show:
+        sys.stdout.write(f"{found}\n")
+    return found
+
+
+def start_timeline(
+    file_path: str | os.PathLike[str], mark_cycles: bool = False, all_ranks: bool = False
+) -> None:
+    """Write a timeline from now on, for ui.perfetto.dev; one that is being written ends.
+
+    Args:
+        file_path: a file on rank 0, made or overwritten; valid JSON at any moment.
+        mark_cycles: also mark when a thread begins to drive the engine.
+        all_ranks: every rank records, and `stop_timeline()` puts all into rank 0's file, by rank 0's clock;
+            every rank must then call both. Without it only rank 0 writes, and others may call this.
+
+    Raises:
+        InvalidArgumentError: the file cannot be written; with `all_ranks` raised on every rank.
+    """
+    timeline.start(
+        _context.context().engine, file_path, mark_cycles=mark_cycles, all_ranks=all_ranks
+    )
+
+
+def stop_timeline() -> None:
+    """End the timeline; returns when its file is complete. Nothing happens if there is none."""
+    timeline.stop(_context.context().engine)
 
 
 def mpi_built() -> bool:

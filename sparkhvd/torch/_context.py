@@ -37,15 +37,26 @@ class Context:
         self.is_open = True
         # Which reducer listens to a parameter, weakly (made and used by `optimizer.py`).
         self.owners: MutableMapping[Any, Callable[[], Any]] | None = None
-        self._counters: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        # The registered process sets by their ranks (made and used by `process_sets.py`).
+        self.process_sets: dict[tuple[int, ...], Any] = {}
+        self.joins = 0  # how often all ranks have joined
+        self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
-    def number(self, kind: str) -> int:
-        """The next number of its kind: 0, 1, ..."""
-        return next(self._counters[kind])
+    def number(self, kind: str, process_set: int = 0) -> int:
+        """The next number of its kind in the process set: 0, 1, ..."""
+        return next(self._counters[kind, process_set])
 
-    def name(self, kind: str, name: str | None) -> str:
-        """Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`."""
-        return f"{kind}.{name}" if name is not None else f"{kind}.noname.{self.number(kind)}"
+    def name(self, kind: str, name: str | None, process_set: int = 0) -> str:
+        """Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`.
+
+        Every rank of a process set counts the set's operations alike, whatever else it does.
+        """
+        if name is not None:
+            return f"{kind}.{name}"
+        # Ranks that had joined did not count the others' operations: after a join all begin anew.
+        joins = self.joins if process_set == 0 else 0
+        kind = f"{kind}.noname.{joins}" if joins else f"{kind}.noname"
+        return f"{kind}.{self.number(kind, process_set)}"
 
     def close(self) -> None:
         """Leave the job politely; gradients are not reduced any more."""
@@ -55,6 +66,7 @@ class Context:
     def retire(self) -> None:
         """From now on nobody may use the engine through this context."""
         self.is_open = False
+        self.process_sets.clear()
         owners, self.owners = self.owners, None
         for find in (owners or {}).values():
             reducer = find()
@@ -97,16 +109,17 @@ def is_initialized() -> bool:
     return _find() is not None
 
 
-def initialize(rendezvous: Rendezvous | None = None) -> None:
-    """Make the process's context, unless there is one."""
+def initialize(rendezvous: Rendezvous | None = None) -> bool:
+    """Make the process's context, unless there is one; whether there was none."""
     with _process.lock:
         if _find() is not None:
-            return
+            return False
         rendezvous = rendezvous or meeting.current() or meeting.SingleRendezvous(Settings.resolve())
         _process.context = Context(Engine(rendezvous.connect(), rendezvous.settings))
         if _process.exit_pid != os.getpid():
             _process.exit_pid = os.getpid()
             atexit.register(_at_exit, os.getpid())
+        return True
 
 
 def shut_down() -> None:

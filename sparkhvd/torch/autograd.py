@@ -5,6 +5,7 @@ A backward pass is a collective too: every rank that ran the forward one must ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +13,42 @@ from torch import Tensor
 
 from sparkhvd.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch import collectives
 from sparkhvd.torch._context import context
-from sparkhvd.torch.process_sets import ProcessSet, set_id
+from sparkhvd.torch.collectives.allgathers import (
+    gathered,
+    grouped_allgather,
+    start_allgather,
+    start_grouped_allgather,
+)
+from sparkhvd.torch.collectives.allreduces import (
+    allreduce,
+    grouped_allreduce,
+    start_allreduce,
+)
+from sparkhvd.torch.collectives.alltoalls import alltoall_async
+from sparkhvd.torch.collectives.broadcasts import broadcast_async
+from sparkhvd.torch.collectives.reducescatters import start_reducescatter
+from sparkhvd.torch.process_sets import ProcessSet, members, set_id
 
-__all__ = ["Allgather", "Broadcast", "GroupedAllreduce"]
+__all__ = [
+    "Allgather",
+    "Alltoall",
+    "Broadcast",
+    "GroupedAllgather",
+    "GroupedAllreduce",
+    "GroupedReducescatter",
+]
 
 
 def _gradient_name(name: str | None) -> str | None:
     return None if name is None else f"{name}.gradient"
+
+
+def _check_linear(what: str, op: ReduceOp) -> None:
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise InvalidArgumentError(
+            f"{what}(op={op.name.title()}) has no gradient. Use Average or Sum, or detach the tensor."
+        )
 
 
 class GroupedAllreduce(torch.autograd.Function):
@@ -38,22 +66,15 @@ class GroupedAllreduce(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.arguments = (_gradient_name(name), op, prescale, postscale, process_set, single)
-        handle = collectives._allreduce_async(
-            tensors, name, op, prescale, postscale, process_set, single
-        )
+        handle = start_allreduce(tensors, name, op, prescale, postscale, process_set, single)
         result = handle.wait()
         return (result,) if single else tuple(result)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, op, prescale, postscale, process_set, single = ctx.arguments
-        if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise InvalidArgumentError(
-                f"allreduce(op={op.name.title()}) has no gradient. Use Average or Sum, or detach the tensor."
-            )
-        handle = collectives._allreduce_async(
-            gradients, name, op, prescale, postscale, process_set, single
-        )
+        _check_linear("allreduce", op)
+        handle = start_allreduce(gradients, name, op, prescale, postscale, process_set, single)
         result = handle.wait()
         return (None, None, None, None, None, None, *([result] if single else result))
 
@@ -66,22 +87,102 @@ class Allgather(torch.autograd.Function):
         ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet
     ) -> Tensor:
         current = context()
-        set_id(process_set)
-        full_name = current.name("allgather", name)
-        work = collectives.start_allgather(current, full_name, tensor)
+        number = set_id(process_set)
+        full_name = current.name("allgather", name, number)
+        work = start_allgather(current, full_name, tensor, number)
         work.wait()
-        joined, rows = collectives.gathered(work, tensor.dtype, tensor.shape)
-        rank = current.engine.topology.rank
-        ctx.arguments = (_gradient_name(name), process_set, sum(rows[:rank]), rows[rank])
+        joined, rows = gathered(work, tensor.dtype, tensor.shape)
+        place = members(process_set).index(current.engine.topology.rank)
+        ctx.arguments = (_gradient_name(name), process_set, sum(rows[:place]), rows[place])
         return joined
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, process_set, first, rows = ctx.arguments
-        average = collectives.allreduce(
-            gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set
-        )
+        average = allreduce(gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set)
         return average.narrow(0, first, rows), None, None
+
+
+class GroupedAllgather(torch.autograd.Function):
+    """As `Allgather`, for several tensors."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        handle, rows = start_grouped_allgather(tensors, name, process_set)
+        joined: tuple[Tensor, ...] = handle.wait()
+        place = members(process_set).index(context().engine.topology.rank)
+        own = [(sum(counts[:place]), counts[place]) for counts in rows]
+        ctx.arguments = (_gradient_name(name), process_set, own)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
+        name, process_set, own = ctx.arguments
+        averages = grouped_allreduce(
+            gradients, name=name, op=ReduceOp.AVERAGE, process_set=process_set
+        )
+        parts = [average.narrow(0, *place) for average, place in zip(averages, own, strict=True)]
+        return None, None, *parts
+
+
+class Alltoall(torch.autograd.Function):
+    """The gradient of rows goes back to where they came from."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        tensor: Tensor,
+        splits: Tensor | Sequence[int] | None,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> tuple[Tensor, Tensor]:
+        output: Tensor
+        received: Tensor
+        output, received = alltoall_async(tensor, splits, name, process_set).wait()
+        ctx.arguments = (_gradient_name(name), process_set, received, tensor.shape[0])
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
+        name, process_set, received, rows = ctx.arguments
+        gradient, _ = alltoall_async(gradients[0], received, name, process_set).wait()
+        unsent = rows - gradient.shape[0]  # rows behind the last split
+        if unsent > 0:
+            gradient = torch.cat([gradient, gradient.new_zeros(unsent, *gradient.shape[1:])])
+        return gradient, None, None, None
+
+
+class GroupedReducescatter(torch.autograd.Function):
+    """The gradient is the ranks' gradients joined, with the same factors; with Sum times their number."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any,
+        name: str | None,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        single: bool,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.arguments = (_gradient_name(name), op, prescale * postscale, process_set)
+        handle = start_reducescatter(tensors, name, op, prescale, postscale, process_set, single)
+        result = handle.wait()
+        return (result,) if single else tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
+        name, op, factor, process_set = ctx.arguments
+        _check_linear("reducescatter", op)
+        if op is ReduceOp.SUM:
+            factor *= process_set.size()
+        scaled = [gradient * factor if factor != 1 else gradient for gradient in gradients]
+        joined = grouped_allgather(scaled, name=name, process_set=process_set)
+        return None, None, None, None, None, None, *joined
 
 
 class Broadcast(torch.autograd.Function):
@@ -92,15 +193,13 @@ class Broadcast(torch.autograd.Function):
         ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> Tensor:
         ctx.arguments = (_gradient_name(name), process_set, root_rank)
-        result: Tensor = collectives.broadcast_async(tensor, root_rank, name, process_set).wait()
+        result: Tensor = broadcast_async(tensor, root_rank, name, process_set).wait()
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, process_set, root_rank = ctx.arguments
-        average = collectives.allreduce(
-            gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set
-        )
+        average = allreduce(gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set)
         if context().engine.topology.rank != root_rank:
             average = torch.zeros_like(average)
         return average, None, None, None

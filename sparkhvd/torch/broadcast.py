@@ -18,7 +18,8 @@ from torch import Tensor
 from sparkhvd.engine import Work
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.torch._context import Context, context
-from sparkhvd.torch.collectives import gathered, start_allgather, start_broadcast
+from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
+from sparkhvd.torch.collectives.broadcasts import start_broadcast
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -102,23 +103,25 @@ def _from_bytes(tensor: Tensor) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def _broadcast_bytes(ctx: Context, name: str, payload: bytes | None, root_rank: int) -> bytes:
+def _broadcast_bytes(
+    ctx: Context, name: str, payload: bytes | None, root_rank: int, process_set: int = 0
+) -> bytes:
     """Rank `root_rank`'s `payload` on every rank; the others give None."""
     length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
-    start_broadcast(ctx, f"{name}.length", length, length, root_rank).wait()
+    start_broadcast(ctx, f"{name}.length", length, length, root_rank, process_set).wait()
     content = (
         _to_bytes(payload)
         if payload is not None
         else torch.empty(int(length.item()), dtype=torch.uint8)
     )
-    start_broadcast(ctx, f"{name}.bytes", content, content, root_rank).wait()
+    start_broadcast(ctx, f"{name}.bytes", content, content, root_rank, process_set).wait()
     return payload if payload is not None else _from_bytes(content)
 
 
-def _allgather_bytes(ctx: Context, name: str, payload: bytes) -> list[bytes]:
+def _allgather_bytes(ctx: Context, name: str, payload: bytes, process_set: int = 0) -> list[bytes]:
     """Every rank's `payload`, by rank."""
     mine = _to_bytes(payload)
-    work = start_allgather(ctx, name, mine)
+    work = start_allgather(ctx, name, mine, process_set)
     work.wait()
     joined, rows = gathered(work, mine.dtype, mine.shape)
     return [_from_bytes(part) for part in joined.split(list(rows))]
@@ -134,18 +137,19 @@ def broadcast_object(
 
     Args:
         obj: anything cloudpickle takes; only looked at on `root_rank`, which gets back the object itself.
-        root_rank: the rank that has it.
+        root_rank: the global rank that has it.
         name: as for `allreduce`.
-        process_set: only `global_process_set` in this version.
+        process_set: the ranks that take part.
 
     Raises:
         InvalidArgumentError, MismatchError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
     ctx = context()
-    set_id(process_set)
-    name = ctx.name("broadcast_object", name)
+    number = set_id(process_set)
+    name = ctx.name("broadcast_object", name, number)
     is_root = ctx.engine.topology.rank == root_rank
-    payload = _broadcast_bytes(ctx, name, cloudpickle.dumps(obj) if is_root else None, root_rank)
+    mine = cloudpickle.dumps(obj) if is_root else None
+    payload = _broadcast_bytes(ctx, name, mine, root_rank, number)
     return obj if is_root else pickle.loads(payload)
 
 
@@ -157,15 +161,16 @@ def allgather_object(
     Args:
         obj: anything cloudpickle takes.
         name: as for `allreduce`.
-        process_set: only `global_process_set` in this version.
+        process_set: the ranks that take part.
 
     Raises:
         InvalidArgumentError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
     ctx = context()
-    set_id(process_set)
-    name = ctx.name("allgather_object", name)
-    return [pickle.loads(part) for part in _allgather_bytes(ctx, name, cloudpickle.dumps(obj))]
+    number = set_id(process_set)
+    name = ctx.name("allgather_object", name, number)
+    parts = _allgather_bytes(ctx, name, cloudpickle.dumps(obj), number)
+    return [pickle.loads(part) for part in parts]
 
 
 # --- Optimizer state. ---

@@ -23,7 +23,7 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -31,11 +31,14 @@ import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
 
-from sparkhvd.engine import DType, ReduceOp, TensorView, Work
+from sparkhvd.engine import ReduceOp, Work, allreduce_call
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.torch._context import Context
-from sparkhvd.torch.collectives import engine_dtype, gathered, start_allgather, start_broadcast
+from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
+from sparkhvd.torch.collectives.broadcasts import start_broadcast
+from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compression, Compressor
+from sparkhvd.torch.gradient_memory import GradientMemory, needed_bytes
 
 __all__ = ["ReduceOptions", "Reducer", "plan_buckets"]
 
@@ -101,6 +104,9 @@ class ReduceOptions:
         sparse_as_dense: send sparse gradients as dense ones, else they are an error.
         bucket_bytes: when a bucket is full.
         groups: parameter numbers that share a bucket.
+        process_set: the engine's number of the ranks that reduce.
+        ranks: their global ranks, ascending.
+        as_views: gradients live in registered memory.
     """
 
     op: ReduceOp
@@ -111,6 +117,9 @@ class ReduceOptions:
     sparse_as_dense: bool
     bucket_bytes: int
     groups: tuple[tuple[int, ...], ...] = ()
+    process_set: int = 0
+    ranks: tuple[int, ...] = ()
+    as_views: bool = False
 
 
 class _Entry:
@@ -141,7 +150,7 @@ class _Entry:
         self.bucket: _Bucket
         self.grad: Tensor | None = None  # this cycle's gradient, once it is complete
         self.missing = False  # this rank's gradient is a stand-in of zeros
-        self.address = 0  # of what was sent last; TensorViews are kept while addresses stay
+        self.address = -1  # of what was sent last; the call is told when it changes
 
     @property
     def num_bytes(self) -> int:
@@ -152,39 +161,55 @@ class _Bucket:
     """Parameters that are reduced as one operation."""
 
     __slots__ = (
-        "dtype",
+        "call",
         "entries",
         "flags",
-        "flags_view",
+        "flat",
         "name",
         "ones",
         "pending",
         "sent",
-        "views",
         "work",
     )
 
-    def __init__(self, name: str, entries: list[_Entry], flagged: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        entries: list[_Entry],
+        flagged: bool,
+        options: ReduceOptions,
+        flat: Tensor | None = None,
+    ) -> None:
         self.name = name
         self.entries = entries
-        self.dtype: DType = engine_dtype(name, torch.empty(0, dtype=entries[0].wire_dtype))
+        dtype = engine_dtype(name, torch.empty(0, dtype=entries[0].wire_dtype))
+        shapes = [entry.shape for entry in entries]
+        if flat is not None:
+            shapes = [(flat.numel(),)]
+        if flagged:
+            shapes.append((len(entries),))
+        self.call = allreduce_call(
+            shapes,
+            dtype,
+            options.op,
+            options.prescale,
+            options.postscale,
+            options.process_set,
+        )
+        self.flat = flat  # the memory of all its gradients, if they are views
+        if flat is not None:
+            self.call.place(0, flat.data_ptr(), flat.data_ptr())
         self.pending = len(entries)
         self.work: Work | None = None
         # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
         self.sent: list[tuple[_Entry, Tensor, Any]] = []
-        self.views: list[TensorView] = []
         for entry in entries:
             entry.bucket = self
             entry.address = -1
-            self.views.append(TensorView(0, 0, entry.shape))
         if flagged:
             # Who has a gradient: ones go in as they are, and are read only if a gradient is missing here.
             self.ones = torch.ones(len(entries), dtype=entries[0].wire_dtype)
             self.flags = torch.empty_like(self.ones)
-            self.flags_view = TensorView(
-                self.ones.data_ptr(), self.flags.data_ptr(), (len(entries),)
-            )
-            self.views.append(self.flags_view)
 
 
 def _memory_layout(param: Tensor) -> tuple[int, ...]:
@@ -201,7 +226,8 @@ class Reducer:
         self.context = context
         self.options = options
         self.passes = options.passes
-        self.label = f"DistributedOptimizer.{context.number('DistributedOptimizer')}"
+        number = context.number("DistributedOptimizer", options.process_set)
+        self.label = f"DistributedOptimizer.{number}"
         self.in_flight = False
         # A gradient has arrived since the last wait.
         self.dirty = False
@@ -213,7 +239,13 @@ class Reducer:
             for index, (name, param) in enumerate(named)
         ]
         flagging = (ReduceOp.AVERAGE, ReduceOp.SUM)
-        self._flagged = options.op in flagging and options.compression in vars(Compression).values()
+        self._flagged = (
+            options.op in flagging
+            and options.compression in vars(Compression).values()
+            and not options.as_views  # every gradient is there
+        )
+        self._agreement: tuple[Tensor, Work] | None = self._offer_agreement()
+        self._memory = self._allocate() if options.as_views else None
         self._plan_number = 0
         self._buckets: list[_Bucket] = []
         order = list(reversed(range(len(self._entries))))
@@ -223,13 +255,26 @@ class Reducer:
             [] if len(self._buckets) > 1 and not options.groups else None
         )
         self._agreed_order: tuple[Tensor, Work] | None = None
-        self._agreement: tuple[Tensor, Work] | None = self._offer_agreement()
         self._hooks = [
             entry.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), entry))
             for entry in self._entries
         ]
         self._finalizer = weakref.finalize(self, _remove, self._hooks)
         self._finalizer.atexit = False
+
+    def _allocate(self) -> GradientMemory:
+        self._check_agreement()  # first: what is allocated follows from the parameters
+        buffer = self.context.engine.allocate(
+            needed_bytes(self._entries),
+            name=f"{self.label}.memory",
+            process_set=self.options.process_set,
+        )
+        return GradientMemory(buffer)
+
+    def zero(self) -> None:
+        """Set gradients that live in registered memory to zero."""
+        if self._memory is not None:
+            self._memory.zero(self._entries)
 
     def detach(self) -> None:
         """Stop listening to gradients: the engine was shut down, or another optimizer took them over."""
@@ -371,7 +416,14 @@ class Reducer:
     def _submit(self, bucket: _Bucket) -> None:
         if self._agreement is not None:
             self._check_agreement()
-        views = bucket.views
+        if self._memory is not None:
+            for entry in bucket.entries:
+                self._require_dense(entry)
+                entry.grad = self._memory.take(entry)
+            self.in_flight = True
+            bucket.work = self.context.engine.start(bucket.call, bucket.name, bucket.flat)
+            return
+        tensors = bucket.call.tensors
         keep: list[Any] = []
         plain = self.options.compression is Compression.none
         for position, entry in enumerate(bucket.entries):
@@ -388,33 +440,23 @@ class Reducer:
             address = tensor.data_ptr()
             if address != entry.address:
                 entry.address = address
-                views[position] = TensorView(address, address, entry.shape)
+                tensors[position].input = tensors[position].output = address
             keep.append(tensor)
         if self._flagged:
-            views[-1] = self._flags(bucket, keep)
+            has_gradient = self._flags(bucket)
+            tensors[-1].input = has_gradient.data_ptr()
+            tensors[-1].output = bucket.flags.data_ptr()
+            # Not the bucket itself: it holds the work, and the work the engine, which holds what is kept.
+            keep += (has_gradient, bucket.flags)
         self.in_flight = True
-        options = self.options
-        bucket.work = self.context.engine.allreduce(
-            views,
-            name=bucket.name,
-            dtype=bucket.dtype,
-            op=options.op,
-            prescale=options.prescale,
-            postscale=options.postscale,
-            keep=keep,
-        )
+        bucket.work = self.context.engine.start(bucket.call, bucket.name, keep)
 
-    def _flags(self, bucket: _Bucket, keep: list[Any]) -> TensorView:
-        # Not the bucket itself: it holds the work, and the work the engine, which holds what is kept.
-        keep += (bucket.ones, bucket.flags)
+    def _flags(self, bucket: _Bucket) -> Tensor:
         if not any([entry.missing for entry in bucket.entries]):
-            return bucket.flags_view
-        has_gradient = torch.tensor(
+            return bucket.ones
+        return torch.tensor(
             [not entry.missing for entry in bucket.entries], dtype=bucket.ones.dtype
         )
-        keep.append(has_gradient)
-        view = bucket.flags_view
-        return TensorView(has_gradient.data_ptr(), view.output, view.shape)
 
     def _send_instead(self, bucket: _Bucket, entry: _Entry, grad: Tensor) -> Tensor:
         """What to send for a gradient that cannot be, or shall not be, sent from where it lies."""
@@ -436,12 +478,7 @@ class Reducer:
                 return grad
         dense = grad
         if grad.layout is not torch.strided:
-            if not self.options.sparse_as_dense:
-                raise InvalidArgumentError(
-                    f"DistributedOptimizer: the gradient of {entry.name!r} is sparse, and this version of "
-                    "sparkhvd sends dense gradients only. Give sparse_as_dense=True, or build the layer "
-                    "with sparse=False."
-                )
+            self._require_dense(entry)
             dense = grad.to_dense()
         wire, compression_context = self.options.compression.compress(dense.detach())
         if wire is grad or wire.dtype != entry.wire_dtype or wire.stride() != entry.stride:
@@ -449,6 +486,19 @@ class Reducer:
             wire = copy.copy_(wire)
         bucket.sent.append((entry, wire, compression_context))
         return wire
+
+    def _require_dense(self, entry: _Entry) -> None:
+        grad = entry.param.grad
+        if (
+            grad is not None
+            and grad.layout is not torch.strided
+            and not self.options.sparse_as_dense
+        ):
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: the gradient of {entry.name!r} is sparse, and this version of "
+                "sparkhvd sends dense gradients only. Give sparse_as_dense=True, or build the layer "
+                "with sparse=False."
+            )
 
     def _take_back(self, bucket: _Bucket) -> None:
         for entry, wire, compression_context in bucket.sent:
@@ -469,8 +519,15 @@ class Reducer:
 
     # --- The plan. ---
 
+    def set_bucket_bytes(self, bucket_bytes: int) -> None:
+        """Divide the gradients anew, into buckets of another size; between cycles and on every rank alike."""
+        self.options = replace(self.options, bucket_bytes=bucket_bytes)
+        if self._order is None:  # else the end of the first cycle does it
+            self._plan(self._planned)
+
     def _plan(self, order: Sequence[int]) -> None:
         entries = self._entries
+        self._planned = order
         plan = plan_buckets(
             [entry.num_bytes for entry in entries],
             [entry.wire_dtype for entry in entries],
@@ -481,25 +538,38 @@ class Reducer:
         # A new plan has new names, because the old ones mean other shapes to the engine.
         prefix = f"{self.label}.{self._plan_number}"
         self._plan_number += 1
+        divided = [[entries[index] for index in indices] for indices in plan]
+        flats: Sequence[Tensor | None] = [None] * len(plan)
+        if self._memory is not None:
+            flats = self._memory.lay_out(divided)
         self._buckets = [
-            _Bucket(f"{prefix}.{number}", [entries[index] for index in indices], self._flagged)
-            for number, indices in enumerate(plan)
+            _Bucket(f"{prefix}.{number}", bucket, self._flagged, self.options, flat)
+            for number, (bucket, flat) in enumerate(zip(divided, flats, strict=True))
         ]
 
     def _offer_order(self, seen: list[int]) -> None:
-        """Start to send rank 0's order of gradients to every rank."""
+        """Start to send the first rank's order of gradients to every rank."""
         late = set(range(len(self._entries))).difference(seen)
         order = torch.tensor([*dict.fromkeys(seen), *sorted(late, reverse=True)], dtype=torch.int64)
-        name = f"{self.label}.order"
-        self._agreed_order = (order, start_broadcast(self.context, name, order, order, 0))
+        name, options = f"{self.label}.order", self.options
+        work = start_broadcast(
+            self.context, name, order, order, options.ranks[0], options.process_set
+        )
+        self._agreed_order = (order, work)
 
     def _follow_order(self) -> None:
-        """Divide the gradients anew, in the order in which rank 0 saw them become ready."""
+        """Divide the gradients anew, in the order in which the first rank saw them become ready."""
         if self._agreed_order is None:
             return
         order, work = self._agreed_order
-        work.wait()
-        self._agreed_order = self._order = None
+        self._agreed_order = None
+        try:
+            work.wait()
+        except MismatchError:
+            if self.options.process_set == 0:
+                return  # a rank has joined and missed this cycle; all try again in the next
+            raise
+        self._order = None
         self._reset()
         self._plan(order.tolist())
 
@@ -524,7 +594,8 @@ class Reducer:
         groups = f"groups {options.groups}" if options.groups else "no groups"
         return [
             f"op {options.op.name.title()}, factors {options.prescale} and {options.postscale}, "
-            f"{options.compression.__name__}, bucket_bytes {options.bucket_bytes}, {groups}",
+            f"{options.compression.__name__}, bucket_bytes {options.bucket_bytes}, {groups}"
+            f"{', gradients as views' if options.as_views else ''}",
             *[
                 f"{entry.name!r} with shape {entry.shape}, strides {entry.stride}, {entry.dtype}"
                 for entry in self._entries
@@ -535,7 +606,8 @@ class Reducer:
         """Start to compare this rank's parameters with the others'; looked at by the first bucket."""
         digest = hashlib.sha256(json.dumps(self._description()).encode()).digest()
         mine = torch.tensor(list(digest), dtype=torch.uint8)
-        return mine, start_allgather(self.context, f"{self.label}.digest", mine)
+        name = f"{self.label}.digest"
+        return mine, start_allgather(self.context, name, mine, self.options.process_set)
 
     def _check_agreement(self) -> None:
         assert self._agreement is not None
@@ -548,25 +620,27 @@ class Reducer:
         text = torch.frombuffer(
             bytearray(json.dumps(self._description()).encode()), dtype=torch.uint8
         )
-        work = start_allgather(self.context, f"{self.label}.description", text)
+        work = start_allgather(
+            self.context, f"{self.label}.description", text, self.options.process_set
+        )
         work.wait()
         joined, rows = gathered(work, text.dtype, text.shape)
         parts = [json.loads(bytes(part.tolist())) for part in joined.split(list(rows))]
-        raise MismatchError(_difference(self.label, parts))
+        raise MismatchError(_difference(self.label, self.options.ranks, parts))
 
 
-def _difference(label: str, descriptions: list[list[str]]) -> str:
-    """Says where the first rank that differs from rank 0 differs."""
+def _difference(label: str, ranks: Sequence[int], descriptions: list[list[str]]) -> str:
+    """Says where the first rank that differs from the set's first differs."""
     first = descriptions[0]
-    other = next(rank for rank, found in enumerate(descriptions) if found != first)
-    found = descriptions[other]
+    place = next(place for place, found in enumerate(descriptions) if found != first)
+    found, other, one = descriptions[place], ranks[place], ranks[0]
     advice = "Build the same model and the same optimizer, in the same order, on every rank."
     for number, (ours, theirs) in enumerate(zip(first, found, strict=False)):
         if ours != theirs:
             what = "the options" if number == 0 else f"parameter {number - 1}"
-            return f"{label}: ranks disagree on {what}. Rank 0 has {ours}; rank {other} has {theirs}. {advice}"
+            return f"{label}: ranks disagree on {what}. Rank {one} has {ours}; rank {other} has {theirs}. {advice}"
     return (
-        f"{label}: ranks disagree on the number of parameters. Rank 0 has {len(first) - 1}, "
+        f"{label}: ranks disagree on the number of parameters. Rank {one} has {len(first) - 1}, "
         f"rank {other} has {len(found) - 1}. {advice}"
     )
 

@@ -5,23 +5,33 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sparkhvd.autotune import Tuner, knobs
 from sparkhvd.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.adasum import DistributedAdasum, check_size
 from sparkhvd.torch.buckets import ReduceOptions, Reducer
 from sparkhvd.torch.collectives import Adasum, Average, allreduce
+from sparkhvd.torch.collectives.tensors import to_op
 from sparkhvd.torch.compression import Compression, Compressor
-from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+from sparkhvd.torch.process_sets import (
+    ProcessSet,
+    global_process_set,
+    members,
+    set_id,
+)
 
 __all__ = ["DistributedOptimizer"]
+
+_Made = TypeVar("_Made", bound=torch.optim.Optimizer)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -35,6 +45,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    gradient_as_bucket_view: bool = False,
 ) -> torch.optim.Optimizer:
     """Return `optimizer` as one whose `step()` uses gradients reduced over all ranks.
 
@@ -58,12 +70,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         named_parameters: `model.named_parameters()`, for messages; must name every parameter.
         compression: `Compression.fp16` or `.bf16` send half the bytes.
         backward_passes_per_step: passes whose gradients add up before they are reduced.
-        op: Average, Sum, Min, Max or Product.
+        op: Average, Sum, Min, Max, Product, or Adasum: then every rank steps with its own gradients, and `step()`
+            combines how far each moved the parameters (2, 4, 8, ... ranks).
         gradient_predivide_factor: with Average, divide by this before and by size / this after the sum.
         num_groups: deprecated; give `groups`.
         groups: a number of buckets, or lists of parameters that share one.
         sparse_as_dense: send sparse gradients as dense ones; without it they are an error.
-        process_set: only `global_process_set` in this version.
+        process_set: the ranks whose gradients are combined. On ranks that are not in it the result is as the
+            optimizer given. Ranks in several sets may build one optimizer for each.
+        gradient_as_bucket_view: gradients live in memory that the ranks of a host share, and are reduced where
+            they lie. Then they are never None: `zero_grad` sets them to zero, and a parameter that got no
+            gradient has zeros. Pays where gradients are kept between steps; not with compression.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -71,21 +88,27 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Cost: 2 (N-1)/N times the gradients' bytes per rank between hosts; inside a host, shared memory.
     """
-    if isinstance(optimizer, _Distributed):
+    if isinstance(optimizer, (_Distributed, DistributedAdasum)):
         raise InvalidArgumentError(
             "DistributedOptimizer: the optimizer is a DistributedOptimizer already. Give the plain one."
         )
-    set_id(process_set)
-    op = ReduceOp(op)
+    op = to_op(op)
+    number, ranks = set_id(process_set), members(process_set)
     _check_arguments(op, backward_passes_per_step, gradient_predivide_factor)
+    if gradient_as_bucket_view and (op is Adasum or compression is not Compression.none):
+        raise InvalidArgumentError(
+            "DistributedOptimizer: gradient_as_bucket_view=True reduces gradients where they lie, without "
+            "compression and not with Adasum. Leave one of them out."
+        )
     if num_groups:
         warnings.warn("num_groups= is deprecated; give groups=.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    own: Any = type(optimizer)
-    kind = _distributed_class(own)
-    made = kind.__new__(kind)
-    # An LR scheduler made before puts a `step` of its own into the instance; it would bypass ours.
-    made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    if op is Adasum and len(ranks) > 1 and context().engine.topology.rank in ranks:
+        check_size(len(ranks))
+        combining = _subclass_of(optimizer, DistributedAdasum)
+        combining._combine(context(), compression, process_set)
+        return combining
+    made = _subclass_of(optimizer, _Distributed)
     made._distribute(
         named_parameters,
         groups,
@@ -95,6 +118,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             compression=compression,
             passes=backward_passes_per_step,
             sparse_as_dense=sparse_as_dense,
+            process_set=process_set,
+            number=number,
+            ranks=tuple(ranks),
+            as_views=gradient_as_bucket_view,
         ),
     )
     return made
@@ -111,18 +138,27 @@ class _Configuration:
         compression: type[Compressor],
         passes: int,
         sparse_as_dense: bool,
+        process_set: ProcessSet,
+        number: int,
+        ranks: tuple[int, ...],
+        as_views: bool,
     ) -> None:
         self.op = op
         self.predivide = predivide
         self.compression = compression
         self.passes = passes
         self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self.number = number
+        self.ranks = ranks
+        self.as_views = as_views
 
 
 class _Distributed(torch.optim.Optimizer):
     """What a distributed optimizer does before its own class."""
 
     _reducers: tuple[Reducer, ...] = ()
+    _tuner: Tuner | None = None
 
     def _distribute(
         self,
@@ -136,12 +172,34 @@ class _Distributed(torch.optim.Optimizer):
         self._is_synchronized = False
         self._parameter_names = _names(self._all_parameters(), named_parameters)
         self._frozen: list[Tensor] = []
-        if self._context.engine.topology.size == 1:
+        if not self._has_partners():
             _group_numbers(groups, [])  # only checked
             return
         trainable = [(name, p) for p, name in self._parameter_names.items() if p.requires_grad]
         self._frozen = [p for p in self._parameter_names if not p.requires_grad]
         self._reduce(trainable, groups)
+        self._tuner = self._make_tuner()
+
+    def _make_tuner(self) -> Tuner | None:
+        """For the first optimizer of all ranks on an engine, if `Settings.autotune` asks for it."""
+        engine = self._context.engine
+        if not engine.settings.tuning or len(self._configuration.ranks) < engine.size:
+            return None
+        if self._context.number("autotune") > 0:
+            return None
+        reference = weakref.ref(self)  # no cycle: a dropped optimizer takes its hooks with it
+
+        def apply(values: Mapping[str, int]) -> None:
+            optimizer = reference()
+            for reducer in optimizer._reducers if optimizer is not None else ():
+                if "bucket_bytes" in values:
+                    reducer.set_bucket_bytes(values["bucket_bytes"])
+
+        return Tuner(engine, knobs(engine), apply)
+
+    def _has_partners(self) -> bool:
+        ranks = self._configuration.ranks
+        return len(ranks) > 1 and self._context.engine.topology.rank in ranks
 
     def _reduce(
         self,
@@ -167,6 +225,9 @@ class _Distributed(torch.optim.Optimizer):
                 sparse_as_dense=configuration.sparse_as_dense,
                 bucket_bytes=self._context.engine.settings.bucket_bytes,
                 groups=numbers,
+                process_set=configuration.number,
+                ranks=configuration.ranks,
+                as_views=configuration.as_views,
             ),
         )
         _take_over(self._context, reducer, [p for _, p in named])
@@ -241,7 +302,10 @@ class _Distributed(torch.optim.Optimizer):
         if self._should_synchronize and not (self._is_synchronized and not self._is_dirty()):
             self.synchronize()
         self._is_synchronized = False
-        return super().step()
+        result = super().step()
+        if self._tuner is not None:
+            self._tuner.step()
+        return result
 
     # torch wraps the `step` of every class that lacks this mark, to run step hooks and the profiler; the
     # class below does that already.
@@ -257,7 +321,8 @@ class _Distributed(torch.optim.Optimizer):
         self._is_synchronized = False
         if isinstance(self, torch.optim.LBFGS) and self._reducers:
             # Its line search decides by the loss, and every rank must decide alike.
-            return allreduce(torch.as_tensor(loss).detach(), op=Average)
+            process_set = self._configuration.process_set
+            return allreduce(torch.as_tensor(loss).detach(), op=Average, process_set=process_set)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -265,7 +330,9 @@ class _Distributed(torch.optim.Optimizer):
         for reducer in self._reducers:
             reducer.discard()
         self._is_synchronized = False
-        super().zero_grad(set_to_none)
+        super().zero_grad(set_to_none or self._configuration.as_views)
+        for reducer in self._reducers:
+            reducer.zero()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike; their gradients are reduced too."""
@@ -275,7 +342,7 @@ class _Distributed(torch.optim.Optimizer):
         added = [entry for entry in self._all_parameters() if entry[2] not in self._parameter_names]
         names = _names(added, None)
         self._parameter_names.update(names)
-        if self._context.engine.topology.size > 1:
+        if self._has_partners():
             self._frozen += [p for p in names if not p.requires_grad]
             self._reduce([(name, p) for p, name in names.items() if p.requires_grad])
 
@@ -299,16 +366,21 @@ def _plain_optimizer(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -
     return made
 
 
+def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
+    """The optimizer, with its state, as one of a class of the same name that does `base` first."""
+    classes: tuple[Any, Any] = (type(optimizer), base)
+    kind = cast("type[_Made]", _distributed_class(*classes))
+    made = kind.__new__(kind)
+    # An LR scheduler made before puts a `step` of its own into the instance; it would bypass ours.
+    made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    return made
+
+
 @functools.cache
-def _distributed_class(kind: Any) -> type[_Distributed]:
+def _distributed_class(kind: Any, base: Any) -> Any:
     """The subclass of an optimizer's class; the same one whenever it is asked for."""
-    return cast(
-        "type[_Distributed]",
-        type(
-            kind.__name__,
-            (_Distributed, kind),
-            {"__module__": kind.__module__, "__doc__": kind.__doc__},
-        ),
+    return type(
+        kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )
 
 
@@ -325,10 +397,6 @@ def _take_over(ctx: Context, reducer: Reducer, parameters: list[Tensor]) -> None
 
 
 def _check_arguments(op: ReduceOp, passes: int, predivide: float) -> None:
-    if op is Adasum:
-        raise InvalidArgumentError(
-            "DistributedOptimizer: op=Adasum is not in this version of sparkhvd. Use Average or Sum."
-        )
     if passes < 1:
         raise InvalidArgumentError(
             f"DistributedOptimizer: backward_passes_per_step is {passes}; it must be 1 or more."

@@ -1,13 +1,18 @@
-"""Process sets: the ranks that take part in an operation. Only the set of all ranks works so far."""
+"""Process sets: the ranks that take part in an operation.
+
+A `ProcessSet` names ranks; from its registration (`init(process_sets=...)` or `add_process_set`) until its removal
+or `shutdown()` it has a number, and operations may use it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch._context import context, is_initialized
+from sparkhvd.torch._context import Context, context, is_initialized
 
-__all__ = ["ProcessSet", "global_process_set"]
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
 
 class ProcessSet:
@@ -18,12 +23,22 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        self._ranks: list[int] | None = sorted(ranks)
-        self.process_set_id: int | None = None
-        if any(not isinstance(rank, int) for rank in self._ranks):
+        given = list(ranks)
+        if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in given):
             raise InvalidArgumentError(
-                f"ProcessSet({self._ranks!r}): ranks must be integers. Give a list such as [0, 1]."
+                f"ProcessSet({given!r}): ranks must be integers. Give a list such as [0, 1]."
             )
+        self._ranks: list[int] | None = sorted(given)
+        self._number: int | None = None
+        self._context: weakref.ref[Context] | None = None  # where it is registered
+
+    @property
+    def process_set_id(self) -> int | None:
+        """The engine's number of it, None while it is not registered."""
+        if self is global_process_set:
+            return 0
+        found = None if self._context is None else self._context()
+        return self._number if found is not None and found.is_open else None
 
     @property
     def ranks(self) -> list[int] | None:
@@ -33,20 +48,22 @@ class ProcessSet:
         return self._ranks
 
     def size(self) -> int | None:
-        """Number of ranks in it."""
-        return None if self.ranks is None else len(self.ranks)
+        """Number of ranks in it; None while it is not registered."""
+        return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def included(self) -> bool | None:
-        """Whether this process is in it."""
-        return None if self.ranks is None else context().engine.topology.rank in self.ranks
+        """Whether this process is in it; None while it is not registered."""
+        if self.process_set_id is None or self.ranks is None:
+            return None
+        return context().engine.topology.rank in self.ranks
 
     def rank(self) -> int | None:
-        """This process's number inside the set.
+        """This process's number inside the set; None while it is not registered.
 
         Raises:
             InvalidArgumentError: this process is not in it.
         """
-        if self.ranks is None:
+        if self.process_set_id is None or self.ranks is None:
             return None
         mine = context().engine.topology.rank
         if mine not in self.ranks:
@@ -62,7 +79,6 @@ class ProcessSet:
 def _make_global() -> ProcessSet:
     made = ProcessSet([])
     made._ranks = None  # as many as the current engine has
-    made.process_set_id = 0
     return made
 
 
@@ -70,15 +86,94 @@ global_process_set = _make_global()
 """All ranks: the default of every operation."""
 
 
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a process set; every rank must call this with the same ranks, members or not. Waits for all.
+
+    Args:
+        process_set: a set that is not registered, or its ranks.
+
+    Returns:
+        The registered set.
+
+    Raises:
+        InvalidArgumentError: a rank does not exist, or a set of these ranks is registered already.
+        MismatchError: ranks disagree on the set; raised on every rank.
+        CollectiveTimeoutError, PeerLostError: as for `allreduce`.
+    """
+    current = context()
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    _check_new(current, added)
+    name = current.name("add_process_set", None)
+    work = current.engine.add_process_set(added.ranks or (), name=name)
+    work.wait()
+    added._number = work.output().rows[0]
+    added._context = weakref.ref(current)
+    current.process_sets[tuple(added.ranks or ())] = added
+    return added
+
+
+def _check_new(current: Context, added: ProcessSet) -> None:
+    size, ranks = current.engine.topology.size, added.ranks or []
+    what = f"add_process_set({ranks})"
+    if not ranks:
+        raise InvalidArgumentError(f"{what}: a process set needs at least one rank.")
+    if len(set(ranks)) < len(ranks):
+        raise InvalidArgumentError(f"{what}: a rank is named twice. Give each rank once.")
+    if ranks[0] < 0 or ranks[-1] >= size:
+        raise InvalidArgumentError(f"{what}: with {size} ranks they must be from 0 to {size - 1}.")
+    if added.process_set_id is not None:
+        raise InvalidArgumentError(f"{what}: {added} is registered already. Use it as it is.")
+    same = current.process_sets.get(tuple(ranks))
+    if same is None and len(ranks) == size:
+        same = global_process_set
+    if same is not None:
+        raise InvalidArgumentError(
+            f"{what}: attempted to add a duplicate process set; {same} has the same ranks. Use that one."
+        )
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set; every rank must call this. The object may be added again.
+
+    Returns:
+        False, without doing anything, for the set of all ranks and for one that is not registered.
+
+    Raises:
+        MismatchError, CollectiveTimeoutError, PeerLostError: as for `add_process_set`.
+    """
+    current = context()
+    number = process_set.process_set_id
+    if not number or process_set._context is None or process_set._context() is not current:
+        return False
+    name = current.name("remove_process_set", None)
+    current.engine.remove_process_set(number, name=name).wait()
+    current.process_sets.pop(tuple(process_set.ranks or ()), None)
+    process_set._number = process_set._context = None
+    return True
+
+
 def set_id(process_set: ProcessSet) -> int:
     """The engine's number of a process set.
 
     Raises:
-        InvalidArgumentError: it is not the global one.
+        InvalidArgumentError: it is not registered, or is no process set.
     """
-    if process_set is not global_process_set:
+    if process_set is global_process_set:
+        return 0
+    if not isinstance(process_set, ProcessSet):
         raise InvalidArgumentError(
-            f"process_set={process_set!r}: this version of sparkhvd knows only the set of all ranks. "
-            "Leave process_set out, or give global_process_set."
+            f"process_set={process_set!r}: expected a ProcessSet. Give what add_process_set() returned."
         )
-    return 0
+    found = None if process_set._context is None else process_set._context()
+    if found is None or found is not context() or process_set._number is None:
+        raise InvalidArgumentError(
+            f"process_set={process_set}: it is not registered. Call add_process_set() with it on every rank, or "
+            "give it to init()."
+        )
+    return process_set._number
+
+
+def members(process_set: ProcessSet) -> list[int]:
+    """The global ranks of a registered set, ascending."""
+    ranks = process_set.ranks
+    return list(range(context().engine.topology.size)) if ranks is None else ranks

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import signal
 import time
+import weakref
 from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine import Engine
-from tests.engine.arrays import allreduce, start_allreduce
+from sparkhvd.engine import DType, Engine, ReduceOp
+from tests.engine.arrays import allreduce, start_allreduce, view
 from tests.harness.rank_process import Talk
 
 
@@ -143,6 +146,80 @@ def interrupted_wait(engine: Engine, talk: Talk) -> Any:
     talk.hear()
     work.wait()  # the operation has gone on
     return "done"
+
+
+def interrupted_run(engine: Engine, talk: Talk) -> Any:
+    """Ctrl-C in a call that submits and waits; what its operation reads and writes must live on."""
+    engine.barrier(name="start").wait()
+    if engine.rank == 1:
+        talk.hear()
+        allreduce(engine, "x", np.ones(100_000))
+        return "done"
+
+    class Buffer(np.ndarray):  # a plain array has no weak references in old NumPy
+        pass
+
+    array = np.ones(100_000).view(Buffer)
+    alive = weakref.ref(array)
+    call = engine.prepare_allreduce([view(array, array)], DType.FLOAT64, ReduceOp.SUM)
+    talk.say("waiting")
+    try:
+        engine.run(call, "x", array)
+    except KeyboardInterrupt:
+        talk.say(time.monotonic())
+    del array
+    gc.collect()
+    assert alive() is not None
+    talk.hear()
+    deadline = time.monotonic() + 10
+    while alive() is not None:
+        engine._state.reap()  # as any later call does
+        assert time.monotonic() < deadline, "never given up"
+        time.sleep(0.01)
+    return "done"
+
+
+class Tick(Exception):
+    """What a timer raises."""
+
+
+def interrupted_at_any_moment(engine: Engine, talk: Talk) -> Any:
+    """Rank 0's calls are interrupted again and again, before, in and behind the native code."""
+    count, interrupted = 3000, 0
+    if (
+        engine.rank == 1
+    ):  # has all of them in flight; those that rank 0 did not come to submit end with the engine
+        works = [start_allreduce(engine, str(number), np.ones(3)) for number in range(count)]
+        engine.barrier(name="end").wait()
+        return sum(work.done() for work, _ in works)
+
+    armed = False
+
+    def tick(number: int, frame: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Tick
+
+    signal.signal(signal.SIGALRM, tick)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.0007)
+    for number in range(count):
+        array = np.ones(3)
+        try:
+            armed = True
+            if number % 2:
+                call = engine.prepare_allreduce([view(array, array)], DType.FLOAT64, ReduceOp.SUM)
+                engine.run(call, str(number), array)
+            else:
+                start_allreduce(engine, str(number), array)[0].wait()
+            armed = False
+        except Tick:
+            interrupted += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    engine.barrier(name="end").wait()
+    gc.collect()
+    engine._state.reap()
+    return [interrupted, len(engine._state.works)]
 
 
 def leave_with_an_exception(engine: Engine, talk: Talk) -> Any:

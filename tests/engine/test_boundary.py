@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd import engine, rendezvous
+from sparkhvd import engine, library, rendezvous
 from sparkhvd.errors import EngineUnavailableError
 from sparkhvd.settings import ISAS
 
@@ -28,14 +28,16 @@ C_TYPES = {
     "void*": ctypes.c_void_p,
     "int32_t*": ctypes.POINTER(ctypes.c_int32),
     "int64_t*": ctypes.POINTER(ctypes.c_int64),
-    "sparkhvd_tensor*": ctypes.POINTER(engine.Tensor),
-    "sparkhvd_engine_options*": ctypes.POINTER(engine.EngineOptions),
-    "sparkhvd_request*": ctypes.POINTER(engine.Request),
-    "sparkhvd_output*": ctypes.POINTER(engine.Output),
+    "sparkhvd_tensor*": ctypes.POINTER(library.Tensor),
+    "sparkhvd_engine_options*": ctypes.POINTER(library.EngineOptions),
+    "sparkhvd_request*": ctypes.POINTER(library.Request),
+    "sparkhvd_output*": ctypes.POINTER(library.Output),
     "sparkhvd_engine*": ctypes.c_void_p,
     "sparkhvd_work*": ctypes.c_void_p,
     "sparkhvd_engine**": ctypes.POINTER(ctypes.c_void_p),
     "sparkhvd_work**": ctypes.POINTER(ctypes.c_void_p),
+    "sparkhvd_buffer*": ctypes.c_void_p,
+    "sparkhvd_buffer**": ctypes.POINTER(ctypes.c_void_p),
 }
 
 
@@ -55,7 +57,7 @@ def header_structures() -> dict[str, list[tuple[str, str]]]:
 
 
 def header_functions() -> dict[str, tuple[str, list[str]]]:
-    found = re.findall(r"SPARKHVD_API\s+(\w+)\s+(\w+)\(([^)]*)\)\s*;", TEXT)
+    found = re.findall(r"SPARKHVD_API\s+(\w+\*?)\s+(\w+)\(([^)]*)\)\s*;", TEXT)
     return {
         name: (
             returns,
@@ -74,17 +76,17 @@ def header_constants() -> dict[str, int]:
 
 def test_every_structure_has_the_same_fields_in_the_same_order() -> None:
     structures = header_structures()
-    assert structures.keys() == engine.STRUCTURES.keys()
+    assert structures.keys() == library.STRUCTURES.keys()
     for name, members in structures.items():
         expected = [(field, C_TYPES[c_type]) for c_type, field in members]
-        assert list(engine.STRUCTURES[name]._fields_) == expected, name
+        assert list(library.STRUCTURES[name]._fields_) == expected, name
 
 
 def test_every_function_has_the_same_signature() -> None:
     functions = header_functions()
-    assert functions.keys() == engine.FUNCTIONS.keys()
+    assert functions.keys() == library.FUNCTIONS.keys()
     for name, (returns, arguments) in functions.items():
-        signature = engine.FUNCTIONS[name]
+        signature = library.FUNCTIONS[name]
         assert signature.returns == C_TYPES[returns], name
         assert list(signature.arguments) == [C_TYPES[a] for a in arguments], name
 
@@ -93,7 +95,7 @@ def test_functions_that_may_block_release_the_gil() -> None:
     sentence = re.search(r"only (.*?) may block", " ".join(HEADER.read_text().split()))
     assert sentence
     documented = set(re.findall(r"sparkhvd_\w+", sentence[1]))
-    blocking = {name for name, signature in engine.FUNCTIONS.items() if signature.may_block}
+    blocking = {name for name, signature in library.FUNCTIONS.items() if signature.may_block}
     # destroy shuts down first if that was not done.
     assert blocking == documented | {"sparkhvd_engine_destroy"}
 
@@ -105,15 +107,17 @@ def test_every_constant_has_the_same_value() -> None:
     mirrored = {
         "ABI_VERSION": engine.ABI_VERSION,
         "WIRE_VERSION": engine.WIRE_VERSION,
-        "DEVICE_CPU": engine.DEVICE_CPU,
-        **values("", engine.Status),
+        "DEVICE_CPU": library.DEVICE_CPU,
+        **values("", library.Status),
         **values("", engine.DType),
         **values("", engine.ReduceOp),
-        **values("", engine.Collective),
-        **values("ISA_", engine.Isa),
+        **values("", library.Collective),
+        **values("ISA_", library.Isa),
+        **values("KNOB_", library.Knob),
+        "NUM_KNOBS": len(library.Knob),
     }
     assert mirrored == header_constants()
-    assert tuple(isa.name.lower() for isa in engine.Isa) == ISAS
+    assert tuple(isa.name.lower() for isa in library.Isa) == ISAS
     assert (rendezvous.ABI_VERSION, rendezvous.WIRE_VERSION) == (
         engine.ABI_VERSION,
         engine.WIRE_VERSION,
@@ -123,7 +127,7 @@ def test_every_constant_has_the_same_value() -> None:
 def test_layout_is_what_a_c_compiler_makes_of_the_header(tmp_path: Path) -> None:
     lines = ["#include <stdio.h>", '#include "sparkhvd.h"', "int main(void) {"]
     expected = []
-    for name, structure in engine.STRUCTURES.items():
+    for name, structure in library.STRUCTURES.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         expected.append(f"{name} {ctypes.sizeof(structure)}")
         for field, *_ in structure._fields_:
@@ -147,16 +151,18 @@ def test_only_the_functions_of_the_header_are_exported() -> None:
         text=True,
     ).stdout.split()
     exported = {s for s in symbols if s.startswith("sparkhvd")}
-    assert exported == engine.FUNCTIONS.keys()
+    assert exported == library.FUNCTIONS.keys()
 
 
 def test_missing_library_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     path = tmp_path / "libsparkhvd.so"
     with pytest.raises(EngineUnavailableError) as caught:
-        engine.Library(path)
+        library.Library(path)
     assert str(caught.value) == (
-        f"Engine(): cannot load {path}: the file is missing. In a checkout run `make env`; otherwise "
-        "reinstall sparkhvd on Linux (x86-64 or aarch64)."
+        f"Engine(): cannot load {path}: the file is missing. In a checkout run `make env`. Elsewhere install "
+        "the wheel for Linux on x86-64 or aarch64, or compile the library on this machine: `pip install "
+        "--force-reinstall --no-deps --no-binary sparkhvd sparkhvd`. (The wheel py3-none-any is for clients "
+        "and has no library.)"
     )
 
 
@@ -173,7 +179,7 @@ def test_library_of_another_abi_version_is_refused(tmp_path: Path, source: str, 
         ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", path], input=source, text=True, check=True
     )
     with pytest.raises(EngineUnavailableError) as caught:
-        engine.Library(path)
+        library.Library(path)
     assert str(caught.value) == (
         f"Engine(): {path} has ABI version {found}, this Python package needs {engine.ABI_VERSION}. In a "
         "checkout run `make env` to build the library again; otherwise reinstall sparkhvd."

@@ -73,6 +73,7 @@ class Ends:
         self.rank, self.size = rank, 3
         self.hosts = (0, 1, 2)
         self.sockets = [-1] * self.size
+        self.stream_sockets: list[int] = []
         for (first, second), wire in wires.items():
             if rank == first:
                 self.sockets[second] = wire.first.detach()
@@ -219,6 +220,7 @@ late = Late()
 
 
 def test_gathered_tensors_are_valid_as_long_as_they_live() -> None:
+    pytest.importorskip("torch")
     ended = subprocess.run(
         [sys.executable, "-c", LATE_READER],
         env={**os.environ, "MALLOC_PERTURB_": "165"},  # freed memory is overwritten

@@ -87,17 +87,23 @@ def test_mismatch_shows_both_sides_on_every_rank_and_the_engine_goes_on(
 
 
 BAD_CALLS: dict[str, tuple[Callable[[Engine], Any], str]] = {
-    "no name": (lambda e: allreduce(e, "", np.ones(3)), "a name has 1 to 4096 bytes"),
+    "no name": (
+        lambda e: allreduce(e, "", np.ones(3)),
+        "the name has 0 bytes; it must have 1 to 4096",
+    ),
     "average of bool": (
         lambda e: allreduce(e, "x", np.ones(3, np.bool_), op=ReduceOp.AVERAGE),
         "there is no Average of bool",
     ),
-    "adasum": (lambda e: allreduce(e, "x", np.ones(3), op=ReduceOp.ADASUM), "has no Adasum yet"),
+    "adasum": (
+        lambda e: allreduce(e, "x", np.ones(3, np.int64), op=ReduceOp.ADASUM),
+        "Adasum needs floating-point tensors, not int64",
+    ),
     "process set": (
         lambda e: allreduce(e, "x", np.ones(3), process_set=7),
         "process set 7 does not exist",
     ),
-    "root": (lambda e: broadcast(e, "x", np.ones(3), 9), "root_rank 9 does not exist"),
+    "root": (lambda e: broadcast(e, "x", np.ones(3), 9), "root_rank 9 is not in the process set"),
     "no memory": (
         lambda e: e.allreduce(
             [TensorView(0, 0, (3,))], name="x", dtype=DType.FLOAT32, op=ReduceOp.SUM
@@ -349,3 +355,25 @@ def test_many_threads_of_a_rank_share_one_engine() -> None:
         return results
 
     assert run_ranks(2, body) == [[100.0 * (1 + i) for i in range(8)]] * 2
+
+
+def test_threads_that_run_operations_of_one_shape_do_not_share_a_call() -> None:
+    def body(engine: Engine) -> list[int]:
+        wrong = [0] * 6
+
+        def use(index: int) -> None:
+            for step in range(100):
+                array = np.full(5, float(index))
+                call = engine.prepare_allreduce([view(array, array)], DType.FLOAT64, ReduceOp.SUM)
+                engine.run(call, f"{index} {step}", array)
+                wrong[index] += array.tolist() != [2.0 * index] * 5
+
+        threads = [threading.Thread(target=use, args=(i,)) for i in range(len(wrong))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not engine._state.works
+        return wrong
+
+    assert run_ranks(2, body) == [[0] * 6] * 2

@@ -99,6 +99,27 @@ def test_ctrl_c_interrupts_a_wait_and_the_operation_goes_on() -> None:
         assert [rank.expect() for rank in ranks] == ["done", "done"]
 
 
+def test_ctrl_c_interrupts_a_call_that_submits_and_waits() -> None:
+    with rank_processes(f"{BODIES}:interrupted_run", 2) as ranks:
+        assert ranks[0].expect() == "waiting"
+        time.sleep(0.3)
+        start = time.monotonic()
+        ranks[0].kill(signal.SIGINT)
+        assert ranks[0].expect() - start < 0.2
+        ranks[1].tell("go on")
+        ranks[0].tell("go on")
+        assert [rank.expect() for rank in ranks] == ["done", "done"]
+
+
+def test_operations_interrupted_at_any_moment_do_no_harm() -> None:
+    with rank_processes(f"{BODIES}:interrupted_at_any_moment", 2) as ranks:
+        (interrupted, left), finished = (rank.expect() for rank in ranks)
+        assert interrupted > 10
+        assert finished >= 3000 - interrupted
+        # Python ignores what is raised inside a `__del__`: its operation, and its memory, stay until the end.
+        assert left <= interrupted / 4
+
+
 def test_exception_in_one_rank_is_the_reason_on_the_others() -> None:
     with rank_processes(f"{BODIES}:leave_with_an_exception", 3) as ranks:
         assert ranks[0].error()["error"] == "ValueError: the reason"

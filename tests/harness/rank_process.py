@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sparkhvd.engine import Engine
@@ -33,6 +34,7 @@ class RankProcess:
 
     def __init__(self, target: str, job: Job, listener: Listener, settings: Settings) -> None:
         self.rank = job.rank
+        self.job = job
         filenos = listener.filenos()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.harness.rank_process"],
@@ -110,7 +112,12 @@ class Talk:
 
 @contextlib.contextmanager
 def rank_processes(
-    target: str, size: int, *, settings: Settings | None = None, tcp_only: bool = False
+    target: str,
+    size: int,
+    *,
+    settings: Settings | None = None,
+    tcp_only: bool = False,
+    hosts: Sequence[int] | None = None,
 ) -> Iterator[list[RankProcess]]:
     """Start `size` ranks of `target` ("module:function"); at the end all are killed.
 
@@ -119,6 +126,7 @@ def rank_processes(
         size: number of ranks.
         settings: for all.
         tcp_only: as if every rank were on a host of its own.
+        hosts: index of the host of each rank, to simulate several; None puts all on one.
     """
     settings = settings or Settings(connect_timeout_s=DEADLINE_S)
     listeners = [Listener.bind("127.0.0.1", settings) for _ in range(size)]
@@ -128,6 +136,9 @@ def rank_processes(
             for listener in listeners:
                 endpoint = listener.endpoint()
                 listener._endpoint = Endpoint(endpoint.address, endpoint.port, "", "")
+        for host, listener in zip(hosts or (), listeners, strict=False):
+            endpoint = listener.endpoint()
+            listener._endpoint = replace(endpoint, host_key=f"{endpoint.host_key} {host}")
         endpoints = tuple(listener.endpoint() for listener in listeners)
         key = secrets.token_bytes(32)
         for rank, listener in enumerate(listeners):

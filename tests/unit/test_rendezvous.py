@@ -209,6 +209,30 @@ def test_connection_of_a_later_generation_is_parked() -> None:
         assert_connected([both[1], second], socket.AF_UNIX)
 
 
+@pytest.mark.parametrize("tcp_only", [False, True])
+def test_rank_comes_again_when_its_proof_was_not_read(
+    tcp_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that completes a generation closes what knocks for the next one, also behind a sent proof."""
+    real = module._Meeting._adopt
+    dropped = []
+
+    def adopt(self: Any, peer: int, sock: socket.socket) -> None:
+        if peer in dropped:
+            real(self, peer, sock)
+        else:
+            dropped.append(peer)
+            sock.close()
+
+    def edit(_: int, endpoint: Endpoint) -> Endpoint:
+        return replace(endpoint, host_key="", unix_name="") if tcp_only else endpoint
+
+    monkeypatch.setattr(module._Meeting, "_adopt", adopt)
+    with job_of(3, edit=edit) as meetings:
+        assert_connected(connect_all(meetings), socket.AF_INET if tcp_only else socket.AF_UNIX)
+    assert sorted(dropped) == [1, 2]
+
+
 # --- Strangers ---
 
 

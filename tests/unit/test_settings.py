@@ -103,6 +103,6 @@ def test_table_has_a_line_per_setting() -> None:
     lines = markdown_table().splitlines()
     assert len(lines) == 2 + len(fields(Settings))
     assert (
-        "| `spin_us` | `SPARKHVD_SPIN_US` | `30` | us | How long a waiter spins before it sleeps. |"
-        in lines
+        "| `spin_us` | `SPARKHVD_SPIN_US` | `100` | us | How long a waiter spins before it sleeps; "
+        "longer than it takes to wake a thread. |" in lines
     )

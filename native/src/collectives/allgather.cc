@@ -1,53 +1,77 @@
-// Allgather with unequal first dimensions: every block goes once over the network to one rank of
-// each other island, and from there through shared memory to the rest.
-#include <cstring>
+// Allgather with unequal first dimensions, of one or several tensors: every block goes once over
+// the network to one rank of each other island, and from there through shared memory to the rest.
 #include <memory>
 
 #include "collectives/collectives.h"
-#include "error.h"
 
 namespace sparkhvd {
+namespace {
 
-Task allgather(Context& context) {
-  Communicator& communicator = context.communicator;
-  Operation& operation = context.operation;
-  const auto& shape = operation.descriptor.shapes.at(0);
-  const auto& rows = context.agreed.rows;
-  const std::span<const std::int64_t> row_shape =
-      shape.empty() ? std::span<const std::int64_t>() : std::span(shape).subspan(1);
-  const std::size_t row_bytes = *count_elements(row_shape, operation.descriptor.dtype) *
-                                element_size(operation.descriptor.dtype);
-  std::vector<Range> blocks;
-  std::size_t total = 0;
-  for (const std::int64_t count : rows) {
-    blocks.push_back({total, static_cast<std::size_t>(count) * row_bytes});
-    total += blocks.back().size;
-  }
-  operation.output = std::make_unique_for_overwrite<std::byte[]>(total);
-  operation.output_bytes = total;
-  operation.rows = rows;
-  const std::span<std::byte> result(operation.output.get(), total);
-  const auto block = [&](Rank rank) { return blocks[static_cast<std::size_t>(index_of(rank))]; };
-  const auto bytes = [&](Rank rank) { return result.subspan(block(rank).begin, block(rank).size); };
-  operation.pieces.read(0, bytes(communicator.rank()));
-
-  // Between islands: block of local rank i goes to local rank i mod size of the other island.
-  Transfers transfers(communicator, operation.process_set);
-  std::vector<Contribution> contributions;
-  const auto& islands = communicator.islands();
-  const std::size_t local_size = communicator.local_size();
-  for (std::size_t i = 0; i < islands.size(); ++i) {
-    for (std::size_t from = 0; from < islands[i].size(); ++from) {
-      const Rank giver = islands[i][from];
-      contributions.push_back({from % local_size, block(giver).begin, block(giver).size});
-      if (i != communicator.island_index() && from % local_size == communicator.local_index()) {
-        transfers.receive(giver, bytes(giver));
+/// Where the blocks are in the result: tensor after tensor, each ordered by member.
+class Blocks {
+ public:
+  Blocks(const Descriptor& descriptor, std::span<const std::int64_t> rows, std::size_t members)
+      : members_(members) {
+    const std::size_t element = element_size(descriptor.dtype);
+    for (std::size_t tensor = 0; tensor < descriptor.shapes.size(); ++tensor) {
+      const std::size_t row_bytes =
+          row_elements(descriptor.shapes[tensor], descriptor.dtype) * element;
+      for (const std::int64_t count : rows.subspan(tensor * members, members)) {
+        blocks_.push_back({total_, static_cast<std::size_t>(count) * row_bytes});
+        total_ += blocks_.back().size;
       }
     }
-    if (i != communicator.island_index()) {
-      transfers.send(islands[i][communicator.local_index() % islands[i].size()],
-                     bytes(communicator.rank()));
+  }
+  std::size_t bytes() const noexcept { return total_; }
+
+  /// Calls `use(Range)` for each block of a member, in the order of the tensors.
+  template <class Use>
+  void for_member(std::size_t member, Use use) const {
+    for (std::size_t i = member; i < blocks_.size(); i += members_) use(blocks_[i]);
+  }
+
+ private:
+  std::size_t members_;
+  std::vector<Range> blocks_;  // [tensor][member]
+  std::size_t total_ = 0;
+};
+
+}  // namespace
+
+Task allgather(Context& context) {
+  context.algorithm = "allgather";
+  Operation& operation = context.operation;
+  const Team& team = context.team;
+  const Blocks blocks(operation.descriptor, context.agreed.rows, team.size());
+  operation.output = std::make_unique_for_overwrite<std::byte[]>(blocks.bytes());
+  operation.output_bytes = blocks.bytes();
+  operation.rows = context.agreed.rows;
+  const std::span<std::byte> result(operation.output.get(), blocks.bytes());
+  std::size_t read = 0;
+  blocks.for_member(team.index(), [&](Range block) {
+    operation.pieces.read(read, result.subspan(block.begin, block.size));
+    read += block.size;
+  });
+
+  // Between islands: the blocks of local rank i go to local rank i mod size of the other island.
+  Transfers transfers(context.communicator);
+  std::vector<Contribution> contributions;
+  const auto& islands = team.islands();
+  for (std::size_t i = 0; i < islands.size(); ++i) {
+    const bool is_own = i == team.island_index();
+    for (std::size_t from = 0; from < islands[i].size(); ++from) {
+      const std::size_t receiver = from % team.local_size();
+      blocks.for_member(team.index_in(islands[i][from]), [&](Range block) {
+        contributions.push_back({receiver, block.begin, block.size});
+        if (is_own || receiver != team.local_index()) return;
+        transfers.receive(islands[i][from], result.subspan(block.begin, block.size));
+      });
     }
+    if (is_own) continue;
+    blocks.for_member(team.index(), [&](Range block) {
+      transfers.send(islands[i][team.local_index() % islands[i].size()],
+                     result.subspan(block.begin, block.size));
+    });
   }
   co_await transfers.all_received();
   co_await share_in_island(context, result, contributions);

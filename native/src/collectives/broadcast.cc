@@ -9,7 +9,8 @@
 namespace sparkhvd {
 
 Task broadcast(Context& context) {
-  Communicator& communicator = context.communicator;
+  context.algorithm = "broadcast";
+  const Team& team = context.team;
   const Pieces& pieces = context.operation.pieces;
   const std::size_t total = pieces.bytes();
   if (total == 0) co_return;
@@ -17,30 +18,30 @@ Task broadcast(Context& context) {
   std::span<std::byte> result;
   pieces.for_range(0, total, [&](const Pieces::Part& part) {
     result = {part.output, part.bytes};  // a broadcast has one tensor
-    if (communicator.rank() == root && part.input != part.output) {
+    if (team.self() == root && part.input != part.output) {
       std::memcpy(part.output, part.input, part.bytes);
     }
   });
-  Transfers transfers(communicator, context.operation.process_set);
+  Transfers transfers(context.communicator);
   std::vector<Contribution> contributions;
-  const auto& islands = communicator.islands();
+  const auto& islands = team.islands();
   for (std::size_t i = 0; i < islands.size(); ++i) {
     const auto& island = islands[i];
     const auto place = std::ranges::find(island, root);
     if (place != island.end()) {
-      if (i == communicator.island_index()) {
+      if (i == team.island_index()) {
         contributions.push_back({static_cast<std::size_t>(place - island.begin()), 0, total});
       }
       continue;
     }
     for (std::size_t local = 0; local < island.size(); ++local) {
       const Range part = part_of(total, island.size(), local, 1);
-      if (i == communicator.island_index()) {
+      if (i == team.island_index()) {
         contributions.push_back({local, part.begin, part.size});
-        if (local == communicator.local_index()) {
+        if (local == team.local_index()) {
           transfers.receive(root, result.subspan(part.begin, part.size));
         }
-      } else if (communicator.rank() == root) {
+      } else if (team.self() == root) {
         transfers.send(island[local], result.subspan(part.begin, part.size));
       }
     }

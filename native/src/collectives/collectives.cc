@@ -1,41 +1,110 @@
 #include "collectives/collectives.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "error.h"
 
 namespace sparkhvd {
+namespace {
+
+enum class Choice { kNothing, kLone, kShared, kMailbox, kRegistered, kSymmetric, kIslands };
+
+bool are_mailboxes(const Communicator& communicator, const Execute& agreed) {
+  const Segment* own = communicator.segment();
+  return own != nullptr && std::ranges::all_of(agreed.places, [&](const Place& place) {
+           return place.segment == own->key();
+         });
+}
+
+/// Equal on all ranks, and on the ranks that have joined.
+Choice choose(const Communicator& communicator, const Team& team, const Descriptor& descriptor,
+              const Execute& agreed) {
+  const std::size_t bytes = total_bytes(descriptor);
+  if (bytes == 0) return Choice::kNothing;
+  if (team.size() == 1) return Choice::kLone;
+  if (team.is_one_island()) {
+    if (agreed.places.empty()) return Choice::kShared;
+    return are_mailboxes(communicator, agreed) ? Choice::kMailbox : Choice::kRegistered;
+  }
+  const Knobs& knobs = communicator.knobs();
+  if (team.is_all_alone() && team.size() <= knobs.direct_ranks && bytes <= knobs.symmetric_bytes) {
+    return Choice::kSymmetric;
+  }
+  return Choice::kIslands;
+}
+
+}  // namespace
 
 Task run_collective(Context& context) {
-  switch (context.operation.descriptor.collective) {
+  const Collective collective = context.operation.descriptor.collective;
+  context.operation.trace.algorithm = name_of(collective).data();
+  switch (collective) {
     case Collective::kAllreduce:
       return allreduce(context);
     case Collective::kAllgather:
       return allgather(context);
     case Collective::kBroadcast:
       return broadcast(context);
-    case Collective::kBarrier:
     case Collective::kAlltoall:
+      return alltoall(context);
     case Collective::kReducescatter:
-    case Collective::kJoin:
+      return reducescatter(context);
+    default:
       break;
   }
   throw Error(SPARKHVD_INTERNAL, "a collective without an implementation was agreed on.");
 }
 
 Task allreduce(Context& context) {
-  const Communicator& communicator = context.communicator;
-  if (context.operation.pieces.bytes() == 0) return {};
-  if (communicator.size() > 1 && communicator.islands().size() == 1) {
-    return shared_allreduce(context);
+  const Descriptor& descriptor = context.operation.descriptor;
+  const auto run = [&](const char* name, Task (*algorithm)(Context&)) {
+    context.operation.trace.algorithm = name;
+    return algorithm(context);
+  };
+  if (descriptor.reduce_op == ReduceOp::kAdasum) {
+    if (!std::has_single_bit(context.team.size())) {
+      throw Error(SPARKHVD_INTERNAL,
+                  "Adasum was agreed on for a number of ranks that is no power "
+                  "of two.");
+    }
+    return run("adasum_allreduce", adasum_allreduce);
   }
-  // Beyond this many parts the messages get short and a ring's order is better (see
-  // cross_allreduce).
-  constexpr std::size_t kMaxDirect = 16;
-  if (communicator.islands().size() == communicator.size() && communicator.size() <= kMaxDirect) {
-    return direct_allreduce(context);
+  switch (choose(context.communicator, context.team, descriptor, context.agreed)) {
+    case Choice::kNothing:
+      return {};
+    case Choice::kLone:
+      return run("lone_allreduce", lone_allreduce);
+    case Choice::kShared:
+      return run("shared_allreduce", shared_allreduce);
+    case Choice::kMailbox:
+      return run("mailbox_allreduce", mailbox_allreduce);
+    case Choice::kRegistered:
+      return run("registered_allreduce", registered_allreduce);
+    case Choice::kSymmetric:
+      return run("symmetric_allreduce", symmetric_allreduce);
+    case Choice::kIslands:
+      break;
   }
-  return hierarchical_allreduce(context);
+  return run("island_allreduce", island_allreduce);
+}
+
+std::uint64_t chunks_of(const Communicator& communicator, const Team& team,
+                        const Descriptor& descriptor, const Execute& agreed) {
+  switch (choose(communicator, team, descriptor, agreed)) {
+    case Choice::kShared:
+      return shared_allreduce_chunks(communicator, descriptor);
+    case Choice::kIslands:
+      return island_allreduce_chunks(communicator, team, descriptor, agreed);
+    default:
+      return 0;
+  }
+}
+
+void publish_all(Communicator& communicator) {
+  for (const Stage stage : {Stage::kCopiedIn, Stage::kReduced, Stage::kCopiedOut}) {
+    communicator.publish(stage, communicator.next_chunk());
+  }
 }
 
 ReduceOp kernel_op(const Context& context) noexcept {
@@ -49,17 +118,20 @@ Scaling scaling_of(const Context& context) noexcept {
   scaling.prescale = descriptor.prescale;
   scaling.postscale = descriptor.postscale;
   if (descriptor.reduce_op == ReduceOp::kAverage) {
-    scaling.divisor = static_cast<int>(context.communicator.size());
+    // Also of the ranks that have joined: they count as zeros.
+    scaling.divisor = static_cast<int>(context.communicator.team().size());
   }
   return scaling;
 }
 
-Range part_of(std::size_t count, std::size_t parts, std::size_t index,
-              std::size_t element_bytes) noexcept {
-  const std::size_t line = 64 / element_bytes;
-  const std::size_t step = ((count + parts - 1) / parts + line - 1) / line * line;
-  const std::size_t begin = std::min(count, index * step);
-  return {begin, std::min(count - begin, step)};
+std::size_t total_bytes(const Descriptor& descriptor) {
+  std::size_t elements = 0;
+  for (const auto& shape : descriptor.shapes) elements += *count_elements(shape, descriptor.dtype);
+  return elements * element_size(descriptor.dtype);
+}
+
+std::size_t row_elements(std::span<const std::int64_t> shape, DType dtype) {
+  return *count_elements(shape.empty() ? shape : shape.subspan(1), dtype);
 }
 
 }  // namespace sparkhvd

@@ -1,15 +1,22 @@
 // Every collective, one declaration each; one algorithm per file. Each is called by all ranks of
-// the communicator in the same order and gives every rank the same bits.
+// the team in the same order and gives every rank the same bits.
 //
 // An operation's memory belongs to the task until it ends; the engine destroys a task that must
 // stop early, after it has made the links forget the memory that the task lent them.
+//
+// Chunks of shared memory are numbered since the start, equally on all ranks of an island. Whoever
+// uses some advances the number, and has published every stage for all of them when it ends.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
+#include "collectives/ranges.h"
 #include "communicator.h"
 #include "kernels/kernels.h"
 #include "message.h"
@@ -24,34 +31,61 @@ struct Context {
   const Kernels& kernels;
   Operation& operation;
   Execute agreed;
-  Schedule schedule;
+  /// Who takes part: the process set, less the ranks that have joined. This rank is one of them.
+  Team team;
+  Schedule schedule = {};
+  /// Name of the algorithm that was picked, for counters and the timeline.
+  const char* algorithm = "";
+  /// share_memory: what it made.
+  std::shared_ptr<Segment> segment = {};
+  /// What the user should read on stderr.
+  std::vector<std::string> warnings = {};
 };
 
 /// Runs the operation that the ranks have agreed on; picks the algorithm.
 Task run_collective(Context& context);
 
-// allreduce: which one depends on where the ranks are.
+/// allreduce: which algorithm depends on where the ranks and the tensors are. Adasum needs a team
+/// whose size is a power of two.
 Task allreduce(Context& context);
+/// The numbers of chunks by which an allreduce advances each island that has memory, also the ranks
+/// of it that have joined: these advance, and publish every stage, when its turn comes.
+std::uint64_t chunks_of(const Communicator& communicator, const Team& team,
+                        const Descriptor& descriptor, const Execute& agreed);
+
+/// One rank: scales.
+Task lone_allreduce(Context& context);
 /// All ranks share memory. Traffic per rank with N ranks: 2S(N-1)/N copied, S + S/N reduced.
 Task shared_allreduce(Context& context);
-/// No two ranks share memory, few ranks: every rank reduces one part, straight from and to the
-/// tensors. 2S(N-1)/N bytes sent per rank in 2 steps.
-Task direct_allreduce(Context& context);
+std::uint64_t shared_allreduce_chunks(const Communicator& communicator,
+                                      const Descriptor& descriptor);
+/// All ranks share memory and have copied their tensors there: everyone reduces everything, and
+/// nobody waits.
+Task mailbox_allreduce(Context& context);
+/// All ranks share the memory of the tensors, which are reduced in place. Whoever comes first takes
+/// more of the work. 2S moved per rank.
+Task registered_allreduce(Context& context);
+/// No two ranks share memory, small tensors: everyone sends everything to everyone, in one step.
+Task symmetric_allreduce(Context& context);
 /// Several islands: reduce inside, exchange between, share inside.
-Task hierarchical_allreduce(Context& context);
+Task island_allreduce(Context& context);
+std::uint64_t island_allreduce_chunks(const Communicator& communicator, const Team& team,
+                                      const Descriptor& descriptor, const Execute& agreed);
+/// arXiv:2006.02924: recursive doubling, with whole vectors.
+Task adasum_allreduce(Context& context);
 
 Task allgather(Context& context);
 Task broadcast(Context& context);
+Task alltoall(Context& context);
+Task reducescatter(Context& context);
 
-/// Partial results of `count` elements, in the accumulation type, and where the result goes.
-struct CrossExchange {
-  std::byte* partial;  // overwritten
-  std::byte* result;
-  std::size_t count;
-};
+/// Every rank of the team brings `bytes` of new memory and maps what its island brought:
+/// `context.segment`, with this rank's own piece only where some rank of the island could not (and
+/// without that, where this one could not). In the end all ranks of the team have answered, and
+/// `context.team` has islands of one rank where memory is not shared.
+Task share_memory(Context& context, std::size_t bytes);
 
-/// Adds up the partial results of the ranks with this rank's local index, one per island.
-Task cross_allreduce(Context& context, CrossExchange exchange);
+// Steps of collectives.
 
 /// A range of the result that one rank of the island gives to the others.
 struct Contribution {
@@ -64,18 +98,36 @@ struct Contribution {
 Task share_in_island(Context& context, std::span<std::byte> result,
                      std::span<const Contribution> contributions);
 
+/// What each rank of the island does with each chunk of a passage.
+struct Passage {
+  std::uint64_t chunks = 0;  // equal on all ranks of the island
+  /// Puts what the others want into this rank's slot.
+  std::function<void(std::uint64_t chunk, std::byte* slot)> fill;
+  /// Takes what it wants from the others' slots, which are `slot(rank, number)`.
+  std::function<void(std::uint64_t chunk, std::uint64_t number)> take;
+};
+
+/// Passes chunks through the slots of the island: one is filled while the one before is taken.
+Task pass_through_slots(Context& context, Passage passage);
+
+/// Holds when everyone has read what was in the slots of chunk `number` before, also the ranks that
+/// take no part.
+inline Communicator::Reached slot_is_free(const Communicator& communicator, std::uint64_t number) {
+  const std::uint64_t slots = communicator.num_slots();
+  return communicator.reached(communicator.team(), Stage::kCopiedOut,
+                              number + 1 > slots ? number + 1 - slots : 0);
+}
+
+/// Every stage of everything before the next chunk is done.
+void publish_all(Communicator& communicator);
+
 /// Scaling and operation as the kernels want them: Average is Sum with a divisor.
 ReduceOp kernel_op(const Context& context) noexcept;
 Scaling scaling_of(const Context& context) noexcept;
 
-/// A range of elements or bytes.
-struct Range {
-  std::size_t begin = 0;
-  std::size_t size = 0;
-};
-
-/// Part `index` of `count` elements cut in `parts` nearly equal ranges on cache-line boundaries.
-Range part_of(std::size_t count, std::size_t parts, std::size_t index,
-              std::size_t element_bytes) noexcept;
+/// Bytes of all tensors of a descriptor.
+std::size_t total_bytes(const Descriptor& descriptor);
+/// Elements of all dimensions behind the first; 1 for a scalar.
+std::size_t row_elements(std::span<const std::int64_t> shape, DType dtype);
 
 }  // namespace sparkhvd

@@ -41,6 +41,8 @@ struct Factors {
 
 struct Buffers {
   void* dst;
+  void* const* copies;  // further destinations
+  std::size_t num_copies;
   const void* const* srcs;
   std::size_t num_srcs;
   std::size_t count;
@@ -59,6 +61,7 @@ struct Table {
 const Table* scalar_table() noexcept;
 const Table* avx2_table() noexcept;
 const Table* avx512_table() noexcept;
+const Table* neon_table() noexcept;
 
 }  // namespace kernels_detail
 
@@ -73,6 +76,11 @@ class Kernels {
   /// buffers that overlap otherwise give garbage. No alignment is needed.
   void reduce(DType dtype, ReduceOp op, void* dst, std::span<const void* const> srcs,
               std::size_t count, const Scaling& scaling) const;
+
+  /// The same with the result stored to every one of `dsts` in one pass; each may be one of `srcs`.
+  void reduce_to_all(DType dtype, ReduceOp op, std::span<void* const> dsts,
+                     std::span<const void* const> srcs, std::size_t count,
+                     const Scaling& scaling) const;
 
   /// The first half of a reduction between hosts: `accum` has accumulation_type(dtype) and may be
   /// one of `srcs` only where that is `dtype` itself. Applies prescale only.

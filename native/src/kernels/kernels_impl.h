@@ -1,6 +1,6 @@
 // The loops of every instruction set, written once with the compiler's vector types.
 //
-// Included by scalar.cc, avx2.cc and avx512.cc, each compiled with other flags. Two rules follow:
+// Included by scalar.cc, avx2.cc, avx512.cc and neon.cc, each compiled with other flags. Two rules follow:
 //   - everything here has internal linkage and nothing here calls an inline function of the
 //   standard library:
 //     the linker keeps one copy of those, and the copy built for AVX-512 would then run on every
@@ -213,25 +213,30 @@ struct Loop {
     }
   }
 
-  static SPARKHVD_INLINE void store(Out* dst, Vector<Accum> value, const Factors& f) {
+  static SPARKHVD_INLINE Vector<Accum> finish(Vector<Accum> value, const Factors& f) {
     if constexpr (From::kScales) {
       if (f.has_post) value = scale<Accum>(value, f.post);
     }
-    To::store(dst, canonical<Accum>(value));
+    return canonical<Accum>(value);
   }
 
   template <std::size_t kVectors>
-  static SPARKHVD_INLINE void step(Out* dst, const void* const* srcs, std::size_t num_srcs,
-                                   std::size_t at, const Factors& f) {
+  static SPARKHVD_INLINE void step(Out* dst, const Buffers& b, std::size_t num_srcs, std::size_t at,
+                                   const Factors& f) {
     Vector<Accum> sums[kVectors];
-    for (std::size_t k = 0; k < kVectors; ++k) sums[k] = load(srcs[0], at + k * kLanes, f);
+    for (std::size_t k = 0; k < kVectors; ++k) sums[k] = load(b.srcs[0], at + k * kLanes, f);
     for (std::size_t s = 1; s < num_srcs; ++s) {
-      const void* const src = srcs[s];
+      const void* const src = b.srcs[s];
       for (std::size_t k = 0; k < kVectors; ++k) {
         sums[k] = join(sums[k], load(src, at + k * kLanes, f));
       }
     }
-    for (std::size_t k = 0; k < kVectors; ++k) store(dst + at + k * kLanes, sums[k], f);
+    for (std::size_t k = 0; k < kVectors; ++k) sums[k] = finish(sums[k], f);
+    for (std::size_t k = 0; k < kVectors; ++k) To::store(dst + at + k * kLanes, sums[k]);
+    for (std::size_t c = 0; c < b.num_copies; ++c) {
+      Out* const copy = static_cast<Out*>(b.copies[c]);
+      for (std::size_t k = 0; k < kVectors; ++k) To::store(copy + at + k * kLanes, sums[k]);
+    }
   }
 
   // What does not fill a vector goes through a padded one.
@@ -245,8 +250,11 @@ struct Loop {
       sum = s == 0 ? value : join(sum, value);
     }
     Out padded[kLanes];
-    store(padded, sum, f);
+    To::store(padded, finish(sum, f));
     std::memcpy(dst + at, padded, rest * sizeof(Out));
+    for (std::size_t c = 0; c < b.num_copies; ++c) {
+      std::memcpy(static_cast<Out*>(b.copies[c]) + at, padded, rest * sizeof(Out));
+    }
   }
 
   template <std::size_t kNumSrcs>  // 0: any number
@@ -254,9 +262,9 @@ struct Loop {
     const std::size_t num_srcs = kNumSrcs == 0 ? b.num_srcs : kNumSrcs;
     std::size_t at = 0;
     for (; at + kUnroll * kLanes <= b.count; at += kUnroll * kLanes) {
-      step<kUnroll>(dst, b.srcs, num_srcs, at, f);
+      step<kUnroll>(dst, b, num_srcs, at, f);
     }
-    for (; at + kLanes <= b.count; at += kLanes) step<1>(dst, b.srcs, num_srcs, at, f);
+    for (; at + kLanes <= b.count; at += kLanes) step<1>(dst, b, num_srcs, at, f);
     return at;
   }
 

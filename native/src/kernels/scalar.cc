@@ -96,21 +96,41 @@ const Table* scalar_table() noexcept { return &kTable; }
 namespace {
 
 #if defined(__x86_64__)
-bool has_f16c() noexcept {
+// Asked of the CPU itself: __builtin_cpu_supports says no to everything in what zig compiles.
+struct Features {
+  bool avx2 = false;
+  bool avx512 = false;
+};
+
+bool all_set(unsigned word, unsigned bits) noexcept { return (word & bits) == bits; }
+
+Features cpu_features() noexcept {
   unsigned eax = 0;
   unsigned ebx = 0;
   unsigned ecx = 0;
   unsigned edx = 0;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+  if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0) return {};
+  if (!all_set(ecx, bit_OSXSAVE | bit_AVX | bit_F16C)) return {};
+  if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return {};
+  const unsigned sets = ebx;
+  // Which registers the operating system saves when it switches threads.
+  unsigned saved = 0;
+  __asm__("xgetbv" : "=a"(saved), "=d"(edx) : "c"(0));
+  constexpr unsigned kYmm = 0x6;           // and xmm
+  constexpr unsigned kZmm = kYmm | 0xe0U;  // and mask registers
+  constexpr unsigned kAvx512 = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+  return {.avx2 = all_set(saved, kYmm) && all_set(sets, bit_AVX2),
+          .avx512 = all_set(saved, kZmm) && all_set(sets, bit_AVX2 | kAvx512)};
 }
 
-// __builtin_cpu_supports also asks whether the operating system saves the wide registers.
-bool cpu_has_avx2() noexcept { return __builtin_cpu_supports("avx2") != 0 && has_f16c(); }
-
-bool cpu_has_avx512() noexcept {
-  return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
-         __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
+// Asked once: a virtual machine answers CPUID through its host, which takes microseconds.
+const Features& features() noexcept {
+  static const Features found = cpu_features();
+  return found;
 }
+
+bool cpu_has_avx2() noexcept { return features().avx2; }
+bool cpu_has_avx512() noexcept { return features().avx512; }
 #else
 bool cpu_has_avx2() noexcept { return false; }
 bool cpu_has_avx512() noexcept { return false; }
@@ -121,6 +141,7 @@ const Table* table_of(int isa) noexcept {
     case SPARKHVD_ISA_AUTO:
       if (const Table* table = table_of(SPARKHVD_ISA_AVX512)) return table;
       if (const Table* table = table_of(SPARKHVD_ISA_AVX2)) return table;
+      if (const Table* table = table_of(SPARKHVD_ISA_NEON)) return table;
       return scalar_table();
     case SPARKHVD_ISA_SCALAR:
       return scalar_table();
@@ -129,11 +150,7 @@ const Table* table_of(int isa) noexcept {
     case SPARKHVD_ISA_AVX512:
       return cpu_has_avx512() ? avx512_table() : nullptr;
     case SPARKHVD_ISA_NEON:
-#if defined(__aarch64__)
-      return scalar_table();  // its 16-byte vectors are NEON registers
-#else
-      return nullptr;
-#endif
+      return neon_table();  // every CPU that runs an aarch64 build has it
     default:
       return nullptr;
   }
@@ -187,7 +204,16 @@ using kernels_detail::factors_of;
 void Kernels::reduce(DType dtype, ReduceOp op, void* dst, std::span<const void* const> srcs,
                      std::size_t count, const Scaling& scaling) const {
   kernels_detail::run(*table_, kernels_detail::kReduce, {dtype, op},
-                      {dst, srcs.data(), srcs.size(), count},
+                      {dst, nullptr, 0, srcs.data(), srcs.size(), count},
+                      factors_of(scaling, kernels_detail::kReduce));
+}
+
+void Kernels::reduce_to_all(DType dtype, ReduceOp op, std::span<void* const> dsts,
+                            std::span<const void* const> srcs, std::size_t count,
+                            const Scaling& scaling) const {
+  if (dsts.empty()) throw std::invalid_argument("a reduction needs at least one destination");
+  kernels_detail::run(*table_, kernels_detail::kReduce, {dtype, op},
+                      {dsts[0], dsts.data() + 1, dsts.size() - 1, srcs.data(), srcs.size(), count},
                       factors_of(scaling, kernels_detail::kReduce));
 }
 
@@ -195,14 +221,14 @@ void Kernels::reduce_partial(DType dtype, ReduceOp op, void* accum,
                              std::span<const void* const> srcs, std::size_t count,
                              const Scaling& scaling) const {
   kernels_detail::run(*table_, kernels_detail::kPartial, {dtype, op},
-                      {accum, srcs.data(), srcs.size(), count},
+                      {accum, nullptr, 0, srcs.data(), srcs.size(), count},
                       factors_of(scaling, kernels_detail::kPartial));
 }
 
 void Kernels::finish(DType dtype, ReduceOp op, void* dst, std::span<const void* const> accums,
                      std::size_t count, const Scaling& scaling) const {
   kernels_detail::run(*table_, kernels_detail::kFinish, {dtype, op},
-                      {dst, accums.data(), accums.size(), count},
+                      {dst, nullptr, 0, accums.data(), accums.size(), count},
                       factors_of(scaling, kernels_detail::kFinish));
 }
 
@@ -220,8 +246,12 @@ const Kernels& kernels(int isa) {
     static const Kernels avx2{*table};
     return avx2;
   }
-  static const Kernels avx512{*table};
-  return avx512;
+  if (table == table_of(SPARKHVD_ISA_AVX512)) {
+    static const Kernels avx512{*table};
+    return avx512;
+  }
+  static const Kernels neon{*table};
+  return neon;
 }
 
 }  // namespace sparkhvd

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "counter.h"
 #include "error.h"
 #include "transport/fd.h"
 
@@ -43,6 +44,9 @@ class Bell {
     peers_.push_back({&word, std::move(event), 0});
   }
 
+  /// From now on every ring of a peer is counted there.
+  void count(Counter& rings) noexcept { rings_ = &rings; }
+
   /// Announces sleep; look at the shared counters again before sleeping.
   void set_sleeping() noexcept {
     if ((epoch_ & 1) == 0) word_->value.store(++epoch_, std::memory_order_seq_cst);
@@ -57,6 +61,7 @@ class Bell {
       const auto word = peer.word->value.load(std::memory_order_seq_cst);
       if ((word & 1) == 0 || word == peer.rung) continue;
       peer.rung = word;
+      if (rings_ != nullptr) rings_->add();
       write_event(peer.event);
     }
   }
@@ -94,6 +99,7 @@ class Bell {
   SharedWord* word_ = &private_word_;
   std::uint64_t epoch_ = 0;
   std::vector<Peer> peers_;
+  Counter* rings_ = nullptr;
 };
 
 }  // namespace sparkhvd

@@ -1,5 +1,6 @@
 #include "transport/link.h"
 
+#include <fcntl.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -16,6 +17,8 @@ namespace {
 constexpr std::size_t kBufferBytes = 64 << 10;
 constexpr std::size_t kMaxVectors = 16;
 constexpr std::size_t kMaxFds = 4;
+// A peer that runs ahead by more than this has to wait, as with one stream.
+constexpr std::size_t kMaxEarlyBytes = std::size_t{1} << 30;
 
 }  // namespace
 
@@ -28,28 +31,22 @@ void Link::send(Bytes frame) {
 
 void Link::send_with_fds(Bytes frame, std::span<const int> fds) {
   if (fds.size() > kMaxFds) throw Error(SPARKHVD_INTERNAL, "too many descriptors in one message.");
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxFds * sizeof(int))> control{};
-  iovec vector{frame.data(), frame.size()};
-  msghdr message{};
-  message.msg_iov = &vector;
-  message.msg_iovlen = 1;
-  message.msg_control = control.data();
-  message.msg_controllen = CMSG_SPACE(fds.size_bytes());
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(fds.size_bytes());
-  std::memcpy(CMSG_DATA(header), fds.data(), fds.size_bytes());
-  // The first message on a fresh socket: its buffer is empty, so it takes at least one byte.
-  const auto written = ::sendmsg(fd(), &message, MSG_NOSIGNAL);
-  if (written < 0) {
-    write_broken_ = true;  // what the peer said before it closed is still to be read
-    return;
+  if (state_ != State::kOpen && write_broken_) return;
+  Outgoing item;
+  item.owned = std::move(frame);
+  for (const int fd : fds) {
+    item.fds.emplace_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!item.fds.back().valid()) throw_errno("fcntl(F_DUPFD_CLOEXEC)");
   }
-  if (static_cast<std::size_t>(written) < frame.size()) {
-    frame.erase(frame.begin(), frame.begin() + written);
-    send(std::move(frame));
+  outgoing_.push_back(std::move(item));
+}
+
+std::vector<Fd> Link::take_fds(std::size_t count) {
+  std::vector<Fd> taken;
+  for (; taken.size() < count && !fds_.empty(); fds_.pop_front()) {
+    taken.push_back(std::move(fds_.front()));
   }
+  return taken;
 }
 
 Link::Ticket Link::send_data(std::int32_t stream, std::span<const std::byte> payload) {
@@ -60,6 +57,7 @@ Link::Ticket Link::send_data(std::int32_t stream, std::span<const std::byte> pay
     item.lent = payload.first(count);
     payload = payload.subspan(count);
     item.completes = true;
+    item.stream = stream;
     ++queued_;
     outgoing_.push_back(std::move(item));
   }
@@ -71,14 +69,22 @@ Link::Ticket Link::receive_data(std::int32_t stream, std::span<std::byte> target
   posted.stream = stream;
   posted.target = target;
   posted.done = target.empty();
+  take_early(posted);
   posted_.push_back(posted);
   ++posted_count_;
   complete_posted();
-  if (is_paused_) {
-    is_paused_ = false;
-    resume_ = true;
-  }
+  go_on();
   return posted_count_;
+}
+
+void Link::go_on() noexcept {
+  if (!is_paused_) return;
+  is_paused_ = false;
+  resume_ = true;
+}
+
+bool Link::is_discarded() const {
+  return discard_data_ || std::ranges::count(discarded_, data_stream_) > 0;
 }
 
 void Link::complete_posted() {
@@ -88,13 +94,40 @@ void Link::complete_posted() {
   }
 }
 
+std::ptrdiff_t Link::send_some(std::span<iovec> vectors, std::span<const Fd> fds) {
+  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMaxFds * sizeof(int))> control{};
+  msghdr message{};
+  message.msg_iov = vectors.data();
+  message.msg_iovlen = vectors.size();
+  if (!fds.empty()) {
+    message.msg_control = control.data();
+    message.msg_controllen = CMSG_SPACE(fds.size() * sizeof(int));
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+    for (std::size_t i = 0; i < fds.size(); ++i) {
+      const int fd = fds[i].get();
+      std::memcpy(CMSG_DATA(header) + i * sizeof(int), &fd, sizeof(int));
+    }
+  }
+  return ::sendmsg(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
 bool Link::flush() {
   bool moved = false;
   while (!outgoing_.empty() && !write_broken_ && socket_.valid()) {
+    if (outgoing_.front().size() == 0) {  // cancelled
+      ++sent_;
+      outgoing_.pop_front();
+      continue;
+    }
     std::array<iovec, kMaxVectors> vectors{};
     std::size_t count = 0;
     for (const auto& item : outgoing_) {
       if (count + 2 > kMaxVectors) break;
+      // Descriptors arrive with the bytes of the call that sends them, so their frame begins one.
+      if (!item.fds.empty() && count > 0) break;
       std::size_t skip = item.written;
       if (skip < item.owned.size()) {
         vectors[count++] = {const_cast<std::byte*>(item.owned.data()) + skip,
@@ -108,10 +141,7 @@ bool Link::flush() {
                             item.lent.size() - skip};
       }
     }
-    msghdr message{};
-    message.msg_iov = vectors.data();
-    message.msg_iovlen = count;
-    const auto written = ::sendmsg(fd(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    const auto written = send_some(std::span(vectors).first(count), outgoing_.front().fds);
     if (written < 0) {
       if (errno == EINTR) continue;
       // A write error is not acted on: the peer's last words may still be unread, and they tell the
@@ -120,6 +150,8 @@ bool Link::flush() {
       return moved;
     }
     moved = moved || written > 0;
+    if (traffic_ != nullptr) traffic_->sent.add(static_cast<std::uint64_t>(written));
+    outgoing_.front().fds.clear();
     auto left = static_cast<std::size_t>(written);
     while (!outgoing_.empty()) {
       Outgoing& item = outgoing_.front();
@@ -152,6 +184,7 @@ std::ptrdiff_t Link::receive_some(std::span<std::byte> target) {
       fail("its connection broke: " + errno_text(errno));
       return -1;
     }
+    if (traffic_ != nullptr) traffic_->received.add(static_cast<std::uint64_t>(count));
     if (accept_fds_) {
       for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
            header = CMSG_NXTHDR(&message, header)) {
@@ -188,17 +221,55 @@ Link::Posted* Link::find_posted() {
   return nullptr;
 }
 
+void Link::keep_early_data() noexcept {
+  keeps_early_ = true;
+  go_on();
+}
+
+void Link::keep_early(std::span<const std::byte> bytes) {
+  // A frame arrives in pieces of the buffer's size; small ones are joined.
+  if (early_.empty() || early_.back().stream != data_stream_ ||
+      early_.back().bytes.size() + bytes.size() > kMaxDataBytes) {
+    early_.push_back({data_stream_, {}, 0});
+  }
+  early_.back().bytes.insert(early_.back().bytes.end(), bytes.begin(), bytes.end());
+  early_bytes_ += bytes.size();
+}
+
+void Link::take_early(Posted& posted) {
+  for (auto item = early_.begin(); item != early_.end() && !posted.done;) {
+    if (item->stream != posted.stream) {
+      ++item;
+      continue;
+    }
+    const std::size_t step =
+        std::min(item->bytes.size() - item->taken, posted.target.size() - posted.filled);
+    std::memcpy(posted.target.data() + posted.filled, item->bytes.data() + item->taken, step);
+    posted.filled += step;
+    item->taken += step;
+    early_bytes_ -= step;
+    posted.done = posted.filled == posted.target.size();
+    if (item->taken == item->bytes.size()) item = early_.erase(item);
+  }
+}
+
 bool Link::deliver() {
   // From the buffer into lent memory. Returns false when nobody asked for these bytes yet.
   while (data_left_ > 0 && begin_ < end_) {
     const std::size_t available = std::min(data_left_, end_ - begin_);
-    if (discard_data_) {
+    if (is_discarded()) {
       data_left_ -= available;
       begin_ += available;
       continue;
     }
     Posted* posted = find_posted();
-    if (posted == nullptr) return false;
+    if (posted == nullptr) {
+      if (!keeps_early_ || early_bytes_ >= kMaxEarlyBytes) return false;
+      keep_early(std::span<const std::byte>(buffer_).subspan(begin_, available));
+      data_left_ -= available;
+      begin_ += available;
+      continue;
+    }
     const std::size_t step = std::min(available, posted->target.size() - posted->filled);
     std::memcpy(posted->target.data() + posted->filled, buffer_.data() + begin_, step);
     posted->filled += step;
@@ -314,12 +385,31 @@ void Link::cancel_lent() {
   }
   sent_ = queued_;
   discard_data_ = true;
+  early_.clear();
+  early_bytes_ = 0;
   posted_.clear();
   received_ = posted_count_;
-  if (is_paused_) {
-    is_paused_ = false;
-    resume_ = true;
+  go_on();
+}
+
+void Link::cancel_lent(std::int32_t stream) {
+  for (auto& item : outgoing_) {
+    if (item.lent.empty() || item.stream != stream) continue;
+    if (item.written == 0) {
+      item.owned.clear();  // an empty item only counts
+    } else {
+      item.owned.insert(item.owned.end(), item.lent.begin(), item.lent.end());
+    }
+    item.lent = {};
   }
+  for (auto& posted : posted_) posted.done = posted.done || posted.stream == stream;
+  complete_posted();
+  std::erase_if(early_, [&](const Early& item) {
+    if (item.stream == stream) early_bytes_ -= item.bytes.size() - item.taken;
+    return item.stream == stream;
+  });
+  discarded_.push_back(stream);
+  go_on();
 }
 
 void Link::close_write() noexcept {

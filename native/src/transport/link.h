@@ -10,6 +10,8 @@
 // destroying the Link closes the socket.
 #pragma once
 
+#include <sys/uio.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -18,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "counter.h"
 #include "message.h"
 #include "transport/fd.h"
 #include "types.h"
@@ -48,7 +51,7 @@ class Link {
 
   /// Queues a control frame; `flush` writes it.
   void send(Bytes frame);
-  /// Sends descriptors together with the first byte of `frame`. AF_UNIX only, before anything else.
+  /// Queues a control frame whose first byte carries descriptors (AF_UNIX only); they are copied.
   void send_with_fds(Bytes frame, std::span<const int> fds);
   /// Queues tensor bytes. `payload` is lent until `sent(ticket)`.
   Ticket send_data(std::int32_t stream, std::span<const std::byte> payload);
@@ -57,7 +60,10 @@ class Link {
 
   /// Receives the next bytes of `stream` into `target`, which is lent until `received(ticket)`.
   Ticket receive_data(std::int32_t stream, std::span<std::byte> target);
-  bool received(Ticket ticket) const noexcept { return received_ >= ticket; }
+  bool received(Ticket ticket) const noexcept {
+    // Streams overtake each other.
+    return received_ >= ticket || posted_[ticket - received_ - 1].done;
+  }
   Ticket last_receive() const noexcept { return posted_count_; }
 
   /// Writes what the socket takes. True if bytes moved.
@@ -70,13 +76,23 @@ class Link {
   /// True if `read` has something to do although the socket may have nothing new.
   bool has_buffered() const noexcept { return resume_; }
 
-  /// Descriptors that came with the frames so far.
-  std::vector<Fd> take_fds() { return std::move(fds_); }
+  /// The next `count` descriptors that came, in the order of the frames that carried them; fewer if
+  /// the peer sent fewer. Call it from the handler of such a frame.
+  std::vector<Fd> take_fds(std::size_t count);
+  /// From now on bytes are counted there.
+  void count(Traffic& traffic) noexcept { traffic_ = &traffic; }
   /// From now on descriptors are neither expected nor accepted.
   void refuse_fds() noexcept { accept_fds_ = false; }
 
+  /// From now on tensor bytes that nobody has asked for yet are kept, up to a limit, instead of
+  /// being left in the socket. With one stream, those who sent too early wait. With several, what
+  /// comes behind may be what the receiver needs before it can ask, and both would wait for ever.
+  void keep_early_data() noexcept;
+
   /// Forgets all lent memory and drops tensor bytes that still come; frames stay whole.
   void cancel_lent();
+  /// The same for one stream, for good.
+  void cancel_lent(std::int32_t stream);
   void close_write() noexcept;
   /// Closes the descriptor, also in a forked child, without a word to the peer.
   void close() noexcept { socket_.reset(); }
@@ -87,6 +103,8 @@ class Link {
     std::span<const std::byte> lent;  // after `owned`
     std::size_t written = 0;
     bool completes = false;  // counts as one lent send when written
+    std::int32_t stream = 0;
+    std::vector<Fd> fds;  // go with the first byte
     std::size_t size() const noexcept { return owned.size() + lent.size(); }
   };
   struct Posted {
@@ -96,20 +114,33 @@ class Link {
     bool done = false;
   };
 
+  /// Bytes of a stream that came before they were asked for.
+  struct Early {
+    std::int32_t stream = 0;
+    Bytes bytes;
+    std::size_t taken = 0;
+  };
+
   bool parse(const Handler& handler);
   bool deliver();
+  bool is_discarded() const;
+  void go_on() noexcept;
   Posted* find_posted();
   void complete_posted();
+  void keep_early(std::span<const std::byte> bytes);
+  void take_early(Posted& posted);
   std::ptrdiff_t receive_some(std::span<std::byte> target);
+  std::ptrdiff_t send_some(std::span<iovec> vectors, std::span<const Fd> fds);
   void fail(std::string trouble);
 
   Rank peer_{};
   Fd socket_;
   State state_ = State::kOpen;
+  Traffic* traffic_ = nullptr;
   std::string trouble_;
   bool write_broken_ = false;
   bool accept_fds_ = true;
-  std::vector<Fd> fds_;
+  std::deque<Fd> fds_;
 
   std::deque<Outgoing> outgoing_;
   Ticket queued_ = 0;
@@ -121,11 +152,15 @@ class Link {
   std::size_t data_left_ = 0;  // bytes of the current data frame not yet delivered
   std::int32_t data_stream_ = 0;
   bool discard_data_ = false;
+  std::vector<std::int32_t> discarded_;  // streams
+  bool keeps_early_ = false;
+  std::deque<Early> early_;  // never of a stream that has a posted receive which is not full
+  std::size_t early_bytes_ = 0;
   bool is_paused_ = false;
   bool resume_ = false;
   std::deque<Posted> posted_;
   Ticket posted_count_ = 0;
-  Ticket received_ = 0;
+  Ticket received_ = 0;  // all up to here; the next is the first of posted_
 };
 
 }  // namespace sparkhvd

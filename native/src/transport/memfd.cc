@@ -1,9 +1,12 @@
 #include "transport/memfd.h"
 
 #include <fcntl.h>
+#include <linux/memfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -44,7 +47,9 @@ void Mapping::unmap() noexcept {
 }
 
 Fd create_memfd(std::size_t bytes) {
-  Fd memory(::memfd_create("sparkhvd", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  // By its number: glibc has the name since 2.27, and the library must load with 2.17.
+  Fd memory(
+      static_cast<int>(::syscall(SYS_memfd_create, "sparkhvd", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
   if (!memory.valid()) throw_errno("memfd_create");
   if (const int code = ::posix_fallocate(memory.get(), 0, static_cast<off_t>(bytes)); code != 0) {
     errno = code;

@@ -251,13 +251,45 @@ def test_average_is_a_deprecated_alias() -> None:
     ("call", "message"),
     [
         (
+            lambda: hvd.allreduce(torch.ones(2), op=99),
+            "op=99 is no reduction",
+        ),
+        (
+            lambda: hvd.allreduce(torch.ones(2), prescale_factor=float("nan")),
+            "one is NaN",
+        ),
+        (
+            lambda: hvd.allreduce(torch.ones(2), name="x" * 5000),
+            "the name has 5010 bytes; it must have 1 to 4096",
+        ),
+        (
+            lambda: hvd.broadcast(torch.ones(2), root_rank="a"),  # type: ignore[arg-type]
+            "root_rank is 'a'",
+        ),
+        (
             lambda: hvd.allreduce(torch.ones(2, dtype=torch.complex64)),
             "dtype torch.complex64 is not supported",
         ),
         (lambda: hvd.allreduce([1.0]), "expected a torch.Tensor, got list"),
         (lambda: hvd.allreduce(torch.eye(2).to_sparse()), "only dense tensors can be sent"),
         (lambda: hvd.allreduce(torch.empty(2, device="meta")), "moves CPU tensors only"),
-        (lambda: hvd.allreduce(torch.ones(2), op=hvd.Adasum), "Adasum is not in this version"),
+        (
+            lambda: hvd.allreduce(torch.ones(2, dtype=torch.int64), op=hvd.Adasum),
+            "Adasum needs floating-point tensors",
+        ),
+        (lambda: hvd.alltoall(torch.ones(2), [0.5]), "they must be integers"),
+        (
+            lambda: hvd.alltoall(torch.ones(2), torch.ones(1, 1).int()),
+            "they must have one dimension",
+        ),
+        (lambda: hvd.alltoall(torch.ones(2), []), "0 splits were given"),
+        (lambda: hvd.alltoall(torch.tensor(1.0)), "the tensor is a scalar"),
+        (lambda: hvd.reducescatter(torch.tensor(1.0)), "does not support scalar inputs"),
+        (
+            lambda: hvd.sparse_allreduce_async(torch.ones(1), "x", hvd.Sum),
+            "expected a sparse COO tensor",
+        ),
+        (lambda: hvd.registered_empty((2, -1)), "every length must be an integer of 0 or more"),
         (lambda: hvd.allgather(torch.tensor(1.0)), "tensor without dimensions"),
         (lambda: hvd.broadcast(torch.ones(1), 5), "with 1 ranks it must be from 0 to 0"),
         (lambda: hvd.broadcast(torch.ones(1), -1), "root_rank is -1"),

@@ -1,0 +1,162 @@
+// Bytes of a peer through the decoders and through a connection: any bytes end in messages or in an
+// Error. Without arguments that libFuzzer knows, `message_fuzz --write-corpus <folder>` writes real
+// frames to start from.
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "message.h"
+#include "transport/link.h"
+
+namespace sparkhvd {
+namespace {
+
+using Input = std::span<const std::byte>;
+
+/// What was understood must be understood again, and the same, after it was written.
+template <class Message>
+void try_decode(Input body) {
+  Bytes again;
+  try {
+    again = encode(decode<Message>(body));
+  } catch (const Error&) {
+    return;
+  }
+  const auto body_again = Input(again).subspan(kFrameHeaderBytes);
+  if (!std::ranges::equal(body_again, body)) std::abort();
+}
+
+void decode_everything(Input body) {
+  try_decode<Hello>(body);
+  try_decode<Mapped>(body);
+  try_decode<Ready>(body);
+  try_decode<Execute>(body);
+  try_decode<Refuse>(body);
+  try_decode<Goodbye>(body);
+  try_decode<Abort>(body);
+  try_decode<SegmentOffer>(body);
+  try_decode<SegmentMapped>(body);
+}
+
+/// The input as what a peer sends, cut where the input says, with a receiver that wants tensor bytes
+/// of two process sets. Every byte of a frame is handed over once, or the link says what is wrong.
+void read_from_link(Input input) {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) return;
+  Fd peer(ends[0]);
+  Link link(Rank{1}, Fd(ends[1]));
+  std::vector<std::byte> tensors(3000);
+  link.receive_data(0, std::span(tensors).first(1000));
+  link.receive_data(1, std::span(tensors).subspan(1000, 500));
+  link.receive_data(0, std::span(tensors).subspan(1500));
+  std::size_t handed_over = 0;
+  const auto handler = [&](FrameType, Input body) {
+    handed_over += body.size();
+    return handed_over % 7 != 3;  // sometimes "stop reading for now"
+  };
+  std::size_t sent = 0;
+  std::size_t step = 1 + input.size() / 3;
+  while (sent < input.size()) {
+    const auto part = input.subspan(sent, std::min(step, input.size() - sent));
+    const auto written = ::send(peer.get(), part.data(), part.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (written <= 0) break;  // the link has stopped reading
+    sent += static_cast<std::size_t>(written);
+    step = 1 + (step * 7 + handed_over) % 5000;
+    for (int i = 0; i < 3; ++i) link.read(handler, 1 << 20);
+  }
+  if (handed_over > sent) std::abort();
+  link.cancel_lent();
+  peer.reset();
+  for (int i = 0; i < 1000 && link.state() == Link::State::kOpen; ++i) link.read(handler, 1 << 20);
+  if (link.state() == Link::State::kOpen) std::abort();
+  if (link.state() == Link::State::kBroken && link.trouble().empty()) std::abort();
+}
+
+void write_corpus(const std::filesystem::path& folder) {
+  std::filesystem::create_directories(folder);
+  std::vector<Bytes> frames;
+  Hello hello;
+  hello.hosts = {0, 0, 1, 1};
+  hello.slot_bytes = 262144;
+  hello.slots = 4;
+  hello.has_memory = true;
+  frames.push_back(encode(hello));
+  frames.push_back(encode(Mapped{true}));
+  Ready ready;
+  ready.name = "allreduce.layer3.weight";
+  ready.descriptor.dtype = DType::kFloat32;
+  ready.descriptor.timeout_s = 1800;
+  for (const auto& shapes :
+       std::vector<std::vector<std::vector<std::int64_t>>>{{}, {{}}, {{3, 4}, {0}, {7}}}) {
+    ready.descriptor.shapes = shapes;
+    for (const auto collective :
+         {Collective::kAllreduce, Collective::kAllgather, Collective::kBarrier}) {
+      ready.descriptor.collective = collective;
+      frames.push_back(encode(ready));
+    }
+  }
+  frames.push_back(encode(Execute{0, 17, "allgather.x", {3, 0, 5}}));
+  frames.push_back(encode(Refuse{0, "x", SPARKHVD_MISMATCH, "ranks disagree on shape."}));
+  Execute partial{1, 18, "bucket.3", {}};
+  partial.contributors = {Rank{0}, Rank{2}};
+  partial.descriptor = ready.descriptor;
+  frames.push_back(encode(partial));
+  frames.push_back(encode(Goodbye{{{0, 12}, {3, 1}}}));
+  frames.push_back(encode(SegmentOffer{{}, true}));
+  frames.push_back(encode(SegmentMapped{{}, true}));
+  frames.push_back(encode(Abort{SPARKHVD_PEER_LOST, "rank 2 is lost"}));
+  for (const std::int32_t stream : {0, 1}) {
+    Bytes data = encode_data_header(stream, 700);
+    data.resize(data.size() + 700, std::byte{1});
+    frames.push_back(data);
+  }
+  Bytes conversation;
+  std::size_t number = 0;
+  const auto write = [&](const Bytes& bytes) {
+    std::ofstream file(folder / ("seed-" + std::to_string(number++)), std::ios::binary);
+    file.write(reinterpret_cast<const char*>(bytes.data()),
+               static_cast<std::streamsize>(bytes.size()));
+  };
+  for (const auto& frame : frames) {
+    write(frame);
+    conversation.insert(conversation.end(), frame.begin(), frame.end());
+  }
+  write(conversation);
+}
+
+}  // namespace
+}  // namespace sparkhvd
+
+extern "C" int LLVMFuzzerInitialize(int* count, char*** arguments) {
+  if (*count == 3 && std::strcmp((*arguments)[1], "--write-corpus") == 0) {
+    sparkhvd::write_corpus((*arguments)[2]);
+    std::exit(0);
+  }
+  return 0;
+}
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const auto input = std::as_bytes(std::span(data, size));
+  if (size >= sparkhvd::kFrameHeaderBytes) {
+    try {
+      (void)sparkhvd::decode_header(input.first(sparkhvd::kFrameHeaderBytes));
+    } catch (const sparkhvd::Error&) {
+      // A sentence is one of the two right answers.
+    }
+    sparkhvd::decode_everything(input.subspan(sparkhvd::kFrameHeaderBytes));
+  }
+  sparkhvd::decode_everything(input);
+  sparkhvd::read_from_link(input);
+  return 0;
+}

@@ -1,0 +1,126 @@
+// Alltoall with any number of rows from everyone to everyone: straight from the tensor to the result
+// between islands, through the slots of shared memory inside them.
+#include <cstring>
+#include <memory>
+
+#include "collectives/collectives.h"
+
+namespace sparkhvd {
+namespace {
+
+/// Who sends how many bytes to whom, and where they lie in the senders' tensors and in the result.
+class Exchange {
+ public:
+  explicit Exchange(const Context& context)
+      : size_(context.team.size()), me_(context.team.index()), rows_(context.agreed.rows) {
+    const Descriptor& descriptor = context.operation.descriptor;
+    row_bytes_ =
+        row_elements(descriptor.shapes.at(0), descriptor.dtype) * element_size(descriptor.dtype);
+  }
+  std::size_t bytes(std::size_t from, std::size_t to) const {
+    return static_cast<std::size_t>(rows(from, to)) * row_bytes_;
+  }
+  std::int64_t rows(std::size_t from, std::size_t to) const { return rows_[from * size_ + to]; }
+  /// In this rank's tensor: what `to` gets.
+  Range outgoing(std::size_t to) const {
+    Range range{0, bytes(me_, to)};
+    for (std::size_t i = 0; i < to; ++i) range.begin += bytes(me_, i);
+    return range;
+  }
+  /// In this rank's result: what `from` gives; `size()` itself lies behind the end.
+  Range incoming(std::size_t from) const {
+    Range range{0, from < size_ ? bytes(from, me_) : 0};
+    for (std::size_t i = 0; i < from; ++i) range.begin += bytes(i, me_);
+    return range;
+  }
+
+ private:
+  std::size_t size_;
+  std::size_t me_;
+  std::span<const std::int64_t> rows_;
+  std::size_t row_bytes_;
+};
+
+}  // namespace
+
+Task alltoall(Context& context) {
+  context.algorithm = "alltoall";
+  const Communicator& communicator = context.communicator;
+  Operation& operation = context.operation;
+  const Team& team = context.team;
+  const Exchange exchange(context);
+  operation.output_bytes = exchange.incoming(team.size()).begin;
+  operation.output = std::make_unique_for_overwrite<std::byte[]>(operation.output_bytes);
+  operation.rows.clear();
+  for (std::size_t from = 0; from < team.size(); ++from) {
+    operation.rows.push_back(exchange.rows(from, team.index()));
+  }
+  const std::span<std::byte> result(operation.output.get(), operation.output_bytes);
+  const auto place = [&](std::size_t from) {
+    const Range range = exchange.incoming(from);
+    return result.subspan(range.begin, range.size);
+  };
+  const Pieces& pieces = operation.pieces;
+  pieces.read(exchange.outgoing(team.index()).begin, place(team.index()));
+
+  Transfers transfers(context.communicator);
+  for (std::size_t i = 1; i < team.size(); ++i) {
+    // Each begins with its next neighbour, so that not all send to the same one first.
+    const std::size_t to = (team.index() + i) % team.size();
+    const std::size_t from = (team.index() + team.size() - i) % team.size();
+    const auto is_mate = [&](std::size_t member) {
+      return std::ranges::count(team.island(), team.ranks()[member]) > 0;
+    };
+    if (!is_mate(from)) transfers.receive(team.ranks()[from], place(from));
+    if (is_mate(to)) continue;
+    const Range range = exchange.outgoing(to);
+    pieces.for_range(range.begin, range.size, [&](const Pieces::Part& part) {
+      transfers.send(team.ranks()[to], {part.input, part.bytes});
+    });
+  }
+
+  const std::size_t chunk_bytes = communicator.knobs().chunk_bytes;
+  struct Wanted {
+    Range place;            // in the result
+    std::size_t begin = 0;  // in the stream of the giver
+  };
+  std::vector<Wanted> wanted(team.local_size());
+  Passage passage;
+  for (std::size_t local = 0; local < team.local_size(); ++local) {
+    const std::size_t giver = team.index_in(team.island()[local]);
+    std::size_t length = 0;
+    for (std::size_t to = 0; to < team.local_size(); ++to) {
+      if (to == local) continue;
+      if (to == team.local_index()) wanted[local] = {exchange.incoming(giver), length};
+      length += exchange.bytes(giver, team.index_in(team.island()[to]));
+    }
+    passage.chunks = std::max(passage.chunks, (length + chunk_bytes - 1) / chunk_bytes);
+  }
+  RangeList given;  // the stream of this rank, in its tensor
+  for (const Rank mate : team.island()) {
+    if (mate != team.self()) given.add(exchange.outgoing(team.index_in(mate)));
+  }
+  passage.fill = [&](std::uint64_t chunk, std::byte* slot) {
+    given.for_range(chunk * chunk_bytes, chunk_bytes,
+                    [&](std::size_t begin, std::size_t offset, std::size_t bytes) {
+                      pieces.read(begin, {slot + offset, bytes});
+                    });
+  };
+  passage.take = [&](std::uint64_t chunk, std::uint64_t number) {
+    for (std::size_t local = 0; local < wanted.size(); ++local) {
+      const auto& [place, start] = wanted[local];
+      const std::size_t chunk_begin = chunk * chunk_bytes;
+      const std::size_t begin = std::max(chunk_begin, start);
+      const std::size_t end = std::min(chunk_begin + chunk_bytes, start + place.size);
+      if (begin >= end) continue;
+      const std::byte* slot = communicator.slot(team.island()[local], number);
+      std::memcpy(result.data() + place.begin + (begin - start), slot + (begin - chunk_begin),
+                  end - begin);
+    }
+  };
+  co_await pass_through_slots(context, std::move(passage));
+  co_await transfers.all_received();
+  co_await transfers.all_sent();
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,67 @@
+// The steps of island_allreduce between islands: ranks with the same local index, one per island,
+// add up the partial results of their slice.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "collectives/collectives.h"
+
+namespace sparkhvd {
+
+/// Everyone exchanges with everyone: of each slice, island i owns part i, receives it from the
+/// others, adds in the order of the islands and sends the result to the others. Several chunks may
+/// be on their way at once; everyone must do the same steps in the same order, because a connection
+/// carries no tags.
+class DirectExchange {
+ public:
+  /// `window`: chunks at once. `slice_elements`: of the largest slice. `is_raw`: parts travel as
+  /// they are in the tensors and are not added up yet, so prescale is still to be applied.
+  DirectExchange(Context& context, std::size_t window, std::size_t slice_elements, bool is_raw);
+
+  /// `slice`: bytes of the tensors. `partial`: its partial results, lent until `parts_sent`;
+  /// nullptr: the tensors themselves.
+  void send_parts(std::uint64_t chunk, Range slice, const std::byte* partial);
+  Transfers::Done parts_received(std::uint64_t chunk) const;
+  Transfers::Done parts_sent(std::uint64_t chunk) const;
+  /// Adds up the own part once all are received, and sends the result.
+  void combine(std::uint64_t chunk);
+  /// The whole slice of the result is in the tensors.
+  Transfers::Done results_received(std::uint64_t chunk) const;
+  Transfers::Done results_sent(std::uint64_t chunk) const;
+
+ private:
+  struct Flight {
+    Transfers parts;
+    Transfers results;
+    Range slice;
+    const std::byte* partial;
+  };
+  Flight& flight(std::uint64_t chunk) { return flights_[chunk % flights_.size()]; }
+  const Flight& flight(std::uint64_t chunk) const { return flights_[chunk % flights_.size()]; }
+  Range part(const Flight& flight, std::size_t island) const noexcept;
+  std::byte* place(std::uint64_t chunk, std::size_t island) const noexcept;
+
+  Context& context_;
+  const Pieces& pieces_;
+  DType dtype_;
+  bool is_raw_;
+  std::size_t element_;
+  std::size_t unit_;  // bytes of an element on its way to the owner
+  std::size_t me_;
+  std::vector<Rank> ranks_;  // by island
+  std::size_t part_bytes_;   // of the largest part, on its way
+  std::unique_ptr<std::byte[]> incoming_;
+  std::vector<Flight> flights_;
+  std::vector<const void*> sources_;
+};
+
+/// The same for many islands, where messages would get short: 2(P-1) steps to the next neighbour
+/// (ring; Patarasuk & Yuan, JPDC 2009, doi:10.1016/j.jpdc.2008.09.002). A part is added up along
+/// the ring, so its order of addends starts behind its owner. `partial` is overwritten.
+Task ring_exchange(Context& context, Range slice, std::byte* partial);
+
+}  // namespace sparkhvd

@@ -1,0 +1,19 @@
+// Allreduce of one rank, the others having joined or there being none: the factors are applied all
+// the same.
+#include "collectives/collectives.h"
+
+namespace sparkhvd {
+
+Task lone_allreduce(Context& context) {
+  context.algorithm = "lone";
+  const Operation& operation = context.operation;
+  const DType dtype = operation.descriptor.dtype;
+  operation.pieces.for_range(0, operation.pieces.bytes(), [&](const Pieces::Part& part) {
+    const void* sources[] = {part.input};
+    context.kernels.reduce(dtype, kernel_op(context), part.output, sources,
+                           part.bytes / element_size(dtype), scaling_of(context));
+  });
+  co_return;
+}
+
+}  // namespace sparkhvd

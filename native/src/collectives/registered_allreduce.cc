@@ -1,0 +1,101 @@
+// Allreduce of tensors that lie in memory which all ranks of the host have mapped: added up in rank
+// order straight from all buffers and stored to all of them.
+//
+// The tensor is cut in one slice per rank and the slices in chunks. Everyone takes chunks of its own
+// slice first, so that it meets the same cache lines in the next operation, and then of the others':
+// a rank that has submitted and computes delays nobody.
+#include <algorithm>
+#include <cstdint>
+
+#include "collectives/claims.h"
+#include "collectives/collectives.h"
+
+namespace sparkhvd {
+namespace {
+
+// Per slice of a large tensor: what a rank that comes late can be spared is more than what the last
+// chunk can delay.
+constexpr std::size_t kMinChunks = 8;
+
+class RegisteredAllreduce {
+ public:
+  explicit RegisteredAllreduce(Context& context)
+      : context_(context),
+        team_(context.team),
+        dtype_(context.operation.descriptor.dtype),
+        op_(kernel_op(context)),
+        scaling_(scaling_of(context)),
+        count_(context.operation.pieces.bytes() / element_size(dtype_)),
+        chunk_(std::max(context.communicator.knobs().chunk_bytes / element_size(dtype_),
+                        count_ / team_.size() / kMinChunks)),
+        done_(context.communicator.claim(team_.island()[0], context.agreed.sequence).done,
+              context.agreed.sequence) {
+    for (std::size_t i = 0; i < team_.size(); ++i) {
+      total_chunks_ += num_chunks(i);
+      places_.push_back(nullptr);
+      sources_.push_back(nullptr);
+    }
+  }
+
+  /// Takes chunks until all are taken; those that others have taken may not be finished.
+  void work() {
+    std::uint64_t finished = 0;
+    for (std::size_t i = 0; i < team_.size(); ++i) {
+      const std::size_t owner = (team_.local_index() + i) % team_.size();
+      const TaggedCount next(
+          context_.communicator.claim(team_.island()[owner], context_.agreed.sequence).next,
+          context_.agreed.sequence);
+      const std::uint64_t chunks = num_chunks(owner);
+      while (next.get() < chunks) {
+        const std::uint64_t chunk = next.add_one();
+        if (chunk >= chunks) break;
+        reduce(owner, chunk);
+        finished = done_.add_one() + 1;
+      }
+    }
+    if (finished == total_chunks_) context_.communicator.ring();
+  }
+  AllCounted finished() const { return {done_, total_chunks_, team_}; }
+
+ private:
+  Range slice(std::size_t owner) const noexcept {
+    return part_of(count_, team_.size(), owner, element_size(dtype_));
+  }
+  std::uint64_t num_chunks(std::size_t owner) const noexcept {
+    return (slice(owner).size + chunk_ - 1) / chunk_;
+  }
+  void reduce(std::size_t owner, std::uint64_t chunk) {
+    const Range all = slice(owner);
+    const std::size_t count = std::min(chunk_, all.size - chunk * chunk_);
+    const std::size_t begin = (all.begin + chunk * chunk_) * element_size(dtype_);
+    for (std::size_t i = 0; i < places_.size(); ++i) {
+      places_[i] = context_.operation.registered[i] + begin;
+      sources_[i] = places_[i];
+    }
+    context_.kernels.reduce_to_all(dtype_, op_, places_, sources_, count, scaling_);
+  }
+
+  Context& context_;
+  const Team& team_;
+  DType dtype_;
+  ReduceOp op_;
+  Scaling scaling_;
+  std::size_t count_;
+  std::size_t chunk_;  // elements
+  std::uint64_t total_chunks_ = 0;
+  TaggedCount done_;
+  std::vector<void*> places_;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace
+
+Task registered_allreduce(Context& context) {
+  context.algorithm = "registered";
+  co_await context.communicator.claim_is_free(context.agreed.sequence);
+  RegisteredAllreduce allreduce(context);
+  allreduce.work();
+  co_await allreduce.finished();
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,38 @@
+// Copying to memory that is not read again soon.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+namespace sparkhvd {
+
+/// Like memcpy, past the cache: the old contents of the target are not fetched first, and nothing
+/// else is pushed out. Worth it for large targets that nobody has just read.
+inline void stream_copy(std::byte* to, const std::byte* from, std::size_t bytes) noexcept {
+#if defined(__x86_64__)
+  constexpr std::size_t kLine = 64;
+  const std::size_t head =
+      std::min(bytes, (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine);
+  std::memcpy(to, from, head);
+  std::size_t at = head;
+  for (; at + kLine <= bytes; at += kLine) {
+    for (std::size_t part = 0; part < kLine; part += sizeof(__m128i)) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + at + part),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at + part)));
+    }
+  }
+  std::memcpy(to + at, from + at, bytes - at);
+  // These stores are not ordered before later ones, such as a counter's, otherwise.
+  _mm_sfence();
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+
+}  // namespace sparkhvd

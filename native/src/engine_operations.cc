@@ -1,0 +1,636 @@
+// The life of an operation inside the engine: told to the coordinator, agreed on, run, finished; and
+// the messages between ranks that this takes. Called by the driver (see engine.h).
+#include <algorithm>
+
+#include "engine.h"
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+// An operation whose coordinator does not even answer fails this much later than the coordinator
+// would say.
+constexpr double kCoordinatorGrace_s = 5;
+// Ranks whose stacks one warning asks for: what keeps all of them is usually the same.
+constexpr std::size_t kMaxStacks = 8;
+
+Error nonsense(const std::string& what) { return {SPARKHVD_PEER_LOST, what}; }
+
+std::string removal_text(const Operation& operation) {
+  return operation.label() + ": its process set was removed before every rank had submitted it.";
+}
+
+/// The coordinator of a process set that is removed has said its last word.
+class Closed final : public Condition {
+ public:
+  explicit Closed(const Group& group) : group_(&group) {}
+  bool ready() const override { return group_->is_closed; }
+  std::vector<Rank> awaited() const override { return {group_->coordinator()}; }
+
+ private:
+  const Group* group_;
+};
+
+/// A removed process set: what its coordinator has ordered must arrive before the set goes.
+Task wait_until_closed(Context& context, const Group& group) {
+  context.algorithm = "remove_process_set";
+  co_await Closed(group);
+}
+
+std::vector<Rank> ranks_of(const Operation& operation) {
+  std::vector<Rank> ranks;
+  for (const auto number : operation.descriptor.numbers) {
+    ranks.push_back(Rank{static_cast<std::int32_t>(number)});
+  }
+  return ranks;
+}
+
+/// Rows that no tensor can have would overflow later.
+bool is_possible(const Descriptor& descriptor, std::size_t tensor, std::int64_t rows) {
+  std::vector<std::int64_t> shape = descriptor.shapes.at(tensor);
+  if (shape.empty()) return rows == 1;
+  shape[0] = rows;
+  return count_elements(shape, descriptor.dtype).has_value();
+}
+
+}  // namespace
+
+Group* Engine::find_group(std::int32_t process_set) {
+  const auto entry = groups_.find(process_set);
+  return entry == groups_.end() || entry->second->is_removed ? nullptr : entry->second.get();
+}
+
+void Engine::open_group(std::unique_ptr<Group> group) {
+  if (group->is_coordinator()) {
+    Negotiation::Options options;
+    options.process_set = group->id;
+    options.members.assign(group->team.ranks().begin(), group->team.ranks().end());
+    options.stall_warning_s = stall_warning_s_;
+    group->negotiation.emplace(std::move(options));
+  }
+  const std::int32_t id = group->id;
+  groups_.insert_or_assign(id, std::move(group));
+  if (groups_.size() == 1) return;
+  // Process sets do not wait for each other, so neither may their bytes on a connection.
+  for (auto& link : world_->links()) link.keep_early_data();
+}
+
+void Engine::announce(const Team& team, std::int32_t process_set) {
+  const auto ranks = team.ranks();
+  const std::scoped_lock lock(mutex_);
+  members_.insert_or_assign(process_set,
+                            std::make_shared<const std::vector<Rank>>(ranks.begin(), ranks.end()));
+}
+
+// ---- Submission
+// ----------------------------------------------------------------------------------
+
+void Engine::submit_to(Group& group, std::shared_ptr<Operation> operation) {
+  const Rank coordinator = group.coordinator();
+  if (said_goodbye_[static_cast<std::size_t>(index_of(coordinator))]) {
+    finish(*operation, SPARKHVD_SHUT_DOWN,
+           departure_text(operation->descriptor.collective, operation->name, coordinator));
+    return;
+  }
+  if (group.is_closed) {
+    finish(*operation, SPARKHVD_INVALID_ARGUMENT, removal_text(*operation));
+    return;
+  }
+  const double patience_s = operation->descriptor.timeout_s + kCoordinatorGrace_s;
+  // A join lasts as long as the others are busy; they are watched by the coordinator.
+  const bool is_bounded = operation->descriptor.timeout_s > 0 && !group.is_coordinator() &&
+                          operation->descriptor.collective != Collective::kJoin;
+  operation->give_up_at = deadline_after(Clock::now(), is_bounded ? patience_s : 0);
+  place(group, *operation);
+  group.submitted.emplace(operation->name, operation);
+  Ready ready{operation->process_set, operation->name, operation->descriptor};
+  if (group.is_coordinator()) {
+    recorder_.arrived(group.id, operation->name, rank_);
+    apply(group, group.negotiation->ready(rank_, std::move(ready), Clock::now()));
+  } else {
+    world_->link(coordinator).send(encode(ready));
+  }
+}
+
+/// Where the others of this host can read the operation's input without this rank's help: in
+/// registered memory, or, if it is small, in a mailbox.
+void Engine::place(Group& group, Operation& operation) {
+  const auto is_shared = [&](const Segment& segment) {
+    return std::ranges::all_of(group.team.island(), [&](Rank rank) { return segment.has(rank); });
+  };
+  if (operation.descriptor.collective != Collective::kAllreduce || operation.pieces.bytes() == 0 ||
+      operation.descriptor.reduce_op == ReduceOp::kAdasum || group.team.local_size() < 2) {
+    return;
+  }
+  if (const auto range = operation.pieces.single_range(); !range.empty()) {
+    for (const auto& buffer : buffers_) {
+      auto segment = buffer.lock();
+      if (!segment) continue;
+      const std::byte* begin = segment->data(rank_);
+      if (std::less<>()(range.data(), begin) ||
+          std::less<>()(begin + segment->bytes(), range.data() + range.size()) ||
+          !is_shared(*segment)) {
+        continue;
+      }
+      operation.descriptor.place =
+          Place{segment->key(), static_cast<std::uint64_t>(range.data() - begin)};
+      operation.segment = std::move(segment);
+      return;
+    }
+  }
+  Communicator& communicator = *group.communicator;
+  if (!group.team.is_one_island() || operation.pieces.bytes() > communicator.mailbox_bytes())
+    return;
+  const auto mailbox = communicator.take_mailbox();
+  if (!mailbox) return;
+  operation.pieces.read(0, {mailbox->data, operation.pieces.bytes()});
+  operation.mailbox = mailbox->index;
+  operation.descriptor.place = mailbox->place;
+}
+
+// ---- Messages
+// --------------------------------------------------------------------------------------------
+
+void Engine::handle(Link& link, FrameType type, std::span<const std::byte> body) {
+  const Rank from = link.peer();
+  if (&link != &world_->link(from)) throw nonsense("a control frame beside its connection");
+  switch (type) {
+    case FrameType::kReady:
+      return on_ready(from, decode<Ready>(body));
+    case FrameType::kExecute:
+      return on_execute(from, decode<Execute>(body));
+    case FrameType::kRefuse:
+      return on_refuse(from, decode<Refuse>(body));
+    case FrameType::kGoodbye:
+      return on_goodbye(from, decode<Goodbye>(body));
+    case FrameType::kAbort: {
+      const auto message = decode<Abort>(body);
+      return fail(message.status, message.message);
+    }
+    case FrameType::kStackRequest:
+      decode<StackRequest>(body);
+      return link.send(encode(Stack{stacks_.take()}));
+    case FrameType::kStack:
+      return on_stack(from, decode<Stack>(body));
+    case FrameType::kSegmentOffer:
+      return on_offer(from, decode<SegmentOffer>(body));
+    case FrameType::kSegmentMapped:
+      return on_mapped(from, decode<SegmentMapped>(body));
+    case FrameType::kHello:
+    case FrameType::kMapped:
+    case FrameType::kData:
+      break;
+  }
+  throw nonsense("a frame out of turn");
+}
+
+/// Throws unless a rank may have sent this about new memory by now: a process set makes one piece at a
+/// time, and goes on only when all have answered.
+void Engine::check_shares(Rank from, const SegmentKey& key, std::size_t outstanding,
+                          std::size_t limit) const {
+  const auto entry = groups_.find(key.process_set);
+  if (entry == groups_.end() || !entry->second->team.includes(from) || outstanding > limit) {
+    throw nonsense("memory that nobody asked for");
+  }
+}
+
+void Engine::on_offer(Rank from, const SegmentOffer& message) {
+  world_->arrived(from, message);
+  check_shares(from, message.key, world_->num_offers(from, message.key.process_set), 1);
+}
+
+void Engine::on_mapped(Rank from, const SegmentMapped& message) {
+  world_->arrived(from, message);
+  // Who has everybody's answer to one piece may answer for the next while others still collect.
+  check_shares(from, message.key, world_->num_mapped(from, message.key.process_set), 2);
+}
+
+void Engine::on_ready(Rank from, Ready message) {
+  const auto entry = groups_.find(message.process_set);
+  if (entry == groups_.end() && message.process_set < next_process_set_) return;  // removed
+  if (entry == groups_.end() || !entry->second->is_coordinator() ||
+      !entry->second->team.includes(from)) {
+    throw nonsense("a frame that only the coordinator of a process set receives");
+  }
+  Group& group = *entry->second;
+  if (group.is_closed) return;  // its submitter learns it too
+  recorder_.arrived(group.id, message.name, from);
+  apply(group, group.negotiation->ready(from, std::move(message), Clock::now()));
+}
+
+void Engine::apply(Group& group, Negotiation::Outcome outcome) {
+  for (const auto& warning : outcome.warnings) warn(warning);
+  recorder_.activity().stall_warnings.add(outcome.warnings.size());
+  ask_for_stacks(outcome.awaited);
+  for (auto& decision : outcome.decisions) {
+    const Bytes frame =
+        std::visit([](const auto& message) { return encode(message); }, decision.message);
+    bool is_mine = false;
+    for (const Rank to : decision.to) {
+      if (to == rank_) {
+        is_mine = true;
+      } else if (world_->link(to).is_open()) {
+        world_->link(to).send(frame);
+      }
+    }
+    if (!is_mine) continue;
+    if (auto* execute = std::get_if<Execute>(&decision.message)) {
+      on_execute(group.coordinator(), std::move(*execute));
+    } else {
+      on_refuse(group.coordinator(), std::get<Refuse>(decision.message));
+    }
+  }
+}
+
+void Engine::on_execute(Rank from, Execute message) {
+  const auto place = groups_.find(message.process_set);
+  if (place == groups_.end() || from != place->second->coordinator()) {
+    throw nonsense("a frame that only the coordinator of a process set may send");
+  }
+  Group& group = *place->second;
+  if (message.sequence != group.executes_received) throw nonsense("an order out of order");
+  ++group.executes_received;
+  check_contributors(group, message);
+  const bool is_contributor =
+      message.contributors.empty() || std::ranges::count(message.contributors, rank_) > 0;
+  if (!is_contributor) return pass_over(group, std::move(message));
+  const auto entry = group.submitted.find(message.name);
+  if (entry == group.submitted.end()) {
+    throw nonsense("an order to run '" + message.name + "', which is unknown here");
+  }
+  const auto operation = entry->second;
+  check_order(group, *operation, message);
+  recorder_.agreed(*operation);
+  group.submitted.erase(entry);
+  if (operation->mailbox) group.communicator->address(*operation->mailbox, message.sequence);
+  if (message.sequence >= group.departure_limit) {
+    return finish(
+        *operation, SPARKHVD_SHUT_DOWN,
+        departure_text(operation->descriptor.collective, operation->name, *group.departed));
+  }
+  resolve_places(group, *operation, message);
+  Running running;
+  running.operation = operation;
+  running.sequence = message.sequence;
+  Team team =
+      message.contributors.empty() ? group.team : group.team.restricted(message.contributors);
+  running.context.reset(
+      new Context{*group.communicator, kernels_, *operation, std::move(message), std::move(team)});
+  group.running.push_back(std::move(running));
+}
+
+/// An operation that goes on without this rank, because it has joined.
+void Engine::pass_over(Group& group, Execute message) {
+  if (!message.descriptor) throw nonsense("an order without a description");
+  Running running;
+  running.sequence = message.sequence;
+  running.passed_over = std::make_unique<Execute>(std::move(message));
+  group.running.push_back(std::move(running));
+}
+
+/// Throws if those who take part in an operation without the ones that have joined cannot be.
+void Engine::check_contributors(const Group& group, const Execute& message) const {
+  const auto& ranks = message.contributors;
+  if (ranks.empty()) return;
+  bool ok = std::ranges::adjacent_find(ranks, std::ranges::greater_equal()) == ranks.end() &&
+            message.descriptor && message.descriptor->collective == Collective::kAllreduce;
+  for (const Rank rank : ranks) ok = ok && group.team.includes(rank);
+  if (!ok) throw nonsense("impossible contributors to '" + message.name + "'");
+}
+
+/// Throws if the coordinator's numbers cannot be: they become sizes of memory.
+void Engine::check_order(const Group& group, const Operation& operation,
+                         const Execute& message) const {
+  const Descriptor& descriptor = operation.descriptor;
+  const std::size_t members = group.team.size();
+  const std::size_t own = group.team.index();
+  bool ok = message.contributors.empty() || descriptor.collective == Collective::kAllreduce;
+  if (descriptor.collective == Collective::kAllgather) {
+    ok = ok && message.rows.size() == members * descriptor.shapes.size();
+    for (std::size_t i = 0; ok && i < message.rows.size(); ++i) {
+      const auto& shape = descriptor.shapes[i / members];
+      ok = is_possible(descriptor, i / members, message.rows[i]) &&
+           (i % members != own || message.rows[i] == (shape.empty() ? 1 : shape[0]));
+    }
+  } else if (descriptor.collective == Collective::kAlltoall) {
+    ok = ok && message.rows.size() == members * members;
+    for (std::size_t i = 0; ok && i < message.rows.size(); ++i) {
+      ok = is_possible(descriptor, 0, message.rows[i]) &&
+           (i / members != own || message.rows[i] == descriptor.numbers[i % members]);
+    }
+  } else if (descriptor.collective == Collective::kJoin) {
+    ok = ok && message.rows.size() == 1 &&
+         group.team.includes(Rank{static_cast<std::int32_t>(message.rows[0])});
+  }
+  const std::size_t contributors =
+      message.contributors.empty() ? members : message.contributors.size();
+  ok = ok && (message.places.empty() || message.places.size() == contributors);
+  if (!ok) throw nonsense("impossible numbers for " + operation.label());
+}
+
+/// Places in registered memory as addresses.
+void Engine::resolve_places(Group& group, Operation& operation, const Execute& message) {
+  if (message.places.empty()) return;
+  if (!operation.descriptor.place) throw nonsense("places for an operation that has none");
+  const Segment* segment =
+      operation.mailbox ? group.communicator->segment() : operation.segment.get();
+  const auto ranks = message.contributors.empty() ? group.team.ranks()
+                                                  : std::span<const Rank>(message.contributors);
+  const auto& island = group.team.island();
+  const std::size_t bytes = operation.pieces.bytes();
+  operation.registered.assign(ranks.size(), nullptr);
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (std::ranges::count(island, ranks[i]) == 0) continue;
+    const Place& place = message.places[i];
+    if (place.segment != segment->key() || place.offset > segment->bytes() ||
+        bytes > segment->bytes() - place.offset || !segment->has(ranks[i])) {
+      throw nonsense("a place outside of registered memory");
+    }
+    operation.registered[i] = segment->data(ranks[i]) + place.offset;
+  }
+}
+
+void Engine::on_refuse(Rank from, const Refuse& message) {
+  const auto place = groups_.find(message.process_set);
+  if (place == groups_.end()) return;  // removed
+  Group& group = *place->second;
+  if (from != group.coordinator()) {
+    throw nonsense("a frame that only the coordinator of a process set may send");
+  }
+  if (message.name.empty()) {
+    if (group.id == 0) throw nonsense("the end of the process set of all ranks");
+    return close_group(group);
+  }
+  const auto entry = group.submitted.find(message.name);
+  if (entry == group.submitted.end()) return;  // given up here already
+  const auto operation = entry->second;
+  group.submitted.erase(entry);
+  if (operation->mailbox) group.communicator->free_mailbox(*operation->mailbox);
+  const std::int32_t status =
+      message.status > SPARKHVD_PENDING ? message.status : SPARKHVD_INTERNAL;
+  finish(*operation, status, message.message);
+}
+
+// ---- Running
+// -------------------------------------------------------------------------------------
+
+/// Lets the first agreed operation of a process set go on. False if it has to wait.
+bool Engine::run_first(Group& group) {
+  Running& running = group.running.front();
+  if (!running.operation) {
+    // Now, not when the order came: operations before this one may change the settings.
+    Communicator& communicator = *group.communicator;
+    const Execute& order = *running.passed_over;
+    communicator.advance_chunks(chunks_of(communicator, group.team.restricted(order.contributors),
+                                          *order.descriptor, order));
+    if (communicator.has_memory()) publish_all(communicator);
+  } else {
+    if (!running.is_started) {
+      running.is_started = true;
+      begin(group, running);
+      if (!running.task.done()) running.task.resume();
+    } else if (!running.task.resume()) {
+      return false;
+    }
+    running.deadline = deadline_after(Clock::now(), running.operation->descriptor.timeout_s);
+    if (!running.task.done()) return true;
+  }
+  Running done = std::move(running);
+  group.running.pop_front();
+  ++group.executed;
+  if (group.communicator->has_memory()) {
+    group.communicator->publish(Stage::kPassed, group.executed);
+  }
+  if (done.operation) conclude(group, done);
+  return true;
+}
+
+void Engine::begin(Group& group, Running& running) {
+  const Descriptor& descriptor = running.operation->descriptor;
+  recorder_.started(*running.operation);
+  switch (descriptor.collective) {
+    case Collective::kBarrier:
+    case Collective::kJoin:
+      return;
+    case Collective::kAddProcessSet:
+      return add_group(group, running);
+    case Collective::kRemoveProcessSet:
+      return remove_group(running);
+    case Collective::kConfigure:
+      return configure(group, *running.operation);
+    case Collective::kRegister:
+      running.task =
+          share_memory(*running.context, static_cast<std::size_t>(descriptor.numbers.at(0)));
+      return;
+    case Collective::kAllreduce:
+    case Collective::kAllgather:
+    case Collective::kBroadcast:
+    case Collective::kAlltoall:
+    case Collective::kReducescatter:
+      running.task = run_collective(*running.context);
+  }
+}
+
+/// The operation has run: what it leaves behind.
+void Engine::conclude(Group& group, Running& running) {
+  Operation& operation = *running.operation;
+  Context& context = *running.context;
+  switch (operation.descriptor.collective) {
+    case Collective::kJoin:
+      operation.rows = context.agreed.rows;
+      break;
+    case Collective::kRegister:
+      operation.segment = std::move(context.segment);
+      if (!operation.segment || !operation.segment->has(rank_)) {
+        operation.segment = nullptr;  // sparkhvd_work_buffer says so
+        break;
+      }
+      std::erase_if(buffers_, [](const auto& buffer) { return buffer.expired(); });
+      buffers_.push_back(operation.segment);
+      break;
+    case Collective::kAddProcessSet: {
+      const auto id = static_cast<std::int32_t>(operation.rows.at(0));
+      if (Group* added = find_group(id)) {
+        added->team = context.team;
+        auto memory = context.team.local_size() > 1 ? std::move(context.segment) : nullptr;
+        added->communicator.emplace(*world_, id, context.team, std::move(memory), 0);
+        added->communicator->knobs() = group.communicator->knobs();
+      }
+      announce(group.team.restricted(ranks_of(operation)), id);
+      break;
+    }
+    case Collective::kRemoveProcessSet:
+      if (Group* removed = find_group(static_cast<std::int32_t>(operation.rows.at(0)))) {
+        removed->is_removed = true;  // what all ranks have agreed on still runs
+      }
+      break;
+    default:
+      break;
+  }
+  for (const auto& warning : context.warnings) warn(warning);
+  if (context.team.local_size() > 1) {
+    recorder_.activity().shared_bytes.add(operation.pieces.bytes());
+  }
+  finish(operation, SPARKHVD_OK, {});
+}
+
+/// The process set exists from here on, so that its coordinator hears of the first operation; it
+/// works when its ranks have shared their memory.
+void Engine::add_group(Group& group, Running& running) {
+  const std::int32_t id = next_process_set_++;
+  running.operation->rows = {id};
+  Team team = group.team.restricted(ranks_of(*running.operation));
+  if (!team.includes(rank_)) return;
+  open_group(std::make_unique<Group>(id, team));
+  running.context->team = std::move(team);
+  running.task = share_memory(*running.context, Communicator::memory_bytes(world_->options()));
+}
+
+/// Ranks that have left out each other's orders would disagree on what still runs, so the set's
+/// coordinator decides: after its last order it says that nothing follows, and until a member has heard
+/// this, the set stays.
+void Engine::remove_group(Running& running) {
+  const auto id = static_cast<std::int32_t>(running.operation->descriptor.numbers.at(0));
+  running.operation->rows = {id};
+  {
+    const std::scoped_lock lock(mutex_);
+    members_.erase(id);
+  }
+  Group* group = find_group(id);
+  if (group == nullptr) return;
+  if (!group->is_coordinator()) {
+    running.task = wait_until_closed(*running.context, *group);
+    return;
+  }
+  const Bytes frame = encode(Refuse{id, "", SPARKHVD_INVALID_ARGUMENT, "removed"});
+  for (const Rank rank : group->team.ranks()) {
+    if (rank != rank_ && world_->link(rank).is_open()) world_->link(rank).send(frame);
+  }
+  close_group(*group);
+}
+
+void Engine::close_group(Group& group) {
+  group.is_closed = true;
+  for (const auto& [name, operation] : group.submitted) {
+    finish(*operation, SPARKHVD_INVALID_ARGUMENT, removal_text(*operation));
+  }
+  group.submitted.clear();
+  group.negotiation.reset();
+}
+
+void Engine::configure(Group& group, const Operation& operation) {
+  const auto& numbers = operation.descriptor.numbers;
+  Knobs& knobs = group.communicator->knobs();
+  const auto set = [&](std::size_t knob, std::uint64_t& value) {
+    if (numbers.at(knob) > 0) value = static_cast<std::uint64_t>(numbers[knob]);
+  };
+  set(SPARKHVD_KNOB_CHUNK_BYTES, knobs.chunk_bytes);
+  set(SPARKHVD_KNOB_STREAMS, knobs.streams);
+  set(SPARKHVD_KNOB_SYMMETRIC_BYTES, knobs.symmetric_bytes);
+  set(SPARKHVD_KNOB_DIRECT_RANKS, knobs.direct_ranks);
+  group.communicator->restart_streams();
+}
+
+// ---- Stalls
+// --------------------------------------------------------------------------------------
+
+/// A rank that keeps others waiting tells where it is, as long as its engine is alive.
+void Engine::ask_for_stacks(const std::vector<Rank>& ranks) {
+  std::size_t asked = 0;
+  for (const Rank rank : ranks) {
+    if (asked++ == kMaxStacks) return;
+    if (rank == rank_) {
+      on_stack(rank, {stacks_.take()});
+      continue;
+    }
+    Link& link = world_->link(rank);
+    if (!link.is_open() || said_goodbye_[static_cast<std::size_t>(index_of(rank))]) continue;
+    if (!asked_for_stack_.insert(rank).second) {
+      warn(rank_text(rank) +
+           " has not even answered the request for its stack: its process is stopped, or starved "
+           "of CPU, or its host is unreachable.");
+      continue;
+    }
+    link.send(encode(StackRequest{}));
+  }
+}
+
+void Engine::on_stack(Rank from, const Stack& message) {
+  if (from != rank_ && asked_for_stack_.erase(from) == 0) throw nonsense("a stack without request");
+  warn(rank_text(from) + " is here:\n" + message.text);
+}
+
+// ---- Ends of peers
+// -------------------------------------------------------------------------------
+
+void Engine::on_goodbye(Rank from, const Goodbye& message) {
+  said_goodbye_[static_cast<std::size_t>(index_of(from))] = true;
+  {
+    const std::scoped_lock lock(mutex_);
+    departed_.push_back(from);
+  }
+  for (auto& [id, group] : groups_) {
+    if (!group->team.includes(from)) continue;
+    // Who does not speak of a process set has removed it, after all that was agreed on there.
+    std::uint64_t executed = UINT64_MAX;
+    for (const auto& entry : message.sets) {
+      if (entry.process_set == id) executed = entry.executed;
+    }
+    depart(*group, from, executed);
+  }
+}
+
+/// Operations that the leaver has finished can be finished here; later ones cannot.
+void Engine::depart(Group& group, Rank rank, std::uint64_t executed) {
+  if (!group.departed) group.departed = rank;
+  group.departure_limit = std::min(group.departure_limit, executed);
+  while (!group.running.empty() && group.running.back().sequence >= group.departure_limit) {
+    Running last = std::move(group.running.back());
+    group.running.pop_back();
+    // Only an operation that has started lends memory; an earlier one may be in the middle of its
+    // transfers.
+    if (last.is_started) {
+      for (auto& link : world_->links()) link.cancel_lent(group.id);
+    }
+    last.task = {};
+    if (!last.operation) continue;
+    finish(*last.operation, SPARKHVD_SHUT_DOWN,
+           departure_text(last.operation->descriptor.collective, last.operation->name, rank));
+  }
+  if (group.negotiation) apply(group, group.negotiation->departed(rank));
+  refuse_after_coordinator(group);
+}
+
+/// The coordinator answers for every operation, also after another rank has left. When it has left
+/// itself, everything that it had to say has come before.
+void Engine::refuse_after_coordinator(Group& group) {
+  const Rank coordinator = group.coordinator();
+  if (!said_goodbye_[static_cast<std::size_t>(index_of(coordinator))]) return;
+  while (!group.submitted.empty()) {
+    const auto operation = group.submitted.begin()->second;
+    group.submitted.erase(group.submitted.begin());
+    finish(*operation, SPARKHVD_SHUT_DOWN,
+           departure_text(operation->descriptor.collective, operation->name, coordinator));
+  }
+}
+
+void Engine::on_link_end(Link& link) {
+  const Rank peer = link.peer();
+  const bool is_further_stream = &link != &world_->link(peer);
+  if (said_goodbye_[static_cast<std::size_t>(index_of(peer))] ||
+      (is_further_stream && link.state() == Link::State::kEnded)) {
+    // The end of a rank is seen, with its last words, on the connection of the control frames.
+    unwatch(link);
+    link.close();
+    return;
+  }
+  const std::string why =
+      link.state() == Link::State::kEnded
+          ? "its connection closed without a goodbye (its process ended or was killed)"
+          : link.trouble();
+  fail(SPARKHVD_PEER_LOST, rank_text(peer) + " is lost: " + why + ", as seen by " +
+                               rank_text(rank_) +
+                               ". Start the engine again on the ranks that are left.");
+}
+
+}  // namespace sparkhvd

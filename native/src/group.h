@@ -1,0 +1,51 @@
+// One process set as a rank of it sees it: what was submitted, what is agreed on, what runs.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collectives/collectives.h"
+#include "communicator.h"
+#include "negotiation.h"
+#include "operation.h"
+
+namespace sparkhvd {
+
+/// An operation that all ranks have agreed to run.
+struct Running {
+  std::shared_ptr<Operation> operation;  // null: this rank has joined and only counts along
+  std::unique_ptr<Context> context;
+  Task task;
+  std::uint64_t sequence = 0;
+  std::unique_ptr<Execute> passed_over;  // what a rank that has joined counts along with
+  bool is_started = false;
+  TimePoint deadline = kNever;  // moves on with every step
+};
+
+struct Group {
+  Group(std::int32_t the_id, Team the_team) : id(the_id), team(std::move(the_team)) {}
+
+  Rank coordinator() const { return team.ranks()[0]; }
+  bool is_coordinator() const { return team.self() == coordinator(); }
+
+  std::int32_t id;
+  Team team;
+  std::optional<Communicator> communicator;  // once the members share what memory they can
+  std::optional<Negotiation> negotiation;    // on the coordinator
+  std::map<std::string, std::shared_ptr<Operation>> submitted;  // not agreed on yet
+  std::deque<Running> running;                                  // in the agreed order
+  std::uint64_t executes_received = 0;
+  std::uint64_t executed = 0;
+  std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
+  std::optional<Rank> departed;                // the first that has left in order
+  bool is_closed = false;                      // the coordinator orders nothing more
+  bool is_removed = false;                     // goes when nothing runs any more
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,335 @@
+#include "request.h"
+
+#include <bit>
+#include <cmath>
+#include <vector>
+
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+/// What a collective takes of a request.
+struct Form {
+  bool has_tensors = true;
+  bool has_dtype = true;
+  bool reduces = false;
+  std::uint32_t min_tensors = 1;
+  std::uint32_t max_tensors = 1;
+};
+
+Form form_of(Collective collective) {
+  constexpr std::uint32_t kAny = UINT32_MAX;
+  switch (collective) {
+    case Collective::kAllreduce:
+      return {.reduces = true, .min_tensors = 0, .max_tensors = kAny};
+    case Collective::kReducescatter:
+      return {.reduces = true, .max_tensors = kAny};
+    case Collective::kAllgather:
+      return {.max_tensors = kAny};
+    case Collective::kBroadcast:
+    case Collective::kAlltoall:
+      return {};
+    default:
+      return {.has_tensors = false, .has_dtype = false, .min_tensors = 0, .max_tensors = 0};
+  }
+}
+
+std::shared_ptr<const std::vector<Rank>> members_of(const Engine& engine, std::int32_t process_set,
+                                                    const std::string& label) {
+  try {
+    return engine.members(process_set);
+  } catch (const Error& error) {
+    throw Error(error.status(), label + ": " + error.what());
+  }
+}
+
+/// One request of a caller being checked; every method throws what is wrong with it.
+class RequestReader {
+ public:
+  RequestReader(const sparkhvd_request& raw, const Engine& engine, Operation& operation)
+      : raw_(raw),
+        engine_(engine),
+        operation_(operation),
+        descriptor_(operation.descriptor),
+        label_(operation.label()),
+        form_(form_of(operation.descriptor.collective)),
+        members_(members_of(engine, raw.process_set, label_)) {}
+
+  void read() {
+    read_options();
+    if (form_.reduces) read_reduction();
+    if (descriptor_.collective == Collective::kBroadcast) read_root();
+    read_tensors();
+    read_numbers();
+    check_message_size();
+  }
+
+ private:
+  [[noreturn]] void refuse(const std::string& text) const { invalid(label_ + ": " + text); }
+
+  void read_options() {
+    if (operation_.name.empty() || operation_.name.size() > kMaxNameBytes) {
+      refuse("the name has " + std::to_string(operation_.name.size()) +
+             " bytes; it must have 1 to " + std::to_string(kMaxNameBytes) + ".");
+    }
+    if (raw_.device != SPARKHVD_DEVICE_CPU) {
+      throw Error(SPARKHVD_UNSUPPORTED,
+                  label_ +
+                      ": this build of sparkhvd reduces tensors in CPU memory "
+                      "only. Move the tensor to the CPU.");
+    }
+    if (form_.has_dtype) {
+      const auto dtype = to_dtype(raw_.dtype);
+      if (!dtype) refuse("dtype " + std::to_string(raw_.dtype) + " does not exist.");
+      descriptor_.dtype = *dtype;
+    }
+    const double timeout_s = raw_.timeout_s < 0 ? engine_.stall_shutdown_s() : raw_.timeout_s;
+    if (std::isnan(timeout_s)) refuse("timeout_s is not a number.");
+    descriptor_.timeout_s = timeout_s;
+  }
+
+  void read_reduction() {
+    const auto op = to_reduce_op(raw_.reduce_op);
+    if (!op) refuse("reduce_op " + std::to_string(raw_.reduce_op) + " does not exist.");
+    descriptor_.reduce_op = *op;
+    if (std::isnan(raw_.prescale) || std::isnan(raw_.postscale)) {
+      refuse("prescale and postscale must be numbers, and one is NaN.");
+    }
+    descriptor_.prescale = raw_.prescale;
+    descriptor_.postscale = raw_.postscale;
+    if (descriptor_.dtype == DType::kBool) {
+      if (*op == ReduceOp::kAverage) {
+        refuse("there is no Average of bool. Use Sum or Max for \"or\", or convert it.");
+      }
+      if (raw_.prescale != 1 || raw_.postscale != 1) {
+        refuse("bool cannot be scaled. Leave prescale and postscale at 1.");
+      }
+    }
+    if (*op == ReduceOp::kAdasum) check_adasum();
+  }
+
+  void check_adasum() const {
+    if (descriptor_.collective != Collective::kAllreduce) {
+      refuse("Adasum is for allreduce only. Use Sum or Average.");
+    }
+    const bool is_float =
+        descriptor_.dtype == DType::kFloat16 || descriptor_.dtype == DType::kBfloat16 ||
+        descriptor_.dtype == DType::kFloat32 || descriptor_.dtype == DType::kFloat64;
+    if (!is_float) {
+      refuse("Adasum needs floating-point tensors, not " + std::string(name_of(descriptor_.dtype)) +
+             ". Use Sum or Average.");
+    }
+    if (!std::has_single_bit(members_->size())) {
+      refuse("Adasum combines ranks in pairs and needs 1, 2, 4, 8, ... ranks, not " +
+             std::to_string(members_->size()) +
+             ". Use Sum or Average, or another number of ranks.");
+    }
+  }
+
+  void read_root() {
+    const auto root = Rank{raw_.root_rank};
+    if (std::ranges::count(*members_, root) == 0) {
+      refuse("root_rank " + std::to_string(raw_.root_rank) +
+             " is not in the process set, which has " + rank_list(*members_) +
+             ". It is a global rank.");
+    }
+    descriptor_.root = root;
+  }
+
+  void read_tensors() {
+    if (raw_.num_tensors < form_.min_tensors || raw_.num_tensors > form_.max_tensors) {
+      refuse("num_tensors is " + std::to_string(raw_.num_tensors) + ", but must be " +
+             (form_.max_tensors > form_.min_tensors ? "at least " : "") +
+             std::to_string(form_.min_tensors) + ".");
+    }
+    if (raw_.num_tensors > 0 && raw_.tensors == nullptr) refuse("tensors is NULL.");
+    for (std::uint32_t i = 0; i < raw_.num_tensors; ++i) read_tensor(i);
+  }
+
+  void read_tensor(std::uint32_t i) {
+    const sparkhvd_tensor& tensor = raw_.tensors[i];
+    const std::string which = label_ + ": tensor " + std::to_string(i);
+    if (tensor.num_dims > kMaxDims) {
+      invalid(which + " has more than " + std::to_string(kMaxDims) + " dimensions.");
+    }
+    if (tensor.num_dims > 0 && tensor.shape == nullptr) invalid(which + " has no shape.");
+    std::vector<std::int64_t> shape;
+    if (tensor.num_dims > 0) shape.assign(tensor.shape, tensor.shape + tensor.num_dims);
+    const auto count = count_elements(shape, descriptor_.dtype);
+    if (!count) invalid(which + " has an impossible shape (negative or larger than 64 TiB).");
+    const std::size_t element = element_size(descriptor_.dtype);
+    const std::uint64_t bytes = *count * element;
+    total_ += bytes;
+    if (total_ > kMaxTensorBytes) refuse("more than 64 TiB.");
+    if (bytes > 0 && tensor.input == nullptr) invalid(which + " has no input.");
+    if (descriptor_.collective == Collective::kReducescatter) {
+      if (shape.empty()) {
+        invalid(which +
+                " is a scalar, and reducescatter divides the first dimension. Give it one.");
+      }
+      const std::uint64_t own =
+          own_rows(shape[0]) * (shape[0] > 0 ? bytes / static_cast<std::uint64_t>(shape[0]) : 0);
+      if (own > 0 && tensor.output == nullptr) invalid(which + " has no output.");
+      operation_.pieces.add(tensor.input, nullptr, bytes);
+      operation_.results.add(tensor.output, tensor.output, own);
+    } else {
+      const bool needs_output = descriptor_.collective == Collective::kAllreduce ||
+                                descriptor_.collective == Collective::kBroadcast;
+      if (bytes > 0 && needs_output && tensor.output == nullptr) {
+        invalid(which + " has no output.");
+      }
+      operation_.pieces.add(tensor.input, tensor.output, bytes);
+    }
+    descriptor_.shapes.push_back(std::move(shape));
+  }
+
+  /// Of `rows`, for this rank: the first ones get one more.
+  std::uint64_t own_rows(std::int64_t rows) const {
+    const auto place = std::ranges::find(*members_, engine_.rank()) - members_->begin();
+    const auto size = static_cast<std::int64_t>(members_->size());
+    return static_cast<std::uint64_t>(rows / size + (place < rows % size ? 1 : 0));
+  }
+
+  void read_numbers() {
+    if (raw_.num_splits > 0 && raw_.splits == nullptr) refuse("splits is NULL.");
+    auto& numbers = descriptor_.numbers;
+    if (raw_.num_splits > 0) numbers.assign(raw_.splits, raw_.splits + raw_.num_splits);
+    switch (descriptor_.collective) {
+      case Collective::kAlltoall:
+        return check_splits();
+      case Collective::kAddProcessSet:
+        return check_ranks();
+      case Collective::kRemoveProcessSet:
+        if (numbers.size() != 1 || numbers[0] < 1 || numbers[0] > INT32_MAX) {
+          refuse("give the id of a process set that was added; 0, all ranks, stays.");
+        }
+        return check_is_global();
+      case Collective::kRegister:
+        if (numbers.size() != 1 || numbers[0] < 1 ||
+            static_cast<std::uint64_t>(numbers[0]) > kMaxTensorBytes) {
+          refuse("give a number of bytes from 1 to 64 TiB.");
+        }
+        return;
+      case Collective::kConfigure:
+        return check_knobs();
+      default:
+        if (!numbers.empty()) refuse("it takes no splits.");
+    }
+  }
+
+  /// What is agreed on travels in one frame: this description, and of allgather all ranks' rows.
+  void check_message_size() const {
+    std::size_t bytes = operation_.name.size() + 1024 + 8 * descriptor_.numbers.size();
+    for (const auto& shape : descriptor_.shapes) bytes += 4 + 8 * shape.size();
+    std::size_t answer = 32 * members_->size() + bytes;
+    if (descriptor_.collective == Collective::kAllgather) {
+      answer += 8 * members_->size() * descriptor_.shapes.size();
+    } else if (descriptor_.collective == Collective::kAlltoall) {
+      answer += 8 * members_->size() * members_->size();
+    }
+    if (std::max(bytes, answer) <= kMaxControlBytes) return;
+    refuse("the description of " + std::to_string(descriptor_.shapes.size()) + " tensors needs " +
+           std::to_string(std::max(bytes, answer)) + " bytes, more than the limit of " +
+           std::to_string(kMaxControlBytes) + ". Submit fewer tensors at once.");
+  }
+
+  void check_is_global() const {
+    if (raw_.process_set != 0) refuse("all ranks call it, so process_set must be 0.");
+  }
+
+  void check_splits() {
+    const auto& shape = descriptor_.shapes[0];
+    const std::size_t size = members_->size();
+    if (shape.empty()) refuse("the tensor is a scalar; alltoall divides the first dimension.");
+    auto& numbers = descriptor_.numbers;
+    if (raw_.splits == nullptr) {
+      const auto parts = static_cast<std::int64_t>(size);
+      if (shape[0] % parts != 0) {
+        refuse("the first dimension is " + std::to_string(shape[0]) +
+               " and cannot be divided among " + std::to_string(size) +
+               " ranks equally. Give splits.");
+      }
+      numbers.assign(size, shape[0] / parts);
+      return;
+    }
+    if (numbers.size() != size) {
+      refuse(std::to_string(numbers.size()) + " splits were given for " + std::to_string(size) +
+             " ranks. Give one per rank of the process set.");
+    }
+    std::int64_t left = shape[0];
+    for (const auto rows : numbers) {
+      if (rows < 0 || rows > left) {
+        refuse("the splits are " + numbers_text(numbers) +
+               "; they must be 0 or more, and their sum at most the first dimension, " +
+               std::to_string(shape[0]) + ".");
+      }
+      left -= rows;
+    }
+  }
+
+  void check_ranks() const {
+    check_is_global();
+    const auto& numbers = descriptor_.numbers;
+    if (numbers.empty()) refuse("a process set has at least one rank.");
+    for (std::size_t i = 0; i < numbers.size(); ++i) {
+      if (numbers[i] < 0 || static_cast<std::size_t>(numbers[i]) >= engine_.size()) {
+        refuse("rank " + std::to_string(numbers[i]) + " does not exist; ranks are 0 to " +
+               std::to_string(engine_.size() - 1) + ".");
+      }
+      if (i > 0 && numbers[i] <= numbers[i - 1]) refuse("the ranks must be ascending, each once.");
+    }
+  }
+
+  void check_knobs() const {
+    const auto& numbers = descriptor_.numbers;
+    if (numbers.size() != SPARKHVD_NUM_KNOBS) {
+      refuse(std::to_string(numbers.size()) + " knobs were given; there are " +
+             std::to_string(SPARKHVD_NUM_KNOBS) + ".");
+    }
+    const auto& options = engine_.world_options();
+    const auto check = [&](std::size_t knob, const char* name, std::uint64_t low,
+                           std::uint64_t high) {
+      const auto value = static_cast<std::uint64_t>(numbers[knob]);
+      if (numbers[knob] == 0 || (numbers[knob] > 0 && value >= low && value <= high)) return;
+      refuse(std::string(name) + " is " + std::to_string(numbers[knob]) + "; it must be from " +
+             std::to_string(low) + " to " + std::to_string(high) + ", or 0 to leave it.");
+    };
+    check(SPARKHVD_KNOB_CHUNK_BYTES, "chunk_bytes", 4096, options.slot_bytes);
+    check(SPARKHVD_KNOB_STREAMS, "streams", 1, options.streams);
+    check(SPARKHVD_KNOB_SYMMETRIC_BYTES, "symmetric_bytes", 1, options.slot_bytes);
+    check(SPARKHVD_KNOB_DIRECT_RANKS, "direct_ranks", 1, 1024);
+  }
+
+  const sparkhvd_request& raw_;
+  const Engine& engine_;
+  Operation& operation_;
+  Descriptor& descriptor_;
+  const std::string label_;
+  const Form form_;
+  const std::shared_ptr<const std::vector<Rank>> members_;
+  std::uint64_t total_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<Operation> read_request(const sparkhvd_request* given, const Engine& engine) {
+  sparkhvd_request defaults{};
+  defaults.prescale = 1;
+  defaults.postscale = 1;
+  defaults.device = SPARKHVD_DEVICE_CPU;
+  defaults.timeout_s = -1;
+  const auto raw = read_struct(given, defaults, "request");
+  const auto collective = to_collective(raw.collective);
+  if (!collective) invalid("collective " + std::to_string(raw.collective) + " does not exist.");
+  if (raw.name == nullptr) invalid(std::string(name_of(*collective)) + ": the name is NULL.");
+  auto operation = std::make_shared<Operation>();
+  operation->process_set = raw.process_set;
+  // A rank joins once, whatever it calls that.
+  operation->name = *collective == Collective::kJoin ? "join" : raw.name;
+  operation->descriptor.collective = *collective;
+  RequestReader(raw, engine, *operation).read();
+  return operation;
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,34 @@
+// What a caller asks for, checked and copied: from the structures of the C boundary to an Operation.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+
+#include "engine.h"
+#include "error.h"
+#include "operation.h"
+#include "sparkhvd.h"
+
+namespace sparkhvd {
+
+[[noreturn]] inline void invalid(const std::string& text) {
+  throw Error(SPARKHVD_INVALID_ARGUMENT, text);
+}
+
+/// The caller's structure, with what an older caller does not know set to `defaults`.
+template <class Struct>
+Struct read_struct(const Struct* given, Struct defaults, const char* what) {
+  if (given == nullptr) invalid(std::string(what) + " is NULL.");
+  if (given->struct_size < sizeof(given->struct_size)) {
+    invalid(std::string(what) + ".struct_size is not set.");
+  }
+  std::memcpy(&defaults, given, std::min<std::size_t>(given->struct_size, sizeof(Struct)));
+  return defaults;
+}
+
+/// Throws InvalidArgument or UNSUPPORTED, naming the operation, what was found and what to do.
+std::shared_ptr<Operation> read_request(const sparkhvd_request* given, const Engine& engine);
+
+}  // namespace sparkhvd

@@ -1,0 +1,54 @@
+// Memory that the ranks of a host share: every rank of it brings a piece of equal size, and all map
+// all pieces.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <utility>
+
+#include "transport/memfd.h"
+#include "types.h"
+
+namespace sparkhvd {
+
+/// Which registered memory a tensor lies in: equal on all ranks, because memory is registered by an
+/// operation that all of them take part in.
+struct SegmentKey {
+  std::int32_t process_set = 0;
+  std::uint64_t sequence = 0;  // of the operation that made it
+  auto operator<=>(const SegmentKey&) const = default;
+};
+
+/// Where a rank's tensor lies in registered memory.
+struct Place {
+  SegmentKey segment;
+  std::uint64_t offset = 0;
+  bool operator==(const Place&) const = default;
+};
+
+/// The pieces by rank. Unmapped when the last owner lets go: the user's buffer, a running
+/// operation.
+class Segment {
+ public:
+  Segment(SegmentKey key, std::size_t bytes) : key_(key), bytes_(bytes) {}
+
+  const SegmentKey& key() const noexcept { return key_; }
+  /// Of each rank's piece.
+  std::size_t bytes() const noexcept { return bytes_; }
+  void add(Rank rank, Mapping mapping) { pieces_.insert_or_assign(rank, std::move(mapping)); }
+  bool has(Rank rank) const noexcept { return pieces_.contains(rank); }
+  std::size_t num_pieces() const noexcept { return pieces_.size(); }
+  /// The piece of a rank that has one.
+  std::byte* data(Rank rank) const { return pieces_.at(rank).data(); }
+  /// Keeps this rank's own piece only (mapping others failed somewhere).
+  void keep_only(Rank rank) {
+    std::erase_if(pieces_, [rank](const auto& piece) { return piece.first != rank; });
+  }
+
+ private:
+  SegmentKey key_;
+  std::size_t bytes_;
+  std::map<Rank, Mapping> pieces_;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,84 @@
+// The ranks that run one operation together, and which of them share memory. A value: no sockets,
+// no memory.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "types.h"
+
+namespace sparkhvd {
+
+/// An *island* is a set of ranks that have mapped each other's memory; a rank that shares with
+/// nobody is alone in its island. Islands are in the order of their first rank, the ranks of an
+/// island in ascending order.
+class Team {
+ public:
+  Team() = default;
+  /// `islands` need not be sorted; empty ones are left out. `self` need not be in it.
+  Team(Rank self, std::vector<std::vector<Rank>> islands) : self_(self) {
+    std::erase_if(islands, [](const auto& island) { return island.empty(); });
+    for (auto& island : islands) std::ranges::sort(island);
+    std::ranges::sort(islands, {}, [](const auto& island) { return island[0]; });
+    islands_ = std::move(islands);
+    num_lanes_ = islands_.empty() ? 0 : islands_[0].size();
+    for (std::size_t i = 0; i < islands_.size(); ++i) {
+      ranks_.insert(ranks_.end(), islands_[i].begin(), islands_[i].end());
+      num_lanes_ = std::min(num_lanes_, islands_[i].size());
+      const auto place = std::ranges::find(islands_[i], self);
+      if (place == islands_[i].end()) continue;
+      island_ = i;
+      local_ = static_cast<std::size_t>(place - islands_[i].begin());
+    }
+    std::ranges::sort(ranks_);
+    index_ = index_in(self);
+  }
+
+  /// The members in ascending order; a member's *index* is its place here.
+  std::span<const Rank> ranks() const noexcept { return ranks_; }
+  std::size_t size() const noexcept { return ranks_.size(); }
+  Rank self() const noexcept { return self_; }
+  /// This rank's index.
+  std::size_t index() const noexcept { return index_; }
+  /// `size()` if `rank` is not a member.
+  std::size_t index_in(Rank rank) const noexcept {
+    const auto place = std::ranges::lower_bound(ranks_, rank);
+    const bool is_member = place != ranks_.end() && *place == rank;
+    return is_member ? static_cast<std::size_t>(place - ranks_.begin()) : ranks_.size();
+  }
+  bool includes(Rank rank) const noexcept { return index_in(rank) < ranks_.size(); }
+
+  const std::vector<std::vector<Rank>>& islands() const noexcept { return islands_; }
+  std::size_t island_index() const noexcept { return island_; }
+  const std::vector<Rank>& island() const noexcept { return islands_[island_]; }
+  std::size_t local_index() const noexcept { return local_; }
+  std::size_t local_size() const noexcept { return island().size(); }
+  /// The smallest island: that many ranks of each exchange with their like on the others.
+  std::size_t num_lanes() const noexcept { return num_lanes_; }
+  bool is_one_island() const noexcept { return islands_.size() == 1; }
+  /// No two ranks share memory.
+  bool is_all_alone() const noexcept { return islands_.size() == ranks_.size(); }
+
+  /// The same islands with only the ranks of `members` in them.
+  Team restricted(std::span<const Rank> members) const {
+    auto islands = islands_;
+    for (auto& island : islands) {
+      std::erase_if(island, [&](Rank rank) { return std::ranges::count(members, rank) == 0; });
+    }
+    return {self_, std::move(islands)};
+  }
+
+ private:
+  Rank self_{};
+  std::vector<Rank> ranks_;
+  std::vector<std::vector<Rank>> islands_;
+  std::size_t index_ = 0;
+  std::size_t island_ = 0;
+  std::size_t local_ = 0;
+  std::size_t num_lanes_ = 0;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,412 @@
+#include "timeline.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+
+#include "error.h"
+#include "json.h"
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+// Long enough to write many events at once, short enough that a killed process loses little.
+constexpr auto kBatchTime = std::chrono::milliseconds(50);
+// One write; small, so that a reader or a kill in the middle of it is unlikely.
+constexpr std::size_t kBatchBytes = 256 << 10;
+constexpr std::size_t kMaxShownName = 200;
+// From here on names that differ in digits only share lanes, and then everything of one collective.
+constexpr std::size_t kManyLabels = 200;
+constexpr std::size_t kTooManyLabels = 400;
+constexpr std::size_t kMaxLanesPerLabel = 64;
+// Operations that ranks have come for. Those that never run are not kept for ever.
+constexpr std::size_t kMaxOwners = 4096;
+// An operation may be submitted while the driver finishes the one before it in the same lane.
+constexpr std::int64_t kOverlap_ns = 50'000;
+constexpr std::uint32_t kMarksLane = 0;
+constexpr char kClosing[] = "\n]\n";
+constexpr std::size_t kClosingBytes = sizeof(kClosing) - 1;
+
+std::string status_text(std::int32_t status) {
+  switch (status) {
+    case SPARKHVD_OK:
+      return "ok";
+    case SPARKHVD_MISMATCH:
+      return "mismatch";
+    case SPARKHVD_TIMEOUT:
+      return "timeout";
+    case SPARKHVD_PEER_LOST:
+      return "peer lost";
+    case SPARKHVD_SHUT_DOWN:
+      return "shut down";
+    default:
+      return "status " + std::to_string(status);
+  }
+}
+
+std::string without_digits(const std::string& name) {
+  std::string label;
+  for (const char c : name) {
+    const bool is_digit = c >= '0' && c <= '9';
+    if (!is_digit) {
+      label += c;
+    } else if (label.empty() || label.back() != '*') {
+      label += '*';
+    }
+  }
+  return label;
+}
+
+/// Names that are numbered by us: each is used once and must not get a lane of its own.
+bool is_numbered(const std::string& name) {
+  return name.find(".noname.") != std::string::npos || name.starts_with("barrier.") ||
+         name.starts_with("sparkhvd.");
+}
+
+Fd open_file(const std::string& path) {
+  const auto fail = [&path](const std::string& found) {
+    throw Error(SPARKHVD_INVALID_ARGUMENT,
+                "start_timeline('" + path + "'): " + found +
+                    ". Give a path of a file that this process may write.");
+  };
+  // O_NONBLOCK: opening a pipe must not wait for a reader; it means nothing for a file.
+  Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666));
+  if (!file.valid()) fail(errno_text(errno));
+  struct stat found{};
+  if (::fstat(file.get(), &found) != 0) fail(errno_text(errno));
+  if (!S_ISREG(found.st_mode)) fail("it is not a plain file");
+  if (::ftruncate(file.get(), 0) != 0) fail(errno_text(errno));
+  return file;
+}
+
+}  // namespace
+
+Timeline::Timeline(Options options)
+    : options_(std::move(options)), start_(Clock::now()), file_(open_file(options_.path)) {
+  header();
+  const std::string trouble = put("[\n" + text_);
+  if (!trouble.empty()) {
+    throw Error(SPARKHVD_INVALID_ARGUMENT, "start_timeline('" + options_.path +
+                                               "'): writing failed: " + trouble +
+                                               ". Make room on the disk, or choose another path.");
+  }
+  text_.clear();
+  // Signals are for the program's own threads; a full quota is told by the result of the write.
+  sigset_t all;
+  sigset_t before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    thread_ = std::jthread([this] { run(); });
+  } catch (...) {
+    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Timeline::~Timeline() {
+  {
+    const std::scoped_lock lock(mutex_);
+    is_stopping_ = true;
+  }
+  changed_.notify_one();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Timeline::add(TimelineEvent event) {
+  if (event.name.size() > kMaxShownName) event.name.resize(kMaxShownName);
+  bool was_empty = false;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (is_broken_ || queue_.size() >= options_.max_queued) {
+      ++dropped_;
+      return;
+    }
+    was_empty = queue_.empty();
+    queue_.push_back(std::move(event));
+  }
+  if (was_empty) changed_.notify_one();
+}
+
+Timeline::Statistics Timeline::statistics() const {
+  const std::scoped_lock lock(mutex_);
+  return {written_, dropped_};
+}
+
+// ---- The writer's thread
+// -------------------------------------------------------------------------------------
+
+void Timeline::run() {
+  ::pthread_setname_np(::pthread_self(), "sparkhvd-trace");
+  std::vector<TimelineEvent> batch;
+  while (true) {
+    std::uint64_t dropped = 0;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return is_stopping_ || !queue_.empty(); });
+      // Let more come, so that a training step costs one write and not one per operation.
+      changed_.wait_for(lock, kBatchTime, [this] { return is_stopping_; });
+      if (queue_.empty()) return;  // is_stopping_
+      batch.swap(queue_);
+      dropped = dropped_;
+    }
+    std::string trouble;
+    std::size_t in_text = 0;
+    std::size_t in_file = 0;
+    const auto flush = [&] {
+      trouble = put(text_);
+      text_.clear();
+      if (trouble.empty()) in_file = in_text;
+    };
+    report_drops(dropped);
+    for (const auto& event : batch) {
+      write(event);
+      ++in_text;
+      if (text_.size() >= kBatchBytes) flush();
+      if (!trouble.empty()) break;
+    }
+    if (trouble.empty()) flush();
+    {
+      const std::scoped_lock lock(mutex_);
+      written_ += in_file;
+      if (!trouble.empty()) {
+        is_broken_ = true;
+        dropped_ += batch.size() - in_file + queue_.size();
+        queue_.clear();
+      }
+    }
+    batch.clear();
+    if (trouble.empty()) continue;
+    options_.warn("the timeline '" + options_.path + "' ends here: " + trouble +
+                  ". Training goes on without it.");
+    return;
+  }
+}
+
+/// Appends `text` (events, each but the file's first with a comma before it) and closes the list
+/// again, in one write over the former closing. Returns what went wrong; the file then ends behind the
+/// last whole event that fitted.
+std::string Timeline::put(const std::string& text) {
+  if (text.empty()) return {};
+  const std::string whole = text + kClosing;
+  std::size_t done = 0;
+  while (done < whole.size()) {
+    const auto count = ::pwrite(file_.get(), whole.data() + done, whole.size() - done,
+                                static_cast<off_t>(end_ + done));
+    if (count > 0) {
+      done += static_cast<std::size_t>(count);
+      continue;
+    }
+    if (count < 0 && errno == EINTR) continue;
+    const std::string trouble = count == 0 ? "nothing could be written" : errno_text(errno);
+    if (end_ > 0) {
+      // What was there before has room; of the rest, whole events that leave room for the closing.
+      std::size_t kept = done < kClosingBytes ? 0 : text.rfind(",\n{", done - kClosingBytes);
+      if (kept == std::string::npos) kept = 0;
+      const auto end = static_cast<off_t>(end_ + kept);
+      [[maybe_unused]] const auto closed = ::pwrite(file_.get(), kClosing, kClosingBytes, end);
+      [[maybe_unused]] const auto cut = ::ftruncate(file_.get(), end + off_t{kClosingBytes});
+    }
+    return trouble;
+  }
+  end_ += text.size();
+  return {};
+}
+
+std::int64_t Timeline::since_start(TimePoint at) const noexcept {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(at - start_).count();
+}
+
+/// The beginning of an event up to its arguments; microseconds, as the format wants them.
+void Timeline::begin_event(const char* phase, std::uint32_t lane, std::int64_t at) {
+  char head[128];
+  const std::int64_t whole = at / 1000;
+  const auto rest = static_cast<int>(at % 1000);
+  // What came before the timeline began has negative times.
+  std::snprintf(head, sizeof(head), ",\n{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u,\"ts\":%s%lld.%03d",
+                phase, index_of(options_.rank), lane, at < 0 ? "-" : "",
+                static_cast<long long>(whole < 0 ? -whole : whole), rest < 0 ? -rest : rest);
+  text_ += head;
+}
+
+void Timeline::header() {
+  const auto epoch = std::chrono::system_clock::now().time_since_epoch();
+  const std::string pid = std::to_string(index_of(options_.rank));
+  text_ =
+      R"({"ph":"M","pid":)" + pid + R"(,"name":"process_name","args":{"name":"rank )" + pid +
+      R"("}},)" + "\n" + R"({"ph":"M","pid":)" + pid +
+      R"(,"name":"process_sort_index","args":{"sort_index":)" + pid + "}},\n" +
+      R"({"ph":"M","pid":)" + pid + R"(,"name":"sparkhvd","args":{"rank":)" + pid + R"(,"size":)" +
+      std::to_string(options_.size) + R"(,"start_time_since_epoch_in_micros":)" +
+      std::to_string(std::chrono::duration_cast<std::chrono::microseconds>(epoch).count()) +
+      R"(,"start_monotonic_ns":)" +
+      std::to_string(
+          std::chrono::duration_cast<std::chrono::nanoseconds>(start_.time_since_epoch()).count()) +
+      "}},\n" + R"({"ph":"M","pid":)" + pid +
+      R"(,"tid":0,"name":"thread_name","args":{"name":"engine"}})";
+  lanes_.push_back({});  // kMarksLane
+}
+
+void Timeline::report_drops(std::uint64_t dropped) {
+  if (dropped == reported_drops_) return;
+  instant(kMarksLane, std::to_string(dropped - reported_drops_) + " events dropped",
+          since_start(Clock::now()));
+  reported_drops_ = dropped;
+}
+
+void Timeline::write(const TimelineEvent& event) {
+  switch (event.kind) {
+    case TimelineEvent::Kind::kSubmitted:
+      return submitted(event);
+    case TimelineEvent::Kind::kArrived:
+      return arrived(event);
+    case TimelineEvent::Kind::kFinished:
+      return finished(event);
+    case TimelineEvent::Kind::kMark:
+      return instant(kMarksLane, event.name, since_start(event.at));
+  }
+}
+
+void Timeline::submitted(const TimelineEvent& event) {
+  const std::int64_t begin = since_start(event.trace.submitted);
+  const auto lane = lane_of(event, begin);
+  // Its end was dropped: the same name cannot be in flight twice.
+  if (lanes_[lane].is_open) close(lane, begin, nullptr);
+  open(lane, event);
+}
+
+void Timeline::arrived(const TimelineEvent& event) {
+  const bool is_known = owners_.contains({event.process_set, event.name});
+  if (!is_known && owners_.size() >= kMaxOwners) return;
+  const std::int64_t at = since_start(event.at);
+  instant(lane_of(event, at), rank_text(event.rank) + " ready", at);
+}
+
+void Timeline::finished(const TimelineEvent& event) {
+  const auto lane = lane_of(event, since_start(event.trace.submitted));
+  if (!lanes_[lane].is_open) open(lane, event);  // submitted before the timeline began
+  const auto& trace = event.trace;
+  const TimePoint nowhere{};
+  const auto end_of = [&](TimePoint next) { return next == nowhere ? event.at : next; };
+  phase(lane, "negotiate", trace.submitted, end_of(trace.agreed));
+  if (trace.agreed != nowhere) phase(lane, "queue", trace.agreed, end_of(trace.started));
+  if (trace.started != nowhere) {
+    phase(lane, *trace.algorithm == '\0' ? name_of(event.collective).data() : trace.algorithm,
+          trace.started, event.at);
+  }
+  const std::int64_t end = since_start(event.at);
+  if (event.status != SPARKHVD_OK) instant(lane, "error: " + status_text(event.status), end);
+  close(lane, end, &event);
+  owners_.erase({event.process_set, event.name});
+  lanes_[lane].has_owner = false;
+}
+
+void Timeline::open(std::uint32_t lane, const TimelineEvent& event) {
+  Lane& row = lanes_[lane];
+  row.begin = std::max(since_start(event.trace.submitted), row.free_from);
+  row.is_open = true;
+  begin_event("B", lane, row.begin);
+  text_ += R"(,"cat":"sparkhvd","name":")";
+  text_ += name_of(event.collective);
+  text_ += R"(","args":{"name":)";
+  append_json_string(text_, event.name);
+  text_ += R"(,"process_set":)" + std::to_string(event.process_set) + R"(,"bytes":)" +
+           std::to_string(event.bytes) + R"(,"dtype":")";
+  text_ += name_of(event.dtype);
+  text_ += "\"}}";
+}
+
+void Timeline::close(std::uint32_t lane, std::int64_t end, const TimelineEvent* event) {
+  Lane& row = lanes_[lane];
+  end = std::max(end, row.begin);
+  begin_event("E", lane, end);
+  if (event != nullptr) {
+    text_ += R"(,"args":{"status":")" + status_text(event->status) + '"';
+    if (!event->message.empty()) {
+      text_ += R"(,"message":)";
+      append_json_string(text_, event->message);
+    }
+    text_ += '}';
+  }
+  text_ += '}';
+  row.is_open = false;
+  row.free_from = end;
+}
+
+void Timeline::phase(std::uint32_t lane, const char* name, TimePoint begin, TimePoint end) {
+  const std::int64_t from = std::max(since_start(begin), lanes_[lane].begin);
+  const std::int64_t length = std::max<std::int64_t>(0, since_start(end) - from);
+  begin_event("X", lane, from);
+  char rest[64];
+  std::snprintf(rest, sizeof(rest), ",\"dur\":%lld.%03d", static_cast<long long>(length / 1000),
+                static_cast<int>(length % 1000));
+  text_ += rest;
+  text_ += R"(,"cat":"sparkhvd","name":")";
+  text_ += name;
+  text_ += "\"}";
+}
+
+void Timeline::instant(std::uint32_t lane, const std::string& name, std::int64_t at) {
+  begin_event("i", lane, at);
+  text_ += R"(,"s":"t","cat":"sparkhvd","name":)";
+  append_json_string(text_, name);
+  text_ += '}';
+}
+
+// ---- Lanes
+// ---------------------------------------------------------------------------------------------------
+
+std::string Timeline::label_of(const TimelineEvent& event) const {
+  const std::string set =
+      event.process_set == 0 ? "" : " (process set " + std::to_string(event.process_set) + ")";
+  std::string label = event.name + set;
+  if (!is_numbered(event.name)) {
+    if (lanes_by_label_.size() < kManyLabels || lanes_by_label_.contains(label)) return label;
+  }
+  label = without_digits(event.name) + set;
+  if (lanes_by_label_.size() < kTooManyLabels || lanes_by_label_.contains(label)) return label;
+  return "others" + set;
+}
+
+/// The lane of an operation; it is the operation's until it has finished.
+std::uint32_t Timeline::lane_of(const TimelineEvent& event, std::int64_t begin) {
+  const Key key{event.process_set, event.name};
+  const auto owned = owners_.find(key);
+  if (owned != owners_.end()) return owned->second;
+  const auto lane = take_lane(label_of(event), begin);
+  lanes_[lane].has_owner = true;
+  owners_.emplace(key, lane);
+  return lane;
+}
+
+std::uint32_t Timeline::take_lane(const std::string& label, std::int64_t begin) {
+  auto& rows = lanes_by_label_[label];
+  std::uint32_t any_free = kMarksLane;
+  for (const auto row : rows) {
+    if (lanes_[row].has_owner) continue;
+    if (lanes_[row].free_from <= begin + kOverlap_ns) return row;
+    any_free = row;
+  }
+  if (any_free != kMarksLane && rows.size() >= kMaxLanesPerLabel) return any_free;
+  const auto made = static_cast<std::uint32_t>(lanes_.size());
+  lanes_.push_back({});
+  rows.push_back(made);
+  std::string name = label;
+  if (rows.size() > 1) name += " #" + std::to_string(rows.size());
+  const std::string id = std::to_string(made);
+  const std::string head = ",\n{\"ph\":\"M\",\"pid\":" + std::to_string(index_of(options_.rank)) +
+                           ",\"tid\":" + id + ",\"name\":";
+  text_ += head + R"("thread_name","args":{"name":)";
+  append_json_string(text_, name);
+  text_ += "}}" + head + R"("thread_sort_index","args":{"sort_index":)" + id + "}}";
+  return made;
+}
+
+}  // namespace sparkhvd

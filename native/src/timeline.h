@@ -1,0 +1,134 @@
+// The timeline of one rank: Chrome's trace event format, one file that is valid JSON at any moment.
+//
+// **Threads.** Any thread adds events, which costs a short lock and never waits for the disk. A
+// thread of its own, alive as long as the Timeline, turns them into text in batches.
+//
+// **Ownership.** `mutex_` guards the queue; the file and everything about lanes belongs to the
+// writer thread.
+//
+// **Shutdown.** The destructor writes what is queued, joins the thread and closes the file. When
+// the file cannot be written any more, one warning is given, what comes later is dropped, and the
+// file ends behind the last whole event.
+//
+// **Picture.** One process per rank, one lane ("thread") per operation name, so that the same
+// tensor is always found in the same place; a name that is in flight twice gets a second lane, and
+// digits at the end of a name that nobody chose ("noname.17") do not make lanes of their own. Per
+// operation one slice from submission to end, in it "negotiate", "queue" and the algorithm; small
+// marks on the coordinator's lane tell when which rank came.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "clock.h"
+#include "trace.h"
+#include "transport/fd.h"
+#include "types.h"
+
+namespace sparkhvd {
+
+struct TimelineEvent {
+  enum class Kind : std::uint8_t {
+    kSubmitted,  // number, name, process_set, collective, dtype, bytes; trace.submitted
+    kArrived,    // name, process_set, rank, at: the coordinator heard of it
+    kFinished,   // as kSubmitted, with the whole trace, status and message; at: the end
+    kMark,       // name, at: a moment that belongs to no operation
+  };
+  Kind kind{};
+  std::string name;
+  std::int32_t process_set = 0;
+  Collective collective{};
+  DType dtype{};
+  std::uint64_t bytes = 0;
+  OperationTrace trace;
+  Rank rank{};
+  TimePoint at{};
+  std::int32_t status = 0;
+  std::string message;
+};
+
+class Timeline {
+ public:
+  struct Options {
+    std::string path;
+    Rank rank{};
+    std::size_t size = 1;
+    bool mark_cycles = false;
+    std::size_t max_queued = 1 << 15;  // events; about 10 MB
+    std::function<void(const std::string&)> warn;
+  };
+  struct Statistics {
+    std::uint64_t written = 0;  // events of the queue that are in the file
+    std::uint64_t dropped = 0;  // events lost because the disk was too slow, or full
+  };
+
+  /// Makes or empties the file. Throws INVALID_ARGUMENT naming the path if that is not possible.
+  explicit Timeline(Options options);
+  Timeline(const Timeline&) = delete;
+  Timeline& operator=(const Timeline&) = delete;
+  ~Timeline();
+
+  const std::string& path() const noexcept { return options_.path; }
+  bool marks_cycles() const noexcept { return options_.mark_cycles; }
+  /// Never blocks on the disk; drops the event when `max_queued` wait already.
+  void add(TimelineEvent event);
+  Statistics statistics() const;
+
+ private:
+  /// A row of the picture. Free while it has no owner.
+  struct Lane {
+    bool has_owner = false;
+    bool is_open = false;  // a slice has begun and not ended
+    std::int64_t begin = 0;
+    std::int64_t free_from = INT64_MIN;  // ns; slices of one lane must not overlap
+  };
+  using Key = std::pair<std::int32_t, std::string>;  // process set, name
+
+  void run();
+  void write(const TimelineEvent& event);
+  void submitted(const TimelineEvent& event);
+  void arrived(const TimelineEvent& event);
+  void finished(const TimelineEvent& event);
+  std::uint32_t lane_of(const TimelineEvent& event, std::int64_t begin);
+  std::uint32_t take_lane(const std::string& label, std::int64_t begin);
+  std::string label_of(const TimelineEvent& event) const;
+  void open(std::uint32_t lane, const TimelineEvent& event);
+  void close(std::uint32_t lane, std::int64_t end, const TimelineEvent* event);
+  void phase(std::uint32_t lane, const char* name, TimePoint begin, TimePoint end);
+  void instant(std::uint32_t lane, const std::string& name, std::int64_t at);
+  void begin_event(const char* phase, std::uint32_t lane, std::int64_t at);
+  void header();
+  void report_drops(std::uint64_t dropped);
+  std::string put(const std::string& text);
+  std::int64_t since_start(TimePoint at) const noexcept;
+
+  Options options_;
+  TimePoint start_;
+  Fd file_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<TimelineEvent> queue_;
+  bool is_stopping_ = false;
+  bool is_broken_ = false;
+  std::uint64_t written_ = 0;
+  std::uint64_t dropped_ = 0;
+
+  // The writer's.
+  std::uint64_t end_ = 0;  // of the file, before the closing bracket
+  std::string text_;       // not in the file yet
+  std::vector<Lane> lanes_;
+  std::map<std::string, std::vector<std::uint32_t>> lanes_by_label_;
+  std::map<Key, std::uint32_t> owners_;
+  std::uint64_t reported_drops_ = 0;
+
+  std::jthread thread_;  // last: joined before the others are destroyed
+};
+
+}  // namespace sparkhvd

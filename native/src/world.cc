@@ -1,0 +1,325 @@
+#include "world.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <new>
+
+#include "communicator.h"
+#include "error.h"
+#include "message.h"
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+// The words of a rank have the first page of its memory to themselves.
+constexpr std::size_t kWordsBytes = World::kMemoryOffset;
+
+SharedWord* sleep_word(std::byte* piece) { return reinterpret_cast<SharedWord*>(piece); }
+
+template <class Map>
+std::size_t count_of(const Map& map, Rank from, std::int32_t process_set) {
+  return static_cast<std::size_t>(std::ranges::count_if(map, [&](const auto& entry) {
+    return entry.first.second == from && entry.first.first.process_set == process_set;
+  }));
+}
+
+bool is_unix_socket(int fd) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof(address);
+  return ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0 &&
+         address.ss_family == AF_UNIX;
+}
+
+}  // namespace
+
+World::World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
+             std::vector<std::string>& warnings)
+    : options_(std::move(options)), bell_(&bell) {
+  // A whole number of pages, so that slots never share a cache line.
+  options_.slot_bytes = (options_.slot_bytes + 4095) / 4096 * 4096;
+  for (std::size_t i = 0; i < sockets.size(); ++i) {
+    links_.emplace_back(Rank{static_cast<std::int32_t>(i % size())}, std::move(sockets[i]));
+  }
+  mate_memory_.resize(size());
+  mate_event_.resize(size());
+  exchange(warnings);
+}
+
+std::size_t World::memory_bytes() const noexcept {
+  return kWordsBytes + Communicator::memory_bytes(options_);
+}
+
+std::vector<Rank> World::host_mates() const {
+  const auto me = static_cast<std::size_t>(index_of(options_.rank));
+  std::vector<Rank> mates;
+  for (std::size_t i = 0; i < size(); ++i) {
+    if (i != me && options_.hosts[i] == options_.hosts[me]) {
+      mates.push_back(Rank{static_cast<std::int32_t>(i)});
+    }
+  }
+  return mates;
+}
+
+std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
+  const auto mates = host_mates();
+  if (!options_.use_shared_memory || mates.empty()) return std::nullopt;
+  const std::string prefix =
+      rank_text(options_.rank) + ": no shared memory with the ranks of this host, because ";
+  const std::string suffix = ". Their tensors go through sockets, which is slower.";
+  for (const Rank mate : mates) {
+    if (!is_unix_socket(link(mate).fd())) {
+      warnings.push_back(prefix + "the connection to " + rank_text(mate) +
+                         " cannot carry descriptors" + suffix);
+      return std::nullopt;
+    }
+  }
+  if (auto shortage = memory_shortage(memory_bytes(), memory_bytes() * (mates.size() + 1))) {
+    warnings.push_back(prefix + *shortage + suffix);
+    return std::nullopt;
+  }
+  try {
+    Fd memory = create_memfd(memory_bytes());
+    auto segment = std::make_shared<Segment>(SegmentKey{0, kWorldMemory}, memory_bytes());
+    // Fresh memory is zero, which is what every word in it starts with.
+    segment->add(options_.rank, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
+    memory_ = std::move(segment);
+    return memory;
+  } catch (const Error& error) {
+    warnings.push_back(prefix + error.what() + suffix);
+    return std::nullopt;
+  }
+}
+
+Hello World::own_hello() const {
+  Hello hello;
+  hello.rank = index_of(options_.rank);
+  hello.hosts = options_.hosts;
+  hello.slot_bytes = options_.slot_bytes;
+  hello.slots = options_.slots;
+  hello.streams = options_.streams;
+  hello.has_memory = memory_ != nullptr;
+  return hello;
+}
+
+void World::check_hello(Rank peer, const Hello& hello) const {
+  const Hello own = own_hello();
+  const auto differ = [&](const std::string& what, const std::string& theirs,
+                          const std::string& ours) {
+    throw Error(SPARKHVD_MISMATCH, "ranks disagree on " + what + ". " + "Rank " +
+                                       std::to_string(index_of(peer)) + " has " + theirs + ", " +
+                                       rank_text(options_.rank) + " has " + ours +
+                                       ". Start every rank with the same settings and version.");
+  };
+  const auto compare = [&](const char* what, std::uint64_t theirs, std::uint64_t ours) {
+    if (theirs != ours) differ(what, std::to_string(theirs), std::to_string(ours));
+  };
+  compare("the wire version", hello.wire_version, own.wire_version);
+  compare("the world size", hello.hosts.size(), own.hosts.size());
+  compare("slot_bytes", hello.slot_bytes, own.slot_bytes);
+  compare("slots", hello.slots, own.slots);
+  compare("streams", hello.streams, own.streams);
+  if (hello.hosts != own.hosts) {
+    throw Error(SPARKHVD_MISMATCH, rank_text(peer) + " and " + rank_text(options_.rank) +
+                                       " disagree on which ranks share a host.");
+  }
+  if (hello.rank != index_of(peer)) {
+    throw Error(SPARKHVD_MISMATCH, "the connection meant for " + rank_text(peer) +
+                                       " leads to rank " + std::to_string(hello.rank) + ".");
+  }
+}
+
+/// Waits until every peer has sent its frame of `type`, and stops reading behind it.
+template <class Handle>
+void World::receive_one(FrameType type, TimePoint deadline, Handle handle) {
+  std::vector<bool> arrived(size(), false);
+  arrived[static_cast<std::size_t>(index_of(options_.rank))] = true;
+  while (true) {
+    std::vector<pollfd> polls;
+    std::vector<Rank> missing;
+    for (auto& link : control_links()) {
+      const auto index = static_cast<std::size_t>(index_of(link.peer()));
+      if (!link.is_open()) continue;
+      link.flush();
+      if (!arrived[index]) {
+        link.read(
+            [&](FrameType got, std::span<const std::byte> body) {
+              if (got == FrameType::kAbort) {
+                const auto abort = decode<Abort>(body);
+                throw Error(abort.status, abort.message);
+              }
+              if (got != type) {
+                throw Error(SPARKHVD_PEER_LOST, "a frame out of turn while connecting");
+              }
+              handle(link.peer(), body);
+              arrived[index] = true;
+              return false;
+            },
+            kMaxControlBytes);
+        if (!arrived[index] && link.state() != Link::State::kOpen) {
+          const std::string why =
+              link.state() == Link::State::kEnded
+                  ? "its connection closed while the engine was starting (its process ended)"
+                  : link.trouble();
+          throw Error(SPARKHVD_PEER_LOST, rank_text(link.peer()) + " is lost: " + why + ".");
+        }
+      }
+      short events = link.wants_write() ? POLLOUT : short{0};
+      if (!arrived[index]) {
+        events = static_cast<short>(events | POLLIN);
+        missing.push_back(link.peer());
+      }
+      if (events != 0) polls.push_back({link.fd(), events, 0});
+    }
+    if (polls.empty()) return;
+    const auto now = Clock::now();
+    if (now >= deadline) {
+      throw Error(SPARKHVD_TIMEOUT, (missing.empty() ? std::string("a rank") : rank_list(missing)) +
+                                        " did not start an engine within connect_timeout_s = " +
+                                        std::to_string(options_.connect_timeout_s) + " s.");
+    }
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - now).count();
+    ::poll(polls.data(), polls.size(),
+           static_cast<int>(std::min<std::int64_t>(deadline == kNever ? 60000 : left, 60000)));
+  }
+}
+
+void World::exchange(std::vector<std::string>& warnings) {
+  const TimePoint deadline = deadline_after(Clock::now(), options_.connect_timeout_s);
+  const auto memory = create_memory(warnings);
+  const auto mates = host_mates();
+  const Bytes hello = encode(own_hello());
+  for (auto& link : control_links()) {
+    if (!link.is_open()) continue;
+    if (memory && std::ranges::count(mates, link.peer()) > 0) {
+      const int fds[] = {memory->get(), bell_->fd()};
+      link.send_with_fds(hello, fds);
+    } else {
+      link.send(hello);
+    }
+  }
+  std::vector<bool> has_memory(size(), false);
+  has_memory[static_cast<std::size_t>(index_of(options_.rank))] = memory.has_value();
+  receive_one(FrameType::kHello, deadline, [&](Rank peer, std::span<const std::byte> body) {
+    const auto message = decode<Hello>(body);
+    check_hello(peer, message);
+    const auto index = static_cast<std::size_t>(index_of(peer));
+    auto fds = link(peer).take_fds(message.has_memory ? 2 : 0);
+    has_memory[index] = message.has_memory;
+    if (message.has_memory && fds.size() == 2 && std::ranges::count(mates, peer) > 0) {
+      mate_memory_[index] = std::move(fds[0]);
+      mate_event_[index] = std::move(fds[1]);
+    }
+  });
+  const bool ok = memory.has_value() && map_mates(warnings);
+  for (auto& link : links_) {
+    // Between hosts nobody has anything to give.
+    if (std::ranges::count(mates, link.peer()) == 0) link.refuse_fds();
+  }
+  for (auto& link : control_links()) {
+    if (link.is_open()) link.send(encode(Mapped{ok}));
+  }
+  std::vector<bool> mapped(size(), false);
+  mapped[static_cast<std::size_t>(index_of(options_.rank))] = ok;
+  receive_one(FrameType::kMapped, deadline, [&](Rank peer, std::span<const std::byte> body) {
+    mapped[static_cast<std::size_t>(index_of(peer))] = decode<Mapped>(body).ok;
+  });
+  form_islands(mapped);
+}
+
+bool World::map_mates(std::vector<std::string>& warnings) {
+  const auto mates = host_mates();
+  for (const Rank mate : mates) {
+    Fd& memory = mate_memory_[static_cast<std::size_t>(index_of(mate))];
+    try {
+      // A mate without memory has printed why.
+      if (!memory.valid()) return false;
+      check_memfd(memory, memory_bytes());
+      memory_->add(mate, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
+      memory.reset();
+    } catch (const Error& error) {
+      warnings.push_back(rank_text(options_.rank) + ": the memory of " + rank_text(mate) +
+                         " cannot be mapped (" + error.what() +
+                         "). Tensors of this host go through sockets, which is slower.");
+      return false;
+    }
+  }
+  bell_->use_word(*sleep_word(memory_->data(options_.rank)));
+  for (const Rank mate : mates) {
+    bell_->add_peer(*sleep_word(memory_->data(mate)),
+                    std::move(mate_event_[static_cast<std::size_t>(index_of(mate))]));
+  }
+  return true;
+}
+
+void World::form_islands(const std::vector<bool>& mapped) {
+  std::vector<std::vector<Rank>> islands;
+  for (std::size_t i = 0; i < size(); ++i) {
+    const auto host = options_.hosts[i];
+    bool shares = options_.use_shared_memory;
+    for (std::size_t j = 0; j < size(); ++j) {
+      if (options_.hosts[j] == host) shares = shares && mapped[j];
+    }
+    const auto rank = Rank{static_cast<std::int32_t>(i)};
+    const auto place = std::ranges::find_if(islands, [&](const std::vector<Rank>& island) {
+      return shares && options_.hosts[static_cast<std::size_t>(index_of(island[0]))] == host;
+    });
+    if (place == islands.end()) {
+      islands.push_back({rank});
+    } else {
+      place->push_back(rank);
+    }
+  }
+  // The bell may point into `memory_`, which therefore stays, also if the island is not used.
+  team_ = Team(options_.rank, std::move(islands));
+}
+
+const World::Offer* World::offer(const SegmentKey& key, Rank from) const {
+  const auto entry = offers_.find({key, from});
+  return entry == offers_.end() ? nullptr : &entry->second;
+}
+
+std::optional<World::Offer> World::take_offer(const SegmentKey& key, Rank from) {
+  auto node = offers_.extract({key, from});
+  if (node.empty()) return std::nullopt;
+  return std::move(node.mapped());
+}
+
+std::optional<bool> World::mapped(const SegmentKey& key, Rank from) const {
+  const auto entry = mapped_.find({key, from});
+  return entry == mapped_.end() ? std::nullopt : std::optional<bool>(entry->second);
+}
+
+std::size_t World::num_offers(Rank from, std::int32_t process_set) const {
+  return count_of(offers_, from, process_set);
+}
+
+std::size_t World::num_mapped(Rank from, std::int32_t process_set) const {
+  return count_of(mapped_, from, process_set);
+}
+
+void World::arrived(Rank from, const SegmentOffer& message) {
+  Offer offer;
+  auto fds = link(from).take_fds(message.has_memory ? 1 : 0);
+  offer.has_memory = !fds.empty();
+  if (offer.has_memory) offer.memory = std::move(fds[0]);
+  offers_.insert_or_assign({message.key, from}, std::move(offer));
+}
+
+void World::arrived(Rank from, const SegmentMapped& message) {
+  mapped_.insert_or_assign({message.key, from}, message.ok);
+}
+
+void World::forget(const SegmentKey& key) {
+  std::erase_if(offers_, [&](const auto& entry) { return entry.first.first == key; });
+  std::erase_if(mapped_, [&](const auto& entry) { return entry.first.first == key; });
+}
+
+void World::close_descriptors() noexcept {
+  for (auto& link : links_) link.close();
+}
+
+}  // namespace sparkhvd

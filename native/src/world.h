@@ -1,0 +1,115 @@
+// The other ranks of the job and the way to each: connections, and the memory of this host's ranks.
+//
+// **Threads.** Used by one thread at a time, the one that drives the engine.
+//
+// **Shutdown.** Links end as transport/link.h says; mappings outlive the peers' processes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "clock.h"
+#include "message.h"
+#include "segment.h"
+#include "team.h"
+#include "transport/bell.h"
+#include "transport/link.h"
+#include "transport/memfd.h"
+#include "types.h"
+
+namespace sparkhvd {
+
+struct WorldOptions {
+  Rank rank{};
+  std::vector<std::int32_t> hosts;  // by rank
+  std::uint64_t slot_bytes = 0;
+  std::uint32_t slots = 0;
+  std::uint32_t streams = 1;  // connections per pair of ranks
+  bool use_shared_memory = true;
+  double connect_timeout_s = 0;
+};
+
+class World {
+ public:
+  /// The memory of process set 0 begins here in a rank's piece.
+  static constexpr std::size_t kMemoryOffset = 4096;
+  /// The number in its key.
+  static constexpr std::uint64_t kWorldMemory = UINT64_MAX;
+
+  /// Exchanges what the ranks must know of each other and maps the memory of this host's ranks.
+  /// Collective. `sockets`: by rank, once per stream. `warnings` receives what the user should
+  /// read.
+  World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
+        std::vector<std::string>& warnings);
+
+  const WorldOptions& options() const noexcept { return options_; }
+  Rank rank() const noexcept { return options_.rank; }
+  std::size_t size() const noexcept { return options_.hosts.size(); }
+  /// The connection for control frames and the first for tensors.
+  Link& link(Rank peer) { return links_[static_cast<std::size_t>(index_of(peer))]; }
+  Link& link(Rank peer, std::size_t stream) {
+    return links_[stream * size() + static_cast<std::size_t>(index_of(peer))];
+  }
+  /// All of them, first those of stream 0 by rank.
+  std::span<Link> links() noexcept { return links_; }
+  std::span<Link> control_links() noexcept { return std::span(links_).first(size()); }
+  std::size_t num_streams() const noexcept { return options_.streams; }
+  Bell& bell() noexcept { return *bell_; }
+
+  /// All ranks.
+  const Team& team() const noexcept { return team_; }
+  /// Some of them.
+  Team team_of(std::span<const Rank> members) const { return team_.restricted(members); }
+  /// The memory that process set 0 works in; null on an island of one rank.
+  std::shared_ptr<Segment> memory() const noexcept {
+    return team_.local_size() > 1 ? memory_ : nullptr;
+  }
+
+  // What arrived for operations that share new memory (see share_memory in collectives.h).
+  void arrived(Rank from, const SegmentOffer& message);
+  void arrived(Rank from, const SegmentMapped& message);
+  struct Offer {
+    bool has_memory = false;
+    Fd memory;
+  };
+  const Offer* offer(const SegmentKey& key, Rank from) const;
+  std::optional<Offer> take_offer(const SegmentKey& key, Rank from);
+  std::optional<bool> mapped(const SegmentKey& key, Rank from) const;
+  /// How many of a rank are kept for a process set.
+  std::size_t num_offers(Rank from, std::int32_t process_set) const;
+  std::size_t num_mapped(Rank from, std::int32_t process_set) const;
+  void forget(const SegmentKey& key);
+
+  /// In a forked child: closes the descriptors without a word to the peers.
+  void close_descriptors() noexcept;
+
+ private:
+  std::vector<Rank> host_mates() const;
+  std::size_t memory_bytes() const noexcept;
+  std::optional<Fd> create_memory(std::vector<std::string>& warnings);
+  Hello own_hello() const;
+  void check_hello(Rank peer, const Hello& hello) const;
+  void exchange(std::vector<std::string>& warnings);
+  bool map_mates(std::vector<std::string>& warnings);
+  template <class Handle>
+  void receive_one(FrameType type, TimePoint deadline, Handle handle);
+  void form_islands(const std::vector<bool>& mapped);
+
+  WorldOptions options_;
+  Bell* bell_;
+  std::vector<Link> links_;
+  Team team_;
+  std::shared_ptr<Segment> memory_;
+  std::vector<Fd> mate_memory_;  // by rank, until mapped
+  std::vector<Fd> mate_event_;
+  std::map<std::pair<SegmentKey, Rank>, Offer> offers_;
+  std::map<std::pair<SegmentKey, Rank>, bool> mapped_;
+};
+
+}  // namespace sparkhvd

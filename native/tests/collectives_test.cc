@@ -1,0 +1,566 @@
+// What the collectives compute: every type, reduction and placement of ranks against plain loops,
+// through the C boundary with ranks as threads.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <random>
+
+#include "kernels/kernels.h"
+#include "types.h"
+#include "world.h"
+
+namespace sparkhvd::test {
+namespace {
+
+using Numbers = std::vector<double>;
+using Sizes = std::vector<std::int64_t>;
+
+struct Layout {
+  std::vector<std::int32_t> hosts;
+  bool use_shared_memory = true;
+  std::uint32_t slots = 4;
+};
+
+/// One host, all alone, hosts of equal and unequal size, few and many slots.
+const std::vector<Layout> kLayouts{
+    {one_host(1)},           {one_host(2)},  {one_host(3), true, 2}, {one_host(5), true, 3},
+    {one_host(2), false},    {{0, 1, 2}},    {{0, 0, 1, 1}},         {{0, 0, 1, 1}, true, 2},
+    {{0, 0, 0, 1}, true, 3}, {{0, 0, 1, 2}}, {{0, 1, 0, 1, 1}}};
+
+void on_layouts(const std::function<void(TestEngine&, std::int32_t, std::int32_t)>& body) {
+  for (const auto& layout : kLayouts) {
+    WorldOptions options;
+    options.hosts = layout.hosts;
+    options.use_shared_memory = layout.use_shared_memory;
+    options.slots = layout.slots;
+    const auto size = static_cast<std::int32_t>(layout.hosts.size());
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) { body(engine, rank, size); });
+  }
+}
+
+constexpr std::int32_t kDTypes[] = {
+    SPARKHVD_UINT8,   SPARKHVD_INT8,    SPARKHVD_UINT16, SPARKHVD_INT16,   SPARKHVD_UINT32,
+    SPARKHVD_INT32,   SPARKHVD_UINT64,  SPARKHVD_INT64,  SPARKHVD_FLOAT16, SPARKHVD_BFLOAT16,
+    SPARKHVD_FLOAT32, SPARKHVD_FLOAT64, SPARKHVD_BOOL};
+constexpr std::int32_t kOps[] = {SPARKHVD_SUM, SPARKHVD_AVERAGE, SPARKHVD_MIN, SPARKHVD_MAX,
+                                 SPARKHVD_PRODUCT};
+
+bool is_half(std::int32_t dtype) { return dtype == SPARKHVD_FLOAT16 || dtype == SPARKHVD_BFLOAT16; }
+bool is_float(std::int32_t dtype) {
+  return is_half(dtype) || dtype == SPARKHVD_FLOAT32 || dtype == SPARKHVD_FLOAT64;
+}
+
+/// Calls `use` with a value of the type that `dtype` is computed in.
+template <class Use>
+void with_type(std::int32_t dtype, Use use) {
+  switch (dtype) {
+    case SPARKHVD_UINT8:
+    case SPARKHVD_BOOL:
+      return use(std::uint8_t{});
+    case SPARKHVD_INT8:
+      return use(std::int8_t{});
+    case SPARKHVD_UINT16:
+      return use(std::uint16_t{});
+    case SPARKHVD_INT16:
+      return use(std::int16_t{});
+    case SPARKHVD_UINT32:
+      return use(std::uint32_t{});
+    case SPARKHVD_INT32:
+      return use(std::int32_t{});
+    case SPARKHVD_UINT64:
+      return use(std::uint64_t{});
+    case SPARKHVD_INT64:
+      return use(std::int64_t{});
+    case SPARKHVD_FLOAT64:
+      return use(double{});
+    default:
+      return use(float{});
+  }
+}
+
+/// A tensor of any type, filled from and read as doubles.
+class Tensor {
+ public:
+  Tensor(std::int32_t dtype, const Numbers& values)
+      : dtype_(dtype),
+        count_(values.size()),
+        bytes_(values.size() * element_size(static_cast<DType>(dtype))) {
+    with_type(dtype, [&](auto zero) {
+      std::vector<decltype(zero)> typed(values.size());
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        typed[i] = static_cast<decltype(zero)>(values[i]);
+      }
+      if (is_half(dtype)) {
+        const void* sources[] = {typed.data()};
+        kernels(SPARKHVD_ISA_SCALAR)
+            .finish(static_cast<DType>(dtype), ReduceOp::kSum, bytes_.data(), sources, count_, {});
+      } else if (!bytes_.empty()) {
+        std::memcpy(bytes_.data(), typed.data(), bytes_.size());
+      }
+    });
+  }
+  std::byte* data() { return bytes_.data(); }
+  const std::vector<std::byte>& bytes() const { return bytes_; }
+  Numbers values() const {
+    Numbers result(count_);
+    with_type(dtype_, [&](auto zero) {
+      std::vector<decltype(zero)> typed(count_);
+      if (is_half(dtype_)) {
+        const void* sources[] = {bytes_.data()};
+        kernels(SPARKHVD_ISA_SCALAR)
+            .reduce_partial(static_cast<DType>(dtype_), ReduceOp::kSum, typed.data(), sources,
+                            count_, {});
+      } else if (!bytes_.empty()) {
+        std::memcpy(typed.data(), bytes_.data(), bytes_.size());
+      }
+      for (std::size_t i = 0; i < count_; ++i) result[i] = static_cast<double>(typed[i]);
+    });
+    return result;
+  }
+
+ private:
+  std::int32_t dtype_;
+  std::size_t count_;
+  std::vector<std::byte> bytes_;
+};
+
+/// 0, 1 or 2: exact in every type, whatever is done with five of them.
+double value(std::int32_t rank, std::size_t index) {
+  return static_cast<double>((index * 7 + static_cast<std::size_t>(rank) * 5 + index / 3) % 3);
+}
+
+Numbers values_of(std::int32_t rank, std::size_t count, std::int32_t dtype) {
+  Numbers values(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    values[i] = dtype == SPARKHVD_BOOL ? std::min(value(rank, i), 1.0) : value(rank, i);
+  }
+  return values;
+}
+
+double combined(std::int32_t dtype, std::int32_t op, double a, double b) {
+  const bool is_bool = dtype == SPARKHVD_BOOL;
+  switch (op) {
+    case SPARKHVD_MIN:
+      return std::min(a, b);
+    case SPARKHVD_MAX:
+      return std::max(a, b);
+    case SPARKHVD_PRODUCT:
+      return a * b;
+    default:
+      return is_bool ? std::max(a, b) : a + b;
+  }
+}
+
+/// What all ranks together give, before it is rounded to the type.
+Numbers expected_of(std::int32_t size, std::size_t count, std::int32_t dtype, std::int32_t op) {
+  Numbers result = values_of(0, count, dtype);
+  for (std::int32_t rank = 1; rank < size; ++rank) {
+    const Numbers next = values_of(rank, count, dtype);
+    for (std::size_t i = 0; i < count; ++i) result[i] = combined(dtype, op, result[i], next[i]);
+  }
+  if (op == SPARKHVD_AVERAGE) {
+    for (double& number : result) {
+      number *= 1.0 / size;
+      if (!is_float(dtype)) number = std::trunc(number);
+    }
+  }
+  return result;
+}
+
+void check_close(const Numbers& found, const Numbers& expected, std::int32_t dtype,
+                 const std::string& what) {
+  CHECK_EQUAL(found.size(), expected.size());
+  const double tolerance = dtype == SPARKHVD_BFLOAT16  ? 1e-2
+                           : dtype == SPARKHVD_FLOAT16 ? 1e-3
+                           : dtype == SPARKHVD_FLOAT32 ? 1e-6
+                           : dtype == SPARKHVD_FLOAT64 ? 1e-14
+                                                       : 0;
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    if (std::abs(found[i] - expected[i]) <= tolerance * (1 + std::abs(expected[i]))) continue;
+    throw Failure(what + ", at " + std::to_string(i) + ": " + std::to_string(found[i]) +
+                  " instead of " + std::to_string(expected[i]));
+  }
+}
+
+std::string label(std::int32_t dtype, std::int32_t op, std::size_t count) {
+  return std::string(name_of(static_cast<DType>(dtype))) + " " +
+         std::string(name_of(static_cast<ReduceOp>(op))) + " " + std::to_string(count);
+}
+
+/// Random numbers whose sums depend on the order of addition.
+Numbers random_numbers(unsigned seed, std::size_t count) {
+  std::mt19937 random(seed);
+  std::normal_distribution<double> normal;
+  Numbers numbers(count);
+  for (double& number : numbers) number = normal(random);
+  return numbers;
+}
+
+Sizes shape_of(std::size_t rows, std::size_t columns) {
+  return {static_cast<std::int64_t>(rows), static_cast<std::int64_t>(columns)};
+}
+
+/// Memory that the ranks of a host share.
+class SharedBuffer {
+ public:
+  SharedBuffer(TestEngine& engine, std::size_t bytes) {
+    Request request(SPARKHVD_REGISTER, "buffer " + std::to_string(bytes));
+    TestWork work = engine.submit(request.numbers({static_cast<std::int64_t>(bytes)}).raw());
+    CHECK_EQUAL(work.wait().message, "");
+    CHECK_EQUAL(sparkhvd_work_buffer(work.get(), &buffer_, nullptr, 0), SPARKHVD_OK);
+    data_ = static_cast<std::byte*>(sparkhvd_buffer_data(buffer_));
+  }
+  SharedBuffer(const SharedBuffer&) = delete;
+  ~SharedBuffer() { sparkhvd_buffer_release(buffer_); }
+  std::byte* data() const { return data_; }
+
+ private:
+  sparkhvd_buffer* buffer_ = nullptr;
+  std::byte* data_ = nullptr;
+};
+
+}  // namespace
+
+TEST(allreduce_of_every_type_and_reduction_on_every_layout) {
+  on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
+    for (const std::int32_t dtype : kDTypes) {
+      for (const std::int32_t op : kOps) {
+        if (dtype == SPARKHVD_BOOL && op == SPARKHVD_AVERAGE) continue;
+        // Mailbox, symmetric, one chunk, several chunks of 4096 bytes.
+        for (const std::size_t count : {std::size_t{1}, std::size_t{1301}, std::size_t{20011}}) {
+          const std::string what = label(dtype, op, count);
+          Tensor input(dtype, values_of(rank, count, dtype));
+          Tensor output(dtype, Numbers(count));
+          const bool in_place = count % 2 == 0 || op == SPARKHVD_MAX;
+          Request request(SPARKHVD_ALLREDUCE, what, dtype);
+          request.tensor(input.data(), in_place ? input.data() : output.data(),
+                         {static_cast<std::int64_t>(count)});
+          request.raw().reduce_op = op;
+          CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+          check_close((in_place ? input : output).values(), expected_of(size, count, dtype, op),
+                      dtype, what);
+        }
+      }
+    }
+  });
+}
+
+TEST(every_way_of_allreduce_inside_a_host_gives_the_same_bits) {
+  // Tensors of any place, in registered memory, and over sockets add up in the order of the ranks.
+  for (const std::int32_t dtype : {SPARKHVD_FLOAT32, SPARKHVD_BFLOAT16, SPARKHVD_FLOAT16}) {
+    for (const std::size_t count : {std::size_t{1000}, std::size_t{70001}}) {
+      std::vector<std::vector<std::byte>> results;
+      std::mutex mutex;
+      for (const bool use_shared_memory : {true, false}) {
+        WorldOptions options;
+        options.hosts = one_host(3);
+        options.use_shared_memory = use_shared_memory;
+        run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+          Tensor tensor(dtype, random_numbers(static_cast<unsigned>(rank), count));
+          const auto original = tensor.bytes();
+          SharedBuffer buffer(engine, original.size());
+          std::memcpy(buffer.data(), original.data(), original.size());
+          for (std::byte* data : {tensor.data(), buffer.data()}) {
+            Request request(SPARKHVD_ALLREDUCE, "x", dtype);
+            request.tensor(data, data, {static_cast<std::int64_t>(count)});
+            request.raw().reduce_op = SPARKHVD_AVERAGE;
+            request.raw().prescale = 1.25;
+            CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+            const std::scoped_lock lock(mutex);
+            results.emplace_back(data, data + original.size());
+          }
+        });
+      }
+      CHECK_EQUAL(results.size(), 12U);
+      for (const auto& result : results) CHECK(result == results[0]);
+    }
+  }
+}
+
+TEST(all_ranks_get_the_same_bits_between_hosts) {
+  for (const auto& hosts : std::vector<std::vector<std::int32_t>>{
+           {0, 0, 1, 1}, {0, 0, 0, 1}, {0, 1, 2, 3}, {0, 1, 0, 2, 2}}) {
+    for (const std::int32_t dtype : {SPARKHVD_FLOAT32, SPARKHVD_BFLOAT16}) {
+      constexpr std::size_t kCount = 50021;
+      std::vector<std::vector<std::byte>> results;
+      std::mutex mutex;
+      WorldOptions options;
+      options.hosts = hosts;
+      run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+        Tensor tensor(dtype, random_numbers(static_cast<unsigned>(rank), kCount));
+        const auto original = tensor.bytes();
+        SharedBuffer buffer(engine, original.size());
+        std::memcpy(buffer.data(), original.data(), original.size());
+        for (std::byte* data : {tensor.data(), buffer.data()}) {
+          Request request(SPARKHVD_ALLREDUCE, "x", dtype);
+          request.tensor(data, data, {kCount});
+          request.raw().postscale = 0.3;
+          CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+          const std::scoped_lock lock(mutex);
+          results.emplace_back(data, data + original.size());
+        }
+      });
+      CHECK_EQUAL(results.size(), 2 * hosts.size());
+      for (const auto& result : results) CHECK(result == results[0]);
+    }
+  }
+}
+
+TEST(reducescatter_divides_any_number_of_rows_on_every_layout) {
+  on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
+    const auto members = static_cast<std::size_t>(size);
+    const auto me = static_cast<std::size_t>(rank);
+    for (const std::int32_t dtype :
+         {SPARKHVD_FLOAT32, SPARKHVD_BFLOAT16, SPARKHVD_INT64, SPARKHVD_UINT8}) {
+      for (const std::int32_t op : {SPARKHVD_SUM, SPARKHVD_AVERAGE, SPARKHVD_MAX}) {
+        // Several tensors at once, some of them without rows or columns.
+        for (const auto& shapes : std::vector<std::vector<Sizes>>{
+                 {shape_of(members, 1)},
+                 {shape_of(members + 1, 3), shape_of(0, 5), shape_of(members - 1, 7)},
+                 {shape_of(3, 0)},
+                 {shape_of(977, 33), shape_of(1, 1), shape_of(41, 1000)}}) {
+          Request request(SPARKHVD_REDUCESCATTER, "scatter", dtype);
+          std::vector<Tensor> inputs;
+          std::vector<Tensor> outputs;
+          std::vector<Numbers> expected;
+          for (const auto& shape : shapes) {
+            const auto rows = static_cast<std::size_t>(shape[0]);
+            const auto columns = static_cast<std::size_t>(shape[1]);
+            const std::size_t first = me * (rows / members) + std::min(me, rows % members);
+            const std::size_t own = rows / members + (me < rows % members ? 1 : 0);
+            inputs.emplace_back(dtype, values_of(rank, rows * columns, dtype));
+            outputs.emplace_back(dtype, Numbers(own * columns, 9));
+            const Numbers all = expected_of(size, rows * columns, dtype, op);
+            const auto begin = all.begin() + static_cast<std::ptrdiff_t>(first * columns);
+            expected.emplace_back(begin, begin + static_cast<std::ptrdiff_t>(own * columns));
+          }
+          for (std::size_t i = 0; i < shapes.size(); ++i) {
+            request.tensor(inputs[i].data(), outputs[i].data(), shapes[i]);
+          }
+          request.raw().reduce_op = op;
+          CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+          for (std::size_t i = 0; i < shapes.size(); ++i) {
+            check_close(outputs[i].values(), expected[i], dtype, label(dtype, op, i));
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST(reducescatter_scales_before_and_after) {
+  on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
+    constexpr std::size_t kColumns = 3001;
+    const auto rows = static_cast<std::size_t>(size);
+    Tensor input(SPARKHVD_FLOAT16, values_of(rank, rows * kColumns, SPARKHVD_FLOAT16));
+    Tensor output(SPARKHVD_FLOAT16, Numbers(kColumns));
+    Request request(SPARKHVD_REDUCESCATTER, "scaled", SPARKHVD_FLOAT16);
+    request.tensor(input.data(), output.data(), shape_of(rows, kColumns));
+    request.raw().prescale = 3;
+    request.raw().postscale = 0.5;
+    CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+    const Numbers all = expected_of(size, rows * kColumns, SPARKHVD_FLOAT16, SPARKHVD_SUM);
+    Numbers expected(kColumns);
+    for (std::size_t i = 0; i < kColumns; ++i) {
+      expected[i] = all[static_cast<std::size_t>(rank) * kColumns + i] * 1.5;
+    }
+    check_close(output.values(), expected, SPARKHVD_FLOAT16, "scaled");
+  });
+}
+
+TEST(alltoall_carries_any_number_of_rows_from_everyone_to_everyone) {
+  on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
+    for (const std::int64_t columns : {std::int64_t{1}, std::int64_t{3}, std::int64_t{700}}) {
+      for (unsigned seed = 0; seed < 4; ++seed) {
+        // Equal on all ranks; every other round has ranks that send or get nothing.
+        std::mt19937 random(seed);
+        const auto members = static_cast<std::size_t>(size);
+        std::vector<Sizes> rows(members, Sizes(members));
+        for (std::size_t from = 0; from < members; ++from) {
+          for (std::size_t to = 0; to < members; ++to) {
+            rows[from][to] = static_cast<std::int64_t>(random() % (seed == 3 ? 40 : 5));
+            if (seed % 2 == 1 && (from == seed % members || to == 0)) rows[from][to] = 0;
+          }
+        }
+        const auto me = static_cast<std::size_t>(rank);
+        // The value tells where a number comes from and for whom it is.
+        const auto number = [&](std::size_t from, std::size_t to, std::int64_t i) {
+          return static_cast<std::int32_t>(from * 100000000 + to * 10000000 +
+                                           static_cast<std::size_t>(i));
+        };
+        std::vector<std::int32_t> input;
+        std::vector<std::int32_t> expected;
+        Sizes expected_rows;
+        for (std::size_t other = 0; other < members; ++other) {
+          for (std::int64_t i = 0; i < rows[me][other] * columns; ++i) {
+            input.push_back(number(me, other, i));
+          }
+          for (std::int64_t i = 0; i < rows[other][me] * columns; ++i) {
+            expected.push_back(number(other, me, i));
+          }
+          expected_rows.push_back(rows[other][me]);
+        }
+        const std::int64_t total = std::accumulate(rows[me].begin(), rows[me].end(), 0LL);
+        Request request(SPARKHVD_ALLTOALL, "alltoall", SPARKHVD_INT32);
+        request.tensor(input.data(), nullptr, {total, columns}).numbers(rows[me]);
+        TestWork work = engine.submit(request.raw());
+        CHECK_EQUAL(work.wait().message, "");
+        const auto result = result_of<std::int32_t>(work);
+        CHECK(result.rows == expected_rows);
+        CHECK(result.data == expected);
+      }
+    }
+  });
+}
+
+TEST(allgather_of_several_tensors_gives_tensor_after_tensor) {
+  on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
+    const auto rows = [](std::int32_t from, std::size_t tensor) {
+      return static_cast<std::int64_t>((static_cast<std::size_t>(from) * 3 + tensor * 5) % 7);
+    };
+    const std::vector<std::int64_t> columns{1, 500, 3};
+    Request request(SPARKHVD_ALLGATHER, "group", SPARKHVD_INT32);
+    std::vector<std::vector<std::int32_t>> inputs;
+    std::vector<std::int32_t> expected;
+    Sizes expected_rows;
+    for (std::size_t tensor = 0; tensor < columns.size(); ++tensor) {
+      for (std::int32_t from = 0; from < size; ++from) {
+        expected_rows.push_back(rows(from, tensor));
+        for (std::int64_t i = 0; i < rows(from, tensor) * columns[tensor]; ++i) {
+          expected.push_back(static_cast<std::int32_t>(tensor) * 1000000 + from * 100000 +
+                             static_cast<std::int32_t>(i));
+        }
+      }
+      inputs.emplace_back();
+      for (std::int64_t i = 0; i < rows(rank, tensor) * columns[tensor]; ++i) {
+        inputs.back().push_back(static_cast<std::int32_t>(tensor) * 1000000 + rank * 100000 +
+                                static_cast<std::int32_t>(i));
+      }
+    }
+    for (std::size_t tensor = 0; tensor < columns.size(); ++tensor) {
+      request.tensor(inputs[tensor].data(), nullptr, {rows(rank, tensor), columns[tensor]});
+    }
+    TestWork work = engine.submit(request.raw());
+    CHECK_EQUAL(work.wait().message, "");
+    const auto result = result_of<std::int32_t>(work);
+    CHECK(result.rows == expected_rows);
+    CHECK(result.data == expected);
+  });
+}
+
+namespace {
+
+/// The formula of the paper on whole vectors.
+Numbers adasum_of(const Numbers& a, const Numbers& b) {
+  const auto dot = [](const Numbers& x, const Numbers& y) {
+    return std::inner_product(x.begin(), x.end(), y.begin(), 0.0);
+  };
+  const double product = dot(a, b);
+  const auto factor = [&](double square) { return square == 0 ? 1.0 : 1 - product / (2 * square); };
+  const double factor_a = factor(dot(a, a));
+  const double factor_b = factor(dot(b, b));
+  Numbers result(a.size());
+  for (std::size_t i = 0; i < a.size(); ++i) result[i] = a[i] * factor_a + b[i] * factor_b;
+  return result;
+}
+
+Numbers adasum_of(std::vector<Numbers> vectors) {
+  while (vectors.size() > 1) {
+    std::vector<Numbers> pairs;
+    for (std::size_t i = 0; i < vectors.size(); i += 2) {
+      pairs.push_back(adasum_of(vectors[i], vectors[i + 1]));
+    }
+    vectors = std::move(pairs);
+  }
+  return vectors[0];
+}
+
+}  // namespace
+
+TEST(adasum_combines_pairs_as_in_the_paper) {
+  for (const auto& hosts : std::vector<std::vector<std::int32_t>>{{0},
+                                                                  {0, 0},
+                                                                  {0, 1},
+                                                                  {0, 0, 0, 0},
+                                                                  {0, 0, 1, 1},
+                                                                  {0, 1, 0, 1},
+                                                                  {0, 0, 0, 1},
+                                                                  {0, 0, 1, 1, 2, 2, 3, 3}}) {
+    const std::size_t size = hosts.size();
+    for (const std::int32_t dtype :
+         {SPARKHVD_FLOAT32, SPARKHVD_FLOAT64, SPARKHVD_FLOAT16, SPARKHVD_BFLOAT16}) {
+      // Tensors are combined one by one: zeros everywhere, zeros on some ranks, one number.
+      const auto input = [&](std::size_t rank, std::size_t tensor) -> Numbers {
+        if (tensor == 0) return Numbers(5);
+        if (tensor == 1 && rank % 2 == 1) return Numbers(100);
+        const std::size_t count = tensor == 1 ? 100 : tensor == 2 ? 1 : 9001;
+        Numbers numbers = random_numbers(static_cast<unsigned>(rank * 10 + tensor), count);
+        // As in the type, so that the reference starts from the same.
+        return Tensor(dtype, numbers).values();
+      };
+      std::vector<std::vector<std::vector<std::byte>>> results(size);
+      WorldOptions options;
+      options.hosts = hosts;
+      run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+        Request request(SPARKHVD_ALLREDUCE, "adasum", dtype);
+        std::vector<Tensor> tensors;
+        for (std::size_t i = 0; i < 4; ++i) {
+          tensors.emplace_back(dtype, input(static_cast<std::size_t>(rank), i));
+        }
+        for (auto& tensor : tensors) {
+          request.tensor(tensor.data(), tensor.data(),
+                         {static_cast<std::int64_t>(tensor.values().size())});
+        }
+        request.raw().reduce_op = SPARKHVD_ADASUM;
+        request.raw().postscale = 2;
+        CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+        for (std::size_t i = 0; i < tensors.size(); ++i) {
+          std::vector<Numbers> inputs;
+          for (std::size_t r = 0; r < size; ++r) inputs.push_back(input(r, i));
+          Numbers expected = adasum_of(inputs);
+          for (double& number : expected) number *= 2;
+          // Rounded after every step, not only once.
+          check_close(tensors[i].values(), expected,
+                      dtype == SPARKHVD_FLOAT64   ? SPARKHVD_FLOAT64
+                      : dtype == SPARKHVD_FLOAT32 ? SPARKHVD_FLOAT16
+                                                  : SPARKHVD_BFLOAT16,
+                      label(dtype, SPARKHVD_ADASUM, i));
+          results[static_cast<std::size_t>(rank)].push_back(tensors[i].bytes());
+        }
+      });
+      for (const auto& result : results) CHECK(result == results[0]);
+    }
+  }
+}
+
+TEST(a_result_can_be_stored_to_several_places_at_once) {
+  for (const int isa :
+       {SPARKHVD_ISA_SCALAR, SPARKHVD_ISA_AVX2, SPARKHVD_ISA_AVX512, SPARKHVD_ISA_NEON}) {
+    if (!isa_available(isa)) continue;
+    for (const std::int32_t dtype : kDTypes) {
+      for (const std::size_t count : {0U, 1U, 63U, 64U, 65U, 1000U}) {
+        std::vector<Tensor> tensors;
+        std::vector<const void*> sources;
+        std::vector<void*> places;
+        for (std::int32_t rank = 0; rank < 3; ++rank) {
+          tensors.emplace_back(dtype, values_of(rank, count, dtype));
+        }
+        for (auto& tensor : tensors) {
+          sources.push_back(tensor.data());
+          places.push_back(tensor.data());
+        }
+        Tensor expected(dtype, Numbers(count));
+        const auto& table = kernels(isa);
+        table.reduce(static_cast<DType>(dtype), ReduceOp::kSum, expected.data(), sources, count,
+                     {});
+        table.reduce_to_all(static_cast<DType>(dtype), ReduceOp::kSum, places, sources, count, {});
+        for (const auto& tensor : tensors) CHECK(tensor.bytes() == expected.bytes());
+      }
+    }
+  }
+}
+
+}  // namespace sparkhvd::test

@@ -1,0 +1,65 @@
+"""What a meeting returns: sockets to every peer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sparkhvd.settings import Settings
+
+
+@dataclass
+class Connections:
+    """One connected, authenticated socket per peer, as `Engine` takes them.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+        hosts: index of the host of each rank; equal on all ranks. Ranks with the same index share memory.
+        sockets: descriptor per peer, -1 for this rank; not inheritable. Owned by whoever holds this.
+        stream_sockets: the further connections, `(streams - 1) * size` descriptors, stream after stream, each
+            as `sockets`.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[int, ...]
+    sockets: list[int]
+    stream_sockets: list[int] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Close every descriptor that nobody took."""
+        for descriptors in (self.sockets, self.stream_sockets):
+            for place, descriptor in enumerate(descriptors):
+                if descriptor >= 0:
+                    os.close(descriptor)
+                descriptors[place] = -1
+
+
+class Rendezvous(Protocol):
+    """A way for the ranks of one job to meet."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the job; equal on every rank."""
+
+    def connect(self) -> Connections:
+        """Meet every other rank; each call is the next generation, so init after shutdown works.
+
+        Every rank must call this. Raises CollectiveTimeoutError (a rank did not come within
+        `Settings.connect_timeout_s`) or PeerLostError (a rank is gone), which name the rank.
+        """
+
+
+def _joined(rows: Sequence[list[int]]) -> list[int]:
+    return [descriptor for row in rows for descriptor in row]

@@ -1,0 +1,138 @@
+"""The listening sockets of a rank, and the addresses of others."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Any
+
+from sparkhvd._rendezvous.endpoints import Endpoint
+from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.settings import Settings
+
+
+class Listener:
+    """A bound TCP listener on one interface and, where possible, an abstract Unix one. A context manager."""
+
+    def __init__(self, tcp: socket.socket, unix: socket.socket | None, endpoint: Endpoint) -> None:
+        self._tcp = tcp
+        self._unix = unix
+        self._endpoint = endpoint
+
+    @classmethod
+    def bind(cls, address: str, settings: Settings) -> Listener:
+        """Listen on `address`, on a port of `settings.port_range`.
+
+        Raises:
+            InvalidArgumentError: the address stands for every interface.
+            PreflightError: the address is not of this host, or every port is taken.
+        """
+        tcp = _bind_tcp(address, settings)
+        host_key = _host_key()
+        unix, name = _bind_unix() if host_key else (None, "")
+        return cls(tcp, unix, Endpoint(address, tcp.getsockname()[1], host_key, name))
+
+    @classmethod
+    def from_filenos(cls, tcp_fd: int, unix_fd: int, endpoint: Endpoint) -> Listener:
+        """The listener whose descriptors this process inherited; `unix_fd` is -1 if there is none."""
+        for descriptor in (tcp_fd, unix_fd):
+            if descriptor >= 0:
+                os.set_inheritable(descriptor, False)
+        unix = socket.socket(fileno=unix_fd) if unix_fd >= 0 else None
+        return cls(socket.socket(fileno=tcp_fd), unix, endpoint)
+
+    def endpoint(self) -> Endpoint:
+        """Where the other ranks find this one."""
+        return self._endpoint
+
+    def filenos(self) -> tuple[int, int]:
+        """Descriptors to pass to a child process (TCP, Unix or -1); close this listener afterwards."""
+        return self._tcp.fileno(), -1 if self._unix is None else self._unix.fileno()
+
+    def sockets(self) -> list[socket.socket]:
+        """The listening sockets."""
+        return [self._tcp] if self._unix is None else [self._tcp, self._unix]
+
+    def close(self) -> None:
+        """Stop listening. The other ranks take that for the end of this one."""
+        for listening in self.sockets():
+            listening.close()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _bind_tcp(address: str, settings: Settings) -> socket.socket:
+    asked = f"Listener.bind({address!r})"
+    try:
+        info = socket.getaddrinfo(
+            address, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+        )
+    except (socket.gaierror, UnicodeError) as error:
+        raise InvalidArgumentError(
+            f"{asked}: {error}. Give the numeric IPv4 or IPv6 address of one interface."
+        ) from error
+    if not address or ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        raise InvalidArgumentError(
+            f"{asked}: this stands for every interface. Give the address of the one in use."
+        )
+    family, _, _, _, place = info[0]
+    for port in settings.ports:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # Connections of a finished job linger in TIME_WAIT; they must not block the port range.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((place[0], port, *place[2:]))
+            listening.listen(socket.SOMAXCONN)
+        except OSError as error:
+            listening.close()
+            if error.errno == errno.EADDRINUSE:
+                continue
+            raise PreflightError(
+                f"{asked}: cannot listen on port {port}: {error}. Give an address of this host and ports "
+                "that this user may bind."
+            ) from error
+        return listening
+    raise PreflightError(
+        f"{asked}: every port of port_range={settings.port_range!r} is taken on this host. Widen the range "
+        "(SPARKHVD_PORT_RANGE), or end the processes that hold it."
+    )
+
+
+def _bind_unix() -> tuple[socket.socket | None, str]:
+    name = secrets.token_hex(16)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(_unix_address(name))
+        listening.listen(socket.SOMAXCONN)
+    except OSError:  # a sandbox without Unix sockets: TCP serves inside the host too
+        listening.close()
+        return None, ""
+    return listening, name
+
+
+def _unix_address(name: str) -> bytes:
+    return b"\0sparkhvd-" + name.encode()
+
+
+def _host_key() -> str:
+    """Boot, network namespace and user: who shares all three can meet on an abstract Unix socket."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
+    except OSError:
+        return ""
+
+
+def _tcp_place(endpoint: Endpoint) -> tuple[int, Any]:
+    info = socket.getaddrinfo(
+        endpoint.address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+    )
+    return info[0][0], info[0][4]

@@ -1,0 +1,74 @@
+"""Proof that two processes can map the same memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import mmap
+import os
+import secrets
+import selectors
+import socket
+from collections.abc import Generator
+
+from sparkhvd._rendezvous.loop import _read, _send, _Wait
+from sparkhvd.memfd import is_sealed_against_shrinking, new_memfd, seal_against_shrinking
+
+TOKEN_BYTES = 32
+
+
+def _offer_memory(sock: socket.socket, until: float) -> Generator[_Wait, None, bool]:
+    """The connecting side: passes a memory file with a token and expects an answer inside it."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    try:
+        descriptor = new_memfd("sparkhvd-proof")
+    except OSError:  # forbidden here: say so, and use sockets
+        _send(sock, token)
+        yield from _read(sock, TOKEN_BYTES, until)
+        _send(sock, b"\0")
+        return False
+    try:
+        os.ftruncate(descriptor, 2 * TOKEN_BYTES)
+        seal_against_shrinking(descriptor)
+        os.pwrite(descriptor, token, 0)
+        socket.send_fds(sock, [token], [descriptor])
+        answer = yield from _read(sock, TOKEN_BYTES, until)
+        shared = hmac.compare_digest(os.pread(descriptor, TOKEN_BYTES, TOKEN_BYTES), answer)
+    finally:
+        os.close(descriptor)
+    _send(sock, bytes([shared]))
+    return shared
+
+
+def _check_memory(sock: socket.socket, until: float) -> Generator[_Wait, None, bool]:
+    """The accepting side: maps what was passed, compares the token, writes an answer into it."""
+    yield _Wait(sock, selectors.EVENT_READ, until)
+    token, descriptors, _, _ = socket.recv_fds(sock, TOKEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    answer = secrets.token_bytes(TOKEN_BYTES)
+    shared = False
+    try:
+        if (
+            len(token) < TOKEN_BYTES
+        ):  # cut short or closed; a sender of this version never splits it
+            raise ConnectionResetError(errno.ECONNRESET, "closed by the other side")
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # cannot map: no shared memory between the two
+            if descriptors and _has_room(descriptors[0]):
+                with mmap.mmap(descriptors[0], 2 * TOKEN_BYTES) as memory:
+                    shared = hmac.compare_digest(memory[:TOKEN_BYTES], token)
+                    memory[TOKEN_BYTES:] = answer
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    _send(sock, answer)
+    verdict = yield from _read(sock, 1, until)
+    return shared and verdict == b"\1"
+
+
+def _has_room(descriptor: int) -> bool:
+    """Whether the memory holds both tokens, and for good: a mapping of a file that shrinks kills its reader."""
+    return (
+        is_sealed_against_shrinking(descriptor) and os.fstat(descriptor).st_size >= 2 * TOKEN_BYTES
+    )

@@ -1,0 +1,172 @@
+"""`allgather`: every rank's rows, on every rank; alone and grouped."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import DType, Work
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives.tensors import by_dtype, engine_dtype, view, wants_gradient
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
+
+# Smaller results are copied: a copy of 16 KiB costs less than keeping the operation alive.
+COPIED_BYTES = 16 << 10
+
+# What came: tensor and rows of each rank, for each tensor that was given.
+Gathered = list[tuple[Tensor, tuple[int, ...]]]
+
+
+def start_allgather(ctx: Context, name: str, tensor: Tensor, process_set: int = 0) -> Work:
+    """Submit a tensor of at least one dimension."""
+    return _start_one_type(ctx, name, [tensor], process_set)
+
+
+def gathered(work: Work, dtype: torch.dtype, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
+    """The result of a finished operation on a tensor like `shape`, and the rows from every rank."""
+    return unpack(work, dtype, [shape])[0]
+
+
+def unpack(work: Work, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Gathered:
+    """What a finished allgather or alltoall of tensors like `shapes` has made: tensor after tensor."""
+    output = work.output()
+    members = len(output.rows) // len(shapes)
+    parts: Gathered = []
+    first = 0
+    buffer: Any = None
+    if output.num_bytes > 0:
+        # The engine allocated this memory, and it lives as long as the work: the tensors' storages keep the
+        # buffer, and the buffer keeps the work.
+        buffer = (ctypes.c_char * output.num_bytes).from_address(output.address)
+        buffer.work = work
+    for index, shape in enumerate(shapes):
+        rows = output.rows[index * members : (index + 1) * members]
+        full = torch.Size((sum(rows), *shape[1:]))
+        count = full.numel()
+        if count == 0:
+            part = torch.empty(full, dtype=dtype)
+        else:
+            offset = first * dtype.itemsize
+            part = torch.frombuffer(buffer, dtype=dtype, count=count, offset=offset).view(full)
+        parts.append((part.clone() if output.num_bytes <= COPIED_BYTES else part, rows))
+        first += count
+    return parts
+
+
+def _start_one_type(ctx: Context, name: str, tensors: Sequence[Tensor], process_set: int) -> Work:
+    for tensor in tensors:
+        engine_dtype(name, tensor)
+        if tensor.dim() == 0:
+            raise InvalidArgumentError(
+                f"{name}: a tensor without dimensions cannot be joined along the first one. "
+                "Give tensor.reshape(1)."
+            )
+    sources = [tensor.detach().contiguous() for tensor in tensors]
+    views = [view(source, None) for source in sources]
+    dtype = engine_dtype(name, sources[0])
+    return ctx.engine.start(ctx.engine.prepare_allgather(views, dtype, process_set), name, sources)
+
+
+def _start(
+    ctx: Context, name: str, tensors: Sequence[Tensor], process_set: int
+) -> list[tuple[Work, list[int]]]:
+    """Submit tensors as one operation per element type: the works, and which tensors each has."""
+    parts = by_dtype(name, tensors)
+
+    def label(dtype: DType) -> str:
+        return name if len(parts) == 1 else f"{name}.{dtype.name.lower()}"
+
+    return [
+        (_start_one_type(ctx, label(dtype), [tensors[i] for i in indices], process_set), indices)
+        for dtype, indices in parts.items()
+    ]
+
+
+def start_grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
+) -> tuple[Handle, list[tuple[int, ...]]]:
+    """A handle for the tuple of joined tensors; when it has been waited for, the list has every rank's rows."""
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("grouped_allgather", name, number)
+    works = _start(ctx, name, tensors, number)
+    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+    rows: list[tuple[int, ...]] = [()] * len(kinds)
+
+    def finish() -> tuple[Tensor, ...]:
+        joined: list[Tensor] = [torch.empty(0)] * len(kinds)
+        for work, indices in works:
+            dtype, shapes = kinds[indices[0]][0], [kinds[index][1] for index in indices]
+            for index, (tensor, counts) in zip(indices, unpack(work, dtype, shapes), strict=True):
+                joined[index], rows[index] = tensor, counts
+        return tuple(joined)
+
+    return Handle(name, [work for work, _ in works], result=(), finish=finish), rows
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start an `allgather`; `synchronize` gives the joined tensor. No gradient flows through it."""
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("allgather", name, number)
+    work = start_allgather(ctx, name, tensor, number)
+    dtype, shape = tensor.dtype, tensor.shape
+    return Handle(name, (work,), finish=lambda: gathered(work, dtype, shape)[0])
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Join every rank's tensor along the first dimension, in the order of ranks.
+
+    First dimensions may differ between ranks and may be 0; the others and the dtype may not. The gradient
+    is Horovod's: the *average* of the ranks' gradients, cut to this rank's rows.
+
+    Args:
+        tensor: at least one dimension, any supported dtype, not modified.
+        name: as for `allreduce`.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor; the same on every rank.
+
+    Raises:
+        InvalidArgumentError, MismatchError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
+    """
+    if wants_gradient(tensor):
+        from sparkhvd.torch.autograd import Allgather  # it builds on this module
+
+        joined: Tensor = Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]  # torch's
+        return joined
+    result: Tensor = allgather_async(tensor, name, process_set).wait()
+    return result
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Start a `grouped_allgather`; `synchronize` gives the tuple of joined tensors. No gradient."""
+    return start_grouped_allgather(tensors, name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[Tensor, ...]:
+    """`allgather` of several tensors as one operation (one per dtype); all of them or none."""
+    if any([wants_gradient(tensor) for tensor in tensors]):
+        from sparkhvd.torch.autograd import GroupedAllgather  # it builds on this module
+
+        joined: tuple[Tensor, ...] = GroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]  # torch's
+        return joined
+    result: tuple[Tensor, ...] = grouped_allgather_async(tensors, name, process_set).wait()
+    return result

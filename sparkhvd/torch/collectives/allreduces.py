@@ -1,0 +1,300 @@
+"""`allreduce` in all its forms: alone and grouped, waiting and asynchronous, in place and not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import ReduceOp, Work
+from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives.tensors import (
+    by_dtype,
+    engine_dtype,
+    require_contiguous,
+    resolve_op,
+    view,
+    wants_gradient,
+    written,
+)
+from sparkhvd.torch.compression import Compression, Compressor
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = [
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+]
+
+
+def _start(
+    ctx: Context,
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: int,
+) -> list[Work]:
+    """Submit contiguous tensors as one operation per element type; usually that is one."""
+    parts = by_dtype(name, inputs)
+    works = []
+    for dtype, indices in parts.items():
+        views = [view(inputs[i], outputs[i]) for i in indices]
+        call = ctx.engine.prepare_allreduce(views, dtype, op, prescale, postscale, process_set)
+        part = name if len(parts) == 1 else f"{name}.{dtype.name.lower()}"
+        works.append(ctx.engine.start(call, part, (inputs, outputs)))
+    return works
+
+
+def _run_one(
+    source: Tensor,
+    target: Tensor | None,
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> Tensor:
+    """Reduce one tensor and wait: the path whose time users see. `target` None makes a new tensor."""
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("allreduce", name, number)
+    dtype = engine_dtype(name, source)
+    if target is not None:
+        require_contiguous(name, target)
+    else:
+        source = source.detach().contiguous()
+        target = torch.empty_like(source)
+    views = (view(source, target),)
+    call = ctx.engine.prepare_allreduce(views, dtype, op, prescale, postscale, number)
+    ctx.engine.run(call, name, (source, target))
+    return target
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start an `allreduce`; `synchronize` gives a new tensor. No gradient flows through it."""
+    op = resolve_op(average, op)
+    return start_allreduce([tensor], name, op, prescale_factor, postscale_factor, process_set, True)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start an `allreduce` that writes its result into `tensor`, which must be contiguous."""
+    op = resolve_op(average, op)
+    return _start_in_place([tensor], name, op, prescale_factor, postscale_factor, process_set, True)
+
+
+def start_allreduce(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    single: bool,
+) -> Handle:
+    """Submit tensors as one operation per element type; the handle gives one new tensor or a list."""
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("allreduce" if single else "grouped_allreduce", name, number)
+    for tensor in tensors:
+        engine_dtype(name, tensor)
+    inputs = [tensor.detach().contiguous() for tensor in tensors]
+    outputs = [torch.empty_like(tensor) for tensor in inputs]
+    works = _start(ctx, name, inputs, outputs, op, prescale, postscale, number)
+    return Handle(name, works, outputs[0] if single else outputs)
+
+
+def _start_in_place(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    single: bool,
+) -> Handle:
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("allreduce" if single else "grouped_allreduce", name, number)
+    for tensor in tensors:
+        engine_dtype(name, tensor)
+        require_contiguous(name, tensor)
+    tensors = list(tensors)
+    works = _start(ctx, name, tensors, tensors, op, prescale, postscale, number)
+    return Handle(name, works, tensors[0] if single else tensors, changed=tensors)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Combine `tensor` over all ranks and return the result; every rank gets the same values.
+
+    Every rank must call this with the same name, shape and dtype, in any order among named operations;
+    calls without a name must come in the same order on every rank. Gradients flow back through the same
+    reduction with the same factors (Average and Sum only).
+
+    Args:
+        tensor: any shape, not modified. Every integer type, float16, bfloat16 (both summed in float32),
+            float32, float64, bool (Sum and Max are "or", Product and Min are "and").
+        average: deprecated; give `op`.
+        name: matches calls across ranks; unique among operations in flight.
+        compression: sends floating tensors in 16 bits.
+        op: Average (the default), Sum, Min, Max, Product or Adasum (floating types, 1, 2, 4, ... ranks).
+            Average of integers sums, multiplies by 1/size in double and truncates.
+        prescale_factor: factor of every rank's tensor, before it is combined.
+        postscale_factor: factor of the result.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor of the same shape and dtype.
+
+    Raises:
+        InvalidArgumentError: the tensor or an argument is not supported.
+        MismatchError: ranks disagree on shape, dtype or op; raised on every rank.
+        CollectiveTimeoutError: a rank did not come in time; the message names it.
+        PeerLostError: a rank is gone. The engine is unusable until it is initialised again.
+    """
+    op = resolve_op(average, op)
+    if compression is Compression.none and not wants_gradient(tensor):
+        return _run_one(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce(
+        [tensor], name, compression, op, prescale_factor, postscale_factor, process_set, True
+    )[0]
+
+
+def _allreduce(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    compression: type[Compressor],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    single: bool,
+) -> list[Tensor]:
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    wires = [wire for wire, _ in compressed]
+    if any(wants_gradient(wire) for wire in wires):
+        from sparkhvd.torch.autograd import GroupedAllreduce  # it builds on this module
+
+        reduced: Sequence[Tensor] = GroupedAllreduce.apply(  # type: ignore[no-untyped-call]  # torch's
+            name, op, prescale, postscale, process_set, single, *wires
+        )
+    else:
+        result = start_allreduce(wires, name, op, prescale, postscale, process_set, single).wait()
+        reduced = [result] if single else result
+    return [
+        compression.decompress(tensor, ctx)
+        for tensor, (_, ctx) in zip(reduced, compressed, strict=True)
+    ]
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """`allreduce` into `tensor` itself, which must be contiguous; no gradient."""
+    op = resolve_op(average, op)
+    _run_one(tensor, tensor, name, op, prescale_factor, postscale_factor, process_set)
+    written((tensor,))
+    return tensor
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start a `grouped_allreduce`; `synchronize` gives the list of results."""
+    op = resolve_op(average, op)
+    return start_allreduce(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start a `grouped_allreduce` into the tensors themselves, which must be contiguous."""
+    op = resolve_op(average, op)
+    return _start_in_place(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`allreduce` of several tensors as one operation (one per dtype), without copying them together."""
+    op = resolve_op(average, op)
+    return _allreduce(
+        tensors, name, compression, op, prescale_factor, postscale_factor, process_set, False
+    )
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`grouped_allreduce` into the tensors themselves, which must be contiguous; no gradient."""
+    op = resolve_op(average, op)
+    handle = _start_in_place(
+        tensors, name, op, prescale_factor, postscale_factor, process_set, False
+    )
+    result: list[Tensor] = handle.wait()
+    return result

@@ -1,0 +1,102 @@
+"""`alltoall`: some rows to every rank, some rows from every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch._context import context
+from sparkhvd.torch.collectives.allgathers import gathered
+from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives.tensors import engine_dtype, view, wants_gradient
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = ["alltoall", "alltoall_async"]
+
+Splits = Tensor | Sequence[int]
+
+
+def split_numbers(what: str, splits: Splits | None) -> list[int] | None:
+    """The splits as numbers."""
+    if splits is None:
+        return None
+    if not isinstance(splits, Tensor):
+        splits = torch.as_tensor(list(splits) or torch.empty(0, dtype=torch.int32))
+    if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool:
+        raise InvalidArgumentError(
+            f"{what}: splits have dtype {splits.dtype}; they must be integers. Give torch.int32."
+        )
+    if splits.dim() != 1:
+        raise InvalidArgumentError(
+            f"{what}: splits have shape {tuple(splits.shape)}; they must have one dimension, with one number "
+            "per rank of the process set."
+        )
+    return [int(rows) for rows in splits.tolist()]
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start an `alltoall`; `synchronize` gives `(output, received_splits)`, also without `splits`. No gradient."""
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("alltoall", name, number)
+    dtype = engine_dtype(name, tensor)
+    source = tensor.detach().contiguous()
+    numbers = split_numbers(name, splits)
+    if numbers is not None and not numbers:
+        raise InvalidArgumentError(
+            f"{name}: 0 splits were given. Give one per rank of the process set, or None for equal parts."
+        )
+    call = ctx.engine.prepare_alltoall(view(source, None), numbers, dtype, number)
+    work = ctx.engine.start(call, name, source)
+    kind, shape = tensor.dtype, tensor.shape
+
+    def finish() -> tuple[Tensor, Tensor]:
+        output, rows = gathered(work, kind, shape)
+        return output, torch.tensor(rows, dtype=torch.int32)
+
+    return Handle(name, (work,), finish=finish)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Splits | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send rows of `tensor` to every rank and join the rows that every rank sends here, in rank order.
+
+    The first dimensions may differ between ranks, the others and the dtype may not. Gradients travel back the
+    way the rows came.
+
+    Args:
+        tensor: at least one dimension, any supported dtype, not modified; the first rows are for the first rank
+            of the process set, and so on. Rows behind the last split are not sent.
+        splits: rows for each rank of the process set: integers in one dimension. None sends equal parts, which
+            the first dimension must allow.
+        name: as for `allreduce`.
+        process_set: the ranks that take part.
+
+    Returns:
+        The joined rows; with `splits` also how many came from each rank (int32).
+
+    Raises:
+        InvalidArgumentError: the splits do not fit the tensor or the process set; or as for `allreduce`.
+        MismatchError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
+    """
+    output: Tensor
+    received: Tensor
+    if wants_gradient(tensor):
+        from sparkhvd.torch.autograd import Alltoall  # it builds on this module
+
+        output, received = Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]  # torch's
+    else:
+        output, received = alltoall_async(tensor, splits, name, process_set).wait()
+    return output if splits is None else (output, received)

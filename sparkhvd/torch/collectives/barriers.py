@@ -1,0 +1,41 @@
+"""`barrier` and `join`: ranks wait for each other."""
+
+from __future__ import annotations
+
+from sparkhvd.torch._context import context
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = ["barrier", "join"]
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Wait until every rank has called this as often as this rank."""
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("barrier", None, number)
+    ctx.engine.barrier(name=name, process_set=number).wait()
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no more work, and wait until every rank has said so.
+
+    For uneven work: the allreduces (Sum, Average) of the ranks that still work go on as if this rank sent zeros;
+    Average still divides by `size()`. Every other operation that they start meanwhile, and Min, Max, Product and
+    Adasum, raises a `MismatchError` on all of them. Nothing is read from or written to this rank's tensors.
+
+    Args:
+        device: Horovod's; has no effect.
+
+    Returns:
+        The rank that joined last: the one whose state is the newest.
+
+    Raises:
+        CollectiveTimeoutError, PeerLostError: as for `allreduce`; while others work, the wait goes on.
+    """
+    del device
+    ctx = context()
+    work = ctx.engine.join()
+    work.wait()
+    last = work.output().rows[0]
+    ctx.joins += 1
+    return last

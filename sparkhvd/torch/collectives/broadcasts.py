@@ -1,0 +1,121 @@
+"""`broadcast`: one rank's tensor, on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import Call, Work
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives.tensors import (
+    engine_dtype,
+    require_contiguous,
+    view,
+    wants_gradient,
+    written,
+)
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
+
+
+def _prepare(
+    ctx: Context, name: str, source: Tensor, target: Tensor, root_rank: int, process_set: int
+) -> Call:
+    dtype = engine_dtype(name, source)
+    size = ctx.engine.topology.size
+    if not hasattr(root_rank, "__index__") or not 0 <= root_rank < size:
+        raise InvalidArgumentError(
+            f"{name}: root_rank is {root_rank!r}; with {size} ranks it must be from 0 to {size - 1}."
+        )
+    return ctx.engine.prepare_broadcast(view(source, target), root_rank, dtype, process_set)
+
+
+def start_broadcast(
+    ctx: Context, name: str, source: Tensor, target: Tensor, root_rank: int, process_set: int = 0
+) -> Work:
+    """Submit contiguous tensors; `target` may be `source`."""
+    call = _prepare(ctx, name, source, target, root_rank, process_set)
+    return ctx.engine.start(call, name, (source, target))
+
+
+def broadcast_async(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start a `broadcast`; `synchronize` gives a new tensor. No gradient flows through it."""
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("broadcast", name, number)
+    engine_dtype(name, tensor)
+    source = tensor.detach().contiguous()
+    target = torch.empty_like(source)
+    work = start_broadcast(ctx, name, source, target, root_rank, number)
+    return Handle(name, (work,), target)
+
+
+def broadcast_async_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Start a `broadcast` into `tensor` itself, which must be contiguous."""
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("broadcast", name, number)
+    engine_dtype(name, tensor)
+    require_contiguous(name, tensor)
+    work = start_broadcast(ctx, name, tensor, tensor, root_rank, number)
+    return Handle(name, (work,), tensor, changed=(tensor,))
+
+
+def broadcast(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Return rank `root_rank`'s tensor on every rank.
+
+    Args:
+        tensor: same shape and dtype on every rank, not modified.
+        root_rank: the global rank that has the values.
+        name: as for `allreduce`.
+        process_set: the ranks that take part.
+
+    Returns:
+        A new tensor. The gradient is Horovod's: the *average* of the ranks' gradients on `root_rank`, zero
+        on the others.
+
+    Raises:
+        InvalidArgumentError, MismatchError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
+    """
+    if wants_gradient(tensor):
+        from sparkhvd.torch.autograd import Broadcast  # it builds on this module
+
+        sent: Tensor = Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]  # torch's
+        return sent
+    result: Tensor = broadcast_async(tensor, root_rank, name, process_set).wait()
+    return result
+
+
+def broadcast_(
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """`broadcast` into `tensor` itself, which must be contiguous; no gradient."""
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("broadcast", name, number)
+    engine_dtype(name, tensor)
+    require_contiguous(name, tensor)
+    ctx.engine.run(_prepare(ctx, name, tensor, tensor, root_rank, number), name, tensor)
+    written((tensor,))
+    return tensor

@@ -1,0 +1,61 @@
+"""Sparse tensors: their values and indices, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import ReduceOp
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives.allgathers import allgather_async
+from sparkhvd.torch.collectives.tensors import Average, Sum, resolve_op
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set
+
+__all__ = ["sparse_allreduce_async"]
+
+
+def sparse_allreduce_async(
+    tensor: Tensor,
+    name: str,
+    op: ReduceOp | int,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], Tensor]:
+    """Start to sum or average a sparse COO tensor over all ranks; call what it returns to wait.
+
+    Args:
+        tensor: sparse, same shape on every rank, any number of entries.
+        name: matches calls across ranks.
+        op: Sum or Average.
+        process_set: the ranks that take part.
+
+    Returns:
+        A function that waits and gives the sparse result, with the entries of all ranks (not coalesced).
+
+    Raises:
+        InvalidArgumentError: the tensor is not sparse, or another op. Otherwise as `allgather`.
+    """
+    op = resolve_op(None, op)
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
+        found = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise InvalidArgumentError(
+            f"sparse_allreduce_async({name!r}): expected a sparse COO tensor, got {found}. "
+            "Use allreduce_async for dense ones."
+        )
+    if op not in (Sum, Average):
+        raise InvalidArgumentError(
+            f"sparse_allreduce_async({name!r}): op={op.name.title()} is not possible: entries are joined and add "
+            "up. Use Sum or Average."
+        )
+    indices = allgather_async(tensor._indices().t(), f"{name}.indices", process_set)
+    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+    size = tensor.size()
+
+    def wait() -> Tensor:
+        joined = values.wait()
+        if op is Average:
+            joined = joined / (process_set.size() or 1)
+        return torch.sparse_coo_tensor(indices.wait().t(), joined, size, check_invariants=False)
+
+    return wait

@@ -1,0 +1,129 @@
+"""What the engine can take: element types, reductions and the checks of tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from sparkhvd.engine import DType, ReduceOp, TensorView
+from sparkhvd.errors import InvalidArgumentError
+
+Average = ReduceOp.AVERAGE
+Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+
+DTYPES: dict[torch.dtype, DType] = {
+    torch.uint8: DType.UINT8,
+    torch.int8: DType.INT8,
+    torch.uint16: DType.UINT16,
+    torch.int16: DType.INT16,
+    torch.uint32: DType.UINT32,
+    torch.int32: DType.INT32,
+    torch.uint64: DType.UINT64,
+    torch.int64: DType.INT64,
+    torch.float16: DType.FLOAT16,
+    torch.bfloat16: DType.BFLOAT16,
+    torch.float32: DType.FLOAT32,
+    torch.float64: DType.FLOAT64,
+    torch.bool: DType.BOOL,
+}
+
+
+def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
+    """The reduction that `op` and its deprecated forerunner `average` ask for."""
+    if average is None:
+        if op is None:
+            return Average
+        return op if type(op) is ReduceOp else to_op(op)
+    if op is not None:
+        raise InvalidArgumentError(
+            f"average={average!r} and op={op!r} were both given. op replaces average: give op alone."
+        )
+    warnings.warn(
+        "average= is deprecated; give op=hvd.Average or op=hvd.Sum.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return Average if average else Sum
+
+
+def to_op(op: ReduceOp | int) -> ReduceOp:
+    """A reduction given as one of `hvd.Average`, `hvd.Sum`, ... or as its number."""
+    try:
+        return ReduceOp(op)
+    except ValueError:
+        names = ", ".join(f"hvd.{each.name.title()}" for each in ReduceOp)
+        raise InvalidArgumentError(f"op={op!r} is no reduction. Give one of {names}.") from None
+
+
+def engine_dtype(what: str, tensor: Tensor) -> DType:
+    """The engine's name of a tensor's element type; checks that the engine can take the tensor at all."""
+    if isinstance(tensor, Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is not None:
+            return dtype
+    raise InvalidArgumentError(_refusal(what, tensor))
+
+
+def _refusal(what: str, tensor: Any) -> str:
+    if not isinstance(tensor, Tensor):
+        return f"{what}: expected a torch.Tensor, got {type(tensor).__name__}. Wrap it with torch.as_tensor()."
+    if not tensor.is_cpu:
+        return (
+            f"{what}: the tensor is on {tensor.device}, and this version of sparkhvd moves CPU tensors only. "
+            "Move it with .cpu()."
+        )
+    if tensor.layout is not torch.strided:
+        return (
+            f"{what}: the tensor has layout {tensor.layout}, and only dense tensors can be sent. "
+            "Convert it with .to_dense()."
+        )
+    return (
+        f"{what}: dtype {tensor.dtype} is not supported. Convert the tensor to one of "
+        f"{', '.join(str(known).removeprefix('torch.') for known in DTYPES)}."
+    )
+
+
+def by_dtype(what: str, tensors: Sequence[Tensor]) -> dict[DType, list[int]]:
+    """Which tensors have each element type: an operation takes tensors of one type."""
+    parts: dict[DType, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        parts.setdefault(engine_dtype(what, tensor), []).append(index)
+    return parts
+
+
+def require_contiguous(what: str, tensor: Tensor) -> None:
+    """Checks that an in-place operation can write into the tensor's own memory."""
+    if not tensor.is_contiguous():
+        raise InvalidArgumentError(
+            f"{what}: an in-place operation needs a contiguous tensor, got shape {tuple(tensor.shape)} with "
+            f"strides {tensor.stride()}. Use the form without the final underscore, or .contiguous()."
+        )
+
+
+def view(source: Tensor, target: Tensor | None) -> TensorView:
+    """Contiguous tensors of one shape as the engine's operand; no target where the engine makes the result."""
+    address = source.data_ptr()
+    if target is source:
+        return TensorView(address, address, source.shape)
+    return TensorView(address, 0 if target is None else target.data_ptr(), source.shape)
+
+
+def wants_gradient(tensor: Tensor) -> bool:
+    """Whether autograd must see the operation."""
+    return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def written(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd that the engine wrote into these tensors."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            increment_version(tensor)

@@ -1,0 +1,68 @@
+"""Tensors in registered memory: the ranks of a host reduce them where they lie."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import Buffer
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch._context import context
+from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = ["over_buffer", "registered_empty"]
+
+
+def registered_empty(
+    shape: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """A tensor in memory that the ranks of a host share; every rank must call this, with as many bytes. Waits.
+
+    `allreduce_` of such a tensor, or of the same part of it on every rank, copies nothing. In all else it is a
+    tensor as any other. Its memory is freed with the last tensor over it, and may be used after `shutdown()`.
+    Until an operation on it has finished, peers write into it. Where ranks cannot share memory it is ordinary
+    memory.
+
+    Args:
+        shape: the length of every dimension.
+        dtype: None means torch's default.
+        process_set: the ranks that share it and will reduce it.
+
+    Returns:
+        A tensor of zeros.
+
+    Raises:
+        InvalidArgumentError: the shape is wrong, no collective takes the dtype, or this rank has not enough memory.
+        MismatchError: ranks ask for different numbers of bytes.
+        CollectiveTimeoutError, PeerLostError: as for `allreduce`.
+    """
+    lengths = (shape,) if isinstance(shape, int) else tuple(shape)
+    if any([not isinstance(length, int) or length < 0 for length in lengths]):
+        raise InvalidArgumentError(
+            f"registered_empty: the shape is {shape!r}; every length must be an integer of 0 or more."
+        )
+    dtype = dtype or torch.get_default_dtype()
+    engine_dtype("registered_empty", torch.empty(0, dtype=dtype))
+    size = torch.Size(lengths)
+    ctx = context()
+    number = set_id(process_set)
+    if size.numel() == 0:
+        return torch.empty(size, dtype=dtype)
+    name = ctx.name("registered_empty", None, number)
+    num_bytes = size.numel() * dtype.itemsize
+    buffer = ctx.engine.allocate(num_bytes, name=name, process_set=number)
+    return over_buffer(buffer, dtype, size.numel()).view(size)
+
+
+def over_buffer(buffer: Buffer, dtype: torch.dtype, count: int) -> Tensor:
+    """The first elements of a buffer as a tensor of one dimension, whose storage keeps the buffer alive."""
+    memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(buffer.address)
+    memory.buffer = buffer
+    return torch.frombuffer(memory, dtype=dtype)

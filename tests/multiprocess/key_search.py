@@ -1,0 +1,66 @@
+"""What a rank of a running job does to find the job's key where it must not be."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def forms_of(key: bytes) -> list[bytes]:
+    """How somebody might write the key down."""
+    text = key.hex()
+    return [
+        key,
+        text.encode(),
+        text.upper().encode(),
+        base64.b64encode(key).rstrip(b"="),
+        base64.urlsafe_b64encode(key).rstrip(b"="),
+        repr(key)[2:-1].encode(),
+    ]
+
+
+def places_in_proc(key: bytes) -> tuple[list[str], int]:
+    """Command lines and environments with the key in them, and how many were readable."""
+    found, read = [], 0
+    for entry in Path("/proc").iterdir():
+        for name in ("cmdline", "environ"):
+            try:
+                data = (entry / name).read_bytes() if entry.name.isdigit() else b""
+            except OSError:  # gone, or another user's
+                continue
+            read += bool(data)
+            if any(form in data for form in forms_of(key)):
+                found.append(f"{entry / name}: {data[:200]!r}")
+    return found, read
+
+
+def hunt() -> dict[str, Any]:
+    """Looks while every rank lives. Returns what was found, and the key backwards, for the search in the logs."""
+    import torch
+
+    import sparkhvd.torch as hvd
+    from sparkhvd.rendezvous import SocketRendezvous, current
+
+    meeting = current()
+    assert isinstance(meeting, SocketRendezvous)
+    key = meeting.job.key
+    hvd.init()
+    print("a rank with a key prints", meeting.job, meeting, vars(meeting.settings.__class__).keys())
+    # A key that was put where it must not be is found there.
+    bait = secrets.token_bytes(32)
+    command = [sys.executable, "-c", "print(flush=True); input()", bait.hex()]
+    code = base64.b64encode(bait).decode()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env={"X": code}, **pipes) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # until it runs, the kernel may not show its arguments yet
+        baits, _ = places_in_proc(bait)
+        child.kill()
+    found, read = places_in_proc(key)
+    hvd.allreduce(torch.ones(1), name="until all have looked")
+    hvd.shutdown()
+    return {"found": found, "read": read, "baits": len(baits), "yek": key.hex()[::-1]}
