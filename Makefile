@@ -3,6 +3,8 @@
 #   make demo     train on handwritten digits with two Spark tasks
 #   make test     lint, C++ tests, Python tests (what .ci/run runs)
 #   make soak     the same with the long legs
+#   make wheel    the wheels, into dist/
+#   make fuzz     bytes of a peer through libFuzzer, where there is clang
 #   make bench    every benchmark that needs nothing but this machine
 
 SHELL := /bin/bash
@@ -41,7 +43,8 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time: the machine's cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: env native test test-native test-races test-python test-sanitizers lint format demo soak bench clean java
+.PHONY: wheel test-wheels test-aarch64
+.PHONY: env native test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
 
@@ -97,8 +100,44 @@ test-sanitizers: $(PACKAGES)
 	$(call BUILD_SANITIZED,address,check)
 	$(call BUILD_SANITIZED,thread,check)
 
+# libFuzzer on what reads bytes of a peer; needs clang (Debian: apt-get install clang libclang-rt-dev).
+# The corpus stays in build/fuzz/corpus, so each run goes on from the last.
+CLANGXX ?= $(shell for name in clang++ clang++-{22..14}; do command -v $$name && break; done)
+FUZZ_S ?= 60
+
+fuzz: $(PACKAGES)
+	@test -n "$(CLANGXX)" || { echo "make fuzz: no clang++ found. Install clang, or give CLANGXX=<path>." >&2; exit 1; }
+	$(VENV)/bin/cmake -Snative/fuzz -Bbuild/fuzz -GNinja -DCMAKE_CXX_COMPILER=$(CLANGXX) \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja
+	$(VENV)/bin/cmake --build build/fuzz
+	build/fuzz/message_fuzz --write-corpus build/fuzz/corpus
+	cd build/fuzz && ./message_fuzz -max_total_time=$(FUZZ_S) -max_len=16384 -timeout=10 -rss_limit_mb=2048 \
+	  -print_final_stats=1 corpus
+
+# Part of the long legs where there is a clang.
+fuzz-if-clang:
+	@if test -n "$(CLANGXX)"; then $(MAKE) fuzz; else echo "fuzz: skipped, because there is no clang++ here"; fi
+
 test-python: env
 	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest $(PYTEST_FLAGS)
+
+# Wheels are compiled by zig for old and other machines; it has an environment of its own.
+WHEEL_ENV := build/wheel-env
+WHEEL_TOOLS := $(WHEEL_ENV)/.stamp
+PYTHONS ?= 3.10 3.11 3.12 3.13
+
+$(WHEEL_TOOLS): pyproject.toml tools/wheel_env.sh | $(PACKAGES)
+	@tools/wheel_env.sh $(PY) $(WHEEL_ENV)
+	@touch $@
+
+wheel: $(WHEEL_TOOLS)
+	@$(WHEEL_ENV)/bin/python -m tools.wheel
+
+test-wheels: wheel
+	@$(WHEEL_ENV)/bin/python -m tools.wheel_tests $(PYTHONS)
+
+test-aarch64: $(WHEEL_TOOLS)
+	@tools/test_aarch64.sh $(WHEEL_ENV)/bin/python
 
 demo: env
 	@mkdir -p demo-output
@@ -109,13 +148,16 @@ demo: env
 soak: export SPARKHVD_TEST_SOAK := 1
 soak: TEST_TIMEOUT_S := 14400
 soak: PYTEST_FLAGS += --timeout=3600
-soak: test test-sanitizers
+soak: test test-sanitizers fuzz-if-clang test-aarch64 test-wheels
 
 bench: env
 	@$(WITH_JAVA) $(PY) benchmarks/fit.py
 	@$(WITH_JAVA) $(PY) benchmarks/launch.py
 	@$(PY) benchmarks/reader.py
 	@$(PY) benchmarks/allreduce.py
+	@$(PY) benchmarks/timeline.py
+	@$(PY) benchmarks/network.py
+	@$(PY) benchmarks/scale.py
 
 clean:
 	rm -rf build dist demo-output spark-warehouse artifacts sparkhvd/lib/*.so *.egg-info \

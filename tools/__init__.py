@@ -1,0 +1,1 @@
+"""What the Makefile calls; run a module as `python -m tools.<name>` from the checkout."""
