@@ -1,65 +1,177 @@
-"""How long an allreduce of two processes takes, next to torch.distributed with Gloo.
+"""How long an allreduce of two processes takes, next to Gloo, to Open MPI and to what the machine can do.
 
-    .venv/bin/python benchmarks/allreduce.py [--rounds 30] [--write]
+    .venv/bin/python benchmarks/allreduce.py [--rounds 15] [--pin] [--sizes "4 B,1 MiB"] [--json FILE] [--write]
 
-Both ranks hold both libraries and use them in turns, in the same processes, on the same float32 tensors in private
-memory. Each call is timed from a barrier to the moment when this rank has the result; a round's time is
-the slower rank's. Also: one training step of `DistributedOptimizer` on an MLP 32-64-1 with batches of 256, next
-to the same step without communication. Targets: at least 5 times Gloo from 64 KiB to 16 MiB, 4 times at 64 and 256
-MiB; 4 bytes in at most 50 us; the step at most 300 us longer.
+Both ranks hold all libraries and use them by turns, in the same processes, on the same float32 tensors; a round
+measures every library once. Each call is timed from its start to the moment when this rank has the result, and
+counts as the slower rank's; small ones come in runs of calls, as a training loop makes them. Legs:
+
+    registered       `hvd.allreduce_` on tensors in registered memory (`hvd.registered_empty`)
+    arbitrary        `hvd.allreduce_` on tensors of torch's own allocator
+    C++ registered, C++ arbitrary      the same engine in a C++ loop (native/bench, two processes of its own, each on its CPU)
+    Gloo             `torch.distributed`
+    Open MPI         mpi4py, in place (`pip install '.[bench]'`; without it the table has no such column)
+    bare direct      two processes, memory shared before, each adds up half of both buffers and stores to both
+    bare chunked     two processes, private memory, chunks through shared slots, nothing else
+
+Also one training step of `DistributedOptimizer` on an MLP 32-64-1 with batches of 256, next to the same step
+without communication.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from common import Table
+from common import ROOT, Report, Target, median_and_quartiles, percentile, shown
 
-SIZES = {"4 B": 4, "64 KiB": 64 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
+KIB, MIB = 1 << 10, 1 << 20
+SIZES = {
+    "4 B": 4,
+    "4 KiB": 4 * KIB,
+    "64 KiB": 64 * KIB,
+    "1 MiB": MIB,
+    "4 MiB": 4 * MIB,
+    "16 MiB": 16 * MIB,
+    "64 MiB": 64 * MIB,
+    "256 MiB": 256 * MIB,
+}
 STEPS = 300
+STEP_MAY_ADD_S = 300e-6
+# Names of the C++ program's legs, and ours.
+NATIVE_LEGS = {
+    "registered": "C++ registered",
+    "engine": "C++ arbitrary",
+    "direct": "bare direct",
+    "chunked": "bare chunked",
+}
+LEGS = ("registered", "arbitrary", *NATIVE_LEGS.values(), "Gloo", "Open MPI")
+NATIVE_BENCH = ROOT / "build" / "native" / "allreduce_bench"
+TIMEOUT_S = 900
+
+Times = dict[str, dict[str, list[float]]]
 
 
-def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """In a rank: seconds by tensor size and library, of every round."""
+# --- In the ranks ---
+
+
+class NativeLoops:
+    """The C++ program, which measures in two processes of its own what it is told. On rank 0 only."""
+
+    def __init__(self, program: Path) -> None:
+        self._process = subprocess.Popen(
+            [str(program), "--serve", "--pin"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._legs = [leg for leg in self._line().split() if leg in NATIVE_LEGS]
+
+    def round(self, num_bytes: int) -> dict[str, list[float]]:
+        """By leg the seconds of each call, of the slower process."""
+        return {NATIVE_LEGS[leg]: self._times(leg, num_bytes) for leg in self._legs}
+
+    def _times(self, leg: str, num_bytes: int) -> list[float]:
+        assert self._process.stdin
+        self._process.stdin.write(f"{leg} {num_bytes} {calls_of(num_bytes)}\n")
+        self._process.stdin.flush()
+        return [float(us) * 1e-6 for us in self._line().split()]
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+    def _line(self) -> str:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args}: ended with {self._process.wait()}.")
+        return line
+
+
+def calls_of(num_bytes: int) -> int:
+    """Calls in a row of one leg of one round."""
+    return max(2, min(200, 16 * MIB // num_bytes))
+
+
+def timed(call: Callable[[Any], Any], tensor: Any, calls: int) -> list[float]:
+    times = []
+    for _ in range(calls):
+        began = time.perf_counter()
+        call(tensor)
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def measure(plan: Mapping[str, Any], mpi: Any = None) -> Times:
+    """In a rank that has called `hvd.init()`: seconds of every call, by size and leg."""
     import torch
+
+    import sparkhvd.torch as hvd
+
+    torch.set_num_threads(1)
+    if plan["pin"]:
+        cpus = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cpus[hvd.rank() % len(cpus)]})
+    calls = python_legs(mpi)
+    native = NativeLoops(Path(plan["native"])) if plan["native"] and hvd.rank() == 0 else None
+    found: Times = {}
+    for label, num_bytes in plan["sizes"].items():
+        tensors = dict.fromkeys(calls, torch.zeros(num_bytes // 4))
+        if "registered" in calls:
+            tensors["registered"] = hvd.registered_empty((num_bytes // 4,), torch.float32).zero_()
+        found[label] = {}
+        for number in range(plan["rounds"] + 1):
+            times = {}
+            for name, call in calls.items():
+                hvd.barrier()
+                times[name] = timed(call, tensors[name], calls_of(num_bytes))
+            hvd.barrier()
+            if native:
+                times |= native.round(num_bytes)
+            # Rank 1 sleeps here while the C++ program has the machine.
+            hvd.barrier()
+            for name, seconds in times.items() if number > 0 else ():  # the first round warms up
+                found[label].setdefault(name, []).extend(seconds)
+    if native:
+        native.close()
+    found["training step"] = steps()
+    return found
+
+
+def python_legs(mpi: Any) -> dict[str, Callable[[Any], Any]]:
+    """By name, what allreduces a tensor in place; Gloo is joined here."""
     import torch.distributed as dist
 
     import sparkhvd.torch as hvd
 
-    hvd.init()
-    dist.init_process_group("gloo", rank=hvd.rank(), world_size=hvd.size())
+    with tempfile.NamedTemporaryFile() if hvd.rank() == 0 else open(os.devnull) as meeting:
+        place = hvd.broadcast_object(meeting.name, 0)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{place}", rank=hvd.rank(), world_size=hvd.size()
+        )
+        hvd.barrier()
 
     def with_sparkhvd(tensor: Any) -> None:
         hvd.allreduce_(tensor, name="x", op=hvd.Sum)
 
-    def with_gloo(tensor: Any) -> None:
-        dist.all_reduce(tensor)
-
-    calls: dict[str, Callable[[Any], None]] = {"sparkhvd": with_sparkhvd, "gloo": with_gloo}
-    times: dict[str, dict[str, list[float]]] = {}
-    for label, num_bytes in SIZES.items():
-        tensor = torch.zeros(num_bytes // 4)
-        times[label] = {name: [] for name in calls}
-        # Small ones in runs of calls, as a training loop makes them: one call alone measures the barrier.
-        repeats = max(1, min(50, (1 << 20) // num_bytes))
-        for number in range(rounds + 3):
-            for name, call in calls.items():
-                hvd.barrier()
-                began = time.perf_counter()
-                for _ in range(repeats):
-                    call(tensor)
-                took = (time.perf_counter() - began) / repeats
-                if number >= 3:
-                    times[label][name].append(took)
-    times["training step"] = steps()
-    dist.destroy_process_group()
-    hvd.shutdown()
-    return times
+    calls: dict[str, Callable[[Any], Any]] = {"arbitrary": with_sparkhvd, "Gloo": dist.all_reduce}
+    if hasattr(hvd, "registered_empty"):
+        calls["registered"] = with_sparkhvd
+    if mpi is not None:
+        calls["Open MPI"] = lambda tensor: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, tensor.numpy())
+    return calls
 
 
 def steps() -> dict[str, list[float]]:
@@ -99,50 +211,206 @@ def steps() -> dict[str, list[float]]:
     return times
 
 
-def slower(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """Each round's longest time."""
-    return [max(times) for times in zip(*ranks, strict=True)]
+def rank_of_local_run(plan: Mapping[str, Any]) -> Times:
+    """Without Open MPI."""
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    return measure(plan)
 
 
-def shown(seconds: float) -> str:
-    """Microseconds up to a millisecond, then milliseconds."""
-    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+def rank_under_mpirun(plan: Mapping[str, Any], result: str) -> None:
+    """Open MPI has started this process; the ranks tell each other through it where they listen."""
+    import secrets
+
+    from mpi4py import MPI
+
+    import sparkhvd.torch as hvd
+    from sparkhvd.rendezvous import Job, Listener, SocketRendezvous
+    from sparkhvd.settings import Settings
+
+    settings, comm = Settings(), MPI.COMM_WORLD
+    listener = Listener.bind("127.0.0.1", settings)
+    endpoints = tuple(comm.allgather(listener.endpoint()))
+    key = comm.bcast(secrets.token_bytes(32))
+    job = Job(key, "benchmark", 0, comm.rank, comm.size, endpoints)
+    hvd.init(SocketRendezvous(job, listener, settings))
+    ranks = comm.gather(measure(plan, MPI))
+    hvd.shutdown()
+    if comm.rank == 0:
+        Path(result).write_text(json.dumps(ranks))
 
 
-class Comparison(Table):
-    """One line per size: both medians, the 99th percentile and the ratio."""
+# --- The one who starts them ---
 
-    def __init__(self, title: str) -> None:
-        super().__init__(title, [])
-        self.lines: list[str] = []
 
-    def compare(self, label: str, ours: list[float], peer: str, theirs: list[float]) -> None:
-        mine, other = statistics.median(ours), statistics.median(theirs)
-        p99 = sorted(ours)[min(len(ours) - 1, round(0.99 * len(ours)))]
-        self.lines.append(
-            f"| {label} | {shown(mine)} | {shown(p99)} | {peer} {shown(other)} | {other / mine:.1f} x |"
+def mpirun() -> str | None:
+    """Open MPI's launcher, if mpi4py is there too."""
+    try:
+        import mpi4py  # noqa: F401 - whether it is installed
+    except ImportError:
+        return None
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else shutil.which("mpirun")
+
+
+def native_bench(report: Report) -> str:
+    """The C++ program, built if that is possible; "" without it."""
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    build = NATIVE_BENCH.parent
+    if cmake and (build / "CMakeCache.txt").exists():
+        command = [cmake, "--build", str(build), "--target", NATIVE_BENCH.name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if NATIVE_BENCH.exists():
+        return str(NATIVE_BENCH)
+    report.note(f"Without the C++ loops: {NATIVE_BENCH} is missing; run `make native`.")
+    return ""
+
+
+def launch(plan: Mapping[str, Any], report: Report) -> list[Times]:
+    """Both ranks' times."""
+    launcher = mpirun()
+    if launcher is None:
+        report.note("Without Open MPI: mpi4py or mpirun is missing; pip install '.[bench]'.")
+        from sparkhvd.runner import run_local
+
+        return list(run_local(rank_of_local_run, (plan,), num_proc=2))
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "times.json"
+        command = [launcher, "--allow-run-as-root", "--bind-to", "none", "-n", "2"]
+        rank = [sys.executable, __file__, "--plan", json.dumps(plan), "--result", str(result)]
+        subprocess.run([*command, *rank], check=True, timeout=TIMEOUT_S)
+        ranks: list[Times] = json.loads(result.read_text())
+        return ranks
+
+
+def slower(ranks: Sequence[Times]) -> Times:
+    """Each call's longer time; what only rank 0 measured is that of both already."""
+    return {
+        label: {
+            leg: [
+                max(pair)
+                for pair in zip(*(rank[label].get(leg, times) for rank in ranks), strict=True)
+            ]
+            for leg, times in legs.items()
+        }
+        for label, legs in ranks[0].items()
+    }
+
+
+def registered_targets(num_bytes: int, median: Mapping[str, float]) -> list[Target]:
+    targets: list[Target] = []
+    if "registered" in median:
+        ours = median["registered"]
+        if num_bytes >= 64 * KIB:
+            least = 8 if num_bytes > 64 * MIB else 10
+            targets.append(Target("Gloo", median["Gloo"] / ours, least, at_least=True))
+        if num_bytes >= 4 * MIB and "bare direct" in median:
+            targets.append(Target("bare time", ours / median["bare direct"], 1.5, at_least=False))
+        if num_bytes >= 64 * MIB and "Open MPI" in median:
+            least = 4 if num_bytes > 64 * MIB else 5
+            targets.append(Target("Open MPI", median["Open MPI"] / ours, least, at_least=True))
+    if "C++ registered" in median and num_bytes >= MIB:
+        ratio = median["C++ registered"] / median["bare direct"]
+        targets.append(Target("C++ bare time", ratio, 1.5, at_least=False))
+    return targets
+
+
+def arbitrary_targets(num_bytes: int, times: Mapping[str, list[float]]) -> list[Target]:
+    median = {leg: statistics.median(values) for leg, values in times.items()}
+    ours, targets = median["arbitrary"], []
+    if num_bytes == 4:
+        targets.append(Target("median", ours * 1e6, 50, at_least=False, unit="us"))
+        p99, gloo = percentile(times["arbitrary"], 0.99), median["Gloo"]
+        targets.append(
+            Target("p99 against Gloo's median", p99 * 1e6, gloo * 1e6, at_least=False, unit="us")
         )
+    if num_bytes >= 64 * KIB:
+        least = 4 if num_bytes >= 64 * MIB else 5
+        targets.append(Target("Gloo", median["Gloo"] / ours, least, at_least=True))
+    if "Open MPI" in median:
+        theirs = median["Open MPI"]
+        if num_bytes >= 64 * MIB:
+            targets.append(Target("Open MPI", theirs / ours, 1, at_least=True))
+        elif num_bytes >= MIB:
+            targets.append(Target("Open MPI's time", ours / theirs, 1.25, at_least=False))
+        else:
+            more = (ours - theirs) * 1e6
+            targets.append(Target("more than Open MPI", more, 15, at_least=False, unit="us"))
+    return targets
 
-    def markdown(self) -> str:
-        head = ["| what | sparkhvd | its p99 | beside it | ratio |", "|---|---|---|---|---|"]
-        return "\n".join([*head, *self.lines])
+
+def fill(report: Report, times: Times) -> None:
+    by_size = {label: legs for label, legs in times.items() if label in SIZES}
+    legs = [leg for leg in LEGS if any(leg in found for found in by_size.values())]
+    report.table(
+        ["float32", *legs],
+        [
+            [label, *(median_and_quartiles(found[leg]) for leg in legs)]
+            for label, found in by_size.items()
+        ],
+    )
+    if "registered" not in legs:
+        report.note("Without registered buffers: this sparkhvd has no hvd.registered_empty.")
+    if "C++ registered" not in legs and "C++ arbitrary" in legs:
+        report.note("The C++ program has no leg for registered buffers.")
+    rows: list[list[str | list[Target]]] = []
+    for label, found in by_size.items():
+        median = {leg: statistics.median(values) for leg, values in found.items()}
+        num_bytes = SIZES[label]
+        rows.append(
+            [label, registered_targets(num_bytes, median), arbitrary_targets(num_bytes, found)]
+        )
+    report.table(["targets", "registered", "arbitrary"], rows)
+    step = times["training step"]
+    with_us, without = (statistics.median(step[name]) for name in ("sparkhvd", "no communication"))
+    limit = Target(
+        "longer", (with_us - without) * 1e6, STEP_MAY_ADD_S * 1e6, at_least=False, unit="us"
+    )
+    report.table(
+        ["", "sparkhvd", "no communication", "target"],
+        [["training step", *(median_and_quartiles(values) for values in step.values()), [limit]]],
+    )
+    if "4 B" in by_size:
+        smallest = by_size["4 B"]
+        tail = ", ".join(
+            f"{leg} {shown(percentile(values, 0.99))}" for leg, values in smallest.items()
+        )
+        report.note(f"99th percentiles of 4 B: {tail}.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--write", action="store_true", help="keep the table in docs/results/")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sizes", help="only these, as the table writes them, with commas")
+    parser.add_argument(
+        "--pin",
+        action="store_true",
+        help="Python's ranks too have a CPU each, with all their threads",
+    )
+    parser.add_argument("--json", help="a file for the raw numbers")
+    parser.add_argument("--write", action="store_true", help="keep the tables in docs/results/")
+    parser.add_argument("--plan", help=argparse.SUPPRESS)
+    parser.add_argument("--result", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    from sparkhvd.runner import run_local
-
+    if options.plan:
+        return rank_under_mpirun(json.loads(options.plan), options.result)
     load = os.getloadavg()[0]
-    ranks = run_local(measure, (options.rounds,), num_proc=2)
-    table = Comparison(f"allreduce: 2 processes, float32, load {load:.1f} at the start")
-    for label in ranks[0]:
-        by_name = {name: slower([rank[label][name] for rank in ranks]) for name in ranks[0][label]}
-        (_, ours), (peer, theirs) = by_name.items()
-        table.compare(label, ours, peer, theirs)
-    table.finish("benchmarks/allreduce.py", write=options.write)
+    pinned = ", each on its CPU" if options.pin else ""
+    report = Report(
+        f"allreduce: 2 processes of one host{pinned}, float32, load {load:.1f} at the start"
+    )
+    names = options.sizes.split(",") if options.sizes else SIZES
+    plan = {
+        "rounds": options.rounds,
+        "sizes": {name: SIZES[name] for name in names},
+        "native": native_bench(report),
+        "pin": options.pin,
+    }
+    report.raw = slower(launch(plan, report))
+    fill(report, report.raw)
+    report.note(f"Median (25 % to 75 %) of {options.rounds} rounds; every round measures each leg.")
+    return report.finish("benchmarks/allreduce.py", write=options.write, json_path=options.json)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
+import math
 import os
 import platform
 import re
@@ -11,6 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -90,6 +93,104 @@ class Table:
             RESULTS.mkdir(parents=True, exist_ok=True)
             name = re.sub(r"[^a-z0-9]+", "-", Path(command.split()[0]).stem.lower())
             path = RESULTS / f"{name}.md"
+            path.write_text(text)
+            print(f"written to {path.relative_to(ROOT)}")
+
+
+def median_and_quartiles(seconds: Sequence[float]) -> str:
+    """`median (25 % to 75 %)` of times, each in a unit that suits it."""
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+    return f"{shown(statistics.median(seconds))} ({shown(low)} to {shown(high)})"
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value that `share` (0 to 1) of them do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
+
+
+def shown(seconds: float) -> str:
+    """Microseconds up to a millisecond, then milliseconds, then seconds."""
+    if seconds < 1e-5:
+        return f"{seconds * 1e6:.1f} us"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is promised about a figure: at least or at most a limit.
+
+    Attributes:
+        what: the figure in words.
+        found: its value.
+        limit: what it is held against.
+        at_least: whether more is better.
+        unit: written behind both.
+    """
+
+    what: str
+    found: float
+    limit: float
+    at_least: bool
+    unit: str = "x"
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the promise holds."""
+        return self.found >= self.limit if self.at_least else self.found <= self.limit
+
+    def __str__(self) -> str:
+        sign = ">=" if self.at_least else "<="
+        outcome = "met" if self.is_met else "**missed**"
+        found, limit = (f"{value:.3g}" for value in (self.found, self.limit))
+        return f"{self.what} {found} {self.unit} ({sign} {limit}: {outcome})"
+
+
+class Report:
+    """Tables of lines with targets, and the raw numbers behind them."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.notes: list[str] = []
+        self.blocks: list[str] = []
+        self.raw: dict[str, Any] = {}
+        self.targets: list[Target] = []
+
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[str | Sequence[Target]]]
+    ) -> None:
+        """Add a table; a cell is text or targets, which are counted at the end."""
+        lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        for row in rows:
+            cells = []
+            for cell in row:
+                if not isinstance(cell, str):
+                    self.targets += cell
+                    cell = "; ".join(map(str, cell)) or "-"
+                cells.append(cell)
+            lines.append(f"| {' | '.join(cells)} |")
+        self.blocks.append("\n".join(lines))
+
+    def note(self, text: str) -> None:
+        """A sentence below the tables, also printed at once."""
+        print(text, flush=True)
+        self.notes.append(text)
+
+    def finish(self, command: str, *, write: bool, json_path: str | None) -> None:
+        """Print everything; with `write`, keep it in docs/results/; with `json_path`, the raw numbers there."""
+        met = sum(target.is_met for target in self.targets)
+        text = f"## {self.title}\n\n" + "\n\n".join(self.blocks) + "\n\n"
+        text += "".join(f"{note}\n" for note in self.notes)
+        text += f"Targets met: {met} of {len(self.targets)}. {where()}\nCommand: `{command}`\n"
+        print("\n" + text)
+        if json_path:
+            Path(json_path).write_text(json.dumps({"where": where(), **self.raw}, indent=1) + "\n")
+            print(f"raw numbers in {json_path}")
+        if write:
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            path = RESULTS / f"{Path(command.split()[0]).stem}.md"
             path.write_text(text)
             print(f"written to {path.relative_to(ROOT)}")
 

@@ -1,0 +1,177 @@
+"""What more ranks cost: the control plane on this host, more ranks than cores, and a model up to 4,096 GPUs.
+
+    .venv/bin/python benchmarks/scale.py [--ranks 2,4,8,16,32,64] [--rounds 5] [--json FILE] [--write]
+
+**Control plane.** Real processes without torch, tiny tensors: a barrier (agreement alone), one named allreduce of 4
+bytes, and a step of 32 of them submitted together. Wall time on a machine with fewer cores than ranks is mostly
+other ranks' turns; the CPU time of rank 0, which coordinates, is what one more rank costs it anywhere.
+
+**More ranks than cores.** 2, 4 and 8 ranks reduce tensors on two cores; with N ranks N(2(N-1)/N + 1 + 2/N +
+2(N-1)/N) S bytes are read and written, and time may grow no faster than these bytes.
+
+**Model.** See docs/scale.md, whose tables `--write` renews.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from scale_model import WORLDS, table_of_choices, table_of_times
+
+from common import ROOT, Report, Target, median_and_quartiles, shown
+
+sys.path.insert(0, str(ROOT))
+from sparkhvd.settings import Settings  # noqa: E402 - of the checkout
+from tests.harness.rank_process import rank_processes  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "scale.md"
+BODY = "benchmarks.scale_rank:rank"
+TINY = {"barrier": "barrier", "one": "allreduce of 4 B", "many": "step of 32 allreduces of 4 B"}
+CROWDED = {"1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
+CROWDS = (2, 4, 8)
+TIMEOUT_S = 120.0
+
+
+def ordered(ranks: Sequence[Any], what: str, num_bytes: int, steps: int) -> dict[str, Any]:
+    """Seconds of each step of the slowest rank; CPU seconds per step of rank 0 and of the others' median."""
+    for rank in ranks:
+        rank.tell({"what": what, "bytes": num_bytes, "steps": steps})
+    said = [rank.expect(TIMEOUT_S) for rank in ranks]
+    return {
+        "wall": [max(walls) for walls in zip(*(each["wall"] for each in said), strict=True)],
+        "cpu_rank_0": said[0]["cpu"],
+        "cpu_others": statistics.median(each["cpu"] for each in said[1:]),
+    }
+
+
+def end(ranks: Sequence[Any]) -> None:
+    for rank in ranks:
+        rank.tell(None)
+    for rank in ranks:
+        rank.expect(TIMEOUT_S)
+
+
+def control_plane(world_size: int, rounds: int) -> dict[str, Any]:
+    """By kind of step: all rounds' measurements."""
+    found: dict[str, Any] = {what: [] for what in TINY}
+    # Slots are of no use to four bytes; 64 ranks' would be 64 MiB.
+    settings = Settings(connect_timeout_s=TIMEOUT_S, slot_bytes=4096)
+    with rank_processes(BODY, world_size, settings=settings) as ranks:
+        for number in range(rounds + 1):
+            for what in TINY:
+                steps = max(4, (400 if what != "many" else 40) // world_size)
+                measured = ordered(ranks, what, 4, steps)
+                if number > 0:
+                    found[what].append(measured)
+        end(ranks)
+    return found
+
+
+def crowded(rounds: int) -> dict[str, dict[int, list[float]]]:
+    """Seconds by size and number of ranks; the worlds take turns."""
+    found: dict[str, dict[int, list[float]]] = {
+        label: {size: [] for size in CROWDS} for label in CROWDED
+    }
+    for _ in range(rounds):
+        for size in CROWDS:
+            with rank_processes(BODY, size) as ranks:
+                for label, num_bytes in CROWDED.items():
+                    steps = max(3, min(100, (32 << 20) // num_bytes))
+                    found[label][size] += ordered(ranks, "one", num_bytes, steps)["wall"]
+                end(ranks)
+    return found
+
+
+def bytes_moved(world_size: int) -> float:
+    """Read and written by all ranks together, per byte of the tensor: copied in, reduced, copied out."""
+    n = world_size
+    return n * (2 * (n - 1) / n + (1 + 2 / n) + 2 * (n - 1) / n)
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Offset and slope of the least squares line."""
+    slope, offset = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
+    return offset, slope
+
+
+def median_of(rounds: Sequence[dict[str, Any]], key: str) -> float:
+    return statistics.median(each[key] for each in rounds)
+
+
+def report_control_plane(report: Report, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The table, and per kind of step what rank 0 pays: (seconds, seconds per rank)."""
+    rows: list[list[str | list[Target]]] = []
+    for size, kinds in found.items():
+        for what, rounds in kinds.items():
+            walls = [wall for each in rounds for wall in each["wall"]]
+            cpu = [shown(median_of(rounds, key)) for key in ("cpu_rank_0", "cpu_others")]
+            rows.append([size, TINY[what], median_and_quartiles(walls), *cpu])
+    columns = ["ranks", "step", "time", "CPU of rank 0", "CPU of another rank"]
+    report.table(columns, rows)
+    lines = {}
+    for what in TINY:
+        points = [
+            (float(size), median_of(kinds[what], "cpu_rank_0")) for size, kinds in found.items()
+        ]
+        if len(points) > 1:
+            lines[what] = line_through(points)
+            offset, slope = lines[what]
+            report.note(
+                f"CPU of rank 0 per {TINY[what]}: {offset * 1e6:.1f} us + {slope * 1e6:.2f} us per rank."
+            )
+    return lines
+
+
+def report_crowded(report: Report, found: dict[str, dict[int, list[float]]]) -> None:
+    rows: list[list[str | list[Target]]] = []
+    for label, by_size in found.items():
+        first = statistics.median(by_size[CROWDS[0]])
+        for size, times in by_size.items():
+            growth = statistics.median(times) / first
+            limit = bytes_moved(size) / bytes_moved(CROWDS[0])
+            target = Target("growth", growth, limit, at_least=False)
+            rows.append(
+                [label, str(size), median_and_quartiles(times), [target] if size > 2 else []]
+            )
+    report.table(["tensor", "ranks", "time", "target: bytes per core"], rows)
+
+
+def renew_document(lines: dict[str, Any]) -> None:
+    """Put the tables into docs/scale.md, each between its markers."""
+    text = DOCUMENT.read_text()
+    for name, table in {"times": table_of_times(lines), "choices": table_of_choices()}.items():
+        block = f"<!-- {name} -->\n{table}\n<!-- end of {name} -->"
+        text = re.sub(
+            rf"<!-- {name} -->.*<!-- end of {name} -->", lambda _, b=block: b, text, flags=re.S
+        )
+    DOCUMENT.write_text(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="2,4,8,16,32,64")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="a file for the raw numbers")
+    parser.add_argument("--write", action="store_true", help="keep the tables in docs/")
+    options = parser.parse_args()
+    load = os.getloadavg()[0]
+    report = Report(f"Scale: ranks on this host, load {load:.1f} at the start")
+    sizes = [int(size) for size in options.ranks.split(",")]
+    report.raw["control plane"] = {str(n): control_plane(n, options.rounds) for n in sizes}
+    report.raw["crowded"] = crowded(options.rounds)
+    lines = report_control_plane(report, report.raw["control plane"])
+    report_crowded(report, report.raw["crowded"])
+    report.note(f"The model for {WORLDS[0]} to {WORLDS[-1]} GPUs is in docs/scale.md.")
+    report.finish("benchmarks/scale.py", write=options.write, json_path=options.json)
+    if options.write:
+        renew_document(lines)
+
+
+if __name__ == "__main__":
+    main()
