@@ -39,9 +39,6 @@ constexpr auto kTrialTime = std::chrono::milliseconds(1);
 constexpr std::size_t kReadBudget = 1 << 20;
 // How long shutdown waits for peers to read the goodbye. Live peers take microseconds.
 constexpr auto kGoodbyeTime = std::chrono::seconds(1);
-// An operation whose coordinator does not even answer fails this much later than the coordinator
-// would say.
-constexpr double kCoordinatorGrace_s = 5;
 
 void relax() noexcept {
 #if defined(__x86_64__)
@@ -726,12 +723,12 @@ bool Engine::check_time(Group& group, TimePoint now) {
     return false;
   }
   for (const auto& [name, operation] : group.submitted) {
-    if (now < operation->give_up_at) continue;
-    fail(SPARKHVD_TIMEOUT,
-         operation->label() + ": " + rank_text(group.coordinator()) +
-             ", which coordinates, has not answered within " +
-             std::to_string(operation->descriptor.timeout_s + kCoordinatorGrace_s) +
-             " s. Its process may be stopped or starved of CPU.");
+    if (now < operation->give_up_at || asks_for_life(group, *operation, now)) continue;
+    char seconds[32];
+    std::snprintf(seconds, sizeof(seconds), "%.3g", operation->coordinator_patience_s());
+    fail(SPARKHVD_TIMEOUT, operation->label() + ": " + rank_text(group.coordinator()) +
+                               ", which coordinates, has not answered within " + seconds +
+                               " s. Its process may be stopped or starved of CPU.");
     return false;
   }
   return true;

@@ -135,6 +135,8 @@ class Engine {
   void on_link_end(Link& link);
   void ask_for_stacks(const std::vector<Rank>& ranks);
   void on_stack(Rank from, const Stack& message);
+  bool asks_for_life(const Group& group, Operation& operation, TimePoint now);
+  bool lives(Rank rank);
   void depart(Group& group, Rank rank, std::uint64_t executed);
   void refuse_after_coordinator(Group& group);
 

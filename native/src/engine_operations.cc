@@ -8,9 +8,6 @@
 namespace sparkhvd {
 namespace {
 
-// An operation whose coordinator does not even answer fails this much later than the coordinator
-// would say.
-constexpr double kCoordinatorGrace_s = 5;
 // Ranks whose stacks one warning asks for: what keeps all of them is usually the same.
 constexpr std::size_t kMaxStacks = 8;
 
@@ -96,11 +93,9 @@ void Engine::submit_to(Group& group, std::shared_ptr<Operation> operation) {
     finish(*operation, SPARKHVD_INVALID_ARGUMENT, removal_text(*operation));
     return;
   }
-  const double patience_s = operation->descriptor.timeout_s + kCoordinatorGrace_s;
-  // A join lasts as long as the others are busy; they are watched by the coordinator.
-  const bool is_bounded = operation->descriptor.timeout_s > 0 && !group.is_coordinator() &&
-                          operation->descriptor.collective != Collective::kJoin;
-  operation->give_up_at = deadline_after(Clock::now(), is_bounded ? patience_s : 0);
+  const bool is_bounded = operation->descriptor.timeout_s > 0 && !group.is_coordinator();
+  operation->give_up_at =
+      deadline_after(Clock::now(), is_bounded ? operation->coordinator_patience_s() : 0);
   place(group, *operation);
   group.submitted.emplace(operation->name, operation);
   Ready ready{operation->process_set, operation->name, operation->descriptor};
@@ -460,6 +455,12 @@ void Engine::conclude(Group& group, Running& running) {
       break;
     }
     case Collective::kRemoveProcessSet:
+      if (operation.rows.empty()) {
+        return finish(operation, SPARKHVD_INVALID_ARGUMENT,
+                      operation.label() + ": process set " +
+                          std::to_string(operation.descriptor.numbers.at(0)) +
+                          " was never added. Give the id that adding it returned.");
+      }
       if (Group* removed = find_group(static_cast<std::int32_t>(operation.rows.at(0)))) {
         removed->is_removed = true;  // what all ranks have agreed on still runs
       }
@@ -491,6 +492,7 @@ void Engine::add_group(Group& group, Running& running) {
 /// this, the set stays.
 void Engine::remove_group(Running& running) {
   const auto id = static_cast<std::int32_t>(running.operation->descriptor.numbers.at(0));
+  if (id >= next_process_set_) return;  // conclude() says so
   running.operation->rows = {id};
   {
     const std::scoped_lock lock(mutex_);
@@ -555,8 +557,39 @@ void Engine::ask_for_stacks(const std::vector<Rank>& ranks) {
   }
 }
 
+/// A join lasts as long as the others are busy, so its coordinator may be silent for a long time; once
+/// in a while it is asked for its stack, which its engine sends by itself. False if it was asked before
+/// and has not answered, or need not be.
+bool Engine::asks_for_life(const Group& group, Operation& operation, TimePoint now) {
+  if (operation.descriptor.collective != Collective::kJoin || operation.has_asked_for_life) {
+    return false;
+  }
+  operation.has_asked_for_life = true;
+  operation.give_up_at = deadline_after(now, operation.coordinator_patience_s());
+  Link& link = world_->link(group.coordinator());
+  if (asked_for_stack_.insert(group.coordinator()).second && link.is_open()) {
+    link.send(encode(StackRequest{}));
+  }
+  return true;
+}
+
+/// True if a join waited for this sign of life.
+bool Engine::lives(Rank rank) {
+  bool was_asked = false;
+  for (auto& [id, group] : groups_) {
+    if (group->coordinator() != rank) continue;
+    for (auto& [name, operation] : group->submitted) {
+      if (!std::exchange(operation->has_asked_for_life, false)) continue;
+      operation->give_up_at = deadline_after(Clock::now(), operation->coordinator_patience_s());
+      was_asked = true;
+    }
+  }
+  return was_asked;
+}
+
 void Engine::on_stack(Rank from, const Stack& message) {
   if (from != rank_ && asked_for_stack_.erase(from) == 0) throw nonsense("a stack without request");
+  if (lives(from)) return;
   warn(rank_text(from) + " is here:\n" + message.text);
 }
 

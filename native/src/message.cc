@@ -291,6 +291,9 @@ FrameHeader decode_header(std::span<const std::byte> header) {
     malformed("a frame of unknown type " + std::to_string(type));
   }
   result.type = static_cast<FrameType>(type);
+  for (std::size_t i = 5; i < kFrameHeaderBytes; ++i) {
+    if (header[i] != std::byte{0}) malformed("a frame header with bytes set that mean nothing");
+  }
   const bool is_data = result.type == FrameType::kData;
   const std::size_t limit = is_data ? kMaxDataBytes + 4 : kMaxControlBytes;
   if (result.body_bytes > limit || (is_data && result.body_bytes < 4)) {

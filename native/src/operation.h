@@ -101,7 +101,13 @@ struct Operation {
   /// Input of each contributor of this rank's island (else nullptr), if all lie in registered memory.
   std::vector<std::byte*> registered;
   OperationTrace trace;
+  // When the coordinator's silence is taken for its end; join: when it is asked for a sign of life.
   std::chrono::steady_clock::time_point give_up_at = std::chrono::steady_clock::time_point::max();
+  bool has_asked_for_life = false;
+
+  /// How long it may take the coordinator to answer at all: longer than it may take the coordinator to
+  /// say that others have not answered.
+  double coordinator_patience_s() const noexcept { return descriptor.timeout_s + 5; }
 
   // What the engine allocates, written before the operation is finished. `rows`: allgather
   // [tensor][member], alltoall [member], join: the last rank, process set: its id.

@@ -18,8 +18,9 @@ namespace {
 
 // Long enough to write many events at once, short enough that a killed process loses little.
 constexpr auto kBatchTime = std::chrono::milliseconds(50);
-// One write; small, so that a reader or a kill in the middle of it is unlikely.
-constexpr std::size_t kBatchBytes = 256 << 10;
+// One write. The kernel shows readers a write page by page, and may run another thread in between; so
+// writes have the size of a page, and what is seen in the middle of one lasts microseconds.
+constexpr std::size_t kBatchBytes = 4 << 10;
 constexpr std::size_t kMaxShownName = 200;
 // From here on names that differ in digits only share lanes, and then everything of one collective.
 constexpr std::size_t kManyLabels = 200;

@@ -27,7 +27,7 @@ class Folder {
   }
   std::optional<std::string> shortage(std::size_t bytes) const {
     const auto at = [&](const char* file) { return (path_ / file).string(); };
-    return memory_shortage(bytes, 0, {at("groups"), at("v2"), at("v1")});
+    return memory_shortage(bytes, 0, {at("groups"), at("v2"), at("v1"), at("machine")});
   }
 
  private:
@@ -67,6 +67,15 @@ TEST(memory_shortage_reads_version_1) {
   folder.write("v1/memory.stat", "total_inactive_file 100\n");
   CHECK(!folder.shortage(500));
   CHECK(folder.shortage(501).has_value());
+}
+
+TEST(memory_shortage_asks_what_the_machine_has_left) {
+  const Folder folder;
+  folder.write("machine", "MemTotal:  4000 kB\nMemFree:  10 kB\nMemAvailable:  100 kB\n");
+  CHECK(!folder.shortage(100 * 1024));
+  const auto found = folder.shortage(100 * 1024 + 1);
+  CHECK(found.has_value());
+  CHECK_EQUAL(*found, "the machine has only 102400 bytes of memory available");
 }
 
 TEST(memory_shortage_knows_nothing_without_the_files) {

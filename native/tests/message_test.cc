@@ -125,6 +125,10 @@ TEST(impossible_headers_and_shapes_are_refused) {
   CHECK_THROWS(Error, decode_header(header(0xffffffff, 3)));
   CHECK_THROWS(Error, decode_header(header(3, 6)));
   CHECK_THROWS(Error, decode_header(header(kMaxDataBytes + 5, 6)));
+  Bytes noise = header(8, 6);
+  CHECK_EQUAL(decode_header(noise).body_bytes, 8U);
+  noise[7] = std::byte{1};
+  CHECK_THROWS(Error, decode_header(noise));
   Ready negative = example();
   negative.descriptor.shapes = {{-1}};
   CHECK_THROWS(Error, decode<Ready>(body_of(encode(negative))));

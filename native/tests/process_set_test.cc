@@ -171,6 +171,10 @@ TEST(process_sets_can_be_removed_and_wrong_ones_are_refused) {
       engine.submit(request.numbers(wrong).raw(), &status);
       CHECK_EQUAL(status.code, SPARKHVD_INVALID_ARGUMENT);
     }
+    Request never(SPARKHVD_REMOVE_PROCESS_SET, "never");
+    const Status unknown = run(engine, never.numbers({id + 1}));
+    CHECK_EQUAL(unknown.code, SPARKHVD_INVALID_ARGUMENT);
+    CHECK_MESSAGE(unknown.message.find("was never added") != std::string::npos, unknown.message);
     CHECK(add_process_set(engine, {1}) > id);
   });
 }

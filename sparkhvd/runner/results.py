@@ -318,8 +318,8 @@ def _crash_hint(outcome: Outcome) -> str:
     peak = f"its peak memory was {outcome.peak_rss_bytes / 2**20:.0f} MiB"
     if outcome.exit in ("signal SIGKILL", "exit 137", "signal SIGTERM", "exit 143"):
         return (
-            f" and left no report: probably memory ({peak}). Give each rank more: raise "
-            "spark.executor.memoryOverhead (YARN, Kubernetes) or run fewer ranks per host."
+            f" and left no report: probably memory ({peak}). Run fewer ranks per host, or give "
+            "each more (Spark on YARN or Kubernetes: raise spark.executor.memoryOverhead)."
         )
     return f" and left no report; {peak}."
 

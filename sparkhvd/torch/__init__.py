@@ -267,7 +267,7 @@ def start_timeline(
     """Write a timeline from now on, for ui.perfetto.dev; one that is being written ends.
 
     Args:
-        file_path: a file on rank 0, made or overwritten; valid JSON at any moment.
+        file_path: a file on rank 0, made or overwritten; valid JSON at any moment but in the middle of a write.
         mark_cycles: also mark when a thread begins to drive the engine.
         all_ranks: every rank records, and `stop_timeline()` puts all into rank 0's file, by rank 0's clock;
             every rank must then call both. Without it only rank 0 writes, and others may call this.

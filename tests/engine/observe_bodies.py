@@ -75,6 +75,23 @@ def one_rank_comes_too_late(engine: Engine, talk: Talk) -> Any:
     return text
 
 
+def join_a_busy_rank(engine: Engine, talk: Talk) -> Any:
+    """Rank 1 has no more work; rank 0, which coordinates, works until the test stops its process."""
+    engine.barrier(name="start").wait()
+    if engine.rank == 0:
+        talk.say("busy")
+        while True:
+            allreduce(engine, "work", np.ones(3))
+            time.sleep(0.1)
+    began = time.monotonic()
+    talk.say("joining")
+    try:
+        engine.join().wait()
+    except TimeoutError as error:
+        return {"text": str(error), "seconds": time.monotonic() - began}
+    return "joined"
+
+
 def say_running_and_wait(engine: Engine, talk: Talk) -> Any:
     """For a rank that the test stops: both say that they run, then wait for each other."""
     engine.barrier(name="start").wait()

@@ -10,6 +10,7 @@ import pytest
 from sparkhvd.settings import Settings
 from tests.engine.observe_bodies import LATE_S
 from tests.harness.rank_process import DEADLINE_S, RankProcess, rank_processes
+from tests.harness.soak import SOAK
 
 BODIES = "tests.engine.observe_bodies"
 SETTINGS = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4)
@@ -101,3 +102,22 @@ def test_rank_that_comes_too_late_is_an_error_on_every_rank() -> None:
     with rank_processes(f"{BODIES}:one_rank_comes_too_late", 2, settings=settings) as ranks:
         for rank in ranks:
             assert "barrier('late'): rank 1 did not submit it within 0." in rank.expect()
+
+
+@pytest.mark.skipif(not SOAK, reason="two signs of life take 18 s; make soak has it")
+def test_join_outlasts_a_busy_coordinator_but_not_a_stopped_one(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    settings = Settings(connect_timeout_s=DEADLINE_S, stall_shutdown_s=0.5)
+    patience_s = settings.stall_shutdown_s + 5
+    with rank_processes(f"{BODIES}:join_a_busy_rank", 2, settings=settings) as ranks:
+        assert [rank.expect() for rank in ranks] == ["busy", "joining"]
+        began = time.monotonic()
+        time.sleep(1.3 * patience_s)  # asked once, answered
+        ranks[0].kill(signal.SIGSTOP)
+        stopped_s = time.monotonic() - began
+        found = ranks[1].expect(3 * patience_s)
+        ranks[0].kill(signal.SIGCONT)
+    assert "join('join'): rank 0, which coordinates, has not answered within 5.5 s" in found["text"]
+    assert stopped_s < found["seconds"] < stopped_s + 2 * patience_s + 2
+    assert "is here" not in capfd.readouterr().err

@@ -93,7 +93,8 @@ class SharedMemory {
   }
 
  private:
-  void warn(const std::string& reason) {
+  void warn(std::string reason) {
+    if (reason.ends_with('.')) reason.pop_back();
     context_.warnings.push_back(rank_text(team_.self()) + ": " +
                                 std::to_string(context_.segment->bytes()) +
                                 " bytes of memory cannot be shared with the ranks of this host, "

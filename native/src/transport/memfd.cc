@@ -12,6 +12,7 @@
 #include <charconv>
 #include <cstdint>
 #include <fstream>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -91,6 +92,18 @@ struct GroupFiles {
   std::string reclaimable;  // a word in memory.stat
 };
 
+/// What the machine can give without swapping; nothing if the file does not tell.
+std::optional<std::uint64_t> available_bytes(const std::string& path) {
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    std::istringstream words(line);
+    std::string key;
+    std::uint64_t kib = 0;
+    if (words >> key >> kib && key == "MemAvailable:") return kib * 1024;
+  }
+  return std::nullopt;
+}
+
 /// Cached bytes of files that the kernel gives back before it kills anybody. A group that reads much
 /// is always full of them.
 std::uint64_t reclaimable_bytes(const std::string& path, const std::string& word) {
@@ -137,6 +150,10 @@ std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_
       return "the limit of address space (RLIMIT_AS) is " + std::to_string(limit.rlim_cur) +
              " bytes, of which " + std::to_string(used) + " are used";
     }
+  }
+  const auto available = available_bytes(files.machine);
+  if (available && *available < reserve_bytes) {
+    return "the machine has only " + std::to_string(*available) + " bytes of memory available";
   }
   // Lines are "0::/path" (v2) or "4:memory,cpu:/path" (v1). In a container the path may lie outside
   // what is mounted; then the root of the mount is the container's own group.

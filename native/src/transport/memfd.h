@@ -46,10 +46,12 @@ struct MemoryFiles {
   std::string groups = "/proc/self/cgroup";
   std::string v2_root = "/sys/fs/cgroup";
   std::string v1_root = "/sys/fs/cgroup/memory";
+  std::string machine = "/proc/meminfo";
 };
 
 /// Why `reserve_bytes` of new pages and `map_bytes` of address space should not be taken; nothing
-/// if they may. Reads the limits of the process's control group (v1 and v2) and RLIMIT_AS.
+/// if they may. Reads RLIMIT_AS, what the machine has left, and the limits of the process's
+/// control group (v1 and v2).
 std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_t map_bytes,
                                            const MemoryFiles& files = {});
 

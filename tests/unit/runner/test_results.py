@@ -107,8 +107,8 @@ def test_a_kill_without_report_says_probably_memory(status: str) -> None:
     outcome = Outcome(2, Kind.CRASH, host="h2", exit=status, peak_rss_bytes=300 << 20)
     assert describe(outcome, 4) == (
         f"Rank 2 of 4 on host h2 ended with {status} and left no report: probably memory (its peak memory was "
-        "300 MiB). Give each rank more: raise spark.executor.memoryOverhead (YARN, Kubernetes) or run fewer "
-        "ranks per host."
+        "300 MiB). Run fewer ranks per host, or give each more (Spark on YARN or Kubernetes: raise "
+        "spark.executor.memoryOverhead)."
     )
 
 
