@@ -3,6 +3,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sched.h>
 #include <sys/socket.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
@@ -31,8 +32,13 @@ constexpr std::uint64_t kTimerKey = 2;
 // over. Waking it after every one of a series of calls would cost more than the calls; so does
 // setting a timer each time (5 us in a virtual machine), so one that runs is left alone.
 constexpr auto kTakeOverTime = std::chrono::microseconds(200);
-constexpr std::uint32_t kFailedSpins = 3;
-constexpr std::uint32_t kFailedSpinsWithRoom = 100;  // where every rank of the host has a CPU
+// The same while nothing is in flight here: peers get their answers, and nobody waits for bytes.
+constexpr auto kIdleTakeOverTime = std::chrono::milliseconds(2);
+constexpr std::uint32_t kFailedSpins = 100;
+constexpr std::uint32_t kFailedSpinsOfNetwork = 3;
+// Ranks that share CPUs spin by letting each other run: handing a CPU over costs less than waking a
+// rank that sleeps.
+constexpr auto kCrowdedSpin = std::chrono::milliseconds(1);
 constexpr auto kTrialPeriod = std::chrono::milliseconds(16);
 constexpr auto kTrialTime = std::chrono::milliseconds(1);
 // Bytes from one connection before the others get their turn.
@@ -40,7 +46,11 @@ constexpr std::size_t kReadBudget = 1 << 20;
 // How long shutdown waits for peers to read the goodbye. Live peers take microseconds.
 constexpr auto kGoodbyeTime = std::chrono::seconds(1);
 
-void relax() noexcept {
+void relax(bool lets_others_run) noexcept {
+  if (lets_others_run) {
+    ::sched_yield();
+    return;
+  }
 #if defined(__x86_64__)
   _mm_pause();
 #elif defined(__aarch64__)
@@ -130,9 +140,11 @@ Engine::Engine(EngineOptions options)
   for (const auto& warning : warnings) warn(warning);
   const long cpus = ::sysconf(_SC_NPROCESSORS_ONLN);
   // Between hosts the wait is the network's, whose work needs the CPU too.
-  const bool has_room =
-      world_->team().is_one_island() && static_cast<long>(world_->team().local_size()) <= cpus;
-  max_failed_spins_ = has_room ? kFailedSpinsWithRoom : kFailedSpins;
+  const bool is_one_host = world_->team().is_one_island();
+  is_crowded_ = is_one_host && static_cast<long>(world_->team().local_size()) > cpus;
+  if (is_crowded_ && spin_ > Clock::duration::zero())
+    spin_ = std::max<Clock::duration>(spin_, kCrowdedSpin);
+  max_failed_spins_ = is_one_host ? kFailedSpins : kFailedSpinsOfNetwork;
   open_group(std::make_unique<Group>(0, world_->team()));
   groups_.at(0)->communicator.emplace(*world_, 0, world_->team(), world_->memory(),
                                       World::kMemoryOffset);
@@ -177,11 +189,14 @@ void Engine::stop_driving(const std::unique_lock<std::mutex>& lock) {
 
 void Engine::start_timer(const std::unique_lock<std::mutex>& lock) {
   [[maybe_unused]] const bool is_held = lock.owns_lock();
-  if (is_timer_running_) return;
+  const bool is_idle = in_flight_.empty();
+  if (is_timer_running_ && (is_idle || !is_timer_idle_)) return;
   itimerspec time{};
-  time.it_value.tv_nsec = std::chrono::nanoseconds(kTakeOverTime).count();
+  time.it_value.tv_nsec =
+      std::chrono::nanoseconds(is_idle ? kIdleTakeOverTime : kTakeOverTime).count();
   if (::timerfd_settime(timer_.get(), 0, &time, nullptr) != 0) throw_errno("timerfd_settime");
   is_timer_running_ = true;
+  is_timer_idle_ = is_idle;
 }
 
 void Engine::run_progress_thread() {
@@ -234,7 +249,7 @@ bool Engine::progress_until_idle() {
     // A thread that nobody waits for spins only in the middle of an operation that all ranks are
     // in.
     if (is_running() && Clock::now() < spin_end) {
-      relax();
+      relax(is_crowded_);
       continue;
     }
     if (announce_sleep()) return true;
@@ -285,7 +300,7 @@ void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, Time
         stop = true;
       } else if (now < spin_end) {
         is_spinning = true;
-        relax();
+        relax(is_crowded_);
       } else {
         if (std::exchange(is_spinning, false)) {
           ++failed_spins_;
@@ -303,11 +318,11 @@ void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, Time
   if (waiters_ == 0 && !is_stopping_) hand_over_.store(false, std::memory_order_relaxed);
 }
 
-/// Where a peer has no CPU of its own, spinning only keeps it from running: after a few fruitless
-/// spins in a row, waiters sleep at once. Where there is a CPU for each, it takes many: who sleeps
-/// makes the others wait for its wake-up, so that they sleep too, and small operations would cost a
-/// wake-up each from then on. They try again in the first of every 16 ms, by a clock that
-/// the processes of a host share, because a spin meets an answer in time only if the peer spins too.
+/// Between hosts the CPU that spins may be the one that the network's work needs: after a few
+/// fruitless spins in a row, waiters sleep at once. On one host it takes many: who sleeps makes the
+/// others wait for its wake-up, so that they sleep too, and small operations would cost a wake-up each
+/// from then on. They try again in the first of every 16 ms, by a clock that the processes of a host
+/// share, because a spin meets an answer in time only if the peer spins too.
 Clock::duration Engine::spin_time() const {
   if (failed_spins_ < max_failed_spins_) return spin_;
   const bool is_trial = Clock::now().time_since_epoch() % kTrialPeriod < kTrialTime;

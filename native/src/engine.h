@@ -164,7 +164,7 @@ class Engine {
   const Rank rank_;
   const std::size_t size_;
   const Kernels& kernels_;
-  const Clock::duration spin_;
+  Clock::duration spin_;
   const double stall_shutdown_s_;
   Recorder recorder_;
   Stacks stacks_;
@@ -191,8 +191,9 @@ class Engine {
   bool is_stopping_ = false;
   bool is_shut_down_ = false;
   bool is_timer_running_ = false;
-  std::uint64_t drives_ = 0;  // how often a caller has stopped driving
-  bool is_watching_ = true;   // the progress thread's epoll watches `poller_`
+  bool is_timer_idle_ = false;  // it runs for the longer time
+  std::uint64_t drives_ = 0;    // how often a caller has stopped driving
+  bool is_watching_ = true;     // the progress thread's epoll watches `poller_`
   std::atomic<bool> is_forked_copy_{false};
   std::atomic<bool> hand_over_{false};  // a caller waits for the progress thread to stop driving
 
@@ -205,6 +206,7 @@ class Engine {
   std::set<Rank> asked_for_stack_;  // and have not answered yet
   bool has_failed_ = false;
   std::uint32_t steps_ = 0;
+  bool is_crowded_ = false;  // one host, with more ranks than CPUs
   std::uint32_t max_failed_spins_ = 0;
   std::uint32_t failed_spins_ = 0;  // waiters' spins in a row that ended in sleep
 
