@@ -19,13 +19,30 @@
 #include "error.h"
 
 namespace sparkhvd {
+namespace {
+
+// Unused addresses behind each mapping. The kernel puts mappings one behind the other, so pieces of
+// 256 MiB lie 2^28 bytes apart; AMD's L1 cache finds lines by a hash of bits 12 to 27 of the address
+// and keeps only one of two lines with equal hashes. To read and write both pieces in step took 3
+// times as long (4 MiB: 175 instead of 70 us). Hardly any size cancels these bits in the hash.
+constexpr std::size_t kGap = 31 * 4096;
+
+}  // namespace
 
 Mapping::Mapping(const Fd& memory, std::size_t bytes, Access access) : bytes_(bytes) {
   const int protection = access == Access::kReadWrite ? PROT_READ | PROT_WRITE : PROT_READ;
-  // MAP_POPULATE: the first touch through a peer's mapping costs about 20 times as much.
-  void* address = ::mmap(nullptr, bytes, protection, MAP_SHARED | MAP_POPULATE, memory.get(), 0);
+  void* address =
+      ::mmap(nullptr, bytes + kGap, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (address == MAP_FAILED) throw_errno("mmap of shared memory");
   data_ = static_cast<std::byte*>(address);
+  // MAP_POPULATE: the first touch through a peer's mapping costs about 20 times as much.
+  constexpr int kFlags = MAP_SHARED | MAP_FIXED | MAP_POPULATE;
+  if (::mmap(address, bytes, protection, kFlags, memory.get(), 0) == MAP_FAILED) {
+    const int code = errno;
+    unmap();
+    errno = code;
+    throw_errno("mmap of shared memory");
+  }
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
@@ -43,7 +60,7 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 Mapping::~Mapping() { unmap(); }
 
 void Mapping::unmap() noexcept {
-  if (data_ != nullptr) ::munmap(data_, bytes_);
+  if (data_ != nullptr) ::munmap(data_, bytes_ + kGap);
   data_ = nullptr;
 }
 
