@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/scale.py [--ranks 2,4,8,16,32,64] [--rounds 5] [--json FILE] [--write]
 
 **Control plane.** Real processes without torch, tiny tensors: a barrier (agreement alone), one named allreduce of 4
-bytes, and a step of 32 of them submitted together. Wall time on a machine with fewer cores than ranks is mostly
+bytes, and a step of 32 of them submitted together; once as ranks of one host, which agree through shared memory,
+and once as if each were on a host of its own, over TCP. Wall time on a machine with fewer cores than ranks is mostly
 other ranks' turns; the CPU time of rank 0, which coordinates, is what one more rank costs it anywhere.
 
 **More ranks than cores.** 2, 4 and 8 ranks reduce tensors on two cores; with N ranks N(2(N-1)/N + 1 + 2/N +
@@ -33,6 +34,7 @@ from tests.harness.rank_process import rank_processes  # noqa: E402
 DOCUMENT = ROOT / "docs" / "scale.md"
 BODY = "benchmarks.scale_rank:rank"
 TINY = {"barrier": "barrier", "one": "allreduce of 4 B", "many": "step of 32 allreduces of 4 B"}
+WAYS = {"one host": False, "TCP": True}
 CROWDED = {"1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 CROWDS = (2, 4, 8)
 TIMEOUT_S = 120.0
@@ -57,12 +59,12 @@ def end(ranks: Sequence[Any]) -> None:
         rank.expect(TIMEOUT_S)
 
 
-def control_plane(world_size: int, rounds: int) -> dict[str, Any]:
+def control_plane(world_size: int, rounds: int, *, tcp_only: bool) -> dict[str, Any]:
     """By kind of step: all rounds' measurements."""
     found: dict[str, Any] = {what: [] for what in TINY}
     # Slots are of no use to four bytes; 64 ranks' would be 64 MiB.
     settings = Settings(connect_timeout_s=TIMEOUT_S, slot_bytes=4096)
-    with rank_processes(BODY, world_size, settings=settings) as ranks:
+    with rank_processes(BODY, world_size, settings=settings, tcp_only=tcp_only) as ranks:
         for number in range(rounds + 1):
             for what in TINY:
                 steps = max(4, (400 if what != "many" else 40) // world_size)
@@ -104,7 +106,9 @@ def median_of(rounds: Sequence[dict[str, Any]], key: str) -> float:
     return statistics.median(each[key] for each in rounds)
 
 
-def report_control_plane(report: Report, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def report_control_plane(
+    report: Report, way: str, found: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """The table, and per kind of step what rank 0 pays: (seconds, seconds per rank)."""
     rows: list[list[str | list[Target]]] = []
     for size, kinds in found.items():
@@ -112,7 +116,7 @@ def report_control_plane(report: Report, found: dict[str, dict[str, Any]]) -> di
             walls = [wall for each in rounds for wall in each["wall"]]
             cpu = [shown(median_of(rounds, key)) for key in ("cpu_rank_0", "cpu_others")]
             rows.append([size, TINY[what], median_and_quartiles(walls), *cpu])
-    columns = ["ranks", "step", "time", "CPU of rank 0", "CPU of another rank"]
+    columns = ["ranks", f"step, {way}", "time", "CPU of rank 0", "CPU of another rank"]
     report.table(columns, rows)
     lines = {}
     for what in TINY:
@@ -123,7 +127,7 @@ def report_control_plane(report: Report, found: dict[str, dict[str, Any]]) -> di
             lines[what] = line_through(points)
             offset, slope = lines[what]
             report.note(
-                f"CPU of rank 0 per {TINY[what]}: {offset * 1e6:.1f} us + {slope * 1e6:.2f} us per rank."
+                f"CPU of rank 0 per {TINY[what]}, {way}: {offset * 1e6:.1f} us + {slope * 1e6:.2f} us per rank."
             )
     return lines
 
@@ -163,9 +167,13 @@ def main() -> None:
     load = os.getloadavg()[0]
     report = Report(f"Scale: ranks on this host, load {load:.1f} at the start")
     sizes = [int(size) for size in options.ranks.split(",")]
-    report.raw["control plane"] = {str(n): control_plane(n, options.rounds) for n in sizes}
+    lines = {}
+    for way, tcp_only in WAYS.items():
+        found = {str(n): control_plane(n, options.rounds, tcp_only=tcp_only) for n in sizes}
+        report.raw[f"control plane, {way}"] = found
+        # The model is of many hosts: what counts for it comes last.
+        lines = report_control_plane(report, way, found)
     report.raw["crowded"] = crowded(options.rounds)
-    lines = report_control_plane(report, report.raw["control plane"])
     report_crowded(report, report.raw["crowded"])
     report.note(f"The model for {WORLDS[0]} to {WORLDS[-1]} GPUs is in docs/scale.md.")
     report.finish("benchmarks/scale.py", write=options.write, json_path=options.json)

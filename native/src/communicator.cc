@@ -15,6 +15,7 @@ constexpr std::size_t kDirectRanks = 16;
 
 constexpr std::size_t kStagesBytes = 4096;
 constexpr std::size_t kClaimsBytes = 4096;
+constexpr std::size_t kControlBytes = ControlRing::kBytes + 4096;
 static_assert(kNumStages * sizeof(SharedWord) <= kStagesBytes);
 static_assert(Communicator::kClaimWords * sizeof(Communicator::Claim) <= kClaimsBytes);
 
@@ -25,7 +26,8 @@ std::size_t mailbox_size(const WorldOptions& options) {
 }  // namespace
 
 std::size_t Communicator::memory_bytes(const WorldOptions& options) noexcept {
-  return kStagesBytes + kClaimsBytes + kMailboxes * mailbox_size(options) +
+  static_assert(sizeof(Control) <= kControlBytes);
+  return kStagesBytes + kClaimsBytes + kControlBytes + kMailboxes * mailbox_size(options) +
          options.slot_bytes * options.slots;
 }
 
@@ -49,9 +51,45 @@ Communicator::Communicator(World& world, std::int32_t process_set, Team team,
     Region& region = regions_[index(rank)];
     region.stages = reinterpret_cast<SharedWord*>(piece);
     region.claims = reinterpret_cast<Claim*>(piece + kStagesBytes);
-    region.mailboxes = piece + kStagesBytes + kClaimsBytes;
+    region.control = reinterpret_cast<Control*>(piece + kStagesBytes + kClaimsBytes);
+    region.mailboxes = piece + kStagesBytes + kClaimsBytes + kControlBytes;
     region.slots = region.mailboxes + kMailboxes * mailbox_bytes();
   }
+  if (has_control_rings()) open_control_rings();
+}
+
+void Communicator::open_control_rings() {
+  const Rank self = team_.self();
+  const Rank coordinator = team_.ranks()[0];
+  control_writer_.emplace(region(self).control->ring);
+  if (self != coordinator) {
+    control_readers_.emplace_back(coordinator, region(coordinator).control->ring,
+                                  region(self).control->heard);
+    return;
+  }
+  for (const Rank rank : team_.ranks()) {
+    if (rank == self) continue;
+    Control& control = *region(rank).control;
+    control_readers_.emplace_back(rank, control.ring, control.taken);
+  }
+}
+
+bool Communicator::tell_coordinator(const Bytes& frame) {
+  const SharedWord& taken = region(team_.self()).control->taken;
+  if (!control_writer_->write(frame, taken.value.load(std::memory_order_acquire))) return false;
+  world_->bell().ring(team_.ranks().first(1));
+  return true;
+}
+
+bool Communicator::tell_members(const Bytes& frame) {
+  std::uint64_t heard = UINT64_MAX;
+  for (const Rank rank : team_.ranks()) {
+    if (rank == team_.self()) continue;
+    heard = std::min(heard, region(rank).control->heard.value.load(std::memory_order_acquire));
+  }
+  if (!control_writer_->write(frame, heard)) return false;
+  world_->bell().ring(team_.ranks());
+  return true;
 }
 
 void Communicator::publish(Stage stage, std::uint64_t count) noexcept {
@@ -59,7 +97,7 @@ void Communicator::publish(Stage stage, std::uint64_t count) noexcept {
   region(team_.self())
       .stages[static_cast<std::size_t>(stage)]
       .value.store(count, std::memory_order_seq_cst);
-  world_->bell().ring_peers();
+  ring();
 }
 
 bool Communicator::Reached::has_reached(Rank rank) const {

@@ -3,8 +3,8 @@
 //
 // **Threads.** Used by one thread at a time, the one that drives the engine.
 //
-// **Ownership.** A rank writes the stages, mailboxes and slots of its own piece only; the claims are
-// written by all.
+// **Ownership.** A rank writes the stages, mailboxes, slots and control ring of its own piece only; the
+// claims are written by all, and the coordinator writes how far it has read the others' rings.
 #pragma once
 
 #include <array>
@@ -20,6 +20,7 @@
 #include "task.h"
 #include "team.h"
 #include "transport/bell.h"
+#include "transport/control_ring.h"
 #include "transport/link.h"
 #include "types.h"
 #include "world.h"
@@ -112,7 +113,15 @@ class Communicator {
             sequence >= kClaimWords ? sequence - kClaimWords + 1 : 0};
   }
   /// Rings the ranks of the island that sleep; after changing a claim that they wait for.
-  void ring() noexcept { world_->bell().ring_peers(); }
+  void ring() noexcept { world_->bell().ring(team_.island()); }
+
+  // Control frames between the coordinator, the first rank, and the others, if all share memory.
+  bool has_control_rings() const noexcept { return has_memory() && team_.is_one_island(); }
+  /// To the coordinator, or from it to all others. False if the frame has to take the connections.
+  bool tell_coordinator(const Bytes& frame);
+  bool tell_members(const Bytes& frame);
+  /// What the others tell this rank: the members the coordinator, or the coordinator a member.
+  std::vector<ControlReader>& control_readers() noexcept { return control_readers_; }
 
   // Mailboxes: small tensors are copied here when they are submitted, so that nobody waits for a
   // rank that is busy. A mailbox is a place like any other; it is free again when all ranks of the
@@ -147,9 +156,16 @@ class Communicator {
   void restart_streams();
 
  private:
+  /// What a rank tells, and how far what it is told has been read.
+  struct Control {
+    SharedWord taken;  // of this rank's ring by the coordinator
+    SharedWord heard;  // of the coordinator's ring by this rank
+    ControlRing ring;
+  };
   struct Region {
     SharedWord* stages = nullptr;  // [kNumStages]
     Claim* claims = nullptr;       // [kClaimWords]
+    Control* control = nullptr;
     std::byte* mailboxes = nullptr;
     std::byte* slots = nullptr;
   };
@@ -165,6 +181,7 @@ class Communicator {
     return region(rank).slots + (chunk % num_slots()) * slot_bytes();
   }
   Part next_part(std::uint64_t& position, std::size_t bytes) const;
+  void open_control_rings();
 
   World* world_;
   std::int32_t process_set_;
@@ -173,6 +190,8 @@ class Communicator {
   std::size_t offset_;
   Knobs knobs_;
   std::vector<Region> regions_;  // by rank
+  std::optional<ControlWriter> control_writer_;
+  std::vector<ControlReader> control_readers_;
   std::uint64_t next_chunk_ = 0;
   std::array<MailboxEntry, kMailboxes> mailboxes_{};
   std::vector<std::uint64_t> sent_;  // bytes by rank

@@ -360,7 +360,7 @@ bool Engine::sleep_until(TimePoint deadline) {
 /// Tells the peers of this host to ring, if they matter at all. False if there is something to do
 /// after all.
 bool Engine::announce_sleep() {
-  if (!is_running()) return true;
+  if (!is_running() && !listens()) return true;
   bell_.set_sleeping();
   if (!try_step(Work::kAll)) return true;
   bell_.set_awake();
@@ -532,12 +532,11 @@ bool Engine::step(Work work) {
     bool interrupted = false;
     return poll_links(0, interrupted) || moved;
   }
+  moved |= hear();
   if (work == Work::kAll) {
     moved |= run_operations();
-    // In the middle of an operation in shared memory the counters matter, not the sockets: looking
-    // at them costs a system call.
-    const bool is_local = is_running() && world_->team().is_one_island();
-    if (moved || !is_local || ++steps_ % 8 == 0) {
+    // On one host the shared memory matters, not the sockets: looking at them costs a system call.
+    if (!is_all_shared() || ++steps_ % 8 == 0) {
       bool interrupted = false;
       moved |= poll_links(0, interrupted);
     }

@@ -133,6 +133,11 @@ class Engine {
   void on_refuse(Rank from, const Refuse& message);
   void on_goodbye(Rank from, const Goodbye& message);
   void on_link_end(Link& link);
+  void lose(Rank peer, const std::string& why);
+  bool hear();
+  bool hear_next(Group& group, ControlReader& reader);
+  bool is_all_shared() const;
+  bool listens() const;
   void ask_for_stacks(const std::vector<Rank>& ranks);
   void on_stack(Rank from, const Stack& message);
   bool asks_for_life(const Group& group, Operation& operation, TimePoint now);

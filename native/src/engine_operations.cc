@@ -103,7 +103,9 @@ void Engine::submit_to(Group& group, std::shared_ptr<Operation> operation) {
     recorder_.arrived(group.id, operation->name, rank_);
     apply(group, group.negotiation->ready(rank_, std::move(ready), Clock::now()));
   } else {
-    world_->link(coordinator).send(encode(ready));
+    const Bytes frame = encode(ready);
+    if (group.has_control_rings() && group.communicator->tell_coordinator(frame)) return;
+    world_->link(coordinator).send(frame);
   }
 }
 
@@ -146,8 +148,67 @@ void Engine::place(Group& group, Operation& operation) {
 // ---- Messages
 // --------------------------------------------------------------------------------------------
 
+/// What came through shared memory. True if something did.
+bool Engine::hear() {
+  bool moved = false;
+  for (auto& [id, group] : groups_) {
+    if (!group->communicator) continue;
+    for (auto& reader : group->communicator->control_readers()) {
+      try {
+        while (!has_failed_ && hear_next(*group, reader)) moved = true;
+      } catch (const Error& error) {
+        if (error.status() != SPARKHVD_PEER_LOST) throw;
+        lose(reader.from(), std::string("it sent ") + error.what());
+      }
+      if (has_failed_) return true;
+    }
+  }
+  return moved;
+}
+
+bool Engine::hear_next(Group& group, ControlReader& reader) {
+  const Bytes& frame = reader.next();
+  if (frame.empty()) return false;
+  const auto header = decode_header(std::span(frame).first(kFrameHeaderBytes));
+  const auto body = std::span(frame).subspan(kFrameHeaderBytes);
+  const FrameType expected = group.is_coordinator() ? FrameType::kReady : FrameType::kExecute;
+  if (header.type != expected || header.body_bytes != body.size()) {
+    throw nonsense("a frame out of turn");
+  }
+  if (group.is_coordinator()) {
+    auto ready = decode<Ready>(body);
+    if (ready.process_set != group.id) throw nonsense("a frame of another process set");
+    reader.pop();
+    on_ready(reader.from(), std::move(ready));
+    return true;
+  }
+  auto execute = decode<Execute>(body);
+  if (execute.process_set != group.id) throw nonsense("a frame of another process set");
+  // An order before this one was too large, and comes on the connection.
+  if (execute.sequence > group.executes_received) return false;
+  reader.pop();
+  on_execute(reader.from(), std::move(execute));
+  return true;
+}
+
+/// Whether all that the ranks ordinarily tell each other goes through shared memory.
+bool Engine::is_all_shared() const {
+  return std::ranges::all_of(groups_, [](const auto& entry) {
+    return entry.second->team.size() == 1 || entry.second->has_control_rings();
+  });
+}
+
+/// Whether a peer may tell something through shared memory.
+bool Engine::listens() const {
+  return std::ranges::any_of(groups_,
+                             [](const auto& entry) { return entry.second->has_control_rings(); });
+}
+
 void Engine::handle(Link& link, FrameType type, std::span<const std::byte> body) {
   const Rank from = link.peer();
+  // What the peer told through shared memory before came earlier.
+  hear();
+  if (has_failed_) return;
   if (&link != &world_->link(from)) throw nonsense("a control frame beside its connection");
   switch (type) {
     case FrameType::kReady:
@@ -220,8 +281,11 @@ void Engine::apply(Group& group, Negotiation::Outcome outcome) {
   for (auto& decision : outcome.decisions) {
     const Bytes frame =
         std::visit([](const auto& message) { return encode(message); }, decision.message);
-    bool is_mine = false;
-    for (const Rank to : decision.to) {
+    // Orders go to all members alike; their number keeps those that take different ways in order.
+    const bool is_told = std::holds_alternative<Execute>(decision.message) &&
+                         group.has_control_rings() && group.communicator->tell_members(frame);
+    bool is_mine = is_told;
+    for (const Rank to : is_told ? std::vector<Rank>{} : decision.to) {
       if (to == rank_) {
         is_mine = true;
       } else if (world_->link(to).is_open()) {
@@ -661,6 +725,10 @@ void Engine::on_link_end(Link& link) {
       link.state() == Link::State::kEnded
           ? "its connection closed without a goodbye (its process ended or was killed)"
           : link.trouble();
+  lose(peer, why);
+}
+
+void Engine::lose(Rank peer, const std::string& why) {
   fail(SPARKHVD_PEER_LOST, rank_text(peer) + " is lost: " + why + ", as seen by " +
                                rank_text(rank_) +
                                ". Start the engine again on the ranks that are left.");

@@ -34,6 +34,8 @@ struct Group {
   Rank coordinator() const { return team.ranks()[0]; }
   bool is_coordinator() const { return team.self() == coordinator(); }
 
+  bool has_control_rings() const { return communicator && communicator->has_control_rings(); }
+
   std::int32_t id;
   Team team;
   std::optional<Communicator> communicator;  // once the members share what memory they can

@@ -21,7 +21,7 @@ inline std::string rank_list(const std::vector<Rank>& ranks) {
   return text;
 }
 
-/// "allreduce('layer3.weight')".
+/// "[1, 2, 5]".
 inline std::string numbers_text(const std::vector<std::int64_t>& numbers) {
   std::string text = "[";
   for (std::size_t i = 0; i < numbers.size(); ++i) {
@@ -30,7 +30,13 @@ inline std::string numbers_text(const std::vector<std::int64_t>& numbers) {
   return text + "]";
 }
 
-/// A name may be longer than the message that it stands in.
+/// A sentence as part of another.
+inline std::string without_stop(std::string sentence) {
+  if (sentence.ends_with('.')) sentence.pop_back();
+  return sentence;
+}
+
+/// "allreduce('layer3.weight')". A name may be longer than the message that it stands in.
 inline std::string operation_label(Collective collective, const std::string& name) {
   constexpr std::size_t kShown = 200;
   std::string text(name_of(collective));

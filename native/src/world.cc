@@ -89,7 +89,7 @@ std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
     memory_ = std::move(segment);
     return memory;
   } catch (const Error& error) {
-    warnings.push_back(prefix + error.what() + suffix);
+    warnings.push_back(prefix + without_stop(error.what()) + suffix);
     return std::nullopt;
   }
 }
@@ -249,7 +249,7 @@ bool World::map_mates(std::vector<std::string>& warnings) {
   }
   bell_->use_word(*sleep_word(memory_->data(options_.rank)));
   for (const Rank mate : mates) {
-    bell_->add_peer(*sleep_word(memory_->data(mate)),
+    bell_->add_peer(mate, *sleep_word(memory_->data(mate)),
                     std::move(mate_event_[static_cast<std::size_t>(index_of(mate))]));
   }
   return true;

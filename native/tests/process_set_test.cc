@@ -6,6 +6,7 @@
 #include <chrono>
 #include <limits>
 #include <numeric>
+#include <random>
 
 #include "world.h"
 
@@ -176,6 +177,47 @@ TEST(process_sets_can_be_removed_and_wrong_ones_are_refused) {
     CHECK_EQUAL(unknown.code, SPARKHVD_INVALID_ARGUMENT);
     CHECK_MESSAGE(unknown.message.find("was never added") != std::string::npos, unknown.message);
     CHECK(add_process_set(engine, {1}) > id);
+  });
+}
+
+// What the ranks of a host tell each other goes through shared memory if it is small and there is room,
+// and over the connections if not.
+TEST(orders_that_take_different_ways_keep_their_order) {
+  constexpr std::int64_t kManyTensors =
+      300;  // whose rows need more than a frame in shared memory has
+  constexpr int kOperations = 400;
+  run_ranks(world(one_host(3)), [&](TestEngine& engine, std::int32_t rank) {
+    std::vector<int> order(kOperations);
+    std::iota(order.begin(), order.end(), 0);
+    std::mt19937 random(static_cast<unsigned>(rank));
+    std::ranges::shuffle(order, random);
+    std::vector<float> own(static_cast<std::size_t>(rank + 1), static_cast<float>(rank));
+    std::vector<Floats> data(kOperations);
+    std::vector<std::pair<int, TestWork>> works;
+    for (const int i : order) {
+      const std::string name = "operation " + std::to_string(i);
+      if (i % 7 == 0) {
+        Request request(SPARKHVD_ALLGATHER, name);
+        for (std::int64_t t = 0; t < kManyTensors; ++t) {
+          request.tensor(own.data(), nullptr, {rank + 1});
+        }
+        works.emplace_back(i, engine.submit(request.raw()));
+      } else {
+        auto& values = data[static_cast<std::size_t>(i)];
+        values.assign(5, static_cast<float>(rank + i));
+        Request request(SPARKHVD_ALLREDUCE, name);
+        request.tensor(values.data(), values.data(), {5});
+        works.emplace_back(i, engine.submit(request.raw()));
+      }
+    }
+    for (auto& [i, work] : works) {
+      CHECK_EQUAL(work.wait().message, "");
+      if (i % 7 == 0) {
+        CHECK_EQUAL(result_of(work).rows.size(), std::size_t{3 * kManyTensors});
+      } else {
+        CHECK_EQUAL(data[static_cast<std::size_t>(i)][4], static_cast<float>(3 + 3 * i));
+      }
+    }
   });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import json
@@ -398,3 +399,43 @@ def work_a_while(engine: Engine, talk: Any) -> str:
     talk.hear()
     start_allreduce(engine, "y", np.ones(3))[0].wait()
     return "done"
+
+
+def scribble(engine: Engine, talk: Any) -> Any:
+    """Rank 1 keeps overwriting how much every rank of the host has told the others through shared memory."""
+    engine.barrier(name="start").wait()
+    ended = threading.Event()
+    scribbler: threading.Thread | None = None
+    if engine.rank == 1:
+        page = 4096
+        # Of a rank's piece: the words of the host, the stages, the claims; then two words before the ring.
+        offset = 3 * page + 2 * 64
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        pieces = [int(line.split("-")[0], 16) for line in maps if "/memfd:sparkhvd" in line]
+        words = [ctypes.c_uint64.from_address(piece + offset) for piece in pieces]
+        assert [0 < word.value < 16 << 10 for word in words] == [True, True], words
+
+        def overwrite() -> None:
+            while not ended.is_set():
+                for word in words:
+                    word.value |= 1 << 40
+
+        scribbler = threading.Thread(target=overwrite)
+        scribbler.start()
+    try:
+        for number in range(10_000):
+            engine.barrier(name=f"after {number}").wait()
+    except PeerLostError as error:
+        return str(error)
+    finally:
+        ended.set()
+        if scribbler is not None:
+            scribbler.join()
+    return "nothing"
+
+
+def test_nonsense_in_shared_memory_is_an_error_on_every_rank() -> None:
+    with rank_processes(f"{__name__}:scribble", 2) as ranks:
+        said = [rank.expect() for rank in ranks]
+    for text in said:
+        assert "it sent nonsense through shared memory" in text, said

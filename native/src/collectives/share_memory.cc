@@ -93,13 +93,12 @@ class SharedMemory {
   }
 
  private:
-  void warn(std::string reason) {
-    if (reason.ends_with('.')) reason.pop_back();
-    context_.warnings.push_back(rank_text(team_.self()) + ": " +
-                                std::to_string(context_.segment->bytes()) +
-                                " bytes of memory cannot be shared with the ranks of this host, "
-                                "because " +
-                                reason + ". Tensors in it are copied, which is slower.");
+  void warn(const std::string& reason) {
+    context_.warnings.push_back(
+        rank_text(team_.self()) + ": " + std::to_string(context_.segment->bytes()) +
+        " bytes of memory cannot be shared with the ranks of this host, "
+        "because " +
+        without_stop(reason) + ". Tensors in it are copied, which is slower.");
   }
 
   Context& context_;

@@ -15,11 +15,14 @@
 
 #include <atomic>
 #include <cstdint>
+#include <span>
+#include <utility>
 #include <vector>
 
 #include "counter.h"
 #include "error.h"
 #include "transport/fd.h"
+#include "types.h"
 
 namespace sparkhvd {
 
@@ -40,8 +43,10 @@ class Bell {
 
   /// The word that peers see; before, a private one.
   void use_word(SharedWord& word) noexcept { word_ = &word; }
-  void add_peer(const SharedWord& word, Fd event) {
-    peers_.push_back({&word, std::move(event), 0});
+  void add_peer(Rank rank, const SharedWord& word, Fd event) {
+    const auto index = static_cast<std::size_t>(index_of(rank));
+    if (peers_.size() <= index) peers_.resize(index + 1);
+    peers_[index] = {&word, std::move(event), 0};
   }
 
   /// From now on every ring of a peer is counted there.
@@ -55,9 +60,13 @@ class Bell {
     if ((epoch_ & 1) == 1) word_->value.store(++epoch_, std::memory_order_seq_cst);
   }
 
-  /// Wakes the peers that sleep. Call after storing (seq_cst) what they wait for.
-  void ring_peers() noexcept {
-    for (auto& peer : peers_) {
+  /// Wakes those of the ranks that are peers and sleep. Call after storing (seq_cst) what they wait
+  /// for.
+  void ring(std::span<const Rank> ranks) noexcept {
+    for (const Rank rank : ranks) {
+      const auto index = static_cast<std::size_t>(index_of(rank));
+      if (index >= peers_.size() || peers_[index].word == nullptr) continue;
+      Peer& peer = peers_[index];
       const auto word = peer.word->value.load(std::memory_order_seq_cst);
       if ((word & 1) == 0 || word == peer.rung) continue;
       peer.rung = word;
@@ -83,9 +92,9 @@ class Bell {
 
  private:
   struct Peer {
-    const SharedWord* word;
+    const SharedWord* word = nullptr;
     Fd event;
-    std::uint64_t rung;
+    std::uint64_t rung = 0;
   };
 
   static void write_event(const Fd& event) noexcept {
@@ -98,7 +107,7 @@ class Bell {
   SharedWord private_word_;
   SharedWord* word_ = &private_word_;
   std::uint64_t epoch_ = 0;
-  std::vector<Peer> peers_;
+  std::vector<Peer> peers_;  // by rank
   Counter* rings_ = nullptr;
 };
 

@@ -1,0 +1,111 @@
+// Small control frames through shared memory, where a connection would cost a system call at each end.
+//
+// One rank writes, and every reader copies each frame out before it looks at it: the memory stays the
+// writer's. Positions count bytes since the start. What does not fit takes the connection instead.
+//
+// **Why nothing is overwritten.** The writer is told how far the slowest reader is. A reader trusts
+// neither the position nor a length: a peer that has lost its mind must not be followed.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+#include "error.h"
+#include "message.h"
+#include "transport/bell.h"
+
+namespace sparkhvd {
+
+struct ControlRing {
+  static constexpr std::size_t kBytes = 16 << 10;
+  static constexpr std::size_t kMaxFrame = 4 << 10;
+
+  SharedWord written;
+  std::byte bytes[kBytes];
+
+  /// What a frame takes: its length, and the frame up to a multiple of 8 bytes.
+  static constexpr std::size_t space(std::size_t frame) noexcept {
+    return sizeof(std::uint64_t) + (frame + 7) / 8 * 8;
+  }
+};
+
+class ControlWriter {
+ public:
+  explicit ControlWriter(ControlRing& ring) : ring_(&ring) {}
+
+  /// False, and nothing happens, if the frame does not fit. `taken`: how far the slowest reader is.
+  bool write(std::span<const std::byte> frame, std::uint64_t taken) noexcept {
+    if (frame.size() > ControlRing::kMaxFrame || taken > position_) return false;
+    if (position_ - taken + ControlRing::space(frame.size()) > ControlRing::kBytes) return false;
+    const std::uint64_t length = frame.size();
+    put(position_, std::as_bytes(std::span(&length, 1)));
+    put(position_ + sizeof(length), frame);
+    position_ += ControlRing::space(frame.size());
+    // seq_cst against the sleeping words: see bell.h.
+    ring_->written.value.store(position_, std::memory_order_seq_cst);
+    return true;
+  }
+
+ private:
+  void put(std::uint64_t position, std::span<const std::byte> bytes) noexcept {
+    const std::size_t begin = position % ControlRing::kBytes;
+    const std::size_t first = std::min(bytes.size(), ControlRing::kBytes - begin);
+    std::memcpy(ring_->bytes + begin, bytes.data(), first);
+    std::memcpy(ring_->bytes, bytes.data() + first, bytes.size() - first);
+  }
+
+  ControlRing* ring_;
+  std::uint64_t position_ = 0;
+};
+
+class ControlReader {
+ public:
+  /// `taken`: where the writer sees how far this reader is.
+  ControlReader(Rank from, const ControlRing& ring, SharedWord& taken)
+      : from_(from), ring_(&ring), taken_(&taken) {}
+
+  Rank from() const noexcept { return from_; }
+
+  /// A copy of the next frame, header included; empty if there is none. Stays the next until `pop`.
+  /// Throws Error with a sentence fragment if there cannot be such a frame.
+  const Bytes& next() {
+    if (!frame_.empty()) return frame_;
+    const std::uint64_t written = ring_->written.value.load(std::memory_order_seq_cst);
+    if (written == position_) return frame_;
+    const std::uint64_t available = written - position_;
+    std::uint64_t length = 0;
+    get(position_, std::as_writable_bytes(std::span(&length, 1)));
+    if (available > ControlRing::kBytes || length < kFrameHeaderBytes ||
+        length > ControlRing::kMaxFrame || ControlRing::space(length) > available) {
+      throw Error(SPARKHVD_PEER_LOST, "nonsense through shared memory");
+    }
+    frame_.resize(length);
+    get(position_ + sizeof(length), frame_);
+    return frame_;
+  }
+
+  void pop() noexcept {
+    position_ += ControlRing::space(frame_.size());
+    frame_.clear();
+    taken_->value.store(position_, std::memory_order_release);
+  }
+
+ private:
+  void get(std::uint64_t position, std::span<std::byte> target) const noexcept {
+    const std::size_t begin = position % ControlRing::kBytes;
+    const std::size_t first = std::min(target.size(), ControlRing::kBytes - begin);
+    std::memcpy(target.data(), ring_->bytes + begin, first);
+    std::memcpy(target.data() + first, ring_->bytes, target.size() - first);
+  }
+
+  Rank from_;
+  const ControlRing* ring_;
+  SharedWord* taken_;
+  std::uint64_t position_ = 0;
+  Bytes frame_;
+};
+
+}  // namespace sparkhvd
