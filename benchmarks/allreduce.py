@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, Report, Target, median_and_quartiles, percentile, shown
+from common import Report, Target, median_and_quartiles, native_program, percentile, shown
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {
@@ -56,7 +56,6 @@ NATIVE_LEGS = {
     "chunked": "bare chunked",
 }
 LEGS = ("registered", "arbitrary", *NATIVE_LEGS.values(), "Gloo", "Open MPI")
-NATIVE_BENCH = ROOT / "build" / "native" / "allreduce_bench"
 TIMEOUT_S = 900
 
 Times = dict[str, dict[str, list[float]]]
@@ -254,19 +253,6 @@ def mpirun() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
-def native_bench(report: Report) -> str:
-    """The C++ program, built if that is possible; "" without it."""
-    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    build = NATIVE_BENCH.parent
-    if cmake and (build / "CMakeCache.txt").exists():
-        command = [cmake, "--build", str(build), "--target", NATIVE_BENCH.name]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    if NATIVE_BENCH.exists():
-        return str(NATIVE_BENCH)
-    report.note(f"Without the C++ loops: {NATIVE_BENCH} is missing; run `make native`.")
-    return ""
-
-
 def launch(plan: Mapping[str, Any], report: Report) -> list[Times]:
     """Both ranks' times."""
     launcher = mpirun()
@@ -404,7 +390,7 @@ def main() -> None:
     plan = {
         "rounds": options.rounds,
         "sizes": {name: SIZES[name] for name in names},
-        "native": native_bench(report),
+        "native": native_program("allreduce_bench", report),
         "pin": options.pin,
     }
     report.raw = slower(launch(plan, report))

@@ -9,7 +9,9 @@ import math
 import os
 import platform
 import re
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,6 +57,19 @@ def warm_up(spark: Any, cores: int) -> None:
         yield from batches
 
     spark.range(cores, numPartitions=cores).mapInArrow(identity, "id long").collect()
+
+
+def native_program(name: str, report: Report) -> str:
+    """A program of native/bench, built if that is possible; "" without it."""
+    program = ROOT / "build" / "native" / name
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if cmake and (program.parent / "CMakeCache.txt").exists():
+        command = [cmake, "--build", str(program.parent), "--target", name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if program.exists():
+        return str(program)
+    report.note(f"Without the C++ loops: {program} is missing; run `make native`.")
+    return ""
 
 
 class Table:

@@ -8,7 +8,8 @@ and once as if each were on a host of its own, over TCP. Wall time on a machine 
 other ranks' turns; the CPU time of rank 0, which coordinates, is what one more rank costs it anywhere.
 
 **More ranks than cores.** 2, 4 and 8 ranks reduce tensors on two cores; with N ranks N(2(N-1)/N + 1 + 2/N +
-2(N-1)/N) S bytes are read and written, and time may grow no faster than these bytes.
+2(N-1)/N) S bytes are read and written, and time may grow no faster than these bytes. "Bare" is the same algorithm in
+processes with nothing around it (native/bench), in the same rounds: what the machine makes of the bytes.
 
 **Model.** See docs/scale.md, whose tables `--write` renews.
 """
@@ -19,13 +20,14 @@ import argparse
 import os
 import re
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from scale_model import WORLDS, table_of_choices, table_of_times
 
-from common import ROOT, Report, Target, median_and_quartiles, shown
+from common import ROOT, Report, Target, median_and_quartiles, native_program, shown
 
 sys.path.insert(0, str(ROOT))
 from sparkhvd.settings import Settings  # noqa: E402 - of the checkout
@@ -75,19 +77,41 @@ def control_plane(world_size: int, rounds: int, *, tcp_only: bool) -> dict[str, 
     return found
 
 
-def crowded(rounds: int) -> dict[str, dict[int, list[float]]]:
-    """Seconds by size and number of ranks; the worlds take turns."""
-    found: dict[str, dict[int, list[float]]] = {
-        label: {size: [] for size in CROWDS} for label in CROWDED
+def crowded(rounds: int, bare: str) -> dict[str, dict[str, dict[int, list[float]]]]:
+    """Seconds by leg, size and number of ranks; the worlds take turns. `bare`: the C++ program, or "" without it."""
+    legs = ("sparkhvd", "bare") if bare else ("sparkhvd",)
+    found: dict[str, dict[str, dict[int, list[float]]]] = {
+        leg: {label: {size: [] for size in CROWDS} for label in CROWDED} for leg in legs
     }
     for _ in range(rounds):
         for size in CROWDS:
             with rank_processes(BODY, size) as ranks:
                 for label, num_bytes in CROWDED.items():
-                    steps = max(3, min(100, (32 << 20) // num_bytes))
-                    found[label][size] += ordered(ranks, "one", num_bytes, steps)["wall"]
+                    walls = ordered(ranks, "one", num_bytes, calls_of(num_bytes))["wall"]
+                    found["sparkhvd"][label][size] += walls
                 end(ranks)
+            if bare:
+                orders = [f"{num_bytes} {calls_of(num_bytes)}\n" for num_bytes in CROWDED.values()]
+                for label, line in zip(CROWDED, run_bare(bare, size, orders), strict=True):
+                    found["bare"][label][size] += [float(us) / 1e6 for us in line.split()]
     return found
+
+
+def calls_of(num_bytes: int) -> int:
+    return max(3, min(100, (32 << 20) // num_bytes))
+
+
+def run_bare(program: str, size: int, orders: Sequence[str]) -> list[str]:
+    """The line that the C++ program says to each order."""
+    ended = subprocess.run(
+        [program, str(size)],
+        input="".join(orders),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=TIMEOUT_S,
+    )
+    return ended.stdout.splitlines()
 
 
 def bytes_moved(world_size: int) -> float:
@@ -132,18 +156,26 @@ def report_control_plane(
     return lines
 
 
-def report_crowded(report: Report, found: dict[str, dict[int, list[float]]]) -> None:
+def report_crowded(report: Report, found: dict[str, dict[str, dict[int, list[float]]]]) -> None:
     rows: list[list[str | list[Target]]] = []
-    for label, by_size in found.items():
-        first = statistics.median(by_size[CROWDS[0]])
+    for label, by_size in found["sparkhvd"].items():
         for size, times in by_size.items():
-            growth = statistics.median(times) / first
+            row: list[str | list[Target]] = [label, str(size), median_and_quartiles(times)]
+            if "bare" in found:
+                row.append(median_and_quartiles(found["bare"][label][size]))
+                row.append(
+                    "" if size == CROWDS[0] else f"{growth(found['bare'][label], size):.3g} x"
+                )
             limit = bytes_moved(size) / bytes_moved(CROWDS[0])
-            target = Target("growth", growth, limit, at_least=False)
-            rows.append(
-                [label, str(size), median_and_quartiles(times), [target] if size > 2 else []]
-            )
-    report.table(["tensor", "ranks", "time", "target: bytes per core"], rows)
+            target = Target("growth", growth(by_size, size), limit, at_least=False)
+            rows.append([*row, [target] if size > CROWDS[0] else []])
+    columns = ["tensor", "ranks", "sparkhvd"]
+    columns += ["bare", "growth of bare"] if "bare" in found else []
+    report.table([*columns, "target: bytes per core"], rows)
+
+
+def growth(by_size: dict[int, list[float]], size: int) -> float:
+    return statistics.median(by_size[size]) / statistics.median(by_size[CROWDS[0]])
 
 
 def renew_document(lines: dict[str, Any]) -> None:
@@ -173,7 +205,7 @@ def main() -> None:
         report.raw[f"control plane, {way}"] = found
         # The model is of many hosts: what counts for it comes last.
         lines = report_control_plane(report, way, found)
-    report.raw["crowded"] = crowded(options.rounds)
+    report.raw["crowded"] = crowded(options.rounds, native_program("crowded_bench", report))
     report_crowded(report, report.raw["crowded"])
     report.note(f"The model for {WORLDS[0]} to {WORLDS[-1]} GPUs is in docs/scale.md.")
     report.finish("benchmarks/scale.py", write=options.write, json_path=options.json)

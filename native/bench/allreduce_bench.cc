@@ -272,7 +272,7 @@ Options options_of(int argc, char** argv) {
 }
 
 int run(const Options& options) {
-  bare::Shared shared(kMaxBytes);
+  bare::Shared shared(2, kMaxBytes);
   void* memory =
       ::mmap(nullptr, sizeof(Times), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("mmap failed");

@@ -1,5 +1,5 @@
-// What the machine can do: allreduces of float32 between two processes with nothing around them. No
-// negotiation, no names, no faults, no deadlines: a peer that is gone means waiting for ever.
+// What the machine can do: allreduces of float32 between processes of one host with nothing around
+// them. No negotiation, no names, no faults, no deadlines: a peer that is gone means waiting for ever.
 #pragma once
 
 #include <atomic>
@@ -9,11 +9,13 @@
 
 namespace bare {
 
-/// Memory that both processes see, made before the fork.
+/// Memory that all processes see, made before the fork.
 class Shared {
  public:
+  static constexpr int kMaxRanks = 16;
+
   /// `bytes` for the buffer of each process. Throws std::runtime_error.
-  explicit Shared(std::size_t bytes);
+  Shared(int ranks, std::size_t bytes);
   ~Shared();
   Shared(const Shared&) = delete;
   Shared& operator=(const Shared&) = delete;
@@ -32,31 +34,36 @@ class Shared {
     Count copied_out;
   };
 
+  int ranks() const noexcept { return ranks_; }
   float* buffer(int rank) const noexcept;
   float* slot(int rank, std::uint64_t chunk) const noexcept;
   Words& words(int rank) const noexcept;
 
  private:
+  int ranks_;
   std::byte* memory_;
   std::size_t buffer_bytes_;
   std::size_t total_bytes_;
 };
 
-/// One process's end. Both call the same functions in the same order.
+/// One process's end. All call the same functions in the same order.
 class Rank {
  public:
   Rank(Shared& shared, int rank) : shared_(&shared), rank_(rank) {}
 
-  /// Returns once both processes are here; spins.
+  /// Returns once all processes are here; spins.
   void meet();
-  /// In place in the shared buffers: each process adds up half of both and stores it to both.
+  /// Two processes, in place in the shared buffers: each adds up half of both and stores it to both.
   void direct(std::size_t count);
-  /// In place in private memory, through shared slots: copy in, add up one's half of the chunk, copy
+  /// In place in private memory, through shared slots: copy in, add up one's slice of the chunk, copy
   /// out, the steps of neighbouring chunks overlapping between the processes.
   void chunked(std::span<float> data);
 
  private:
-  void wait(const Shared::Count& count, std::uint64_t until) const;
+  void wait(Shared::Count Shared::Words::* count, std::uint64_t until) const;
+  void copy_in(std::span<float> piece, std::uint64_t chunk);
+  void reduce(std::span<float> piece, std::uint64_t chunk);
+  void copy_out(std::span<float> piece, std::uint64_t chunk);
 
   Shared* shared_;
   int rank_;

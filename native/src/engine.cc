@@ -33,7 +33,7 @@ constexpr std::uint64_t kTimerKey = 2;
 // setting a timer each time (5 us in a virtual machine), so one that runs is left alone.
 constexpr auto kTakeOverTime = std::chrono::microseconds(200);
 // The same while nothing is in flight here: peers get their answers, and nobody waits for bytes.
-constexpr auto kIdleTakeOverTime = std::chrono::milliseconds(2);
+constexpr auto kIdleTakeOverTime = std::chrono::milliseconds(10);
 constexpr std::uint32_t kFailedSpins = 100;
 constexpr std::uint32_t kFailedSpinsOfNetwork = 3;
 // Ranks that share CPUs spin by letting each other run: handing a CPU over costs less than waking a
