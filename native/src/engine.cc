@@ -189,7 +189,7 @@ void Engine::stop_driving(const std::unique_lock<std::mutex>& lock) {
 
 void Engine::start_timer(const std::unique_lock<std::mutex>& lock) {
   [[maybe_unused]] const bool is_held = lock.owns_lock();
-  const bool is_idle = in_flight_.empty();
+  const bool is_idle = in_flight_.empty() && !abort_request_;
   if (is_timer_running_ && (is_idle || !is_timer_idle_)) return;
   itimerspec time{};
   time.it_value.tv_nsec =
@@ -241,6 +241,7 @@ void Engine::run_progress_thread() {
 /// Drives until there is nothing to do (true) or a caller wants to drive (false).
 bool Engine::progress_until_idle() {
   TimePoint spin_end = Clock::now() + spin_;
+  must_look_ = true;  // what woke this thread may be a connection
   while (!hand_over_.load(std::memory_order_relaxed)) {
     if (try_step(Work::kAll)) {
       spin_end = Clock::now() + spin_;
@@ -345,6 +346,8 @@ bool Engine::sleep_until(TimePoint deadline) {
   bool moved = false;
   try {
     moved = poll_links(milliseconds_until(std::min(deadline, next_deadline())), interrupted);
+    // The caller may have got what it waits for, and not step again.
+    if (!has_failed_) flush_links();
   } catch (const std::exception& error) {
     fail(SPARKHVD_INTERNAL, error.what());
   }
@@ -536,7 +539,9 @@ bool Engine::step(Work work) {
   if (work == Work::kAll) {
     moved |= run_operations();
     // On one host the shared memory matters, not the sockets: looking at them costs a system call.
-    if (!is_all_shared() || ++steps_ % 8 == 0) {
+    const bool must_look = std::exchange(must_look_, false);
+    moved |= must_look;
+    if (must_look || !is_all_shared() || ++steps_ % 8 == 0) {
       bool interrupted = false;
       moved |= poll_links(0, interrupted);
     }

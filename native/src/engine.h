@@ -24,7 +24,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -141,7 +140,7 @@ class Engine {
   void ask_for_stacks(const std::vector<Rank>& ranks);
   void on_stack(Rank from, const Stack& message);
   bool asks_for_life(const Group& group, Operation& operation, TimePoint now);
-  bool lives(Rank rank);
+  void note_life(Rank rank);
   void depart(Group& group, Rank rank, std::uint64_t executed);
   void refuse_after_coordinator(Group& group);
 
@@ -156,7 +155,9 @@ class Engine {
   void conclude(Group& group, Running& running);
   void add_group(Group& group, Running& running);
   void remove_group(Running& running);
-  void close_group(Group& group);
+  void announce_end(Group& group, std::int32_t status, const std::string& text);
+  void close_group(Group& group, std::int32_t status, const std::string& text);
+  void abandon_group(const Operation& operation, Rank departed);
   void configure(Group& group, const Operation& operation);
 
   void finish(Operation& operation, std::int32_t status, std::string message);
@@ -208,9 +209,11 @@ class Engine {
   std::vector<std::weak_ptr<Segment>> buffers_;        // registered by this rank
   std::vector<std::optional<std::uint32_t>> watched_;  // epoll events by connection
   std::vector<bool> said_goodbye_;
-  std::set<Rank> asked_for_stack_;  // and have not answered yet
+  enum class StackUse : std::uint8_t { kWarning, kSignOfLife };
+  std::map<Rank, std::deque<StackUse>> stack_requests_;  // not answered yet
   bool has_failed_ = false;
   std::uint32_t steps_ = 0;
+  bool must_look_ = false;   // at the connections, in this step
   bool is_crowded_ = false;  // one host, with more ranks than CPUs
   std::uint32_t max_failed_spins_ = 0;
   std::uint32_t failed_spins_ = 0;  // waiters' spins in a row that ended in sleep

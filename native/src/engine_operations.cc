@@ -13,9 +13,7 @@ constexpr std::size_t kMaxStacks = 8;
 
 Error nonsense(const std::string& what) { return {SPARKHVD_PEER_LOST, what}; }
 
-std::string removal_text(const Operation& operation) {
-  return operation.label() + ": its process set was removed before every rank had submitted it.";
-}
+constexpr const char* kRemoved = "its process set was removed before every rank had submitted it.";
 
 /// The coordinator of a process set that is removed has said its last word.
 class Closed final : public Condition {
@@ -40,6 +38,10 @@ std::vector<Rank> ranks_of(const Operation& operation) {
     ranks.push_back(Rank{static_cast<std::int32_t>(number)});
   }
   return ranks;
+}
+
+std::int32_t status_of(const Refuse& message) {
+  return message.status > SPARKHVD_PENDING ? message.status : SPARKHVD_INTERNAL;
 }
 
 /// Rows that no tensor can have would overflow later.
@@ -90,7 +92,7 @@ void Engine::submit_to(Group& group, std::shared_ptr<Operation> operation) {
     return;
   }
   if (group.is_closed) {
-    finish(*operation, SPARKHVD_INVALID_ARGUMENT, removal_text(*operation));
+    finish(*operation, group.why_closed, operation->label() + ": " + group.closing_text);
     return;
   }
   const bool is_bounded = operation->descriptor.timeout_s > 0 && !group.is_coordinator();
@@ -104,7 +106,12 @@ void Engine::submit_to(Group& group, std::shared_ptr<Operation> operation) {
     apply(group, group.negotiation->ready(rank_, std::move(ready), Clock::now()));
   } else {
     const Bytes frame = encode(ready);
-    if (group.has_control_rings() && group.communicator->tell_coordinator(frame)) return;
+    // A join tells that nothing follows, so it must not overtake what took the connection. Other
+    // operations may overtake each other: the coordinator decides their order anyway.
+    const bool may_overtake = operation->descriptor.collective != Collective::kJoin;
+    if (may_overtake && group.has_control_rings() && group.communicator->tell_coordinator(frame)) {
+      return;
+    }
     world_->link(coordinator).send(frame);
   }
 }
@@ -307,6 +314,7 @@ void Engine::on_execute(Rank from, Execute message) {
     throw nonsense("a frame that only the coordinator of a process set may send");
   }
   Group& group = *place->second;
+  if (!group.communicator) throw nonsense("an order for a process set that is not complete");
   if (message.sequence != group.executes_received) throw nonsense("an order out of order");
   ++group.executes_received;
   check_contributors(group, message);
@@ -418,16 +426,14 @@ void Engine::on_refuse(Rank from, const Refuse& message) {
   }
   if (message.name.empty()) {
     if (group.id == 0) throw nonsense("the end of the process set of all ranks");
-    return close_group(group);
+    return close_group(group, status_of(message), message.message);
   }
   const auto entry = group.submitted.find(message.name);
   if (entry == group.submitted.end()) return;  // given up here already
   const auto operation = entry->second;
   group.submitted.erase(entry);
   if (operation->mailbox) group.communicator->free_mailbox(*operation->mailbox);
-  const std::int32_t status =
-      message.status > SPARKHVD_PENDING ? message.status : SPARKHVD_INTERNAL;
-  finish(*operation, status, message.message);
+  finish(*operation, status_of(message), message.message);
 }
 
 // ---- Running
@@ -445,6 +451,12 @@ bool Engine::run_first(Group& group) {
     if (communicator.has_memory()) publish_all(communicator);
   } else {
     if (!running.is_started) {
+      if (running.operation->descriptor.collective == Collective::kRemoveProcessSet &&
+          !std::exchange(running.has_looked, true)) {
+        // What was submitted on the set before comes first, whichever way it takes.
+        must_look_ = true;
+        return false;
+      }
       running.is_started = true;
       begin(group, running);
       if (!running.task.done()) running.task.resume();
@@ -568,17 +580,24 @@ void Engine::remove_group(Running& running) {
     running.task = wait_until_closed(*running.context, *group);
     return;
   }
-  const Bytes frame = encode(Refuse{id, "", SPARKHVD_INVALID_ARGUMENT, "removed"});
-  for (const Rank rank : group->team.ranks()) {
-    if (rank != rank_ && world_->link(rank).is_open()) world_->link(rank).send(frame);
-  }
-  close_group(*group);
+  announce_end(*group, SPARKHVD_INVALID_ARGUMENT, kRemoved);
 }
 
-void Engine::close_group(Group& group) {
+/// The coordinator's last word on a process set.
+void Engine::announce_end(Group& group, std::int32_t status, const std::string& text) {
+  const Bytes frame = encode(Refuse{group.id, "", status, text});
+  for (const Rank rank : group.team.ranks()) {
+    if (rank != rank_ && world_->link(rank).is_open()) world_->link(rank).send(frame);
+  }
+  close_group(group, status, text);
+}
+
+void Engine::close_group(Group& group, std::int32_t status, const std::string& text) {
   group.is_closed = true;
+  group.why_closed = status;
+  group.closing_text = text;
   for (const auto& [name, operation] : group.submitted) {
-    finish(*operation, SPARKHVD_INVALID_ARGUMENT, removal_text(*operation));
+    finish(*operation, status, operation->label() + ": " + text);
   }
   group.submitted.clear();
   group.negotiation.reset();
@@ -611,12 +630,14 @@ void Engine::ask_for_stacks(const std::vector<Rank>& ranks) {
     }
     Link& link = world_->link(rank);
     if (!link.is_open() || said_goodbye_[static_cast<std::size_t>(index_of(rank))]) continue;
-    if (!asked_for_stack_.insert(rank).second) {
+    auto& requests = stack_requests_[rank];
+    if (std::ranges::count(requests, StackUse::kWarning) > 0) {
       warn(rank_text(rank) +
            " has not even answered the request for its stack: its process is stopped, or starved "
            "of CPU, or its host is unreachable.");
       continue;
     }
+    requests.push_back(StackUse::kWarning);
     link.send(encode(StackRequest{}));
   }
 }
@@ -631,29 +652,32 @@ bool Engine::asks_for_life(const Group& group, Operation& operation, TimePoint n
   operation.has_asked_for_life = true;
   operation.give_up_at = deadline_after(now, operation.coordinator_patience_s());
   Link& link = world_->link(group.coordinator());
-  if (asked_for_stack_.insert(group.coordinator()).second && link.is_open()) {
-    link.send(encode(StackRequest{}));
-  }
+  if (!link.is_open()) return true;
+  stack_requests_[group.coordinator()].push_back(StackUse::kSignOfLife);
+  link.send(encode(StackRequest{}));
   return true;
 }
 
-/// True if a join waited for this sign of life.
-bool Engine::lives(Rank rank) {
-  bool was_asked = false;
+/// The rank has answered: joins that asked it go on waiting.
+void Engine::note_life(Rank rank) {
   for (auto& [id, group] : groups_) {
     if (group->coordinator() != rank) continue;
     for (auto& [name, operation] : group->submitted) {
       if (!std::exchange(operation->has_asked_for_life, false)) continue;
       operation->give_up_at = deadline_after(Clock::now(), operation->coordinator_patience_s());
-      was_asked = true;
     }
   }
-  return was_asked;
 }
 
 void Engine::on_stack(Rank from, const Stack& message) {
-  if (from != rank_ && asked_for_stack_.erase(from) == 0) throw nonsense("a stack without request");
-  if (lives(from)) return;
+  if (from != rank_) {
+    auto& requests = stack_requests_[from];
+    if (requests.empty()) throw nonsense("a stack without request");
+    const StackUse use = requests.front();
+    requests.pop_front();
+    note_life(from);
+    if (use == StackUse::kSignOfLife) return;
+  }
   warn(rank_text(from) + " is here:\n" + message.text);
 }
 
@@ -691,11 +715,25 @@ void Engine::depart(Group& group, Rank rank, std::uint64_t executed) {
     }
     last.task = {};
     if (!last.operation) continue;
+    if (last.operation->descriptor.collective == Collective::kAddProcessSet) {
+      abandon_group(*last.operation, rank);
+    }
     finish(*last.operation, SPARKHVD_SHUT_DOWN,
            departure_text(last.operation->descriptor.collective, last.operation->name, rank));
   }
   if (group.negotiation) apply(group, group.negotiation->departed(rank));
   refuse_after_coordinator(group);
+}
+
+/// A process set whose making ends half-way: other members may have finished it, and must not wait for a
+/// coordinator that never works.
+void Engine::abandon_group(const Operation& operation, Rank departed) {
+  if (operation.rows.empty()) return;  // not begun
+  Group* group = find_group(static_cast<std::int32_t>(operation.rows.at(0)));
+  if (group == nullptr || group->communicator || !group->is_coordinator()) return;
+  announce_end(*group, SPARKHVD_SHUT_DOWN,
+               "its process set was never complete, because " + rank_text(departed) +
+                   " shut down while it was added.");
 }
 
 /// The coordinator answers for every operation, also after another rank has left. When it has left

@@ -25,6 +25,7 @@ struct Running {
   std::uint64_t sequence = 0;
   std::unique_ptr<Execute> passed_over;  // what a rank that has joined counts along with
   bool is_started = false;
+  bool has_looked = false;      // removal of a process set: at everything that has come for it
   TimePoint deadline = kNever;  // moves on with every step
 };
 
@@ -46,8 +47,10 @@ struct Group {
   std::uint64_t executed = 0;
   std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
   std::optional<Rank> departed;                // the first that has left in order
-  bool is_closed = false;                      // the coordinator orders nothing more
-  bool is_removed = false;                     // goes when nothing runs any more
+  bool is_closed = false;                      // the coordinator orders nothing more, and why
+  std::int32_t why_closed = SPARKHVD_OK;
+  std::string closing_text;
+  bool is_removed = false;  // goes when nothing runs any more
 };
 
 }  // namespace sparkhvd

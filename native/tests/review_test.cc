@@ -144,6 +144,131 @@ void run_others(const WorldOptions& options, const std::vector<std::vector<std::
 
 }  // namespace
 
+// ---- Small and large descriptions
+//
+// Inside a host, small frames go through shared memory and large ones over the connections; what must
+// not overtake does not.
+
+namespace {
+
+constexpr int kRounds = 20;
+
+/// 400 tensors: too many for a frame in shared memory.
+struct LargeAllreduce {
+  LargeAllreduce(float value, std::int32_t process_set = 0) : data(400, Floats(2, value)) {
+    for (auto& tensor : data) request.tensor(tensor.data(), tensor.data(), {2});
+    request.on(process_set);
+  }
+  std::vector<Floats> data;
+  Request request{SPARKHVD_ALLREDUCE, "large"};
+};
+
+void wait_for(const std::atomic<int>& count, int value) {
+  while (count.load() < value) std::this_thread::yield();
+}
+
+}  // namespace
+
+TEST(a_join_does_not_overtake_what_was_submitted_before_it) {
+  for (const bool is_large : {true, false}) {
+    std::atomic<int> turn{0};
+    run_ranks(world({0, 0}), [&](TestEngine& engine, std::int32_t rank) {
+      for (int round = 1; round <= kRounds; ++round) {
+        LargeAllreduce large(static_cast<float>(rank + 1));
+        // More than the ring has room for, in frames that fit into it.
+        std::vector<Floats> many(20, Floats(2, static_cast<float>(rank + 1)));
+        std::vector<TestWork> works;
+        if (rank == 1) wait_for(turn, round);
+        if (is_large) works.push_back(engine.submit(large.request.raw()));
+        for (std::size_t i = 0; !is_large && i < many.size(); ++i) {
+          Request request = allreduce_of(std::string(850, 'n') + std::to_string(100 + i), many[i]);
+          works.push_back(engine.submit(request.raw()));
+        }
+        if (rank == 0) {
+          turn = round;
+          std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        }
+        Request join(SPARKHVD_JOIN, "join");
+        works.push_back(engine.submit(join.raw()));
+        for (auto& work : works) CHECK_EQUAL(work.wait().message, "");
+        for (const auto& tensor : is_large ? large.data : many) CHECK(tensor == Floats(2, 3));
+      }
+    });
+  }
+}
+
+TEST(a_removal_does_not_overtake_what_was_submitted_before_it) {
+  // The coordinator of the set is that of the removal, or another rank.
+  for (const Numbers& members : {Numbers{0, 1}, Numbers{1, 2}}) {
+    std::atomic<int> turn{0};
+    const auto first = static_cast<std::int32_t>(members[0]);
+    run_ranks(world({0, 0, 0}), [&](TestEngine& engine, std::int32_t rank) {
+      for (int round = 1; round <= kRounds; ++round) {
+        const auto id = add_process_set(engine, members);
+        LargeAllreduce large(1, id);
+        Request remove(SPARKHVD_REMOVE_PROCESS_SET, "remove");
+        remove.numbers({id});
+        if (std::ranges::count(members, rank) == 0) {
+          CHECK_EQUAL(run(engine, remove).message, "");
+          continue;
+        }
+        if (rank != first) wait_for(turn, round);
+        TestWork work = engine.submit(large.request.raw());
+        TestWork removed = engine.submit(remove.raw());
+        if (rank == first) {
+          turn = round;
+          std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        }
+        CHECK_EQUAL(removed.wait().message, "");
+        CHECK_EQUAL(work.wait().message, "");
+        CHECK(large.data[399] == Floats(2, 2));
+      }
+    });
+  }
+}
+
+TEST(a_process_set_that_was_never_complete_refuses_its_operations) {
+  auto options = world({0, 0, 0});
+  options.stall_shutdown_s = 1;
+  for (int round = 0; round < 60; ++round) {
+    options.spin_us = round % 2 == 0 ? 0 : 20;
+    std::atomic<int> submitted{0};
+    std::atomic<int> coordinator{-1};
+    std::atomic<int> done{0};
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      Request add(SPARKHVD_ADD_PROCESS_SET, "add");
+      add.numbers({0, 1});
+      if (rank == 2) {
+        wait_for(submitted, 2);
+        std::this_thread::sleep_for(std::chrono::microseconds(300 * (round % 3)));
+        TestWork work = engine.submit(add.raw());
+        engine.shutdown();  // while the others may be in the middle of it
+        return;
+      }
+      TestWork work = engine.submit(add.raw());
+      ++submitted;
+      const Status added = work.wait();
+      if (rank == 0) {
+        coordinator = added.code;
+        wait_for(done, 1);
+        return;
+      }
+      wait_for(coordinator, SPARKHVD_OK);
+      if (added.code != SPARKHVD_OK || coordinator == SPARKHVD_OK) {
+        done = 1;
+        return;
+      }
+      Floats data(2, 1);
+      const auto began = std::chrono::steady_clock::now();
+      const auto id = static_cast<std::int32_t>(result_of(work).rows.at(0));
+      const Status refused = sum(engine, "x", data, id);
+      done = 1;
+      CHECK_EQUAL(refused.code, SPARKHVD_SHUT_DOWN);
+      CHECK(std::chrono::steady_clock::now() - began < std::chrono::milliseconds(900));
+    });
+  }
+}
+
 // ---- Process sets
 
 TEST(operations_agreed_on_before_a_removal_run_to_their_end) {
