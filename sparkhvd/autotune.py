@@ -69,8 +69,8 @@ class Search:
     A candidate is compared with the best so far in turns (best, candidate, best, candidate, ...), so that what
     slows the machine for a while slows both. It replaces the best when the median of its speed relative to its
     neighbour in time is more than `gain` above 1, and is dropped after two pairs if it is hopeless. Two steps
-    of the grid are tried before one, so that a flat place between does not end the search. It has ended when
-    no step of any knob helps.
+    of the grid are tried before one, so that a flat place between does not end the search. When no step of any knob
+    helps, the best meets the beginning again: what noise has chosen is given up.
     """
 
     def __init__(
@@ -99,6 +99,8 @@ class Search:
             for sign in (1, -1)
         ]
         self._move = 0
+        self._start = list(self._best)
+        self._meets_start = False
         self._candidate: list[int] | None = None
         self._pairs: list[float] = []
         self._tries_candidate = False
@@ -142,10 +144,12 @@ class Search:
         self._tries_candidate = False
         before = self._best_speeds[-1]
         self._pairs.append(speed / before if before > 0 else math.inf)
+        # The beginning needs no gain to be preferred; the best does.
+        least = 1 - self._gain if self._meets_start else 1 + self._gain
         if len(self._pairs) == 2 and max(self._pairs) < 1 - self._hopeless:
             self._judge(speed, helps=False)
         elif len(self._pairs) == self._repeats:
-            self._judge(speed, helps=statistics.median(self._pairs) > 1 + self._gain)
+            self._judge(speed, helps=statistics.median(self._pairs) > least)
         if self.windows >= self._max_windows:
             self._candidate = None
 
@@ -154,6 +158,9 @@ class Search:
         if helps:
             self._best, self._best_speeds = self._candidate, [speed]
             self._failed = 0
+            if self._meets_start:
+                self._first_speed, self._candidate = speed, None
+                return
         else:
             self._failed += 1
             self._move = (self._move + 1) % len(self._moves)
@@ -172,6 +179,9 @@ class Search:
                 return
             self._failed += 1
             self._move = (self._move + 1) % len(self._moves)
+        if self._best != self._start and not self._meets_start:
+            self._meets_start = True
+            self._candidate = list(self._start)
 
     def _values(self, places: Sequence[int]) -> dict[str, int]:
         return {

@@ -97,7 +97,7 @@ def start(
         engine.stop_timeline()
         _forget(engine)
         raise InvalidArgumentError(
-            f"start_timeline({path!r}, all_ranks=True): {'; '.join(troubles)}. Give a path that rank 0 may "
+            f"start_timeline({path!r}, all_ranks=True): {'; '.join(trouble.removesuffix('.') for trouble in troubles)}. Give a path that rank 0 may "
             "write, and room in the temporary folder of every rank."
         )
 

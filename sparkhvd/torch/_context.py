@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd import rendezvous as meeting
 from sparkhvd.engine import Engine
-from sparkhvd.errors import NotInitializedError
+from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.settings import Settings
 
 if TYPE_CHECKING:
@@ -52,10 +52,13 @@ class Context:
         Every rank of a process set counts the set's operations alike, whatever else it does.
         """
         if name is not None:
+            if "\0" in name:
+                raise InvalidArgumentError(
+                    f"{kind}: the name {name!r} has a zero character, where the engine's names end."
+                )
             return f"{kind}.{name}"
         # Ranks that had joined did not count the others' operations: after a join all begin anew.
-        joins = self.joins if process_set == 0 else 0
-        kind = f"{kind}.noname.{joins}" if joins else f"{kind}.noname"
+        kind = f"{kind}.noname.{self.joins}" if self.joins else f"{kind}.noname"
         return f"{kind}.{self.number(kind, process_set)}"
 
     def close(self) -> None:

@@ -39,7 +39,8 @@ def registered_empty(
         A tensor of zeros.
 
     Raises:
-        InvalidArgumentError: the shape is wrong, no collective takes the dtype, or this rank has not enough memory.
+        InvalidArgumentError: the shape is wrong, no collective takes the dtype, or this rank has not enough memory
+            (the others then get theirs, and allreduces of it are copied).
         MismatchError: ranks ask for different numbers of bytes.
         CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """

@@ -8,11 +8,12 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sparkhvd.autotune import Knob, Search, Tuner
+from sparkhvd.autotune import Knob, Search, Tuner, knobs
 from sparkhvd.engine import Engine
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.settings import Settings
@@ -177,3 +178,40 @@ def test_one_rank_has_nothing_to_tune() -> None:
     (outcome,) = run_ranks(1, lambda engine: tune(engine, 50), settings=Settings(autotune="on"))
     assert outcome["done"]
     assert outcome["history"] == []
+
+
+def test_search_gives_up_what_noise_has_chosen() -> None:
+    search = Search([BUCKET])
+    windows = 0
+    while not search.done:
+        # For a while, whatever is not the beginning looks faster.
+        is_start = search.choice["bucket_bytes"] == 4 << 20
+        search.report(1.0 if is_start or windows > 6 else 1.2)
+        windows += 1
+    assert search.best == {"bucket_bytes": 4 << 20}
+    assert search.speedup == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "hosts", "expected"),
+    [
+        ("on", (0, 0, 0, 0), ["bucket_bytes", "chunk_bytes"]),
+        ("all", (0, 0, 0, 0), ["bucket_bytes", "chunk_bytes"]),
+        ("on", (0, 0, 1, 1), ["bucket_bytes", "chunk_bytes", "streams"]),
+        (
+            "all",
+            (0, 0, 1, 1),
+            ["bucket_bytes", "chunk_bytes", "streams", "symmetric_bytes", "direct_ranks"],
+        ),
+        # A ring: where an element lies decides in which order it is added up.
+        ("on", tuple(range(17)), ["streams"]),
+        ("all", tuple(range(17)), ["bucket_bytes", "streams", "symmetric_bytes", "direct_ranks"]),
+    ],
+)
+def test_only_all_moves_what_may_change_bits(
+    tuning: str, hosts: tuple[int, ...], expected: list[str]
+) -> None:
+    settings = Settings(autotune=tuning, streams=2)
+    topology = SimpleNamespace(hosts=hosts, size=len(hosts), local_size=hosts.count(0))
+    engine: Any = SimpleNamespace(settings=settings, topology=topology)
+    assert [knob.name for knob in knobs(engine)] == expected

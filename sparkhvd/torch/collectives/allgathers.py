@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 from sparkhvd.engine import DType, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
-from sparkhvd.torch.collectives.tensors import by_dtype, engine_dtype, view, wants_gradient
+from sparkhvd.torch.collectives.tensors import engine_dtype, view, wants_gradient
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
@@ -61,33 +62,22 @@ def unpack(work: Work, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> G
     return parts
 
 
+def _check(name: str, tensor: Tensor) -> None:
+    engine_dtype(name, tensor)
+    if tensor.dim() == 0:
+        raise InvalidArgumentError(
+            f"{name}: a tensor without dimensions cannot be joined along the first one. "
+            "Give tensor.reshape(1)."
+        )
+
+
 def _start_one_type(ctx: Context, name: str, tensors: Sequence[Tensor], process_set: int) -> Work:
     for tensor in tensors:
-        engine_dtype(name, tensor)
-        if tensor.dim() == 0:
-            raise InvalidArgumentError(
-                f"{name}: a tensor without dimensions cannot be joined along the first one. "
-                "Give tensor.reshape(1)."
-            )
+        _check(name, tensor)
     sources = [tensor.detach().contiguous() for tensor in tensors]
     views = [view(source, None) for source in sources]
     dtype = engine_dtype(name, sources[0])
     return ctx.engine.start(ctx.engine.prepare_allgather(views, dtype, process_set), name, sources)
-
-
-def _start(
-    ctx: Context, name: str, tensors: Sequence[Tensor], process_set: int
-) -> list[tuple[Work, list[int]]]:
-    """Submit tensors as one operation per element type: the works, and which tensors each has."""
-    parts = by_dtype(name, tensors)
-
-    def label(dtype: DType) -> str:
-        return name if len(parts) == 1 else f"{name}.{dtype.name.lower()}"
-
-    return [
-        (_start_one_type(ctx, label(dtype), [tensors[i] for i in indices], process_set), indices)
-        for dtype, indices in parts.items()
-    ]
 
 
 def start_grouped_allgather(
@@ -97,9 +87,14 @@ def start_grouped_allgather(
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("grouped_allgather", name, number)
-    works = _start(ctx, name, tensors, number)
     kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
     rows: list[tuple[int, ...]] = [()] * len(kinds)
+    works: list[tuple[Work, list[int]]] = []
+
+    def start(part: str, dtype: DType, indices: list[int]) -> Work:
+        work = _start_one_type(ctx, part, [tensors[i] for i in indices], number)
+        works.append((work, indices))
+        return work
 
     def finish() -> tuple[Tensor, ...]:
         joined: list[Tensor] = [torch.empty(0)] * len(kinds)
@@ -109,7 +104,14 @@ def start_grouped_allgather(
                 joined[index], rows[index] = tensor, counts
         return tuple(joined)
 
-    return Handle(name, [work for work, _ in works], result=(), finish=finish), rows
+    def handle(parts: Sequence[Work], then: Callable[[], Sequence[Work]] | None) -> Handle:
+        return Handle(name, parts, result=(), finish=finish, then=then)
+
+    for tensor in tensors:
+        _check(name, tensor)
+    return start_group(
+        ctx, name, tensors, start, handle, number, first_dimensions_differ=True
+    ), rows
 
 
 def allgather_async(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import ReduceOp, Work
+from sparkhvd.engine import DType, ReduceOp, Work
 from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
-    by_dtype,
     engine_dtype,
     require_contiguous,
     resolve_op,
@@ -43,16 +43,17 @@ def _start(
     prescale: float,
     postscale: float,
     process_set: int,
-) -> list[Work]:
+    handle: Callable[[Sequence[Work], Callable[[], Sequence[Work]] | None], Handle],
+) -> Handle:
     """Submit contiguous tensors as one operation per element type; usually that is one."""
-    parts = by_dtype(name, inputs)
-    works = []
-    for dtype, indices in parts.items():
+
+    def start(part: str, dtype: DType, indices: list[int]) -> Work:
         views = [view(inputs[i], outputs[i]) for i in indices]
         call = ctx.engine.prepare_allreduce(views, dtype, op, prescale, postscale, process_set)
-        part = name if len(parts) == 1 else f"{name}.{dtype.name.lower()}"
-        works.append(ctx.engine.start(call, part, (inputs, outputs)))
-    return works
+        return ctx.engine.start(call, part, (inputs, outputs))
+
+    reduction = (op, prescale, postscale)
+    return start_group(ctx, name, inputs, start, handle, process_set, reduction)
 
 
 def _run_one(
@@ -125,8 +126,11 @@ def start_allreduce(
         engine_dtype(name, tensor)
     inputs = [tensor.detach().contiguous() for tensor in tensors]
     outputs = [torch.empty_like(tensor) for tensor in inputs]
-    works = _start(ctx, name, inputs, outputs, op, prescale, postscale, number)
-    return Handle(name, works, outputs[0] if single else outputs)
+
+    def handle(works: Sequence[Work], then: Callable[[], Sequence[Work]] | None) -> Handle:
+        return Handle(name, works, outputs[0] if single else outputs, then=then)
+
+    return _start(ctx, name, inputs, outputs, op, prescale, postscale, number, handle)
 
 
 def _start_in_place(
@@ -144,9 +148,12 @@ def _start_in_place(
     for tensor in tensors:
         engine_dtype(name, tensor)
         require_contiguous(name, tensor)
-    tensors = list(tensors)
-    works = _start(ctx, name, tensors, tensors, op, prescale, postscale, number)
-    return Handle(name, works, tensors[0] if single else tensors, changed=tensors)
+    own = list(tensors)
+
+    def handle(works: Sequence[Work], then: Callable[[], Sequence[Work]] | None) -> Handle:
+        return Handle(name, works, own[0] if single else own, changed=own, then=then)
+
+    return _start(ctx, name, own, own, op, prescale, postscale, number, handle)
 
 
 def allreduce(
@@ -275,7 +282,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors as one operation (one per dtype), without copying them together."""
+    """`allreduce` of several tensors as one operation (one per dtype), without copying them together; all or none."""
     op = resolve_op(average, op)
     return _allreduce(
         tensors, name, compression, op, prescale_factor, postscale_factor, process_set, False

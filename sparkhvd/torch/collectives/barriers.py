@@ -19,8 +19,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Say that this rank has no more work, and wait until every rank has said so.
 
-    For uneven work: the allreduces (Sum, Average) of the ranks that still work go on as if this rank sent zeros;
-    Average still divides by `size()`. Every other operation that they start meanwhile, and Min, Max, Product and
+    For uneven work: the allreduces (Sum, Average) of the ranks that still work, on all ranks and on every process set
+    that this rank is in, go on as if this rank sent zeros; Average still divides by the set's size. Every other operation that they start meanwhile, and Min, Max, Product and
     Adasum, raises a `MismatchError` on all of them. Nothing is read from or written to this rank's tensors.
 
     Args:
@@ -34,8 +34,12 @@ def join(device: int = -1) -> int:
     """
     del device
     ctx = context()
-    work = ctx.engine.join()
+    mine = ctx.engine.topology.rank
+    sets = [each.process_set_id for each in ctx.process_sets.values() if mine in (each.ranks or ())]
+    work, *others = [ctx.engine.join(process_set=number or 0) for number in (0, *sets)]
     work.wait()
+    for other in others:
+        other.wait()
     last = work.output().rows[0]
     ctx.joins += 1
     return last

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import ReduceOp
+from sparkhvd.engine import DType, ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import context
+from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
     Average,
-    by_dtype,
     engine_dtype,
     resolve_op,
     view,
@@ -64,14 +64,16 @@ def start_reducescatter(
         torch.empty((own_rows(x.shape[0], len(ranks), place), *x.shape[1:]), dtype=x.dtype)
         for x in inputs
     ]
-    works = []
-    parts = by_dtype(name, inputs)
-    for dtype, indices in parts.items():
+
+    def start(part: str, dtype: DType, indices: list[int]) -> Work:
         views = [view(inputs[i], outputs[i]) for i in indices]
         call = ctx.engine.prepare_reducescatter(views, dtype, op, prescale, postscale, number)
-        part = name if len(parts) == 1 else f"{name}.{dtype.name.lower()}"
-        works.append(ctx.engine.start(call, part, (inputs, outputs)))
-    return Handle(name, works, outputs[0] if single else outputs)
+        return ctx.engine.start(call, part, (inputs, outputs))
+
+    def handle(works: Sequence[Work], then: Callable[[], Sequence[Work]] | None) -> Handle:
+        return Handle(name, works, outputs[0] if single else outputs, then=then)
+
+    return start_group(ctx, name, inputs, start, handle, number, (op, prescale, postscale))
 
 
 def _reducescatter(

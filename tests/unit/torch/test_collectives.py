@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,6 +143,81 @@ def test_grouped_allreduce_keeps_order_shapes_and_dtypes() -> None:
         assert hvd.grouped_allreduce([]) == []
 
     on_ranks(2, body)
+
+
+UNEQUAL_GROUPS = {
+    "a dtype of a mixed group": [(torch.float32, torch.int32), (torch.float32, torch.int64)],
+    "mixed or not": [(torch.float32, torch.float32), (torch.float32, torch.int32)],
+    "the order": [(torch.float32, torch.int32), (torch.int32, torch.float32)],
+    "how many": [(torch.float32, torch.int32), (torch.float32, torch.int32, torch.int32)],
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("case", UNEQUAL_GROUPS)
+def test_group_is_reduced_as_a_whole_or_not_at_all(case: str, asynchronous: bool) -> None:
+    """Also where the engine has one operation per element type."""
+
+    def body() -> Any:
+        dtypes = UNEQUAL_GROUPS[case][hvd.rank()]
+        calls: dict[str, Callable[..., Any]] = {
+            "allreduce": hvd.grouped_allreduce_,
+            "allgather": hvd.grouped_allgather,
+            "reducescatter": hvd.grouped_reducescatter,
+        }
+        if asynchronous:
+            calls = {
+                "allreduce": lambda *a, **k: hvd.grouped_allreduce_async_(*a, **k).wait(),
+                "allgather": lambda *a, **k: hvd.grouped_allgather_async(*a, **k).wait(),
+                "reducescatter": lambda *a, **k: hvd.grouped_reducescatter_async(*a, **k).wait(),
+            }
+        for kind, call in calls.items():
+            tensors = [torch.full((4,), hvd.rank() + 1, dtype=dtype) for dtype in dtypes]
+            options = {} if kind == "allgather" else {"op": hvd.Sum}
+            with pytest.raises(MismatchError):
+                call(tensors, name="group", **options)
+            assert all(tensor.eq(hvd.rank() + 1).all() for tensor in tensors)
+            assert hvd.metrics().counters["in_flight"] == 0
+        # The engine goes on, with the same name.
+        whole = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
+        return [t.tolist() for t in hvd.grouped_allreduce(whole, op=hvd.Sum, name="group")]
+
+    assert on_ranks(2, body) == [[[2.0, 2.0], [2, 2, 2]]] * 2
+
+
+def test_group_with_a_part_that_cannot_be_reduced_is_left_alone() -> None:
+    def body() -> Any:
+        tensors = [torch.full((2,), hvd.rank() + 1.0), torch.ones(2, dtype=torch.bool)]
+        with pytest.raises(
+            InvalidArgumentError, match=r"one of the tensors is bool, which has no Average"
+        ):
+            hvd.grouped_allreduce_(tensors, op=hvd.Average)
+        with pytest.raises(InvalidArgumentError, match=r"Adasum needs floating-point tensors"):
+            hvd.grouped_allreduce_([tensors[0], torch.ones(2, dtype=torch.int8)], op=hvd.Adasum)
+        hvd.barrier()
+        return tensors[0].tolist(), hvd.metrics().counters["in_flight"]
+
+    assert on_ranks(2, body) == [([1.0, 1.0], 0), ([2.0, 2.0], 0)]
+
+
+def test_asynchronous_group_of_several_dtypes_can_be_polled() -> None:
+    def body() -> Any:
+        tensors = [torch.ones(3), torch.ones(2, dtype=torch.int32), torch.ones(1)]
+        handle = hvd.grouped_allreduce_async(tensors, op=hvd.Sum)
+        deadline = time.monotonic() + 20
+        while not hvd.poll(handle):
+            assert time.monotonic() < deadline
+        return [t.tolist() for t in hvd.synchronize(handle)]
+
+    assert on_ranks(2, body) == [[[2.0] * 3, [2, 2], [2.0]]] * 2
+
+
+def test_names_end_where_the_engine_would_end_them() -> None:
+    def body() -> Any:
+        with pytest.raises(InvalidArgumentError, match="zero character"):
+            hvd.allreduce(torch.ones(1), name="a\0b")
+
+    on_ranks(1, body)
 
 
 def test_compression_gives_back_the_dtype() -> None:

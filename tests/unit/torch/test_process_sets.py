@@ -221,3 +221,29 @@ def test_optimizer_outside_its_set_is_the_plain_one() -> None:
         return model.weight[0, 0].item()
 
     assert on_ranks(2, body) == [0.0, -1.0]
+
+
+def test_joined_rank_has_joined_every_process_set_it_is_in() -> None:
+    def body() -> Any:
+        both, other = hvd.add_process_set([0, 2]), hvd.add_process_set([0, 1])
+        sums = []
+        if hvd.rank() != 2:
+            hvd.barrier(process_set=other)
+            if hvd.rank() == 0:
+                # Rank 2 joins, or has joined.
+                for _ in range(3):
+                    sums.append(hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=both).tolist())
+                with pytest.raises(MismatchError, match="rank 2 has joined"):
+                    hvd.broadcast(torch.ones(2), 0, process_set=both)
+        last = hvd.join()
+        assert last in (0, 1)
+        # Names begin anew on each of the sets.
+        for process_set in (both, other):
+            if process_set.included():
+                sums.append(
+                    hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=process_set).item()
+                )
+        return sums
+
+    ones = [[1.0, 1.0]] * 3
+    assert on_ranks(3, body) == [[*ones, 2.0, 2.0], [2.0], [2.0]]
