@@ -122,8 +122,10 @@ def main() -> None:
         end(engine, how)
 
     before: dict[str, int] = {}
-    for number in range(count + WARM_UP):
-        if number == WARM_UP:
+    # The heap takes some hundred generations to reach the size that it then swings about.
+    warm_up = max(WARM_UP, count // 10)
+    for number in range(count + warm_up):
+        if number == warm_up:
             before = usage()
         outcomes = run_threads([lambda r=r: rank(r) for r in range(3)])
         # Who is still in its operation hears of those who have left.
