@@ -261,14 +261,19 @@ class Engine:
         name = name or self._number("barrier", process_set)
         return self.start(Call(Collective.BARRIER, process_set=process_set), name, None, timeout_s)
 
-    def join(self, *, process_set: int = 0) -> Work:
+    def join(self, *, process_set: int = 0, timeout_s: float | None = None) -> Work:
         """Start to say that this rank has no more work, until every rank has said so.
 
         Meanwhile the others' allreduces (Sum, Average) go on without this rank's tensors; their Average still
         divides by the number of all. Their other operations fail with a `MismatchError`. When all have joined,
         `Work.output().rows[0]` is the rank that came last.
+
+        Args:
+            process_set: whose ranks join; 0 = all.
+            timeout_s: how long a rank may neither join nor submit anything; 0 = for ever, None = the setting.
         """
-        return self.start(Call(Collective.JOIN, process_set=process_set), "join")
+        call = Call(Collective.JOIN, process_set=process_set)
+        return self.start(call, "join", timeout_s=timeout_s)
 
     def add_process_set(self, ranks: Sequence[int], *, name: str | None = None) -> Work:
         """Start to make a process set; every rank must call this with the same ranks, members or not.
@@ -343,10 +348,21 @@ class Engine:
         prescale: float = 1.0,
         postscale: float = 1.0,
         process_set: int = 0,
+        digest: tuple[int, ...] = (),
     ) -> Call:
-        """An allreduce as a call; arguments as for `allreduce`."""
+        """An allreduce as a call; arguments as for `allreduce`.
+
+        Args:
+            tensors: as for `allreduce`, and so on.
+            dtype: element type.
+            op: the reduction.
+            prescale: factor of the inputs.
+            postscale: factor of the result.
+            process_set: 0 = all ranks.
+            digest: one number that must be equal on all ranks, of all operations that belong together.
+        """
         shapes = tuple([tensor[2] for tensor in tensors])
-        key = (_ALLREDUCE, shapes, dtype, op, 0, prescale, postscale, process_set)
+        key = (_ALLREDUCE, shapes, dtype, op, 0, prescale, postscale, process_set, digest)
         return self._prepare(key, tensors)
 
     def prepare_reducescatter(
@@ -357,6 +373,7 @@ class Engine:
         prescale: float = 1.0,
         postscale: float = 1.0,
         process_set: int = 0,
+        digest: tuple[int, ...] = (),
     ) -> Call:
         """An allreduce of which every rank gets its rows only.
 
@@ -369,20 +386,26 @@ class Engine:
             prescale: factor of every input.
             postscale: factor of the result.
             process_set: 0 = all ranks.
+            digest: as for `prepare_allreduce`.
         """
         shapes = tuple([tensor[2] for tensor in tensors])
-        key = (Collective.REDUCESCATTER, shapes, dtype, op, 0, prescale, postscale, process_set)
+        kind = Collective.REDUCESCATTER
+        key = (kind, shapes, dtype, op, 0, prescale, postscale, process_set, digest)
         return self._prepare(key, tensors)
 
     def prepare_allgather(
-        self, tensors: Sequence[TensorView], dtype: DType, process_set: int = 0
+        self,
+        tensors: Sequence[TensorView],
+        dtype: DType,
+        process_set: int = 0,
+        digest: tuple[int, ...] = (),
     ) -> Call:
         """The ranks' tensors joined along the first dimension, in rank order, as `Work.output()`.
 
         First dimensions may differ between ranks, the others may not.
         """
         shapes = tuple([tensor[2] for tensor in tensors])
-        key = (Collective.ALLGATHER, shapes, dtype, 0, 0, 1.0, 1.0, process_set)
+        key = (Collective.ALLGATHER, shapes, dtype, 0, 0, 1.0, 1.0, process_set, digest)
         return self._prepare(key, tensors)
 
     def prepare_alltoall(

@@ -159,7 +159,8 @@ typedef struct sparkhvd_request {
   const sparkhvd_tensor* tensors; /* [num_tensors], copied at submission */
   uint64_t stream;                /* CUstream that produced the inputs; 0 on CPU */
   const int64_t*
-      splits; /* alltoall: [num_splits] rows for each rank of the set; NULL = equal parts.
+      splits; /* allreduce, allgather, reducescatter: nothing, or one number that must be equal on all
+                 ranks: the digest of a group that is several operations. alltoall: [num_splits] rows for each rank of the set; NULL = equal parts.
                             Others: see the collective */
   uint32_t num_splits;
   uint32_t reserved; /* 0 */

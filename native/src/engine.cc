@@ -530,12 +530,14 @@ void Engine::after_fork() noexcept {
 
 /// One round over everything that can move. True if something did.
 bool Engine::step(Work work) {
-  bool moved = take_inbox();
+  // What others have told before this rank's own submissions: a join must not be passed by an answer to
+  // them that does without what its rank submitted before.
+  bool moved = !has_failed_ && hear();
+  moved |= take_inbox();
   if (has_failed_) {
     bool interrupted = false;
     return poll_links(0, interrupted) || moved;
   }
-  moved |= hear();
   if (work == Work::kAll) {
     moved |= run_operations();
     // On one host the shared memory matters, not the sockets: looking at them costs a system call.

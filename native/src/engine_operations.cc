@@ -276,7 +276,13 @@ void Engine::on_ready(Rank from, Ready message) {
     throw nonsense("a frame that only the coordinator of a process set receives");
   }
   Group& group = *entry->second;
-  if (group.is_closed) return;  // its submitter learns it too
+  if (group.is_closed) {
+    // Its submitter may have missed the end, which came before it had the process set.
+    const std::string text =
+        operation_label(message.descriptor.collective, message.name) + ": " + group.closing_text;
+    world_->link(from).send(encode(Refuse{group.id, message.name, group.why_closed, text}));
+    return;
+  }
   recorder_.arrived(group.id, message.name, from);
   apply(group, group.negotiation->ready(from, std::move(message), Clock::now()));
 }

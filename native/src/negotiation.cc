@@ -47,10 +47,7 @@ bool is_uneven(Collective collective) {
 }
 
 /// True if every rank must bring the same numbers.
-bool agrees_on_numbers(Collective collective) {
-  return collective == Collective::kAddProcessSet || collective == Collective::kRemoveProcessSet ||
-         collective == Collective::kRegister || collective == Collective::kConfigure;
-}
+bool agrees_on_numbers(Collective collective) { return collective != Collective::kAlltoall; }
 
 const char* numbers_name(Collective collective) {
   switch (collective) {
@@ -60,8 +57,10 @@ const char* numbers_name(Collective collective) {
       return "the process set to remove";
     case Collective::kRegister:
       return "the bytes to register";
-    default:
+    case Collective::kConfigure:
       return "the settings";
+    default:
+      return "the tensors of the group (by a digest of all of them)";
   }
 }
 

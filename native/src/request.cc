@@ -213,6 +213,11 @@ class RequestReader {
         return;
       case Collective::kConfigure:
         return check_knobs();
+      case Collective::kAllreduce:
+      case Collective::kAllgather:
+      case Collective::kReducescatter:
+        if (numbers.size() > 1) refuse("it takes one number, the digest of a group, or none.");
+        return;
       default:
         if (!numbers.empty()) refuse("it takes no splits.");
     }

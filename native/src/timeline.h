@@ -1,5 +1,5 @@
 // The timeline of one rank: Chrome's trace event format, one file that is valid JSON whenever
-// no write is under way (a write takes microseconds, twenty times a second).
+// no write is under way (a write of one page takes microseconds).
 //
 // **Threads.** Any thread adds events, which costs a short lock and never waits for the disk. A
 // thread of its own, alive as long as the Timeline, turns them into text in batches.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,13 +71,21 @@ def _check(name: str, tensor: Tensor) -> None:
         )
 
 
-def _start_one_type(ctx: Context, name: str, tensors: Sequence[Tensor], process_set: int) -> Work:
+def _start_one_type(
+    ctx: Context,
+    name: str,
+    tensors: Sequence[Tensor],
+    process_set: int,
+    digest: tuple[int, ...] = (),
+) -> Work:
     for tensor in tensors:
         _check(name, tensor)
     sources = [tensor.detach().contiguous() for tensor in tensors]
     views = [view(source, None) for source in sources]
     dtype = engine_dtype(name, sources[0])
-    return ctx.engine.start(ctx.engine.prepare_allgather(views, dtype, process_set), name, sources)
+    return ctx.engine.start(
+        ctx.engine.prepare_allgather(views, dtype, process_set, digest), name, sources
+    )
 
 
 def start_grouped_allgather(
@@ -89,29 +97,25 @@ def start_grouped_allgather(
     name = ctx.name("grouped_allgather", name, number)
     kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
     rows: list[tuple[int, ...]] = [()] * len(kinds)
-    works: list[tuple[Work, list[int]]] = []
+    parts: list[list[int]] = []
 
-    def start(part: str, dtype: DType, indices: list[int]) -> Work:
-        work = _start_one_type(ctx, part, [tensors[i] for i in indices], number)
-        works.append((work, indices))
-        return work
+    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Work:
+        parts.append(indices)
+        return _start_one_type(ctx, part, [tensors[i] for i in indices], number, digest)
+
+    for tensor in tensors:
+        _check(name, tensor)
+    works = start_group(name, tensors, start, first_dimensions_differ=True)
 
     def finish() -> tuple[Tensor, ...]:
         joined: list[Tensor] = [torch.empty(0)] * len(kinds)
-        for work, indices in works:
+        for work, indices in zip(works, parts, strict=True):
             dtype, shapes = kinds[indices[0]][0], [kinds[index][1] for index in indices]
             for index, (tensor, counts) in zip(indices, unpack(work, dtype, shapes), strict=True):
                 joined[index], rows[index] = tensor, counts
         return tuple(joined)
 
-    def handle(parts: Sequence[Work], then: Callable[[], Sequence[Work]] | None) -> Handle:
-        return Handle(name, parts, result=(), finish=finish, then=then)
-
-    for tensor in tensors:
-        _check(name, tensor)
-    return start_group(
-        ctx, name, tensors, start, handle, number, first_dimensions_differ=True
-    ), rows
+    return Handle(name, works, result=(), finish=finish), rows
 
 
 def allgather_async(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -43,17 +43,17 @@ def _start(
     prescale: float,
     postscale: float,
     process_set: int,
-    handle: Callable[[Sequence[Work], Callable[[], Sequence[Work]] | None], Handle],
-) -> Handle:
+) -> list[Work]:
     """Submit contiguous tensors as one operation per element type; usually that is one."""
 
-    def start(part: str, dtype: DType, indices: list[int]) -> Work:
+    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Work:
         views = [view(inputs[i], outputs[i]) for i in indices]
-        call = ctx.engine.prepare_allreduce(views, dtype, op, prescale, postscale, process_set)
+        call = ctx.engine.prepare_allreduce(
+            views, dtype, op, prescale, postscale, process_set, digest
+        )
         return ctx.engine.start(call, part, (inputs, outputs))
 
-    reduction = (op, prescale, postscale)
-    return start_group(ctx, name, inputs, start, handle, process_set, reduction)
+    return start_group(name, inputs, start, op, prescale, postscale)
 
 
 def _run_one(
@@ -126,11 +126,8 @@ def start_allreduce(
         engine_dtype(name, tensor)
     inputs = [tensor.detach().contiguous() for tensor in tensors]
     outputs = [torch.empty_like(tensor) for tensor in inputs]
-
-    def handle(works: Sequence[Work], then: Callable[[], Sequence[Work]] | None) -> Handle:
-        return Handle(name, works, outputs[0] if single else outputs, then=then)
-
-    return _start(ctx, name, inputs, outputs, op, prescale, postscale, number, handle)
+    works = _start(ctx, name, inputs, outputs, op, prescale, postscale, number)
+    return Handle(name, works, outputs[0] if single else outputs)
 
 
 def _start_in_place(
@@ -149,11 +146,8 @@ def _start_in_place(
         engine_dtype(name, tensor)
         require_contiguous(name, tensor)
     own = list(tensors)
-
-    def handle(works: Sequence[Work], then: Callable[[], Sequence[Work]] | None) -> Handle:
-        return Handle(name, works, own[0] if single else own, changed=own, then=then)
-
-    return _start(ctx, name, own, own, op, prescale, postscale, number, handle)
+    works = _start(ctx, name, own, own, op, prescale, postscale, number)
+    return Handle(name, works, own[0] if single else own, changed=own)
 
 
 def allreduce(

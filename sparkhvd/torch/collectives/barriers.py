@@ -35,11 +35,12 @@ def join(device: int = -1) -> int:
     del device
     ctx = context()
     mine = ctx.engine.topology.rank
-    sets = [each.process_set_id for each in ctx.process_sets.values() if mine in (each.ranks or ())]
-    work, *others = [ctx.engine.join(process_set=number or 0) for number in (0, *sets)]
+    sets = [each for each in list(ctx.process_sets.values()) if mine in (each.ranks or ())]
+    work = ctx.engine.join()
+    # Work on other sets keeps the join of all ranks alive, so these have no time of their own.
+    others = [ctx.engine.join(process_set=set_id(each), timeout_s=0) for each in sets]
     work.wait()
+    ctx.joins += 1
     for other in others:
         other.wait()
-    last = work.output().rows[0]
-    ctx.joins += 1
-    return last
+    return work.output().rows[0]

@@ -23,10 +23,9 @@ class Handle:
         result: what `wait` gives.
         changed: tensors of the user's that the engine writes.
         finish: makes the result instead, once the works have finished.
-        then: gives more works, once these have finished.
     """
 
-    __slots__ = ("_changed", "_finish", "_result", "_then", "_works", "name")
+    __slots__ = ("_changed", "_finish", "_result", "_works", "name")
 
     def __init__(
         self,
@@ -35,39 +34,24 @@ class Handle:
         result: Any = None,
         changed: Sequence[Tensor] = (),
         finish: Callable[[], Any] | None = None,
-        then: Callable[[], Sequence[Work]] | None = None,
     ) -> None:
         self.name = name
         self._works = works
         self._result = result
         self._changed = changed
         self._finish = finish
-        self._then = then
 
     def __repr__(self) -> str:
         return f"<Handle {self.name!r}>"
 
     def done(self) -> bool:
         """Whether `wait` would return at once; raises what `wait` would raise."""
-        if not all([work.done() for work in self._works]):
-            return False
-        return not self._go_on() or all([work.done() for work in self._works])
-
-    def _go_on(self) -> bool:
-        """Submit what follows, if something does."""
-        if self._then is None:
-            return False
-        self._works = self._then()
-        self._then = None
-        return True
+        return all([work.done() for work in self._works])
 
     def wait(self) -> Any:
         """Wait, and give the result; later calls give the same object."""
         for work in self._works:
             work.wait()
-        if self._go_on():
-            for work in self._works:
-                work.wait()
         if self._works:
             self._works = ()  # frees what the operation kept alive
             written(self._changed)

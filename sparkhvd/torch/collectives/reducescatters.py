@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,15 +65,15 @@ def start_reducescatter(
         for x in inputs
     ]
 
-    def start(part: str, dtype: DType, indices: list[int]) -> Work:
+    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Work:
         views = [view(inputs[i], outputs[i]) for i in indices]
-        call = ctx.engine.prepare_reducescatter(views, dtype, op, prescale, postscale, number)
+        call = ctx.engine.prepare_reducescatter(
+            views, dtype, op, prescale, postscale, number, digest
+        )
         return ctx.engine.start(call, part, (inputs, outputs))
 
-    def handle(works: Sequence[Work], then: Callable[[], Sequence[Work]] | None) -> Handle:
-        return Handle(name, works, outputs[0] if single else outputs, then=then)
-
-    return start_group(ctx, name, inputs, start, handle, number, (op, prescale, postscale))
+    works = start_group(name, inputs, start, op, prescale, postscale)
+    return Handle(name, works, outputs[0] if single else outputs)
 
 
 def _reducescatter(

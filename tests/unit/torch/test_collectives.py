@@ -145,9 +145,10 @@ def test_grouped_allreduce_keeps_order_shapes_and_dtypes() -> None:
     on_ranks(2, body)
 
 
-UNEQUAL_GROUPS = {
+UNEQUAL_GROUPS: dict[str, list[tuple[torch.dtype, ...]]] = {
     "a dtype of a mixed group": [(torch.float32, torch.int32), (torch.float32, torch.int64)],
     "mixed or not": [(torch.float32, torch.float32), (torch.float32, torch.int32)],
+    "a shape": [(torch.float32, torch.int32), (torch.float32, torch.int32)],
     "the order": [(torch.float32, torch.int32), (torch.int32, torch.float32)],
     "how many": [(torch.float32, torch.int32), (torch.float32, torch.int32, torch.int32)],
 }
@@ -172,15 +173,21 @@ def test_group_is_reduced_as_a_whole_or_not_at_all(case: str, asynchronous: bool
                 "reducescatter": lambda *a, **k: hvd.grouped_reducescatter_async(*a, **k).wait(),
             }
         for kind, call in calls.items():
-            tensors = [torch.full((4,), hvd.rank() + 1, dtype=dtype) for dtype in dtypes]
+            sizes = [
+                4 + hvd.rank() if case == "a shape" and i == 1 else 4 for i in range(len(dtypes))
+            ]
+            tensors = [
+                torch.full((2, size), hvd.rank() + 1, dtype=dtype)
+                for size, dtype in zip(sizes, dtypes, strict=True)
+            ]
             options = {} if kind == "allgather" else {"op": hvd.Sum}
             with pytest.raises(MismatchError):
                 call(tensors, name="group", **options)
+            hvd.barrier()
             assert all(tensor.eq(hvd.rank() + 1).all() for tensor in tensors)
-            assert hvd.metrics().counters["in_flight"] == 0
-        # The engine goes on, with the same name.
+        # The engine goes on.
         whole = [torch.ones(2), torch.ones(3, dtype=torch.int64)]
-        return [t.tolist() for t in hvd.grouped_allreduce(whole, op=hvd.Sum, name="group")]
+        return [t.tolist() for t in hvd.grouped_allreduce(whole, op=hvd.Sum, name="next")]
 
     assert on_ranks(2, body) == [[[2.0, 2.0], [2, 2, 2]]] * 2
 
@@ -210,6 +217,29 @@ def test_asynchronous_group_of_several_dtypes_can_be_polled() -> None:
         return [t.tolist() for t in hvd.synchronize(handle)]
 
     assert on_ranks(2, body) == [[[2.0] * 3, [2, 2], [2.0]]] * 2
+
+
+def test_asynchronous_groups_of_several_dtypes_need_no_order() -> None:
+    def body() -> Any:
+        def start(name: str) -> Any:
+            return hvd.grouped_allreduce_async(
+                [torch.ones(2), torch.ones(1).int()], name=name, op=hvd.Sum
+            )
+
+        names = ["x", "y"] if hvd.rank() == 0 else ["y", "x"]
+        handles = [start(name) for name in names]
+        hvd.barrier()
+        results = [hvd.synchronize(handle) for handle in handles]
+        last = start("last")
+        if hvd.rank() == 0:
+            hvd.join()
+            results.append(hvd.synchronize(last))
+        else:
+            results.append(hvd.synchronize(last))
+            hvd.join()
+        return [[t.tolist() for t in result] for result in results]
+
+    assert on_ranks(2, body) == [[[[2.0, 2.0], [2]]] * 3] * 2
 
 
 def test_names_end_where_the_engine_would_end_them() -> None:
