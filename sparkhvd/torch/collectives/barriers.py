@@ -37,10 +37,11 @@ def join(device: int = -1) -> int:
     mine = ctx.engine.topology.rank
     sets = [each for each in list(ctx.process_sets.values()) if mine in (each.ranks or ())]
     work = ctx.engine.join()
-    # Work on other sets keeps the join of all ranks alive, so these have no time of their own.
+    # They last as long as the join of all ranks, which work outside of a set keeps alive.
     others = [ctx.engine.join(process_set=set_id(each), timeout_s=0) for each in sets]
     work.wait()
     ctx.joins += 1
+    # Now every rank has joined its sets too: what is left is their coordinators' answers.
     for other in others:
-        other.wait()
+        other.wait(ctx.engine.settings.stall_shutdown_s or None)
     return work.output().rows[0]

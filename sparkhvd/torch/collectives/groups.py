@@ -1,8 +1,8 @@
 """Groups of tensors of several element types: one operation per type, and all of them or none.
 
-Each operation carries a digest of the whole group. Where the ranks' groups differ in anything, every operation that
-two ranks have in common is refused on all of them, and the first one they always have in common: it bears the group's
-own name. What only some ranks have is never run.
+Each operation carries a digest of the whole group, so where the ranks' groups differ in anything, every operation that
+all ranks have is refused on all of them. There always is one: the first bears the group's own name. What only some
+ranks have never runs, and stays in flight until its timeout.
 """
 
 from __future__ import annotations
