@@ -83,8 +83,10 @@ __all__ = [
     "ReduceOp",
     "TensorView",
     "Work",
+    "allgather_into_call",
     "allreduce_call",
     "isa_available",
+    "reducescatter_call",
 ]
 
 # Kept for the next operation of the same kind and shapes; a training loop has few kinds.
@@ -134,6 +136,30 @@ def allreduce_call(
     again and again. Otherwise as `Engine.allreduce`.
     """
     return Call(_ALLREDUCE, shapes, dtype, op, 0, prescale, postscale, process_set)
+
+
+def reducescatter_call(
+    shapes: Sequence[tuple[int, ...]],
+    dtype: DType,
+    op: ReduceOp,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: int = 0,
+) -> Call:
+    """A reducescatter for `Engine.start`, as `allreduce_call`; arguments as for `Engine.prepare_reducescatter`."""
+    kind = Collective.REDUCESCATTER
+    return Call(kind, shapes, dtype, op, 0, prescale, postscale, process_set)
+
+
+def allgather_into_call(
+    shapes: Sequence[tuple[int, ...]], dtype: DType, process_set: int = 0
+) -> Call:
+    """The inverse of a reducescatter, in place: every rank has its rows of each tensor and gets the others'.
+
+    For `Engine.start`, as `allreduce_call`. Shapes are equal on all ranks, inputs are outputs; of d rows rank r of n
+    has d // n, and one more if r < d % n.
+    """
+    return Call(Collective.ALLGATHER_INTO, shapes, dtype, 0, 0, 1.0, 1.0, process_set)
 
 
 class Engine:
@@ -292,7 +318,14 @@ class Engine:
         call = Call(Collective.REMOVE_PROCESS_SET, numbers=(process_set,))
         return self.start(call, name or self._number("remove_process_set"))
 
-    def allocate(self, num_bytes: int, *, name: str | None = None, process_set: int = 0) -> Buffer:
+    def allocate(
+        self,
+        num_bytes: int,
+        *,
+        name: str | None = None,
+        process_set: int = 0,
+        one_piece: bool = False,
+    ) -> Buffer:
         """Make registered memory; every rank of the process set must call this, with as many bytes. Waits.
 
         An allreduce whose tensors lie in one buffer, in place and one after the other on every rank, runs
@@ -302,12 +335,15 @@ class Engine:
             num_bytes: 1 or more.
             name: None numbers these calls.
             process_set: whose ranks share it.
+            one_piece: the ranks of a host get the same piece instead of one each. What they write there they
+                must order themselves (`barrier`).
 
         Raises:
-            InvalidArgumentError: there is not enough memory on this rank; or as for `allreduce`.
+            InvalidArgumentError: there is not enough memory on this rank (or, of one piece, on any rank); or as for `allreduce`.
             MismatchError, CollectiveTimeoutError, PeerLostError: as for any operation.
         """
-        call = Call(Collective.REGISTER, process_set=process_set, numbers=(num_bytes,))
+        numbers = (num_bytes, 1) if one_piece else (num_bytes,)
+        call = Call(Collective.REGISTER, process_set=process_set, numbers=numbers)
         work = self.start(call, name or self._number("allocate", process_set))
         work.wait()
         return work.buffer()
@@ -380,7 +416,8 @@ class Engine:
         Of d rows rank r of n gets d // n, and one more if r < d % n; ranks in the order of the process set.
 
         Args:
-            tensors: at least one; `shape` of the input, `output` for this rank's rows, and not the input.
+            tensors: at least one; `shape` of the input, `output` for this rank's rows, which may be where they
+                are in the input.
             dtype: element type of all tensors.
             op: Sum, Average, Min, Max or Product.
             prescale: factor of every input.

@@ -75,6 +75,7 @@ class Collective(IntEnum):
     REMOVE_PROCESS_SET = 8
     REGISTER = 9
     CONFIGURE = 10
+    ALLGATHER_INTO = 11
 
 
 class Knob(IntEnum):

@@ -74,8 +74,12 @@ extern "C" {
 #define SPARKHVD_ADD_PROCESS_SET 7    /* `splits`: its ranks, ascending; output rows[0]: its id */
 #define SPARKHVD_REMOVE_PROCESS_SET 8 /* `splits`: its id */
 /* On the process set whose ranks take part: */
-#define SPARKHVD_REGISTER 9   /* `splits`: bytes; the result is sparkhvd_work_buffer's */
+#define SPARKHVD_REGISTER \
+  9 /* `splits`: bytes; the result is sparkhvd_work_buffer's. A second number of 1:
+                                 one piece per host, which all of its ranks get, or none of the set */
 #define SPARKHVD_CONFIGURE 10 /* `splits`: SPARKHVD_NUM_KNOBS values, 0 = unchanged */
+/* The inverse of reducescatter, in place: every rank has its rows of every tensor, and gets the others'. */
+#define SPARKHVD_ALLGATHER_INTO 11
 
 /* Places in `splits` of SPARKHVD_CONFIGURE. The first two never change a bit of a result. */
 #define SPARKHVD_KNOB_CHUNK_BYTES 0 /* of a pipeline step in shared memory, at most slot_bytes */
@@ -134,8 +138,8 @@ typedef struct sparkhvd_tensor {
   const void* input; /* read until the operation is finished */
   void*
       output; /* written; may equal `input`; NULL where the engine allocates (allgather, alltoall).
-                   reducescatter: this rank's rows, and not `input`: of d rows, the first d % n
-                   ranks of n get one more than d / n */
+                   reducescatter: this rank's rows; may be where these are in `input`: of d rows,
+                   the first d % n ranks of n get one more than d / n. allgather_into: `input` */
   const int64_t* shape; /* [num_dims], copied at submission */
   uint32_t num_dims;
   uint32_t reserved; /* 0 */
@@ -154,12 +158,12 @@ typedef struct sparkhvd_request {
   double postscale; /* allreduce, reducescatter: factor of the result */
   int32_t device;   /* SPARKHVD_DEVICE_CPU or the ordinal of a CUDA device */
   uint32_t
-      num_tensors; /* allreduce: any number, reduced as one ("gather list"); allgather, reducescatter:
-                      at least 1; broadcast, alltoall: 1; others: 0 */
+      num_tensors; /* allreduce: any number, reduced as one ("gather list"); allgather, reducescatter,
+                      allgather_into: at least 1; broadcast, alltoall: 1; others: 0 */
   const sparkhvd_tensor* tensors; /* [num_tensors], copied at submission */
   uint64_t stream;                /* CUstream that produced the inputs; 0 on CPU */
   const int64_t*
-      splits; /* allreduce, allgather, reducescatter: nothing, or one number that must be equal on all
+      splits; /* allreduce, allgather(_into), reducescatter: nothing, or one number that must be equal on all
                  ranks: the digest of a group that is several operations. alltoall: [num_splits] rows for each rank of the set; NULL = equal parts.
                             Others: see the collective */
   uint32_t num_splits;

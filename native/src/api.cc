@@ -323,9 +323,10 @@ int32_t sparkhvd_work_buffer(sparkhvd_work* work, sparkhvd_buffer** buffer, char
       invalid(operation.label() + " registered no memory.");
     }
     if (!operation.segment) {
-      throw Error(SPARKHVD_UNSUPPORTED, operation.label() +
-                                            ": this rank could not make the memory (the reason was "
-                                            "printed). Use ordinary memory.");
+      throw Error(SPARKHVD_UNSUPPORTED,
+                  operation.label() +
+                      ": a rank of this host could not make or map the memory "
+                      "(it printed the reason). Use ordinary memory.");
     }
     *buffer = new sparkhvd_buffer{operation.segment, work->rank};
     return SPARKHVD_OK;
@@ -341,7 +342,8 @@ uint64_t sparkhvd_buffer_bytes(sparkhvd_buffer* buffer) {
 }
 
 int32_t sparkhvd_buffer_is_shared(sparkhvd_buffer* buffer) {
-  return buffer != nullptr && buffer->segment->num_pieces() > 1 ? 1 : 0;
+  if (buffer == nullptr) return 0;
+  return buffer->segment->num_pieces() > 1 || buffer->segment->is_one_piece() ? 1 : 0;
 }
 
 void sparkhvd_buffer_release(sparkhvd_buffer* buffer) {

@@ -495,12 +495,16 @@ void Engine::begin(Group& group, Running& running) {
       return remove_group(running);
     case Collective::kConfigure:
       return configure(group, *running.operation);
-    case Collective::kRegister:
+    case Collective::kRegister: {
+      const bool is_one_piece = descriptor.numbers.size() > 1 && descriptor.numbers[1] == 1;
       running.task =
-          share_memory(*running.context, static_cast<std::size_t>(descriptor.numbers.at(0)));
+          share_memory(*running.context, static_cast<std::size_t>(descriptor.numbers.at(0)),
+                       is_one_piece ? Segment::Kind::kOnePiece : Segment::Kind::kPieceEach);
       return;
+    }
     case Collective::kAllreduce:
     case Collective::kAllgather:
+    case Collective::kAllgatherInto:
     case Collective::kBroadcast:
     case Collective::kAlltoall:
     case Collective::kReducescatter:
@@ -522,6 +526,8 @@ void Engine::conclude(Group& group, Running& running) {
         operation.segment = nullptr;  // sparkhvd_work_buffer says so
         break;
       }
+      // One piece for all is no place where every rank has a tensor of its own.
+      if (operation.segment->is_one_piece()) break;
       std::erase_if(buffers_, [](const auto& buffer) { return buffer.expired(); });
       buffers_.push_back(operation.segment);
       break;

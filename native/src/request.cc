@@ -26,6 +26,7 @@ Form form_of(Collective collective) {
     case Collective::kReducescatter:
       return {.reduces = true, .max_tensors = kAny};
     case Collective::kAllgather:
+    case Collective::kAllgatherInto:
       return {.max_tensors = kAny};
     case Collective::kBroadcast:
     case Collective::kAlltoall:
@@ -163,11 +164,13 @@ class RequestReader {
     total_ += bytes;
     if (total_ > kMaxTensorBytes) refuse("more than 64 TiB.");
     if (bytes > 0 && tensor.input == nullptr) invalid(which + " has no input.");
+    const bool is_divided = descriptor_.collective == Collective::kReducescatter ||
+                            descriptor_.collective == Collective::kAllgatherInto;
+    if (is_divided && shape.empty()) {
+      invalid(which + " is a scalar, and " + std::string(name_of(descriptor_.collective)) +
+              " divides the first dimension. Give it one.");
+    }
     if (descriptor_.collective == Collective::kReducescatter) {
-      if (shape.empty()) {
-        invalid(which +
-                " is a scalar, and reducescatter divides the first dimension. Give it one.");
-      }
       const std::uint64_t own =
           own_rows(shape[0]) * (shape[0] > 0 ? bytes / static_cast<std::uint64_t>(shape[0]) : 0);
       if (own > 0 && tensor.output == nullptr) invalid(which + " has no output.");
@@ -175,9 +178,13 @@ class RequestReader {
       operation_.results.add(tensor.output, tensor.output, own);
     } else {
       const bool needs_output = descriptor_.collective == Collective::kAllreduce ||
+                                descriptor_.collective == Collective::kAllgatherInto ||
                                 descriptor_.collective == Collective::kBroadcast;
       if (bytes > 0 && needs_output && tensor.output == nullptr) {
         invalid(which + " has no output.");
+      }
+      if (descriptor_.collective == Collective::kAllgatherInto && tensor.input != tensor.output) {
+        invalid(which + " has an output that is not its input; allgather_into works in place.");
       }
       operation_.pieces.add(tensor.input, tensor.output, bytes);
     }
@@ -206,15 +213,19 @@ class RequestReader {
         }
         return check_is_global();
       case Collective::kRegister:
-        if (numbers.size() != 1 || numbers[0] < 1 ||
+        if (numbers.empty() || numbers.size() > 2 || numbers[0] < 1 ||
             static_cast<std::uint64_t>(numbers[0]) > kMaxTensorBytes) {
           refuse("give a number of bytes from 1 to 64 TiB.");
+        }
+        if (numbers.size() == 2 && numbers[1] != 0 && numbers[1] != 1) {
+          refuse("the second number is 1 for one piece per host, or 0.");
         }
         return;
       case Collective::kConfigure:
         return check_knobs();
       case Collective::kAllreduce:
       case Collective::kAllgather:
+      case Collective::kAllgatherInto:
       case Collective::kReducescatter:
         if (numbers.size() > 1) refuse("it takes one number, the digest of a group, or none.");
         return;

@@ -1,5 +1,5 @@
 // Memory that the ranks of a host share: every rank of it brings a piece of equal size, and all map
-// all pieces.
+// all pieces; or one of them brings the only piece, which is everybody's.
 #pragma once
 
 #include <cstddef>
@@ -30,16 +30,24 @@ struct Place {
 /// operation.
 class Segment {
  public:
-  Segment(SegmentKey key, std::size_t bytes) : key_(key), bytes_(bytes) {}
+  enum class Kind { kPieceEach, kOnePiece };
+
+  Segment(SegmentKey key, std::size_t bytes, Kind kind = Kind::kPieceEach)
+      : key_(key), bytes_(bytes), kind_(kind) {}
 
   const SegmentKey& key() const noexcept { return key_; }
   /// Of each rank's piece.
   std::size_t bytes() const noexcept { return bytes_; }
   void add(Rank rank, Mapping mapping) { pieces_.insert_or_assign(rank, std::move(mapping)); }
-  bool has(Rank rank) const noexcept { return pieces_.contains(rank); }
+  bool is_one_piece() const noexcept { return kind_ == Kind::kOnePiece; }
+  bool has(Rank rank) const noexcept {
+    return is_one_piece() ? !pieces_.empty() : pieces_.contains(rank);
+  }
   std::size_t num_pieces() const noexcept { return pieces_.size(); }
   /// The piece of a rank that has one.
-  std::byte* data(Rank rank) const { return pieces_.at(rank).data(); }
+  std::byte* data(Rank rank) const {
+    return is_one_piece() ? pieces_.begin()->second.data() : pieces_.at(rank).data();
+  }
   /// Keeps this rank's own piece only (mapping others failed somewhere).
   void keep_only(Rank rank) {
     std::erase_if(pieces_, [rank](const auto& piece) { return piece.first != rank; });
@@ -48,6 +56,7 @@ class Segment {
  private:
   SegmentKey key_;
   std::size_t bytes_;
+  Kind kind_;
   std::map<Rank, Mapping> pieces_;
 };
 

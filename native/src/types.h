@@ -54,8 +54,9 @@ enum class Collective : std::int32_t {
   kRemoveProcessSet = SPARKHVD_REMOVE_PROCESS_SET,
   kRegister = SPARKHVD_REGISTER,
   kConfigure = SPARKHVD_CONFIGURE,
+  kAllgatherInto = SPARKHVD_ALLGATHER_INTO,
 };
-inline constexpr std::int32_t kNumCollectives = SPARKHVD_CONFIGURE + 1;
+inline constexpr std::int32_t kNumCollectives = SPARKHVD_ALLGATHER_INTO + 1;
 
 /// Bytes of one element.
 constexpr std::size_t element_size(DType dtype) noexcept {
@@ -160,6 +161,8 @@ constexpr std::string_view name_of(Collective collective) noexcept {
       return "register_memory";
     case Collective::kConfigure:
       return "configure";
+    case Collective::kAllgatherInto:
+      return "allgather_into";
   }
   return "unknown collective";
 }

@@ -351,6 +351,67 @@ TEST(reducescatter_divides_any_number_of_rows_on_every_layout) {
   });
 }
 
+TEST(reducescatter_and_allgather_into_in_place_are_an_allreduce_on_every_layout) {
+  on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
+    const auto members = static_cast<std::size_t>(size);
+    const auto me = static_cast<std::size_t>(rank);
+    for (const std::int32_t dtype : {SPARKHVD_FLOAT64, SPARKHVD_BFLOAT16, SPARKHVD_INT8}) {
+      for (const auto& shapes : std::vector<std::vector<Sizes>>{
+               {shape_of(members, 1)},
+               {shape_of(members + 1, 3), shape_of(0, 5), shape_of(1, 7), shape_of(members - 1, 1)},
+               {shape_of(2, 0)},
+               {shape_of(20011, 3), shape_of(1, 1), shape_of(41, 1000), shape_of(99999, 1)}}) {
+        std::vector<Tensor> tensors;
+        for (const auto& shape : shapes) {
+          tensors.emplace_back(
+              dtype, values_of(rank, static_cast<std::size_t>(shape[0] * shape[1]), dtype));
+        }
+        Request scatter(SPARKHVD_REDUCESCATTER, "scatter", dtype);
+        Request gather(SPARKHVD_ALLGATHER_INTO, "gather", dtype);
+        for (std::size_t i = 0; i < shapes.size(); ++i) {
+          const auto rows = static_cast<std::size_t>(shapes[i][0]);
+          const std::size_t first = me * (rows / members) + std::min(me, rows % members);
+          const std::size_t row_bytes = rows == 0 ? 0 : tensors[i].bytes().size() / rows;
+          std::byte* data = tensors[i].data();
+          scatter.tensor(data, data + first * row_bytes, shapes[i]);
+          gather.tensor(data, data, shapes[i]);
+        }
+        CHECK_EQUAL(engine.submit(scatter.raw()).wait().message, "");
+        CHECK_EQUAL(engine.submit(gather.raw()).wait().message, "");
+        for (std::size_t i = 0; i < shapes.size(); ++i) {
+          const auto count = static_cast<std::size_t>(shapes[i][0] * shapes[i][1]);
+          check_close(tensors[i].values(), expected_of(size, count, dtype, SPARKHVD_SUM), dtype,
+                      label(dtype, SPARKHVD_SUM, i));
+        }
+      }
+    }
+  });
+}
+
+TEST(allgather_into_refuses_what_it_cannot_do) {
+  on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
+    Tensor first(SPARKHVD_FLOAT32, Numbers(8));
+    Tensor second(SPARKHVD_FLOAT32, Numbers(8));
+    const auto refused = [&](const void* input, void* output, const Sizes& shape) {
+      Request request(SPARKHVD_ALLGATHER_INTO, "wrong", SPARKHVD_FLOAT32);
+      request.tensor(input, output, shape);
+      Status status;
+      engine.submit(request.raw(), &status);
+      CHECK_EQUAL(status.code, SPARKHVD_INVALID_ARGUMENT);
+      return status.message;
+    };
+    CHECK(refused(first.data(), first.data(), {}).find("is a scalar") != std::string::npos);
+    CHECK(refused(first.data(), second.data(), {8}).find("works in place") != std::string::npos);
+    CHECK(refused(first.data(), nullptr, {8}).find("has no output") != std::string::npos);
+    if (size == 1) return;
+    Request request(SPARKHVD_ALLGATHER_INTO, "differs", SPARKHVD_FLOAT32);
+    request.tensor(first.data(), first.data(), {rank == 0 ? 7 : 8});
+    const auto status = engine.submit(request.raw()).wait();
+    CHECK_EQUAL(status.code, SPARKHVD_MISMATCH);
+    CHECK(status.message.find("ranks disagree on shape") != std::string::npos);
+  });
+}
+
 TEST(reducescatter_scales_before_and_after) {
   on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
     constexpr std::size_t kColumns = 3001;

@@ -46,9 +46,11 @@ Status sum(TestEngine& engine, const std::string& name, Floats& data, std::int32
 
 class Buffer {
  public:
-  Buffer(TestEngine& engine, std::int64_t bytes, std::int32_t process_set = 0) {
+  Buffer(TestEngine& engine, std::int64_t bytes, std::int32_t process_set = 0,
+         bool is_one_piece = false) {
     Request request(SPARKHVD_REGISTER, "register");
-    TestWork work = engine.submit(request.numbers({bytes}).on(process_set).raw());
+    TestWork work =
+        engine.submit(request.numbers({bytes, is_one_piece ? 1 : 0}).on(process_set).raw());
     CHECK_EQUAL(work.wait().message, "");
     char text[1024] = "";
     CHECK_MESSAGE(sparkhvd_work_buffer(work.get(), &buffer_, text, sizeof(text)) == SPARKHVD_OK,
@@ -64,6 +66,32 @@ class Buffer {
 };
 
 }  // namespace
+
+TEST(one_piece_of_memory_is_every_rank_of_the_hosts) {
+  for (const auto& hosts : kLayouts) {
+    run_ranks(world(hosts), [&](TestEngine& engine, std::int32_t rank) {
+      const auto barrier = [&](const char* name) {
+        Request request(SPARKHVD_BARRIER, name);
+        CHECK_EQUAL(run(engine, request).message, "");
+      };
+      const auto me = static_cast<std::size_t>(rank);
+      Buffer buffer(engine, 100000, 0, true);
+      CHECK(buffer.is_shared());
+      buffer.data()[me] = static_cast<float>(rank + 1);
+      barrier("written");
+      for (std::size_t other = 0; other < hosts.size(); ++other) {
+        const bool is_mate = hosts[other] == hosts[me];
+        CHECK_EQUAL(buffer.data()[other], is_mate ? static_cast<float>(other + 1) : 0.0F);
+      }
+      barrier("read");
+      // It is no place where every rank has a tensor of its own: each reduces the one that there is.
+      Floats own(7, static_cast<float>(rank));
+      CHECK_EQUAL(sum(engine, "x", own).message, "");
+      const auto last = static_cast<float>(hosts.size() - 1);
+      CHECK(own == Floats(7, last * (last + 1) / 2));
+    });
+  }
+}
 
 TEST(process_sets_reduce_among_their_ranks_only) {
   for (const auto& hosts : kLayouts) {

@@ -74,7 +74,9 @@ Task allgather(Context& context) {
     });
   }
   co_await transfers.all_received();
-  co_await share_in_island(context, result, contributions);
+  Pieces whole;
+  whole.add(result.data(), result.data(), result.size());
+  co_await share_in_island(context, whole, contributions);
   co_await transfers.all_sent();
 }
 

@@ -44,6 +44,8 @@ Task run_collective(Context& context) {
       return allreduce(context);
     case Collective::kAllgather:
       return allgather(context);
+    case Collective::kAllgatherInto:
+      return allgather_into(context);
     case Collective::kBroadcast:
       return broadcast(context);
     case Collective::kAlltoall:
@@ -122,6 +124,21 @@ Scaling scaling_of(const Context& context) noexcept {
     scaling.divisor = static_cast<int>(context.communicator.team().size());
   }
   return scaling;
+}
+
+RangeList rows_of(const Descriptor& descriptor, std::size_t members, std::size_t member) {
+  RangeList slice;
+  std::size_t begin = 0;
+  for (const auto& shape : descriptor.shapes) {
+    const std::size_t row_bytes =
+        row_elements(shape, descriptor.dtype) * element_size(descriptor.dtype);
+    const auto rows = static_cast<std::size_t>(shape.at(0));
+    const std::size_t before = member * (rows / members) + std::min(member, rows % members);
+    const std::size_t own = rows / members + (member < rows % members ? 1 : 0);
+    slice.add({begin + before * row_bytes, own * row_bytes});
+    begin += rows * row_bytes;
+  }
+  return slice;
 }
 
 std::size_t total_bytes(const Descriptor& descriptor) {

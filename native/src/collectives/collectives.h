@@ -75,6 +75,8 @@ std::uint64_t island_allreduce_chunks(const Communicator& communicator, const Te
 Task adasum_allreduce(Context& context);
 
 Task allgather(Context& context);
+/// The inverse of reducescatter, in place.
+Task allgather_into(Context& context);
 Task broadcast(Context& context);
 Task alltoall(Context& context);
 Task reducescatter(Context& context);
@@ -82,8 +84,10 @@ Task reducescatter(Context& context);
 /// Every rank of the team brings `bytes` of new memory and maps what its island brought:
 /// `context.segment`, with this rank's own piece only where some rank of the island could not (and
 /// without that, where this one could not). In the end all ranks of the team have answered, and
-/// `context.team` has islands of one rank where memory is not shared.
-Task share_memory(Context& context, std::size_t bytes);
+/// `context.team` has islands of one rank where memory is not shared. Of the kind with one piece only
+/// the first rank of each island brings memory, and no rank has a segment if one of them could not map it.
+Task share_memory(Context& context, std::size_t bytes,
+                  Segment::Kind kind = Segment::Kind::kPieceEach);
 
 // Steps of collectives.
 
@@ -94,8 +98,8 @@ struct Contribution {
   std::size_t bytes;
 };
 
-/// Passes ranges of `result` from the ranks that have them to all ranks of the island.
-Task share_in_island(Context& context, std::span<std::byte> result,
+/// Passes ranges of `result`, in place, from the ranks that have them to all ranks of the island.
+Task share_in_island(Context& context, const Pieces& result,
                      std::span<const Contribution> contributions);
 
 /// What each rank of the island does with each chunk of a passage.
@@ -127,6 +131,8 @@ Scaling scaling_of(const Context& context) noexcept;
 
 /// Bytes of all tensors of a descriptor.
 std::size_t total_bytes(const Descriptor& descriptor);
+/// The bytes of all tensors that one of the members gets when first dimensions are divided.
+RangeList rows_of(const Descriptor& descriptor, std::size_t members, std::size_t member);
 /// Elements of all dimensions behind the first; 1 for a scalar.
 std::size_t row_elements(std::span<const std::int64_t> shape, DType dtype);
 

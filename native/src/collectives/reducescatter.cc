@@ -14,22 +14,6 @@ namespace {
 // Bytes received before they are added up, so that this overlaps with receiving.
 constexpr std::size_t kSegmentBytes = 1 << 20;
 
-/// The bytes of all tensors that one member gets.
-RangeList slice_of(const Descriptor& descriptor, std::size_t members, std::size_t member) {
-  RangeList slice;
-  std::size_t begin = 0;
-  for (const auto& shape : descriptor.shapes) {
-    const std::size_t row_bytes =
-        row_elements(shape, descriptor.dtype) * element_size(descriptor.dtype);
-    const auto rows = static_cast<std::size_t>(shape.at(0));
-    const std::size_t before = member * (rows / members) + std::min(member, rows % members);
-    const std::size_t own = rows / members + (member < rows % members ? 1 : 0);
-    slice.add({begin + before * row_bytes, own * row_bytes});
-    begin += rows * row_bytes;
-  }
-  return slice;
-}
-
 class Reducescatter {
  public:
   explicit Reducescatter(Context& context)
@@ -41,7 +25,7 @@ class Reducescatter {
         element_(element_size(dtype_)),
         is_raw_(team_.is_all_alone()),
         unit_(is_raw_ ? element_ : element_size(accumulation_type(dtype_))),
-        own_(slice_of(context.operation.descriptor, team_.size(), team_.index())) {
+        own_(rows_of(context.operation.descriptor, team_.size(), team_.index())) {
     for (std::size_t local = 0; local < team_.local_size(); ++local) {
       charges_.push_back(charge_of(local));
     }
@@ -192,7 +176,7 @@ class Reducescatter {
     Charge charge;
     const auto add = [&](Rank rank) {
       const RangeList slice =
-          slice_of(context_.operation.descriptor, team_.size(), team_.index_in(rank));
+          rows_of(context_.operation.descriptor, team_.size(), team_.index_in(rank));
       slice.for_range(0, slice.size(), [&](std::size_t place, std::size_t, std::size_t size) {
         charge.bytes.add({place, size});
       });

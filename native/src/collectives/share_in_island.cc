@@ -1,13 +1,12 @@
-// The last step of allgather and broadcast inside a host: ranges of the result go from the ranks
+// The last step of allgathers and broadcast inside a host: ranges of the result go from the ranks
 // that have them to the others, through the slots of shared memory.
 #include <algorithm>
-#include <cstring>
 
 #include "collectives/collectives.h"
 
 namespace sparkhvd {
 
-Task share_in_island(Context& context, std::span<std::byte> result,
+Task share_in_island(Context& context, const Pieces& result,
                      std::span<const Contribution> contributions) {
   const Communicator& communicator = context.communicator;
   const Team& team = context.team;
@@ -25,7 +24,7 @@ Task share_in_island(Context& context, std::span<std::byte> result,
     gifts[team.local_index()].for_range(
         chunk * chunk_bytes, chunk_bytes,
         [&](std::size_t place, std::size_t offset, std::size_t bytes) {
-          std::memcpy(slot + offset, result.data() + place, bytes);
+          result.read(place, {slot + offset, bytes});
         });
   };
   passage.take = [&](std::uint64_t chunk, std::uint64_t number) {
@@ -34,7 +33,7 @@ Task share_in_island(Context& context, std::span<std::byte> result,
       const std::byte* slot = communicator.slot(team.island()[local], number);
       gifts[local].for_range(chunk * chunk_bytes, chunk_bytes,
                              [&](std::size_t place, std::size_t offset, std::size_t bytes) {
-                               std::memcpy(result.data() + place, slot + offset, bytes);
+                               result.write(place, {slot + offset, bytes});
                              });
     }
   };

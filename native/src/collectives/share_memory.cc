@@ -35,17 +35,18 @@ std::vector<Rank> others(std::span<const Rank> ranks, Rank self) {
 
 class SharedMemory {
  public:
-  SharedMemory(Context& context, std::size_t bytes)
+  SharedMemory(Context& context, std::size_t bytes, Segment::Kind kind)
       : context_(context), world_(context.communicator.world()), team_(context.team) {
     const SegmentKey key{context.communicator.process_set(), context.agreed.sequence};
-    context.segment = std::make_shared<Segment>(key, bytes);
+    context.segment = std::make_shared<Segment>(key, bytes, kind);
   }
   const SegmentKey& key() const noexcept { return context_.segment->key(); }
 
   std::optional<Fd> create() {
     const std::size_t bytes = context_.segment->bytes();
     try {
-      if (auto shortage = memory_shortage(bytes, bytes * team_.local_size())) {
+      const std::size_t pieces = context_.segment->is_one_piece() ? 1 : team_.local_size();
+      if (auto shortage = memory_shortage(bytes, bytes * pieces)) {
         warn(*shortage);
         return std::nullopt;
       }
@@ -108,21 +109,28 @@ class SharedMemory {
 
 }  // namespace
 
-Task share_memory(Context& context, std::size_t bytes) {
+Task share_memory(Context& context, std::size_t bytes, Segment::Kind kind) {
   context.algorithm = "share_memory";
   World& world = context.communicator.world();
   const Team& team = context.team;
-  SharedMemory work(context, bytes);
+  SharedMemory work(context, bytes, kind);
   const SegmentKey key = work.key();
-  const auto mates = others(team.island(), team.self());
+  const bool is_one_piece = kind == Segment::Kind::kOnePiece;
+  const bool brings = !is_one_piece || team.local_index() == 0;
+  // Whose memory this rank maps.
+  auto mates = others(team.island(), team.self());
+  const auto takers = brings ? mates : std::vector<Rank>{};
+  if (is_one_piece) {
+    mates = brings ? std::vector<Rank>{} : std::vector<Rank>{team.island().front()};
+  }
   const auto peers = others(team.ranks(), team.self());
   bool ok = false;
   {
-    const auto memory = work.create();
-    work.offer(memory, mates);
+    const auto memory = brings ? work.create() : std::nullopt;
+    work.offer(memory, takers);
     const auto has_offer = [&](Rank rank) { return world.offer(key, rank) != nullptr; };
     co_await Arrived(has_offer, mates);
-    ok = work.map(mates) && memory.has_value();
+    ok = work.map(mates) && (memory.has_value() || !brings);
   }
   work.announce(ok, peers);
   const auto has_answer = [&](Rank rank) { return world.mapped(key, rank).has_value(); };
@@ -130,6 +138,11 @@ Task share_memory(Context& context, std::size_t bytes) {
   const auto is_mapped = [&](Rank rank) {
     return rank == team.self() ? ok : world.mapped(key, rank).value();
   };
+  if (is_one_piece) {
+    if (!std::ranges::all_of(team.ranks(), is_mapped)) context.segment = nullptr;
+    world.forget(key);
+    co_return;
+  }
   std::vector<std::vector<Rank>> islands;
   for (const auto& island : team.islands()) {
     if (std::ranges::all_of(island, is_mapped)) {
