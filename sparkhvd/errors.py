@@ -35,10 +35,6 @@ class InvalidArgumentError(SparkhvdError, ValueError):
     """The call is wrong, and only the caller can mend it. Never retried."""
 
 
-class NotInitializedError(InvalidArgumentError):
-    """The call needs `init()` first, or came after `shutdown()`."""
-
-
 class MismatchError(InvalidArgumentError, RuntimeError):
     """Ranks disagree on shape, dtype, operation or root.
 
@@ -59,6 +55,13 @@ class CollectiveError(SparkhvdError, RuntimeError):
 
     The contents of every buffer that was in flight are undefined, and the engine is unusable until it is
     initialised again.
+    """
+
+
+class NotInitializedError(InvalidArgumentError, CollectiveError):
+    """The call needs `init()` first, or came after `shutdown()`.
+
+    A ValueError, and for operations what Horovod raises: also a `HorovodInternalError`.
     """
 
 

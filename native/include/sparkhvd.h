@@ -26,7 +26,7 @@ extern "C" {
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
 #define SPARKHVD_ABI_VERSION 3
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
-#define SPARKHVD_WIRE_VERSION 4
+#define SPARKHVD_WIRE_VERSION 5
 
 /* Status of a call or of a finished operation. */
 #define SPARKHVD_OK 0
@@ -74,9 +74,9 @@ extern "C" {
 #define SPARKHVD_ADD_PROCESS_SET 7    /* `splits`: its ranks, ascending; output rows[0]: its id */
 #define SPARKHVD_REMOVE_PROCESS_SET 8 /* `splits`: its id */
 /* On the process set whose ranks take part: */
-#define SPARKHVD_REGISTER \
-  9 /* `splits`: bytes; the result is sparkhvd_work_buffer's. A second number of 1:
-                                 one piece per host, which all of its ranks get, or none of the set */
+/* `splits`: bytes; the result is sparkhvd_work_buffer's. A second number of 1: one piece per host, which
+ * all of its ranks get, or no rank of the set. */
+#define SPARKHVD_REGISTER 9
 #define SPARKHVD_CONFIGURE 10 /* `splits`: SPARKHVD_NUM_KNOBS values, 0 = unchanged */
 /* The inverse of reducescatter, in place: every rank has its rows of every tensor, and gets the others'. */
 #define SPARKHVD_ALLGATHER_INTO 11

@@ -322,12 +322,12 @@ def _report_of(error: BaseException) -> dict[str, Any]:
 
 def _is_consequence(error: BaseException) -> bool:
     """Whether an exception exists only because another rank was lost."""
-    from sparkhvd.errors import CollectiveError
+    from sparkhvd.errors import CollectiveError, NotInitializedError
 
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
-        if isinstance(current, CollectiveError):
+        if isinstance(current, CollectiveError) and not isinstance(current, NotInitializedError):
             return True
         seen.add(id(current))
         current = current.__cause__ or current.__context__
