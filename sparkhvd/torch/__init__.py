@@ -74,6 +74,7 @@ from sparkhvd.torch.process_sets import (
     remove_process_set,
 )
 from sparkhvd.torch.registered import registered_empty
+from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
 
 if TYPE_CHECKING:
     from sparkhvd.rendezvous import Rendezvous
@@ -95,6 +96,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -156,7 +158,7 @@ __all__ = [
 ]
 
 # Horovod's names that this version does not have yet.
-_LATER = frozenset({"SyncBatchNorm", "elastic"})
+_LATER = frozenset({"elastic"})
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -1,0 +1,375 @@
+"""`SyncBatchNorm`: batch normalization whose statistics are those of all ranks' rows together."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch._context import context, is_initialized
+from sparkhvd.torch.collectives import Sum, allreduce
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
+
+__all__ = ["SyncBatchNorm"]
+
+# Layers are counted where they are made, or, where that cannot be, at their first batch.
+MADE = "sync_batch_norm"
+LATE = "sync_batch_norm.late"
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization over the batches of all ranks, as if they were one batch.
+
+    In training every rank of the process set must call it, and run the backward pass, equally often; a rank
+    without rows gives a batch of 0 rows, and the numbers of rows may differ. Evaluation communicates nothing,
+    nor does training on one rank or on a rank that is not in the process set: there it is torch's own batch
+    normalization. Gradients of weight and bias are those of this rank's rows, which `DistributedOptimizer`
+    reduces as all others. A gradient of the gradient is an error.
+
+    Takes batches of 2 to 5 dimensions and more, (rows, channels, ...), in any memory format; half types have
+    their statistics in float32. State is exchangeable with `torch.nn.BatchNorm1d` and its siblings.
+
+    Layers may run in any order and on several threads, because each has a name of its own. It is counted where
+    the layer is made after `init()`: every rank then makes its layers in the same order, as with
+    `DistributedOptimizer`; a layer for one rank alone is better torch's own. A layer made before `init()`, and
+    a copy by `copy.deepcopy`, take theirs at their first batch, which must come in the same order on every
+    rank; any rank may alone make copies that it does not train. A pickled layer keeps its name, as does one
+    that outlives `shutdown()`. Ranks that have called `join()` count as ranks without rows.
+
+    Args:
+        num_features: channels.
+        eps: added to the variance.
+        momentum: weight of a batch in the running statistics; None means the average of all batches.
+        affine: whether it has a weight and a bias.
+        track_running_stats: whether it keeps running statistics, for evaluation.
+        process_set: the ranks whose batches count as one. It need not be registered yet.
+        device: of parameters and buffers.
+        dtype: of parameters and buffers.
+
+    Raises (in `forward`):
+        InvalidArgumentError: the batch has fewer than 2 dimensions or other channels, or all ranks together have
+            1 value per channel, which is raised on every rank.
+        NotInitializedError: in training, `init()` was not called.
+        MismatchError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
+
+    Cost: in training one allreduce of 2 num_features + 1 numbers times ranks in the forward pass, and one of
+    2 num_features in the backward pass if the input needs a gradient.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        process_set: ProcessSet = global_process_set,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if not isinstance(process_set, ProcessSet):
+            raise InvalidArgumentError(
+                f"SyncBatchNorm(process_set={process_set!r}): expected a ProcessSet. Give what add_process_set() "
+                "returned."
+            )
+        self.process_set = process_set
+        self._name: str | None = None
+        self._counted_as = LATE  # what it takes a number of at its first batch, if it has no name
+        if is_initialized() and (number := _find(process_set).process_set_id) is not None:
+            self._name = f"{MADE}.{context().number(MADE, number)}"
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: nn.Module, process_set: ProcessSet = global_process_set
+    ) -> nn.Module:
+        """Put a layer of this class in the place of every `BatchNorm1d`, `2d`, `3d` and `torch.nn.SyncBatchNorm`.
+
+        The new layers have the old ones' parameters and buffers themselves, so an optimizer may have been built
+        before; a layer that has two places keeps both. Every rank must call this, with the same module.
+
+        Returns:
+            The module, changed; if it is itself a batch normalization, the layer for it.
+
+        Raises:
+            InvalidArgumentError: a lazy layer does not know its channels yet.
+        """
+        return _convert(cls, module, process_set, {})
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise InvalidArgumentError(
+                f"SyncBatchNorm: expected at least 2D input (got {input.dim()}D input). Give (rows, channels, ...)."
+            )
+        if input.shape[1] != self.num_features and (self.affine or self.track_running_stats):
+            raise InvalidArgumentError(
+                f"SyncBatchNorm({self.num_features}): the input of shape {tuple(input.shape)} has "
+                f"{input.shape[1]} channels. Give {self.num_features}."
+            )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize a batch; with all ranks if in training."""
+        if not self.training:
+            return super().forward(input)
+        process_set = _find(self.process_set)
+        number, ranks = set_id(process_set), members(process_set)
+        if len(ranks) < 2 or context().engine.topology.rank not in ranks:
+            return super().forward(input)
+        self._check_input_dim(input)
+        group = _Group(self._take_name(number), process_set)
+        input = _dense(input)
+        statistics = _global_statistics(input, group)
+        self._track(statistics)
+        normalized: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]  # torch's
+            input, self.weight, self.bias, *statistics, self.eps, group
+        )
+        return normalized
+
+    def _take_name(self, process_set: int) -> str:
+        if self._name is None:
+            self._name = context().name(self._counted_as, None, process_set)
+        return self._name
+
+    @torch.no_grad()
+    def _track(self, statistics: _Statistics) -> None:
+        """Bring the running statistics up to date, as torch's own layers do."""
+        if not self.track_running_stats:
+            return
+        factor = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        if self.running_mean is None or self.running_var is None:
+            return
+        mean, variance, total = statistics
+        # Without rows anywhere nothing changes; decided without waiting for the device.
+        weight = total.clamp(max=1) * factor
+        unbiased = variance * (total / (total - 1).clamp(min=1))
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.copy_(running.to(new.dtype).lerp(new, weight))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        # The original may be at work at the same time. A number is taken only when the copy is trained, so
+        # ranks may make copies for themselves.
+        if made._name is not None:
+            made._name, made._counted_as = None, f"{made._name}.copy"
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process set belongs to this process; what travels is its ranks.
+        is_global = self.process_set is global_process_set
+        return {**self.__dict__, "process_set": None if is_global else self.process_set.ranks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ranks = state["process_set"]
+        process_set = global_process_set if ranks is None else ProcessSet(ranks)
+        super().__setstate__({**state, "process_set": process_set})  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Group(NamedTuple):
+    """Whose batches count as one, and how the layer's operations are called."""
+
+    name: str
+    process_set: ProcessSet
+
+
+class _Statistics(NamedTuple):
+    """Of all ranks' rows: mean and variance (divided by the total) per channel, and the total: values per channel."""
+
+    mean: Tensor
+    variance: Tensor
+    total: Tensor
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalize with given statistics, which the gradient takes as functions of all ranks' inputs."""
+
+    @staticmethod
+    def forward(  # noqa: D102 - what the class says
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        total: Tensor,
+        eps: float,
+        group: _Group,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, mean, variance, total)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.arguments = (eps, group)
+        return _affine(input, mean, variance, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: D102
+        input, weight, mean, variance, total = ctx.saved_tensors
+        eps, group = ctx.arguments
+        gradient = gradient.contiguous(memory_format=_format(input))
+        sums = _gradient_sums(gradient, input, mean, variance, eps)
+        of_input = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            name = f"{group.name}.backward"
+            everywhere = allreduce(sums, name=name, op=Sum, process_set=group.process_set)
+            scale = (variance + eps).rsqrt()
+            scale = scale if weight is None else scale * weight.to(scale.dtype)
+            # No rows at all: then there is nothing to divide either.
+            average = everywhere * (-scale / total.clamp(min=1))
+            of_input = _affine(input, mean, variance, average[1], average[0], eps)
+            of_input.addcmul_(gradient, scale.view(-1, *[1] * (input.dim() - 2)))
+        if weight is not None and ctx.needs_input_grad[1]:
+            of_weight = sums[1].to(weight.dtype)
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
+            of_bias = sums[0].to(ctx.bias_dtype)
+        return of_input, of_weight, of_bias, None, None, None, None, None
+
+
+def _affine(
+    input: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """`(input - mean) / sqrt(variance + eps) * weight + bias` per channel, in one pass."""
+    weight, bias = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
+    return nn.functional.batch_norm(input, mean, variance, weight, bias, eps=eps)
+
+
+def _gradient_sums(
+    gradient: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    """Of this rank's rows, per channel: the sum of the gradient, and of its products with the normalized input."""
+    if input.numel() == 0:
+        return mean.new_zeros(2, len(mean))
+    _, products, plain = torch.ops.aten.native_batch_norm_backward(
+        gradient, input, None, mean, variance, None, None, False, eps, [False, True, True]
+    )
+    return torch.stack([plain, products])
+
+
+@torch.no_grad()
+def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
+    """The statistics of all ranks' rows; every rank gets the same bits.
+
+    Raises:
+        InvalidArgumentError: there is only one value per channel; raised on every rank.
+    """
+    channels = input.shape[1]
+    local = _local_statistics(input.detach())
+    # A sum of rows of which each rank fills its own: as small operations go, faster than an allgather, and
+    # ranks that have joined count as ranks without rows.
+    ranks = members(group.process_set)
+    rows = local.new_zeros(len(ranks), len(local))
+    rows[ranks.index(context().engine.topology.rank)] = local
+    name = f"{group.name}.forward"
+    parts = allreduce(rows, name=name, op=Sum, process_set=group.process_set)
+    means, variances, counts = parts.split([channels, channels, 1], dim=1)
+    total = counts.sum()
+    # The device is waited for only where this rank's rows are not enough to know.
+    if input.numel() <= channels and total.item() == 1:
+        raise InvalidArgumentError(
+            "SyncBatchNorm: Expected more than 1 value per channel when training, got input size "
+            f"{tuple(input.shape)} on this rank and 1 value per channel on all {len(parts)} ranks together. "
+            "Give more rows, or call eval()."
+        )
+    # Mean and variance of the union of samples, from differences of means instead of sums of squares, which
+    # would cancel (Chan, Golub, LeVeque 1979).
+    shares = counts / total.clamp(min=1)
+    mean = (shares * means).sum(0)
+    variance = (shares * (variances + (means - mean).square())).sum(0)
+    return _Statistics(mean, variance, total)
+
+
+def _local_statistics(input: Tensor) -> Tensor:
+    """Mean and variance of this rank's rows per channel, then the number of values per channel."""
+    channels = input.shape[1]
+    dtype = torch.float32 if input.dtype in HALVES else input.dtype
+    if input.numel() == 0:
+        return input.new_zeros(2 * channels + 1, dtype=dtype)
+    running: tuple[Tensor | None, Tensor | None] = (None, None)
+    if input.dtype in HALVES:
+        # Running statistics of float32 make the CPU's kernel compute in float32.
+        running = input.new_zeros(channels, dtype=dtype), input.new_zeros(channels, dtype=dtype)
+    mean, variance = torch.batch_norm_update_stats(input, *running, 0.0)
+    return torch.cat([mean, variance, mean.new_full((1,), input.numel() // channels)])
+
+
+def _format(input: Tensor) -> torch.memory_format:
+    """The memory format of a dense tensor."""
+    if not input.is_contiguous():
+        for dimensions, each in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if input.dim() == dimensions and input.is_contiguous(memory_format=each):
+                return each
+    return torch.contiguous_format
+
+
+def _dense(input: Tensor) -> Tensor:
+    """The tensor, copied unless it lies densely in a format that torch has fast kernels for."""
+    return input.contiguous(memory_format=_format(input))
+
+
+def _find(process_set: ProcessSet) -> ProcessSet:
+    """The set, or that of the same ranks which is registered now: a copy and a new `init()` make new objects."""
+    if process_set is global_process_set:
+        return process_set
+    found: ProcessSet = context().process_sets.get(tuple(process_set.ranks or ()), process_set)
+    return found
+
+
+def _convert(
+    kind: type[SyncBatchNorm],
+    module: nn.Module,
+    process_set: ProcessSet,
+    made: dict[nn.Module, nn.Module],
+) -> nn.Module:
+    if module not in made:
+        result = module
+        if isinstance(module, _BatchNorm):
+            result = _converted(kind, module, process_set)
+        made[module] = result
+        for name, child in list(module._modules.items()):
+            if child is not None:
+                result._modules[name] = _convert(kind, child, process_set, made)
+    return made[module]
+
+
+def _converted(
+    kind: type[SyncBatchNorm], layer: _BatchNorm, process_set: ProcessSet
+) -> SyncBatchNorm:
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin):
+        raise InvalidArgumentError(
+            f"convert_sync_batchnorm: {type(layer).__name__} does not know its channels before its first batch. "
+            "Give it one, or say num_features."
+        )
+    made = kind(
+        layer.num_features,
+        layer.eps,
+        layer.momentum,
+        layer.affine,
+        layer.track_running_stats,
+        process_set=process_set,
+        device="meta",  # nothing is allocated: all that it has comes from the old layer
+    )
+    made._parameters.update(layer._parameters)
+    made._buffers.update(layer._buffers)
+    made.training = layer.training
+    if hasattr(layer, "qconfig"):
+        made.qconfig = layer.qconfig
+    return made
