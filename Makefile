@@ -165,6 +165,9 @@ bench: env
 	@$(PY) benchmarks/timeline.py
 	@$(PY) benchmarks/network.py
 	@$(PY) benchmarks/scale.py
+	@$(PY) benchmarks/step.py
+	@$(PY) benchmarks/compression.py
+	@$(PY) benchmarks/scaling.py
 
 clean:
 	rm -rf build dist demo-output spark-warehouse artifacts sparkhvd/lib/*.so *.egg-info \
