@@ -1,6 +1,7 @@
 """Gradients in buckets, submitted from autograd's hooks while backward still runs.
 
-A bucket is a gather list: the gradients' own memory, reduced as one operation and in place, without a copy.
+A bucket is reduced as one operation: `dense_gradients` (a gather list over the gradients' own memory),
+`sparse_gradients`, `powersgd`. This file decides which parameters are together and when a bucket is submitted.
 
 **Threads.** Hooks run on autograd's threads (for CPU parameters the thread that called `backward`), everything
 else on the thread that calls the optimizer; both under the GIL, never at the same time.
@@ -14,16 +15,17 @@ completes it, and when backward ends the others follow, with zeros for parameter
 ends it. All ranks therefore submit the same operations whatever part of the model each of them used. With
 `Sum` and `Average` one flag per parameter travels along, so that a parameter that no rank used ends without
 gradient, exactly as in one process.
+
+**The first cycle** submits nothing before its backward ends: only then all ranks can agree that they have the same
+parameters and which of their gradients are sparse, and that needs every rank.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -31,14 +33,25 @@ import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
 
-from sparkhvd.engine import ReduceOp, Work, allreduce_call
+from sparkhvd.engine import ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.torch._context import Context
-from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
+from sparkhvd.torch.agreement import Agreement
 from sparkhvd.torch.collectives.broadcasts import start_broadcast
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compression, Compressor
+from sparkhvd.torch.dense_gradients import (
+    Bucket,
+    DenseBucket,
+    Entry,
+    Parked,
+    ReduceOptions,
+    ViewBucket,
+)
 from sparkhvd.torch.gradient_memory import GradientMemory, needed_bytes
+from sparkhvd.torch.powersgd import LowRankBucket, PowerSGD
+from sparkhvd.torch.sharded_bucket import ShardedBucket
+from sparkhvd.torch.sparse_gradients import LayoutVote, SparseBucket
 
 __all__ = ["ReduceOptions", "Reducer", "plan_buckets"]
 
@@ -91,132 +104,6 @@ def plan_buckets(
     return sorted(buckets, key=lambda bucket: place[bucket[-1]])
 
 
-@dataclass(frozen=True)
-class ReduceOptions:
-    """How gradients are reduced.
-
-    Attributes:
-        op: the reduction.
-        prescale: factor of every rank's gradient.
-        postscale: factor of the result.
-        compression: what is sent in place of the gradients.
-        passes: backward passes per cycle; their gradients add up locally and are not divided.
-        sparse_as_dense: send sparse gradients as dense ones, else they are an error.
-        bucket_bytes: when a bucket is full.
-        groups: parameter numbers that share a bucket.
-        process_set: the engine's number of the ranks that reduce.
-        ranks: their global ranks, ascending.
-        as_views: gradients live in registered memory.
-    """
-
-    op: ReduceOp
-    prescale: float
-    postscale: float
-    compression: type[Compressor]
-    passes: int
-    sparse_as_dense: bool
-    bucket_bytes: int
-    groups: tuple[tuple[int, ...], ...] = ()
-    process_set: int = 0
-    ranks: tuple[int, ...] = ()
-    as_views: bool = False
-
-
-class _Entry:
-    """One parameter."""
-
-    __slots__ = (
-        "address",
-        "bucket",
-        "dtype",
-        "grad",
-        "index",
-        "missing",
-        "name",
-        "param",
-        "shape",
-        "stride",
-        "wire_dtype",
-    )
-
-    def __init__(self, index: int, name: str, param: Tensor, wire_dtype: torch.dtype) -> None:
-        self.index = index
-        self.name = name
-        self.param = param
-        self.shape = tuple(param.shape)
-        self.stride: tuple[int, ...] = _memory_layout(param)
-        self.dtype = param.dtype
-        self.wire_dtype = wire_dtype
-        self.bucket: _Bucket
-        self.grad: Tensor | None = None  # this cycle's gradient, once it is complete
-        self.missing = False  # this rank's gradient is a stand-in of zeros
-        self.address = -1  # of what was sent last; the call is told when it changes
-
-    @property
-    def num_bytes(self) -> int:
-        return self.param.numel() * self.wire_dtype.itemsize
-
-
-class _Bucket:
-    """Parameters that are reduced as one operation."""
-
-    __slots__ = (
-        "call",
-        "entries",
-        "flags",
-        "flat",
-        "name",
-        "ones",
-        "pending",
-        "sent",
-        "work",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        entries: list[_Entry],
-        flagged: bool,
-        options: ReduceOptions,
-        flat: Tensor | None = None,
-    ) -> None:
-        self.name = name
-        self.entries = entries
-        dtype = engine_dtype(name, torch.empty(0, dtype=entries[0].wire_dtype))
-        shapes = [entry.shape for entry in entries]
-        if flat is not None:
-            shapes = [(flat.numel(),)]
-        if flagged:
-            shapes.append((len(entries),))
-        self.call = allreduce_call(
-            shapes,
-            dtype,
-            options.op,
-            options.prescale,
-            options.postscale,
-            options.process_set,
-        )
-        self.flat = flat  # the memory of all its gradients, if they are views
-        if flat is not None:
-            self.call.place(0, flat.data_ptr(), flat.data_ptr())
-        self.pending = len(entries)
-        self.work: Work | None = None
-        # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
-        self.sent: list[tuple[_Entry, Tensor, Any]] = []
-        for entry in entries:
-            entry.bucket = self
-            entry.address = -1
-        if flagged:
-            # Who has a gradient: ones go in as they are, and are read only if a gradient is missing here.
-            self.ones = torch.ones(len(entries), dtype=entries[0].wire_dtype)
-            self.flags = torch.empty_like(self.ones)
-
-
-def _memory_layout(param: Tensor) -> tuple[int, ...]:
-    """The strides that autograd gives to the gradient of `param`: its own if its memory has no holes."""
-    return tuple(torch.empty_like(param, device="meta").stride())
-
-
 class Reducer:
     """Reduces the gradients of some parameters over all ranks, one cycle after the other."""
 
@@ -235,19 +122,34 @@ class Reducer:
         self._outer_task = self._nested_task = -1
         self._outer_is_running = False
         self._entries = [
-            _Entry(index, name, param, self._wire_dtype(name, param))
+            Entry(index, name, param, self._wire_dtype(name, param))
             for index, (name, param) in enumerate(named)
         ]
         flagging = (ReduceOp.AVERAGE, ReduceOp.SUM)
         self._flagged = (
             options.op in flagging
-            and options.compression in vars(Compression).values()
+            and (
+                isinstance(options.compression, PowerSGD)
+                or options.compression in vars(Compression).values()
+            )
             and not options.as_views  # every gradient is there
         )
-        self._agreement: tuple[Tensor, Work] | None = self._offer_agreement()
+        # Not known yet: whether their gradients are sparse.
+        self._undecided: list[Entry] = []
+        if not (options.as_views or options.sparse_as_dense or options.sharded):
+            self._undecided = list(self._entries)
+        self._vote: LayoutVote | None = None
+        self._low_rank = self._claim(options.compression)
+        self._joins = context.joins
+        self._agreement: Agreement | None = self._offer_agreement()
         self._memory = self._allocate() if options.as_views else None
+        # Whether hooks may submit: all ranks have agreed on what there is to reduce.
+        self._is_settled = options.as_views
+        self._is_submitted = False  # all that belongs to this cycle
+        self._names = self.label
         self._plan_number = 0
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
+        self._two_rounds: list[LowRankBucket] = []
         order = list(reversed(range(len(self._entries))))
         self._plan(order)
         # The order in which gradients became ready in the first cycle; None once the plan is final.
@@ -262,8 +164,19 @@ class Reducer:
         self._finalizer = weakref.finalize(self, _remove, self._hooks)
         self._finalizer.atexit = False
 
+    def _claim(self, compression: type[Compressor] | Compressor) -> PowerSGD | None:
+        if not isinstance(compression, PowerSGD):
+            return None
+        if not self._flagged:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: {compression!r} is for sums of gradients, and op is "
+                f"{self.options.op.name.title()}. Use Average or Sum."
+            )
+        compression.claim(self._entries)
+        return compression
+
     def _allocate(self) -> GradientMemory:
-        self._check_agreement()  # first: what is allocated follows from the parameters
+        self._check_agreement()  # first: what is allocated follows from the parameters and their strides
         buffer = self.context.engine.allocate(
             needed_bytes(self._entries),
             name=f"{self.label}.memory",
@@ -292,7 +205,7 @@ class Reducer:
 
     # --- From the hooks. ---
 
-    def on_gradient(self, entry: _Entry) -> None:
+    def on_gradient(self, entry: Entry) -> None:
         """A gradient of this pass is complete."""
         task = _graph_task()
         if task not in (self._outer_task, self._nested_task):
@@ -306,11 +219,13 @@ class Reducer:
             self._order.append(entry.index)
         bucket = entry.bucket
         bucket.pending -= 1
-        if bucket.pending == 0:
+        if bucket.pending == 0 and self._is_settled:
+            assert not isinstance(bucket, Parked)
             self._submit(bucket)
 
     def _enter(self, task: int) -> None:
         """The first gradient of a backward pass."""
+        self._begin()
         self.dirty = True
         if _inside_nested_backward():
             # Reentrant checkpointing: callbacks of the inner pass would come before the outer one ends.
@@ -323,6 +238,10 @@ class Reducer:
         self._outer_is_running = True
         Variable._execution_engine.queue_callback(self._leave)
 
+    def _begin(self) -> None:
+        if self._low_rank is not None and not self.in_flight:
+            self._after_joins(self._low_rank)
+
     def _leave(self) -> None:
         """The end of a backward pass."""
         self._outer_is_running = False
@@ -331,7 +250,7 @@ class Reducer:
         else:
             self.submit_all()
 
-    def _gradient_again(self, entry: _Entry) -> None:
+    def _gradient_again(self, entry: Entry) -> None:
         """A gradient that is complete in this cycle changed, or was dropped and made anew."""
         if entry.param.grad is not entry.grad and not torch.is_grad_enabled():
             # Dropped (`module.zero_grad()`), as a GAN does with the gradients that the other network's
@@ -351,27 +270,32 @@ class Reducer:
 
     def submit_all(self) -> None:
         """Submit every bucket that has not been, with zeros for parameters that have no gradient."""
+        if self._is_submitted:
+            return
+        self._begin()
+        if not self._is_settled:
+            self._settle()
+        elif self._undecided:
+            self._vote = self._start_vote()
         for bucket in self._buckets:
             if bucket.work is None:
-                for entry in bucket.entries:
-                    if entry.grad is None:
-                        self._take_gradient(entry)
-                self._submit(bucket)
+                self._complete(bucket)
         if self._order is not None and self._agreed_order is None:
             self._offer_order(self._order)
+        self._is_submitted = self.in_flight = True
 
     def wait(self) -> None:
         """End the cycle: all gradients are reduced and lie in `.grad`."""
         self.submit_all()
         try:
+            for first in self._two_rounds:
+                first.start_second_round(self.context.engine)
             for bucket in self._buckets:
-                assert bucket.work is not None
-                bucket.work.wait()
-                if bucket.sent:
-                    self._take_back(bucket)
-                if any([entry.missing for entry in bucket.entries]):
-                    self._drop_unused(bucket)
+                bucket.wait()
+            if self._vote is not None:
+                self._settle_late(self._vote)
             self._follow_order()
+            self._count_step()
         finally:
             self._reset()
 
@@ -383,6 +307,8 @@ class Reducer:
             for bucket in self._buckets:
                 if bucket.work is not None:
                     bucket.work.wait()
+            if self._vote is not None:
+                self._vote.wait()
             self._follow_order()
         finally:
             self._reset()
@@ -394,128 +320,104 @@ class Reducer:
         self._outer_is_running = False
         if self._order is not None:
             self._order = []
+        self._is_submitted = False
+        self._vote = None
         for bucket in self._buckets:
-            bucket.work = None
-            bucket.sent.clear()
-            bucket.pending = len(bucket.entries)
-            for entry in bucket.entries:
-                entry.grad = None
-                entry.missing = False
+            bucket.reset()
+        for entry in self._undecided:
+            entry.grad = None
 
-    # --- One bucket. ---
+    def _complete(self, bucket: Bucket) -> None:
+        """Submit a bucket of which some gradients have not come."""
+        for entry in bucket.entries:
+            if entry.grad is None:
+                bucket.take(entry)
+        self._submit(bucket)
 
-    def _take_gradient(self, entry: _Entry) -> None:
-        grad = entry.param.grad
-        if grad is None:
-            # The optimizer's own tensor, so that a later backward pass is noticed.
-            grad = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype).zero_()
-            entry.param.grad = grad
-            entry.missing = True
-        entry.grad = grad
-
-    def _submit(self, bucket: _Bucket) -> None:
-        if self._agreement is not None:
-            self._check_agreement()
-        if self._memory is not None:
-            for entry in bucket.entries:
-                self._require_dense(entry)
-                entry.grad = self._memory.take(entry)
-            self.in_flight = True
-            bucket.work = self.context.engine.start(bucket.call, bucket.name, bucket.flat)
-            return
-        tensors = bucket.call.tensors
-        keep: list[Any] = []
-        plain = self.options.compression is Compression.none
-        for position, entry in enumerate(bucket.entries):
-            tensor = entry.grad
-            assert tensor is not None
-            if not (
-                plain
-                and tensor.is_cpu
-                and tensor.dtype is entry.dtype
-                and tensor.layout is torch.strided
-                and tensor.stride() == entry.stride
-            ):
-                tensor = self._send_instead(bucket, entry, tensor)
-            address = tensor.data_ptr()
-            if address != entry.address:
-                entry.address = address
-                tensors[position].input = tensors[position].output = address
-            keep.append(tensor)
-        if self._flagged:
-            has_gradient = self._flags(bucket)
-            tensors[-1].input = has_gradient.data_ptr()
-            tensors[-1].output = bucket.flags.data_ptr()
-            # Not the bucket itself: it holds the work, and the work the engine, which holds what is kept.
-            keep += (has_gradient, bucket.flags)
+    def _submit(self, bucket: Bucket) -> None:
+        bucket.start(self.context.engine)
         self.in_flight = True
-        bucket.work = self.context.engine.start(bucket.call, bucket.name, keep)
 
-    def _flags(self, bucket: _Bucket) -> Tensor:
-        if not any([entry.missing for entry in bucket.entries]):
-            return bucket.ones
-        return torch.tensor(
-            [not entry.missing for entry in bucket.entries], dtype=bucket.ones.dtype
-        )
+    # --- That all ranks have the same parameters, and gradients of the same layout. ---
 
-    def _send_instead(self, bucket: _Bucket, entry: _Entry, grad: Tensor) -> Tensor:
-        """What to send for a gradient that cannot be, or shall not be, sent from where it lies."""
-        if not grad.is_cpu:
-            raise InvalidArgumentError(
-                f"DistributedOptimizer: the gradient of {entry.name!r} is on {grad.device}, and this version "
-                "of sparkhvd moves CPU tensors only. Keep the model on the CPU."
-            )
-        plain = self.options.compression is Compression.none
-        if plain and grad.dtype is entry.dtype and grad.layout is torch.strided:
-            strides = grad.stride()
-            if all(
-                ours == theirs or length == 1
-                for ours, theirs, length in zip(strides, entry.stride, entry.shape, strict=True)
-            ):
-                entry.stride = (
-                    strides  # the same memory: the stride of a dimension of length 1 is arbitrary
-                )
-                return grad
-        dense = grad
-        if grad.layout is not torch.strided:
-            self._require_dense(entry)
-            dense = grad.to_dense()
-        wire, compression_context = self.options.compression.compress(dense.detach())
-        if wire is grad or wire.dtype != entry.wire_dtype or wire.stride() != entry.stride:
-            copy = torch.empty_strided(entry.shape, entry.stride, dtype=entry.wire_dtype)
-            wire = copy.copy_(wire)
-        bucket.sent.append((entry, wire, compression_context))
-        return wire
+    def _settle(self) -> None:
+        """Before anything is submitted for the first time."""
+        self._check_agreement()
+        if self._undecided:
+            votes = self._start_vote().wait()
+            if not votes.is_complete:
+                return  # a rank has joined and does not learn of it; all vote again in the next cycle
+            decided = self._decide(votes.layouts)
+            self._is_settled = True
+            if self._undecided or any([entry.sparse_dim for entry in decided]):
+                self._plan(self._planned)
+        self._is_settled = True
 
-    def _require_dense(self, entry: _Entry) -> None:
-        grad = entry.param.grad
-        if (
-            grad is not None
-            and grad.layout is not torch.strided
-            and not self.options.sparse_as_dense
-        ):
-            raise InvalidArgumentError(
-                f"DistributedOptimizer: the gradient of {entry.name!r} is sparse, and this version of "
-                "sparkhvd sends dense gradients only. Give sparse_as_dense=True, or build the layer "
-                "with sparse=False."
-            )
-
-    def _take_back(self, bucket: _Bucket) -> None:
-        for entry, wire, compression_context in bucket.sent:
-            result = self.options.compression.decompress(wire, compression_context)
-            grad = entry.grad
-            assert grad is not None
-            if grad.layout is not torch.strided:
-                entry.param.grad = result.to(grad.dtype).to_sparse(grad.sparse_dim())
-            else:
-                grad.copy_(result)
-
-    def _drop_unused(self, bucket: _Bucket) -> None:
-        if not self._flagged:
+    def _settle_late(self, vote: LayoutVote) -> None:
+        """Reduce what got its first gradient in this cycle, in buckets of its own that stay."""
+        votes = vote.wait()
+        late = self._decide(votes.layouts) if votes.is_complete else []
+        if not late:
             return
-        for entry, used in zip(bucket.entries, bucket.flags.tolist(), strict=True):
-            if entry.missing and not used:
-                entry.param.grad = None
+        buckets = self._divide([entry.index for entry in late])
+        for bucket in buckets:
+            self._complete(bucket)
+        self._buckets += buckets
+        self._two_rounds += (low := [b for b in buckets if isinstance(b, LowRankBucket)])
+        for first in low:
+            first.start_second_round(self.context.engine)
+        for bucket in buckets:
+            bucket.wait()
+
+    def _start_vote(self) -> LayoutVote:
+        return LayoutVote(self.context, self.label, self.options, self._undecided)
+
+    def _decide(self, layouts: Sequence[int | None]) -> list[Entry]:
+        """Take over what all ranks have found; the parameters that are decided now."""
+        found = list(zip(self._undecided, layouts, strict=True))
+        if not self._flagged:  # whoever has no gradient gets zeros
+            found = [(entry, layout or 0) for entry, layout in found]
+        self._undecided = [entry for entry, layout in found if layout is None]
+        decided = [entry for entry, layout in found if layout is not None]
+        for entry, layout in found:
+            entry.sparse_dim = layout or 0
+        return decided
+
+    def _check_agreement(self) -> None:
+        if self._agreement is not None:
+            differing = self._agreement.check()
+            if differing and self.options.sharded:
+                raise MismatchError(
+                    f"{self.label}: ranks disagree on the memory layout (strides) of "
+                    f"{self._entries[differing[0]].name!r}, and sharded=True divides memory. Use the same memory "
+                    "format on every rank, or leave sharded out."
+                )
+            for index in differing:
+                self._entries[index].forget_stride()
+            self._agreement = None
+
+    def _offer_agreement(self) -> Agreement:
+        """Start to compare this rank's parameters with the others'; looked at when the first backward ends."""
+        options = self.options
+        groups = f"groups {options.groups}" if options.groups else "no groups"
+        states = [""] * len(self._entries)
+        if self._low_rank is not None:
+            states = self._low_rank.fingerprint(self._entries)
+        description = [
+            f"op {options.op.name.title()}, factors {options.prescale} and {options.postscale}, "
+            f"{_in_words(options.compression)}, bucket_bytes {options.bucket_bytes}, {groups}"
+            f"{', gradients as views' if options.as_views else ''}"
+            f"{', sharded' if options.sharded else ''}"
+            f"{', sparse as dense' if options.sparse_as_dense else ''}",
+            *[
+                f"{entry.name!r} with shape {entry.shape}, {entry.dtype}{state}"
+                for entry, state in zip(self._entries, states, strict=True)
+            ],
+        ]
+        strides = [entry.stride for entry in self._entries]
+        return Agreement(
+            self.context, self.label, options.process_set, options.ranks, description, strides
+        )
 
     # --- The plan. ---
 
@@ -526,26 +428,76 @@ class Reducer:
             self._plan(self._planned)
 
     def _plan(self, order: Sequence[int]) -> None:
-        entries = self._entries
         self._planned = order
+        # Before the ranks have settled what there is, every parameter counts as dense.
+        waiting = {entry.index for entry in self._undecided} if self._is_settled else set()
+        for index in waiting:
+            self._entries[index].bucket = Parked()
+        self._buckets = self._divide([index for index in order if index not in waiting])
+        self._two_rounds = [b for b in self._buckets if isinstance(b, LowRankBucket)]
+
+    def _divide(self, order: Sequence[int]) -> list[Bucket]:
+        """Make buckets of these parameters."""
+        entries, options = self._entries, self.options
+        dense = [index for index in order if not entries[index].sparse_dim]
+        among = set(dense)
         plan = plan_buckets(
             [entry.num_bytes for entry in entries],
-            [entry.wire_dtype for entry in entries],
-            order,
-            self.options.bucket_bytes,
-            self.options.groups,
+            [(entry.wire_dtype, self._is_low_rank(entry)) for entry in entries],
+            dense,
+            options.bucket_bytes,
+            [[index for index in group if index in among] for group in options.groups],
         )
         # A new plan has new names, because the old ones mean other shapes to the engine.
-        prefix = f"{self.label}.{self._plan_number}"
+        prefix = f"{self._names}.{self._plan_number}"
         self._plan_number += 1
         divided = [[entries[index] for index in indices] for indices in plan]
-        flats: Sequence[Tensor | None] = [None] * len(plan)
         if self._memory is not None:
-            flats = self._memory.lay_out(divided)
-        self._buckets = [
-            _Bucket(f"{prefix}.{number}", bucket, self._flagged, self.options, flat)
-            for number, (bucket, flat) in enumerate(zip(divided, flats, strict=True))
+            return self._views(prefix, divided, self._memory)
+        buckets = [self._bucket(f"{prefix}.{n}", bucket) for n, bucket in enumerate(divided)]
+        sparse = [entries[index] for index in order if entries[index].sparse_dim]
+        buckets += [
+            SparseBucket(f"{prefix}.sparse.{n}", entry, options) for n, entry in enumerate(sparse)
         ]
+        return buckets
+
+    def _bucket(self, name: str, entries: list[Entry]) -> Bucket:
+        options = self.options
+        if options.sharded:
+            place = options.ranks.index(self.context.engine.topology.rank)
+            return ShardedBucket(name, entries, self._flagged, options, place)
+        if self._low_rank is None:
+            return DenseBucket(name, entries, self._flagged, options, options.compression)
+        if self._is_low_rank(entries[0]):
+            return LowRankBucket(name, entries, options, self._low_rank)
+        return DenseBucket(name, entries, self._flagged, options, Compression.none)
+
+    def _views(
+        self, prefix: str, divided: list[list[Entry]], memory: GradientMemory
+    ) -> list[Bucket]:
+        flats = memory.lay_out(divided)
+        return [
+            ViewBucket(f"{prefix}.{n}", entries, self.options, memory, flat)
+            for n, (entries, flat) in enumerate(zip(divided, flats, strict=True))
+        ]
+
+    def _is_low_rank(self, entry: Entry) -> bool:
+        return self._low_rank is not None and self._low_rank.is_due(entry)
+
+    def _count_step(self) -> None:
+        """After the last step of the warm-up gradients go into other buckets."""
+        if self._low_rank is not None and self._low_rank.count_step(self._entries):
+            self._reset()
+            self._plan(self._planned)
+
+    def _after_joins(self, compression: PowerSGD) -> None:
+        """Ranks that had joined have missed steps, so what all must have alike begins anew."""
+        if self._joins != self.context.joins:
+            self._joins = self.context.joins
+            compression.restart(self._entries)
+            # The others may have had more plans than this rank.
+            self._names, self._plan_number = f"{self.label}.joined.{self._joins}", 0
+            self._plan(self._planned)
 
     def _offer_order(self, seen: list[int]) -> None:
         """Start to send the first rank's order of gradients to every rank."""
@@ -575,77 +527,24 @@ class Reducer:
 
     def _wire_dtype(self, name: str, param: Tensor) -> torch.dtype:
         compression = self.options.compression
-        if compression is Compression.none:
+        if compression is Compression.none or isinstance(compression, PowerSGD):
             wire = param.detach()
         else:
             wire = compression.compress(torch.zeros_like(param))[0]
         engine_dtype(f"DistributedOptimizer, {name!r}", wire)
         if wire.shape != param.shape:
             raise InvalidArgumentError(
-                f"DistributedOptimizer: {compression.__name__} turns {name!r} of shape {tuple(param.shape)} "
+                f"DistributedOptimizer: {_in_words(compression)} turns {name!r} of shape {tuple(param.shape)} "
                 f"into {tuple(wire.shape)}. A compressor must keep the shape."
             )
         return wire.dtype
 
-    # --- That all ranks have the same parameters. ---
 
-    def _description(self) -> list[str]:
-        options = self.options
-        groups = f"groups {options.groups}" if options.groups else "no groups"
-        return [
-            f"op {options.op.name.title()}, factors {options.prescale} and {options.postscale}, "
-            f"{options.compression.__name__}, bucket_bytes {options.bucket_bytes}, {groups}"
-            f"{', gradients as views' if options.as_views else ''}",
-            *[
-                f"{entry.name!r} with shape {entry.shape}, strides {entry.stride}, {entry.dtype}"
-                for entry in self._entries
-            ],
-        ]
-
-    def _offer_agreement(self) -> tuple[Tensor, Work]:
-        """Start to compare this rank's parameters with the others'; looked at by the first bucket."""
-        digest = hashlib.sha256(json.dumps(self._description()).encode()).digest()
-        mine = torch.tensor(list(digest), dtype=torch.uint8)
-        name = f"{self.label}.digest"
-        return mine, start_allgather(self.context, name, mine, self.options.process_set)
-
-    def _check_agreement(self) -> None:
-        assert self._agreement is not None
-        mine, work = self._agreement
-        work.wait()
-        digests = gathered(work, mine.dtype, mine.shape)[0].view(-1, len(mine))
-        if bool((digests == mine).all()):
-            self._agreement = None
-            return
-        text = torch.frombuffer(
-            bytearray(json.dumps(self._description()).encode()), dtype=torch.uint8
-        )
-        work = start_allgather(
-            self.context, f"{self.label}.description", text, self.options.process_set
-        )
-        work.wait()
-        joined, rows = gathered(work, text.dtype, text.shape)
-        parts = [json.loads(bytes(part.tolist())) for part in joined.split(list(rows))]
-        raise MismatchError(_difference(self.label, self.options.ranks, parts))
+def _in_words(compression: type[Compressor] | Compressor) -> str:
+    return compression.__name__ if isinstance(compression, type) else repr(compression)
 
 
-def _difference(label: str, ranks: Sequence[int], descriptions: list[list[str]]) -> str:
-    """Says where the first rank that differs from the set's first differs."""
-    first = descriptions[0]
-    place = next(place for place, found in enumerate(descriptions) if found != first)
-    found, other, one = descriptions[place], ranks[place], ranks[0]
-    advice = "Build the same model and the same optimizer, in the same order, on every rank."
-    for number, (ours, theirs) in enumerate(zip(first, found, strict=False)):
-        if ours != theirs:
-            what = "the options" if number == 0 else f"parameter {number - 1}"
-            return f"{label}: ranks disagree on {what}. Rank {one} has {ours}; rank {other} has {theirs}. {advice}"
-    return (
-        f"{label}: ranks disagree on the number of parameters. Rank {one} has {len(first) - 1}, "
-        f"rank {other} has {len(found) - 1}. {advice}"
-    )
-
-
-def _hook(reducer: weakref.ref[Reducer], entry: _Entry) -> Callable[[Tensor], None]:
+def _hook(reducer: weakref.ref[Reducer], entry: Entry) -> Callable[[Tensor], None]:
     def on_gradient(_: Tensor) -> None:
         target = reducer()
         if target is not None:

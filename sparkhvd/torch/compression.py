@@ -1,11 +1,14 @@
-"""Fewer bytes on the wire: gradients as 16-bit floats. Sums are still accumulated in float32."""
+"""Fewer bytes on the wire: 16-bit floats, whose sums are still accumulated in float32, or matrices of low rank."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from sparkhvd.torch.powersgd import PowerSGD
 
 __all__ = ["Compression", "Compressor"]
 
@@ -76,3 +79,27 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+    @staticmethod
+    def powersgd(rank: int = 4, warm_up_steps: int = 0) -> PowerSGD:
+        """For a `DistributedOptimizer` over a slow network: gradients as matrices of low rank, with error feedback.
+
+        A gradient of n x m (its first dimension, all others) is sent as (n + m) * rank numbers, in two rounds; what
+        was not sent is added to the next one, which takes as much memory as the gradient. Vectors and small
+        matrices are sent as they are. Result and state follow from the same bits on every rank; a gradient that is
+        not finite on any rank is NaN on all of them, and leaves the state as it was. With `GradScaler` what was not
+        sent keeps the scale of its step.
+
+        Every rank makes one of its own for each optimizer. `state_dict()` and `load_state_dict()`, before the
+        optimizer is built, let training go on exactly.
+
+        Args:
+            rank: more sends more of the gradient at once.
+            warm_up_steps: steps at the beginning whose gradients are sent as they are.
+
+        Raises:
+            InvalidArgumentError: an argument is wrong.
+        """
+        from sparkhvd.torch.powersgd import PowerSGD  # it builds on this module
+
+        return PowerSGD(rank=rank, warm_up_steps=warm_up_steps)

@@ -52,7 +52,9 @@ class GradientMemory:
 
     def __init__(self, buffer: Buffer) -> None:
         self._bytes = over_buffer(buffer, torch.uint8, buffer.num_bytes)
+        # What `.grad` is, and where it must lie: `model.to(...)` gives the same `.grad` other memory.
         self._views: dict[int, Tensor] = {}
+        self._places: dict[int, Tensor] = {}
 
     def lay_out(self, buckets: Sequence[Sequence[Entry]]) -> list[Tensor]:
         """Give every parameter its place, moving gradients that are there; the flat memory of each bucket."""
@@ -78,6 +80,7 @@ class GradientMemory:
     def _put(self, entry: Entry, view: Tensor, values: Tensor | None) -> None:
         old = self._views.get(id(entry))
         self._views[id(entry)] = view
+        self._places[id(entry)] = view.detach()
         grad = entry.param.grad
         if values is not None:
             view.copy_(values)
@@ -87,8 +90,8 @@ class GradientMemory:
 
     def take(self, entry: Entry) -> Tensor:
         """The gradient of a parameter in its place, wherever backward or the user has left it."""
-        view = self._views[id(entry)]
         grad = entry.param.grad
+        view = self._view(entry)
         if grad is view:
             return view
         if grad is None:
@@ -102,4 +105,11 @@ class GradientMemory:
         """All gradients are zero and in their places."""
         self._bytes.zero_()
         for entry in entries:
-            entry.param.grad = self._views[id(entry)]
+            entry.param.grad = self._view(entry)
+
+    def _view(self, entry: Entry) -> Tensor:
+        """What `.grad` shall be: the same tensor as before, unless that was moved away from its place."""
+        view, place = self._views[id(entry)], self._places[id(entry)]
+        if view.data_ptr() != place.data_ptr():
+            view = self._views[id(entry)] = place.detach()
+        return view

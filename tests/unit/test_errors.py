@@ -61,6 +61,8 @@ def test_errors_are_caught_by_their_builtin_bases() -> None:
     for kind in (NotInitializedError, PreflightError, UntrustedError):
         assert issubclass(kind, InvalidArgumentError)
     assert HorovodInternalError is CollectiveError
-    assert issubclass(NotInitializedError, HorovodInternalError)  # as Horovod's operations before init()
+    assert issubclass(
+        NotInitializedError, HorovodInternalError
+    )  # as Horovod's operations before init()
     # A retry loop on CollectiveError never retries a wrong call.
     assert not issubclass(InvalidArgumentError, CollectiveError)

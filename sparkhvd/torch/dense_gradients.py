@@ -1,0 +1,400 @@
+"""One bucket of dense gradients: a gather list over their own memory, reduced as one operation and in place.
+
+What cannot be reduced where it lies (compressed, sparse, of another type, with strides that the plan does not
+have) is copied, and the result goes back into the gradient, or takes its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import Engine, ReduceOp, Work, allreduce_call
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.compression import Compression, Compressor
+from sparkhvd.torch.gradient_memory import GradientMemory
+
+__all__ = [
+    "Bucket",
+    "DenseBucket",
+    "Entry",
+    "Parked",
+    "ReduceOptions",
+    "ViewBucket",
+    "give_back",
+    "require_cpu",
+]
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How gradients are reduced.
+
+    Attributes:
+        op: the reduction.
+        prescale: factor of every rank's gradient.
+        postscale: factor of the result.
+        compression: what is sent in place of the gradients.
+        passes: backward passes per cycle; their gradients add up locally and are not divided.
+        sparse_as_dense: send sparse gradients as dense ones.
+        bucket_bytes: when a bucket is full.
+        groups: parameter numbers that share a bucket.
+        process_set: the engine's number of the ranks that reduce.
+        ranks: their global ranks, ascending.
+        as_views: gradients live in registered memory.
+        sharded: every rank gets its part of each gradient.
+    """
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+    compression: type[Compressor] | Compressor
+    passes: int
+    sparse_as_dense: bool
+    bucket_bytes: int
+    groups: tuple[tuple[int, ...], ...] = ()
+    process_set: int = 0
+    ranks: tuple[int, ...] = ()
+    as_views: bool = False
+    sharded: bool = False
+
+
+class Bucket(Protocol):
+    """Parameters whose gradients are reduced as one operation, once per cycle.
+
+    Attributes:
+        name: of the operation.
+        entries: the parameters.
+        pending: how many have no complete gradient yet in this cycle.
+        work: the operation, once it was submitted.
+    """
+
+    name: str
+    entries: list[Entry]
+    pending: int
+    work: Work | None
+
+    def start(self, engine: Engine) -> None:
+        """Submit; an entry's `grad` is None where `take` found none."""
+
+    def wait(self) -> None:
+        """Wait until the reduced gradients lie in `.grad`."""
+
+    def take(self, entry: Entry) -> None:
+        """Find a gradient that came without a hook, or what stands in for it."""
+
+    def reset(self) -> None:
+        """The cycle has ended."""
+
+
+class Parked:
+    """Where the parameters are of which it is not known yet how to reduce them; never complete."""
+
+    pending = -1
+
+
+class Entry:
+    """One parameter."""
+
+    __slots__ = (
+        "address",
+        "bucket",
+        "dtype",
+        "grad",
+        "index",
+        "missing",
+        "name",
+        "param",
+        "shape",
+        "sparse_dim",
+        "stride",
+        "wire_dtype",
+    )
+
+    def __init__(self, index: int, name: str, param: Tensor, wire_dtype: torch.dtype) -> None:
+        self.index = index
+        self.name = name
+        self.param = param
+        self.shape = tuple(param.shape)
+        self.stride: tuple[int, ...] = _memory_layout(param)
+        self.dtype = param.dtype
+        self.wire_dtype = wire_dtype
+        self.sparse_dim = 0  # dimensions that are indices; 0 = the gradient is dense
+        self.bucket: Bucket | Parked
+        self.grad: Tensor | None = None  # this cycle's gradient, once it is complete
+        self.missing = False  # this rank's gradient is a stand-in of zeros
+        self.address = -1  # of what was sent last; the call is told when it changes
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the dense gradient as it is sent."""
+        return self.param.numel() * self.wire_dtype.itemsize
+
+    def forget_stride(self) -> None:
+        """Other ranks have other strides: what is sent is row-major."""
+        self.stride = torch.empty(self.shape, device="meta").stride()
+
+    def stand_in(self) -> Tensor:
+        """Zeros in place of a gradient that this rank does not have, also as `.grad`."""
+        require_same_dtype(self)
+        # The optimizer's own tensor, so that a later backward pass is noticed.
+        grad = torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
+        self.param.grad = grad
+        self.missing = True
+        return grad
+
+
+def _memory_layout(param: Tensor) -> tuple[int, ...]:
+    """The strides that autograd gives to the gradient of `param`: its own if its memory has no holes."""
+    return tuple(torch.empty_like(param, device="meta").stride())
+
+
+class DenseBucket:
+    """Gradients of one type, reduced where they lie.
+
+    Args:
+        name: of the operation.
+        entries: the parameters.
+        flagged: whether who has a gradient at all travels along.
+        options: how to reduce.
+        compression: what is sent instead.
+        flat: the memory of all gradients, if they are views of it.
+    """
+
+    __slots__ = (
+        "call",
+        "entries",
+        "flags",
+        "name",
+        "ones",
+        "pending",
+        "sent",
+        "work",
+        "_compression",
+        "_flagged",
+        "_plain",
+        "_resparsify",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        entries: list[Entry],
+        flagged: bool,
+        options: ReduceOptions,
+        compression: type[Compressor] | Compressor,
+        flat: Tensor | None = None,
+    ) -> None:
+        self.name = name
+        self.entries = entries
+        dtype = engine_dtype(name, torch.empty(0, dtype=entries[0].wire_dtype))
+        shapes = [entry.shape for entry in entries]
+        if flat is not None:
+            shapes = [(flat.numel(),)]
+        if flagged:
+            # Who has a gradient and, where sparse ones are sent as dense, in how many dimensions it is sparse.
+            shapes.append(((1 + options.sparse_as_dense) * len(entries),))
+        self.call = allreduce_call(
+            shapes,
+            dtype,
+            options.op,
+            options.prescale,
+            options.postscale,
+            options.process_set,
+        )
+        self.pending = len(entries)
+        self.work: Work | None = None
+        # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
+        self.sent: list[tuple[Entry, Tensor, Any]] = []
+        self._compression = compression
+        self._plain = compression is Compression.none
+        self._resparsify = options.sparse_as_dense
+        for entry in entries:
+            entry.bucket = self
+            entry.address = -1
+        self._flagged = flagged
+        if flagged:
+            # Who has a gradient: ones go in as they are, and are read only if a gradient is missing here.
+            self.ones = torch.ones(len(entries), dtype=entries[0].wire_dtype)
+            if self._resparsify:
+                self.ones = torch.cat([self.ones, torch.zeros_like(self.ones)])
+            self.flags = torch.empty_like(self.ones)
+
+    def start(self, engine: Engine) -> None:
+        """Submit the gradients of all entries, which `grad` has."""
+        tensors = self.call.tensors
+        keep: list[Any] = []
+        plain = self._plain
+        for position, entry in enumerate(self.entries):
+            tensor = entry.grad
+            assert tensor is not None
+            if not (
+                plain
+                and tensor.is_cpu
+                and tensor.dtype is entry.dtype
+                and tensor.layout is torch.strided
+                and tensor.stride() == entry.stride
+            ):
+                tensor = self._send_instead(entry, tensor)
+            address = tensor.data_ptr()
+            if address != entry.address:
+                entry.address = address
+                tensors[position].input = tensors[position].output = address
+            keep.append(tensor)
+        if self._flagged:
+            has_gradient = self._flags()
+            tensors[-1].input = has_gradient.data_ptr()
+            tensors[-1].output = self.flags.data_ptr()
+            # Not the bucket itself: it holds the work, and the work the engine, which holds what is kept.
+            keep += (has_gradient, self.flags)
+        self.work = engine.start(self.call, self.name, keep)
+
+    def wait(self) -> None:
+        """Wait until the reduced gradients lie in `.grad`."""
+        assert self.work is not None
+        self.work.wait()
+        if self.sent:
+            self._take_back()
+        if any([entry.missing for entry in self.entries]):
+            self._drop_unused()
+
+    def take(self, entry: Entry) -> None:
+        """The gradient as it is, or zeros."""
+        grad = entry.param.grad
+        entry.grad = entry.stand_in() if grad is None else grad
+
+    def reset(self) -> None:
+        """Ready for the next cycle."""
+        self.work = None
+        self.sent.clear()
+        self.pending = len(self.entries)
+        for entry in self.entries:
+            entry.grad = None
+            entry.missing = False
+
+    def _flags(self) -> Tensor:
+        flags = [float(not entry.missing) for entry in self.entries]
+        if self._resparsify:
+            for entry in self.entries:
+                grad = entry.grad
+                is_sparse = grad is not None and grad.layout is not torch.strided
+                flags.append(float(grad.sparse_dim()) if grad is not None and is_sparse else 0.0)
+        elif all(flags):
+            return self.ones
+        return torch.tensor(flags, dtype=self.ones.dtype)
+
+    def _send_instead(self, entry: Entry, grad: Tensor) -> Tensor:
+        """What to send for a gradient that cannot be, or shall not be, sent from where it lies."""
+        require_cpu(entry, grad)
+        require_same_dtype(entry)
+        if self._plain and grad.dtype is entry.dtype and grad.layout is torch.strided:
+            strides = grad.stride()
+            if all(
+                ours == theirs or length == 1
+                for ours, theirs, length in zip(strides, entry.stride, entry.shape, strict=True)
+            ):
+                # The same memory: the stride of a dimension of length 1 is arbitrary.
+                entry.stride = strides
+                return grad
+        dense = grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
+        wire, compression_context = self._compression.compress(dense)
+        if wire.dtype != entry.wire_dtype or wire.stride() != entry.stride:
+            copy = torch.empty_strided(entry.shape, entry.stride, dtype=entry.wire_dtype)
+            wire = copy.copy_(wire)
+        self.sent.append((entry, wire, compression_context))
+        return wire
+
+    def _take_back(self) -> None:
+        for entry, wire, compression_context in self.sent:
+            result = self._compression.decompress(wire, compression_context)
+            give_back(entry, result, resparsify=self._resparsify)
+
+    def _drop_unused(self) -> None:
+        if not self._flagged:
+            return
+        flags, count = self.flags.tolist(), len(self.entries)
+        for number, (entry, used) in enumerate(zip(self.entries, flags[:count], strict=True)):
+            if not entry.missing:
+                continue
+            if not used:
+                entry.param.grad = None
+            elif self._resparsify and flags[count + number]:
+                # As on the ranks that have one: some optimizers take sparse gradients only.
+                assert entry.grad is not None
+                entry.param.grad = entry.grad.to_sparse(round(flags[count + number] / used))
+
+
+def require_cpu(entry: Entry, grad: Tensor) -> None:
+    """Refuse gradients on another device."""
+    if not grad.is_cpu:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: the gradient of {entry.name!r} is on {grad.device}, and this version "
+            "of sparkhvd moves CPU tensors only. Keep the model on the CPU."
+        )
+
+
+def require_same_dtype(entry: Entry) -> None:
+    """Refuse parameters whose type is not the planned one: it would be lost on the way."""
+    if entry.param.dtype is not entry.dtype:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: {entry.name!r} was {entry.dtype} when the optimizer was built, and is "
+            f"{entry.param.dtype} now. Build DistributedOptimizer after the model has its type."
+        )
+
+
+def give_back(entry: Entry, result: Tensor, *, resparsify: bool) -> None:
+    """Put a reduced gradient into `.grad`, or in its place where that cannot take it."""
+    grad = entry.grad
+    assert grad is not None
+    if grad.layout is not torch.strided:
+        dense = result.to(grad.dtype)
+        entry.param.grad = dense.to_sparse(grad.sparse_dim()) if resparsify else dense
+    elif _is_one_place_per_element(grad):
+        grad.detach().copy_(result)
+    else:  # an expanded gradient, for one: its elements share memory
+        entry.param.grad = result.to(grad.dtype)
+
+
+def _is_one_place_per_element(grad: Tensor) -> bool:
+    """Whether no two elements surely or possibly share memory."""
+    return bool(torch._debug_has_internal_overlap(grad) == 0)
+
+
+class ViewBucket(DenseBucket):
+    """Gradients that are views of one flat registered memory, reduced there."""
+
+    __slots__ = ("_flat", "_memory", "_sparse_as_dense")
+
+    def __init__(
+        self,
+        name: str,
+        entries: list[Entry],
+        options: ReduceOptions,
+        memory: GradientMemory,
+        flat: Tensor,
+    ) -> None:
+        super().__init__(name, entries, False, options, options.compression, flat)
+        self._flat = flat
+        self._memory = memory
+        self._sparse_as_dense = options.sparse_as_dense
+        self.call.place(0, flat.data_ptr(), flat.data_ptr())
+
+    def start(self, engine: Engine) -> None:
+        """Bring every gradient to its place and submit the memory."""
+        for entry in self.entries:
+            require_same_dtype(entry)
+            self._require_dense(entry)
+            entry.grad = self._memory.take(entry)
+        self.work = engine.start(self.call, self.name, self._flat)
+
+    def _require_dense(self, entry: Entry) -> None:
+        grad = entry.param.grad
+        if grad is not None and grad.layout is not torch.strided and not self._sparse_as_dense:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: the gradient of {entry.name!r} is sparse, and gradients that are views "
+                "(gradient_as_bucket_view=True) are dense. Leave that out, or give sparse_as_dense=True."
+            )

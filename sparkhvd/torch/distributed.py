@@ -1,0 +1,405 @@
+"""The class that stands before the user's optimizer: reduced gradients before every step."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sparkhvd.autotune import Tuner, knobs
+from sparkhvd.engine import ReduceOp
+from sparkhvd.errors import InvalidArgumentError, NotInitializedError
+from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.buckets import ReduceOptions, Reducer
+from sparkhvd.torch.collectives import Average, allreduce
+from sparkhvd.torch.compression import Compressor
+from sparkhvd.torch.process_sets import ProcessSet
+
+__all__ = ["Configuration", "Distributed", "check_arguments"]
+
+
+class Configuration:
+    """What `DistributedOptimizer` was asked for."""
+
+    def __init__(
+        self,
+        *,
+        op: ReduceOp,
+        predivide: float,
+        compression: type[Compressor] | Compressor,
+        passes: int,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+        number: int,
+        ranks: tuple[int, ...],
+        as_views: bool,
+        share_parameters: bool,
+    ) -> None:
+        self.op = op
+        self.predivide = predivide
+        self.compression = compression
+        self.passes = passes
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self.number = number
+        self.ranks = ranks
+        self.as_views = as_views
+        self.share_parameters = share_parameters
+
+
+class Distributed(torch.optim.Optimizer):
+    """What a distributed optimizer does before its own class."""
+
+    _reducers: tuple[Reducer, ...] = ()
+    _tuner: Tuner | None = None
+    # The optimizer that was given: an LR scheduler made before may hold it.
+    _plain: weakref.ref[torch.optim.Optimizer] | None = None
+
+    def _distribute(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        groups: int | Sequence[Sequence[Tensor]] | None,
+        configuration: Configuration,
+    ) -> None:
+        self._context: Context = context()
+        self._configuration = configuration
+        self._should_synchronize = True
+        self._is_synchronized = False
+        self._parameter_names = _names(self._all_parameters(), named_parameters)
+        self._frozen: list[Tensor] = []
+        if not self._has_partners():
+            _group_numbers(groups, [])  # only checked
+            return
+        self._prepare(self._parameter_names)
+        trainable = [(name, p) for p, name in self._parameter_names.items() if p.requires_grad]
+        self._frozen = [p for p in self._parameter_names if not p.requires_grad]
+        self._reduce(trainable, groups)
+        self._tuner = self._make_tuner()
+
+    def _prepare(self, parameters: Iterable[Tensor]) -> None:
+        """Before gradients of these parameters are reduced."""
+
+    def _make_tuner(self) -> Tuner | None:
+        """For the first optimizer of all ranks on an engine, if `Settings.autotune` asks for it."""
+        engine = self._context.engine
+        if not engine.settings.tuning or len(self._configuration.ranks) < engine.size:
+            return None
+        if self._context.number("autotune") > 0:
+            return None
+        reference = weakref.ref(self)  # no cycle: a dropped optimizer takes its hooks with it
+
+        def apply(values: Mapping[str, int]) -> None:
+            optimizer = reference()
+            for reducer in optimizer._reducers if optimizer is not None else ():
+                if "bucket_bytes" in values:
+                    reducer.set_bucket_bytes(values["bucket_bytes"])
+
+        return Tuner(engine, knobs(engine), apply)
+
+    def _has_partners(self) -> bool:
+        ranks = self._configuration.ranks
+        return len(ranks) > 1 and self._context.engine.topology.rank in ranks
+
+    def _reduce(
+        self,
+        named: list[tuple[str, Tensor]],
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:
+        """Reduce these parameters' gradients from now on."""
+        self._add_reducer(named, groups)
+
+    def _add_reducer(
+        self,
+        named: list[tuple[str, Tensor]],
+        groups: int | Sequence[Sequence[Tensor]] | None,
+        *,
+        sharded: bool = False,
+    ) -> None:
+        # A tensor without elements has nothing to reduce.
+        named = [(name, p) for name, p in named if p.numel() > 0]
+        numbers = _group_numbers(groups, [p for _, p in named])
+        if not named:
+            return
+        configuration = self._configuration
+        reducer = Reducer(
+            self._context,
+            named,
+            ReduceOptions(
+                op=configuration.op,
+                prescale=1.0 / configuration.predivide,
+                postscale=configuration.predivide,
+                compression=configuration.compression,
+                passes=configuration.passes,
+                sparse_as_dense=configuration.sparse_as_dense,
+                bucket_bytes=self._context.engine.settings.bucket_bytes,
+                groups=numbers,
+                process_set=configuration.number,
+                ranks=configuration.ranks,
+                as_views=configuration.as_views,
+                sharded=sharded,
+            ),
+        )
+        _take_over(self._context, reducer, [p for _, p in named])
+        self._reducers += (reducer,)
+
+    def _all_parameters(self) -> list[tuple[int, int, Tensor]]:
+        return [
+            (number, index, parameter)
+            for number, group in enumerate(self.__dict__["param_groups"])
+            for index, parameter in enumerate(group["params"])
+        ]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups. While gradients are in flight this waits for them: whoever reads the groups
+        now (`GradScaler.unscale_`, clipping by group) is about to read the gradients.
+        """
+        for reducer in self._reducers:
+            if reducer.in_flight:
+                self.synchronize()
+        return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = value
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced and lie in `.grad`; the next `step()` does not wait again.
+
+        Raises:
+            MismatchError: ranks disagree on their parameters.
+            CollectiveError: the set of ranks changed; the gradients are undefined.
+        """
+        self._wait_for_gradients()
+        self._is_synchronized = True
+
+    def _wait_for_gradients(self) -> None:
+        for reducer in self._reducers:
+            if not self._context.is_open:
+                raise NotInitializedError(
+                    "DistributedOptimizer: it was built before shutdown(). Build it again after init()."
+                )
+            if reducer.is_detached:
+                raise InvalidArgumentError(
+                    "DistributedOptimizer: a newer DistributedOptimizer was built over the same parameters. "
+                    "Use that one."
+                )
+            reducer.wait()
+        if self._frozen:
+            self._reduce_thawed()
+
+    def _finish_gradients(self) -> None:
+        """What `step` needs of `synchronize`."""
+        self.synchronize()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`synchronize()` and `torch.nn.utils.clip_grad_norm_` over all parameters; gives the norm."""
+        if not self._is_synchronized or self._is_dirty():
+            self.synchronize()
+        return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
+
+    def _reduce_thawed(self) -> None:
+        """Include parameters that were frozen when the optimizer was built and are not any more."""
+        thawed = [p for p in self._frozen if p.requires_grad]
+        if thawed:
+            self._frozen = [p for p in self._frozen if not p.requires_grad]
+            known = len(self._reducers)
+            self._reduce([(self._parameter_names[p], p) for p in thawed])
+            for reducer in self._reducers[known:]:
+                reducer.wait()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Inside, `step()` does not wait for gradients: for use after an explicit `synchronize()`."""
+        before, self._should_synchronize = self._should_synchronize, False
+        try:
+            yield
+        finally:
+            self._should_synchronize = before
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Wait for the gradients, then step. A closure's gradients are reduced whenever it is called."""
+        plain = self._plain() if self._plain is not None else None
+        if plain is not None:
+            plain._opt_called = True  # type: ignore[attr-defined]  # by this LR schedulers know
+        if closure is not None:
+            return self._apply(functools.partial(self._evaluate, closure))
+        if self._should_synchronize and not (self._is_synchronized and not self._is_dirty()):
+            self._finish_gradients()
+        self._is_synchronized = False
+        result = self._apply()
+        if self._tuner is not None:
+            self._tuner.step()
+        return result
+
+    # torch wraps the `step` of every class that lacks this mark, to run step hooks and the profiler; the
+    # class below does that already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _apply(self, *closure: Callable[[], Any]) -> Any:
+        """The optimizer's own step."""
+        return super().step(*closure)
+
+    def _is_dirty(self) -> bool:
+        return any([reducer.dirty for reducer in self._reducers])
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        self._finish_gradients()
+        self._is_synchronized = False
+        if isinstance(self, torch.optim.LBFGS) and self._reducers:
+            # Its line search decides by the loss, and every rank must decide alike.
+            process_set = self._configuration.process_set
+            return allreduce(torch.as_tensor(loss).detach(), op=Average, process_set=process_set)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients; those in flight are waited for, and their result is forgotten."""
+        for reducer in self._reducers:
+            reducer.discard()
+        self._is_synchronized = False
+        super().zero_grad(set_to_none or self._configuration.as_views)
+        for reducer in self._reducers:
+            reducer.zero()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every rank alike; their gradients are reduced too."""
+        super().add_param_group(param_group)
+        if not hasattr(self, "_parameter_names"):
+            return
+        added = [entry for entry in self._all_parameters() if entry[2] not in self._parameter_names]
+        names = _names(added, None)
+        self._parameter_names.update(names)
+        if self._has_partners():
+            self._prepare(names)
+            self._frozen += [p for p in names if not p.requires_grad]
+            self._reduce([(name, p) for p, name in names.items() if p.requires_grad])
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change `backward_passes_per_step`, between steps and on every rank alike."""
+        check_arguments(self._configuration.op, passes, self._configuration.predivide)
+        self._configuration.passes = passes
+        for reducer in self._reducers:
+            reducer.discard()
+            reducer.set_passes(passes)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        plain = self._plain() if self._plain is not None else None
+        if plain is not None:
+            # `load_state_dict` made new groups; those of a scheduler made before must be the same.
+            plain.state, plain.param_groups = self.state, self.__dict__["param_groups"]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Hooks and connections belong to this process; what travels is the plain optimizer.
+        plain = type(self).__bases__[1]
+        return _plain_optimizer, (plain, self.__getstate__())
+
+
+def _plain_optimizer(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> Any:
+    made = kind.__new__(kind)
+    made.__setstate__(state)
+    return made
+
+
+def _take_over(ctx: Context, reducer: Reducer, parameters: list[Tensor]) -> None:
+    """A parameter is reduced by the newest optimizer only; which one must not depend on garbage collection."""
+    owners = ctx.owners
+    if owners is None:
+        owners = ctx.owners = WeakIdKeyDictionary()
+    for parameter in parameters:
+        older = owners[parameter]() if parameter in owners else None
+        if older is not None:
+            older.detach()
+        owners[parameter] = weakref.ref(reducer)
+
+
+def check_arguments(op: ReduceOp, passes: int, predivide: float) -> None:
+    """Raise an InvalidArgumentError for what no optimizer can do."""
+    if passes < 1:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: backward_passes_per_step is {passes}; it must be 1 or more."
+        )
+    if predivide != 1.0 and op is not Average:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: gradient_predivide_factor={predivide} needs op=Average, "
+            f"got {op.name.title()}."
+        )
+    if predivide <= 0:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: gradient_predivide_factor is {predivide}; it must be more than 0."
+        )
+
+
+def _names(
+    parameters: list[tuple[int, int, Tensor]],
+    named_parameters: Iterable[tuple[str, Tensor]] | None,
+) -> dict[Tensor, str]:
+    """A name for every parameter of the optimizer, in the optimizer's order."""
+    if named_parameters is None:
+        return {p: f"allreduce.noname.{group}.{index}" for group, index, p in parameters}
+    named = list(named_parameters)
+    for item in named:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: named_parameters holds {type(item).__name__}; it must hold "
+                "(name, parameter) pairs, as model.named_parameters() gives them."
+            )
+    names = [name for name, _ in named]
+    twice = (
+        sorted({name for name in names if names.count(name) > 1})
+        if len(set(names)) < len(names)
+        else []
+    )
+    if twice:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: named_parameters uses {', '.join(map(repr, twice))} more than once. "
+            "Every parameter needs a name of its own."
+        )
+    by_parameter = {p: name for name, p in named}
+    unnamed = [f"{group}.{index}" for group, index, p in parameters if p not in by_parameter]
+    if unnamed:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: {len(unnamed)} of the optimizer's {len(parameters)} parameters are not in "
+            f"named_parameters (group.index {', '.join(unnamed[:5])}). Name all of them, or give None."
+        )
+    return {p: by_parameter[p] for _, _, p in parameters}
+
+
+def _group_numbers(
+    groups: int | Sequence[Sequence[Tensor]] | None, parameters: list[Tensor]
+) -> tuple[tuple[int, ...], ...]:
+    """The argument `groups` as parameter numbers."""
+    if groups is None:
+        return ()
+    if isinstance(groups, int):
+        if groups < 1:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: groups is {groups}; give 1 or more, or None for buckets by size."
+            )
+        count = len(parameters)
+        bounds = [count * i // groups for i in range(groups + 1)]
+        return tuple(tuple(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False) if a < b)
+    numbers = {p: index for index, p in enumerate(parameters)}
+    seen: set[Tensor] = set()
+    for group in groups:
+        for parameter in group:
+            if not isinstance(parameter, Tensor):
+                raise InvalidArgumentError(
+                    f"DistributedOptimizer: groups holds {type(parameter).__name__}; it must be a number or "
+                    "lists of parameters."
+                )
+            if parameter in seen:
+                raise InvalidArgumentError(
+                    f"DistributedOptimizer: a parameter of shape {tuple(parameter.shape)} is in groups twice."
+                )
+            seen.add(parameter)
+    known = [tuple(numbers[p] for p in group if p in numbers) for group in groups]
+    return tuple(group for group in known if group)

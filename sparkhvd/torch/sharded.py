@@ -1,0 +1,380 @@
+"""`DistributedOptimizer(sharded=True)`: every rank steps its part of the parameters, and keeps state for that alone.
+
+Instead of all gradients every rank gets its part of them (a reducescatter), steps, and the ranks give each other the
+parameters they have stepped (an allgather): as many bytes as an allreduce, with 1/N of the optimizer's state and work
+per rank. With `share_parameters` the ranks of a host step one copy, and nothing is given.
+
+**How the user's optimizer steps parts.** During its `step` the groups hold this rank's parts, which are views of the
+parameters, in place of these; hyperparameters, hooks and schedulers find the same groups as ever. `optimizer.state`
+is kept by part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import ReduceOp
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.broadcast import allgather_object, broadcast_object
+from sparkhvd.torch.collectives import allreduce
+from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
+from sparkhvd.torch.collectives.tensors import written
+from sparkhvd.torch.distributed import Configuration, Distributed
+from sparkhvd.torch.shards import ELEMENTWISE, Gatherer, Shard, flat, is_dense, owners_of
+from sparkhvd.torch.shared_parameters import SharedParameters
+
+__all__ = ["Sharded", "check_shardable"]
+
+
+def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configuration) -> None:
+    """Raise an InvalidArgumentError if this cannot be sharded."""
+    what = "DistributedOptimizer(sharded=True): "
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InvalidArgumentError(
+            f"{what}LBFGS looks at all parameters at once and cannot be divided. Leave sharded out."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise InvalidArgumentError(
+            f"{what}SparseAdam needs sparse gradients, and only dense ones are divided. Leave sharded out, or use "
+            "Adam and sparse_as_dense=True."
+        )
+    if configuration.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise InvalidArgumentError(
+            f"{what}op is {configuration.op.name.title()}. Use Average or Sum, or leave sharded out."
+        )
+    if configuration.as_views:
+        raise InvalidArgumentError(
+            f"{what}gradient_as_bucket_view=True is for gradients that every rank gets. Leave one of them out."
+        )
+    if not isinstance(configuration.compression, type):
+        raise InvalidArgumentError(
+            f"{what}{configuration.compression!r} needs whole gradients. Use Compression.fp16 or .bf16, or leave "
+            "one of them out."
+        )
+
+
+class Sharded(Distributed):
+    """What a sharded optimizer does before its own class."""
+
+    _shards: Mapping[Tensor, Shard] = MappingProxyType({})
+    _shared: SharedParameters | None = None
+
+    # --- Dividing. ---
+
+    def _prepare(self, parameters: Iterable[Tensor]) -> None:
+        configuration = self._configuration
+        if not self._shards:
+            number = self._context.number("sharded", configuration.number)
+            self._label = f"DistributedOptimizer.sharded.{number}"
+            self._shards = {}
+            self._has_whole_gradients = False
+        divided = [p for p in parameters if p.numel() > 0]
+        if configuration.share_parameters and divided:
+            self._share(divided)
+        self._divide(divided)
+        parts = [shard.param for shard in self._shards.values() if shard.is_cut]
+        # A new name, because the old one means other shapes to the engine.
+        name = f"{self._label}.parameters.{len(self._shards)}"
+        self._gatherer = Gatherer(self._context, name, parts, configuration.number)
+        self._gradient_gatherers: dict[tuple[int, ...], Gatherer] = {}
+        self._divide_state()
+
+    def _share(self, parameters: list[Tensor]) -> None:
+        if self._shared is not None:
+            raise InvalidArgumentError(
+                "DistributedOptimizer(share_parameters=True): add_param_group() is not possible, because the memory "
+                "is made at once. Build the optimizer with all parameters."
+            )
+        named = [(self._parameter_names[p], p) for p in parameters]
+        configuration = self._configuration
+        self._shared = SharedParameters(
+            self._context, self._label, named, configuration.number, configuration.ranks
+        )
+
+    def _is_cut(self, parameter: Tensor) -> bool:
+        # A parameter of no dimension has state that cannot be told from numbers such as the step.
+        is_elementwise = type(self).__bases__[1] in ELEMENTWISE
+        return is_elementwise and parameter.dim() > 0 and is_dense(parameter)
+
+    def _divide(self, parameters: list[Tensor]) -> None:
+        ranks = self._configuration.ranks
+        place = ranks.index(self._context.engine.topology.rank)
+        whole = [p for p in parameters if not self._is_cut(p)]
+        owners = dict(
+            zip(map(id, whole), owners_of([p.numel() for p in whole], len(ranks)), strict=True)
+        )
+        for p in parameters:
+            owner = owners.get(id(p), -1)
+            self._shards[p] = Shard(p, len(ranks), place, is_cut=owner < 0, owner=owner)  # type: ignore[index]  # a dictionary here
+
+    def _reduce(
+        self,
+        named: list[tuple[str, Tensor]],
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:
+        cut = [(name, p) for name, p in named if self._is_cut(p)]
+        whole = [(name, p) for name, p in named if not self._is_cut(p)]
+        if cut:
+            self._add_reducer(cut, groups, sharded=True)
+        if whole:
+            self._add_reducer(whole, groups)
+
+    # --- One step. ---
+
+    def _apply(self, *closure: Callable[[], Any]) -> Any:
+        if not self._shards:
+            return super()._apply(*closure)
+        if not closure:
+            self._begin_step()
+        with self._parts_in_groups():
+            result = super()._apply(*closure)
+        self._end_step()
+        return result
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        if not self._shards:
+            return super()._evaluate(closure)
+        parts = [group["params"] for group in self.param_groups]
+        self._put_in_groups(self._whole)
+        loss = super()._evaluate(closure)
+        self._put_in_groups(parts)
+        self._begin_step()
+        return loss
+
+    @contextmanager
+    def _parts_in_groups(self) -> Iterator[None]:
+        self._whole = [group["params"] for group in self.param_groups]
+        parts = [[self._shards[p].part for p in ps if p.numel() > 0] for ps in self._whole]
+        self._put_in_groups([[part for part in ps if part is not None] for ps in parts])
+        try:
+            yield
+        finally:
+            self._put_in_groups(self._whole)
+
+    def _put_in_groups(self, parameters: Sequence[list[Any]]) -> None:
+        for group, ps in zip(self.__dict__["param_groups"], parameters, strict=True):
+            group["params"] = ps
+
+    def _begin_step(self) -> None:
+        if self._shared is not None:
+            self._shared.begin()
+        for shard in self._shards.values():
+            shard.follow()
+            shard.take_gradient()
+
+    def _end_step(self) -> None:
+        self._has_whole_gradients = False
+        for shard in self._shards.values():
+            shard.drop_gradient()
+        if self._shared is not None:
+            self._shared.end()
+            return
+        works = self._gatherer.start([s.param for s in self._shards.values() if s.is_cut])
+        self._exchange_whole()
+        for work in works:
+            work.wait()
+        written(list(self._shards))
+
+    def _exchange_whole(self) -> None:
+        """Every rank gets the parameters that others have stepped, of each type in one operation."""
+        whole = [shard for shard in self._shards.values() if not shard.is_cut]
+        for dtype in dict.fromkeys(shard.param.dtype for shard in whole):
+            # In the order in which they will come: by owner.
+            ordered = sorted((s for s in whole if s.param.dtype == dtype), key=lambda s: s.owner)
+            mine = [s.param.detach().reshape(-1) for s in ordered if s.part is not None]
+            own = torch.cat(mine) if mine else torch.empty(0, dtype=dtype)
+            name = f"{self._label}.whole.{dtype}"
+            work = start_allgather(self._context, name, own, self._configuration.number)
+            work.wait()
+            joined = gathered(work, dtype, own.shape)[0]
+            pieces = joined.split([s.param.numel() for s in ordered])
+            for shard, piece in zip(ordered, pieces, strict=True):
+                if shard.part is None:
+                    shard.param.detach().copy_(piece.view(shard.param.shape))
+
+    # --- Whole gradients, for whoever asks. ---
+
+    def _finish_gradients(self) -> None:
+        self._wait_for_gradients()
+        self._has_whole_gradients = False
+        self._is_synchronized = True
+
+    def synchronize(self) -> None:
+        """As of every distributed optimizer: whole gradients in `.grad`, which here is an allgather more.
+
+        `clip_grad_norm_` of this optimizer does without.
+        """
+        if not self._shards:
+            super().synchronize()
+            return
+        if not self._is_synchronized or self._is_dirty():
+            self._finish_gradients()
+        if not self._has_whole_gradients:
+            self._gather_gradients()
+            self._has_whole_gradients = True
+
+    def _gather_gradients(self) -> None:
+        cut = [shard.param for shard in self._shards.values() if shard.is_cut]
+        found = [(i, p.grad) for i, p in enumerate(cut) if p.grad is not None]
+        indices = tuple(i for i, _ in found)
+        gradients = [grad for _, grad in found if grad is not None]
+        gatherer = self._gradient_gatherers.get(indices)
+        if gatherer is None:
+            name = f"{self._label}.gradients.{len(self._gradient_gatherers)}.{len(cut)}"
+            gatherer = Gatherer(self._context, name, gradients, self._configuration.number)
+            self._gradient_gatherers[indices] = gatherer
+        gatherer.gather(gradients)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As of every distributed optimizer; each rank looks at and scales its own part."""
+        if not self._shards:
+            return super().clip_grad_norm_(max_norm, norm_type)
+        if not self._is_synchronized or self._is_dirty():
+            self._finish_gradients()
+        if self._has_whole_gradients:
+            return super().clip_grad_norm_(max_norm, norm_type)
+        for shard in self._shards.values():
+            shard.take_gradient()
+        parts = [s.part.grad for s in self._shards.values() if s.part is not None]
+        gradients = [grad for grad in parts if grad is not None]
+        total = self._total_norm(gradients, norm_type)
+        factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        for grad in gradients:
+            grad.mul_(factor.to(grad.dtype))
+        return total
+
+    def _total_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).double()
+        is_max = math.isinf(norm_type)
+        mine = norm if is_max else norm.pow(norm_type)
+        total = allreduce(
+            mine,
+            op=ReduceOp.MAX if is_max else ReduceOp.SUM,
+            name=f"{self._label}.norm",
+            process_set=self._configuration.process_set,
+        )
+        return (total if is_max else total.pow(1.0 / norm_type)).to(torch.get_default_dtype())
+
+    def writing_parameters(self) -> AbstractContextManager[None]:
+        """Inside, parameters may be written other than by `step()`; every rank must enter and leave.
+
+        With `share_parameters` every rank writes the same values, or one rank alone writes. Without it this does
+        nothing.
+        """
+        return nullcontext() if self._shared is None else self._shared.writing()
+
+    # --- State. ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plain optimizer's state, for any number of ranks. Every rank must call this; all get it.
+
+        It is gathered into this rank's memory, as large as without `sharded`.
+        """
+        if not self._shards:
+            return super().state_dict()
+        parts = self.state
+        self.state = self._whole_state()
+        try:
+            return super().state_dict()
+        finally:
+            self.state = parts
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of a plain optimizer's state; every rank must be given the same."""
+        super().load_state_dict(state_dict)
+        if self._shards:
+            self._divide_state()
+
+    def _divide_state(self) -> None:
+        """Keep of state by parameter this rank's part only."""
+        kept: defaultdict[Any, Any] = defaultdict(dict)
+        for key, values in self.state.items():
+            shard = self._shards.get(key) if isinstance(key, Tensor) else None
+            if shard is None:  # a part already, or what is nobody's
+                kept[key] = values
+            elif shard.part is not None:
+                kept[shard.part] = {name: _part_of(shard, value) for name, value in values.items()}
+        self.state = kept
+
+    def _whole_state(self) -> defaultdict[Any, Any]:
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        shards = list(self._shards.values())
+        divided = {id(shard.part) for shard in shards if shard.part is not None}
+        for key, values in self.state.items():
+            if id(key) not in divided:
+                state[key] = values
+        self._add_whole(state, [shard for shard in shards if not shard.is_cut])
+        self._add_cut(state, [shard for shard in shards if shard.is_cut])
+        return state
+
+    def _add_whole(self, state: dict[Any, Any], shards: list[Shard]) -> None:
+        if not shards:
+            return
+        mine = {
+            number: self.state[shard.part]
+            for number, shard in enumerate(shards)
+            if shard.part is not None and shard.part in self.state
+        }
+        process_set = self._configuration.process_set
+        for theirs in allgather_object(mine, f"{self._label}.state", process_set=process_set):
+            for number, values in theirs.items():
+                state[shards[number].param] = values
+
+    def _add_cut(self, state: dict[Any, Any], shards: list[Shard]) -> None:
+        configuration = self._configuration
+        # The first rank has a part of every parameter that has an element.
+        described = broadcast_object(
+            [self._describe(shard) for shard in shards],
+            configuration.ranks[0],
+            f"{self._label}.state_dict() (every rank must call it)",
+            configuration.process_set,
+        )
+        wholes: list[Tensor] = []
+        for shard, entries in zip(shards, described, strict=True):
+            for name, (dtype, value) in (entries or {}).items():
+                if dtype is not None:
+                    value = torch.empty_like(shard.param, dtype=dtype, requires_grad=False)
+                    if shard.part is not None:
+                        shard.of(value).copy_(self.state[shard.part][name])
+                    wholes.append(value)
+                state[shard.param][name] = value
+        if wholes:
+            name = f"{self._label}.state"
+            Gatherer(self._context, name, wholes, configuration.number).gather(wholes)
+
+    def _describe(self, shard: Shard) -> dict[str, tuple[torch.dtype | None, Any]] | None:
+        """What there is of state: the type of what has an element per element, the value of what has not."""
+        if shard.part is None or shard.part not in self.state:
+            return None
+        return {
+            name: (value.dtype, None) if shard.is_own(value) else (None, value)
+            for name, value in self.state[shard.part].items()
+        }
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._shards:
+            self._refuse_copy()
+        return super().__reduce_ex__(protocol)
+
+    def _refuse_copy(self) -> NoReturn:
+        raise InvalidArgumentError(
+            "DistributedOptimizer(sharded=True): it holds a part of its state and cannot be copied or pickled. Call "
+            "state_dict() on every rank and copy that."
+        )
+
+
+def _part_of(shard: Shard, value: Any) -> Any:
+    """This rank's part of a piece of state of a parameter."""
+    param = shard.param
+    if not (shard.is_cut and isinstance(value, Tensor) and value.shape == param.shape):
+        return value
+    laid_out = torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+    return flat(laid_out)[shard.first : shard.last].clone()

@@ -1,0 +1,159 @@
+"""One bucket of gradients of which every rank gets only its part: a reducescatter in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import Engine, Work, reducescatter_call
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.compression import Compression
+from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, require_cpu
+from sparkhvd.torch.shards import cut_range
+
+__all__ = ["ShardedBucket"]
+
+
+class ShardedBucket:
+    """Gradients of one type. Afterwards this rank's part of each is reduced where it lies; the rest is undefined.
+
+    Args:
+        name: of the operation.
+        entries: the parameters.
+        flagged: whether who has a gradient at all travels along.
+        options: how to reduce.
+        place: this rank's number among the ranks that reduce.
+    """
+
+    __slots__ = (
+        "_compression",
+        "_flags",
+        "_num_ranks",
+        "_ones",
+        "_ranges",
+        "_sparse_as_dense",
+        "call",
+        "entries",
+        "name",
+        "pending",
+        "sent",
+        "work",
+    )
+
+    def __init__(
+        self, name: str, entries: list[Entry], flagged: bool, options: ReduceOptions, place: int
+    ) -> None:
+        self.name = name
+        self.entries = entries
+        self.pending = len(entries)
+        self.work: Work | None = None
+        # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
+        self.sent: list[tuple[int, Tensor, Any]] = []
+        self._compression = options.compression
+        self._sparse_as_dense = options.sparse_as_dense
+        self._num_ranks = len(options.ranks)
+        counts = [entry.param.numel() for entry in entries]
+        self._ranges = [cut_range(count, self._num_ranks, place) for count in counts]
+        wire = torch.empty(0, dtype=entries[0].wire_dtype)
+        # Every rank wants the sums of all flags, so there is one row of them for each.
+        self._ones = (
+            torch.ones(self._num_ranks, len(entries), dtype=wire.dtype) if flagged else None
+        )
+        self._flags = torch.empty(len(entries), dtype=wire.dtype)
+        shapes: list[tuple[int, ...]] = [(count,) for count in counts]
+        if flagged:
+            shapes.append((self._num_ranks, len(entries)))
+        self.call = reducescatter_call(
+            shapes,
+            engine_dtype(name, wire),
+            options.op,
+            options.prescale,
+            options.postscale,
+            options.process_set,
+        )
+        for entry in entries:
+            entry.bucket = self
+
+    def start(self, engine: Engine) -> None:
+        """Submit the gradients of all entries, which `grad` has."""
+        keep: list[Any] = []
+        for position, entry in enumerate(self.entries):
+            tensor = self._to_send(position, entry)
+            address = tensor.data_ptr()
+            first = self._ranges[position][0]
+            self.call.place(position, address, address + first * tensor.element_size())
+            keep.append(tensor)
+        if self._ones is not None:
+            has_gradient = self._who_has(self._ones)
+            self.call.place(len(keep), has_gradient.data_ptr(), self._flags.data_ptr())
+            keep += (has_gradient, self._flags)
+        self.work = engine.start(self.call, self.name, keep)
+
+    def wait(self) -> None:
+        """Wait until this rank's part of every gradient is reduced."""
+        assert self.work is not None
+        self.work.wait()
+        for position, wire, compression_context in self.sent:
+            first, last = self._ranges[position]
+            part = wire.as_strided((wire.numel(),), (1,))[first:last]
+            grad = self.entries[position].param.grad
+            assert grad is not None
+            mine = grad.detach().as_strided((grad.numel(),), (1,))[first:last]
+            mine.copy_(self._compression.decompress(part, compression_context))
+        if self._ones is not None and any([entry.missing for entry in self.entries]):
+            for entry, used in zip(self.entries, self._flags.tolist(), strict=True):
+                if entry.missing and not used:
+                    entry.param.grad = None
+
+    def take(self, entry: Entry) -> None:
+        """The gradient as it is, or zeros."""
+        grad = entry.param.grad
+        entry.grad = entry.stand_in() if grad is None else grad
+
+    def reset(self) -> None:
+        """Ready for the next cycle."""
+        self.work = None
+        self.sent.clear()
+        self.pending = len(self.entries)
+        for entry in self.entries:
+            entry.grad = None
+            entry.missing = False
+
+    def _who_has(self, ones: Tensor) -> Tensor:
+        if not any([entry.missing for entry in self.entries]):
+            return ones
+        row = torch.tensor([not entry.missing for entry in self.entries], dtype=ones.dtype)
+        return row.repeat(self._num_ranks, 1)
+
+    def _to_send(self, position: int, entry: Entry) -> Tensor:
+        grad = entry.grad
+        assert grad is not None
+        if not (
+            grad.is_cpu
+            and grad.dtype is entry.dtype
+            and grad.layout is torch.strided
+            and grad.stride() == entry.stride
+        ):
+            grad = self._laid_out(entry, grad)
+        if self._compression is Compression.none:
+            return grad
+        wire, compression_context = self._compression.compress(grad.detach())
+        if wire is not grad:
+            self.sent.append((position, wire, compression_context))
+        return wire
+
+    def _laid_out(self, entry: Entry, grad: Tensor) -> Tensor:
+        """The gradient in the memory layout of its parameter, which then is `.grad`."""
+        require_cpu(entry, grad)
+        if grad.layout is not torch.strided and not self._sparse_as_dense:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(sharded=True): the gradient of {entry.name!r} is sparse, and only dense "
+                "ones are divided. Give sparse_as_dense=True, or leave sharded out."
+            )
+        copy = torch.empty_strided(entry.shape, entry.stride, dtype=entry.dtype)
+        copy.copy_(grad.detach() if grad.layout is torch.strided else grad.detach().to_dense())
+        entry.param.grad = entry.grad = copy
+        return copy

@@ -1,0 +1,182 @@
+"""Which part of each parameter a rank steps, and how the parts of all ranks become whole again.
+
+A **cut** parameter is divided as `reducescatter` divides rows: of its n elements, in the order of its memory, each of
+N ranks has n // N, and the first n % N ranks one more. That suits optimizers that treat every element by itself.
+Others (Muon looks at a matrix, Adafactor at rows and columns) get **whole** parameters, each with one owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import Call, Work, allgather_into_call
+from sparkhvd.torch._context import Context
+from sparkhvd.torch.collectives.reducescatters import own_rows
+from sparkhvd.torch.collectives.tensors import engine_dtype
+
+__all__ = ["ELEMENTWISE", "Gatherer", "Shard", "cut_range", "flat", "is_dense", "owners_of"]
+
+# What these do to an element depends on that element's gradient and state, and on numbers that all elements share.
+# Subclasses are not taken for granted.
+ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one range of memory, each once."""
+    lengths = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    expected = 1
+    for stride, length in lengths:
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of its memory, as a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def cut_range(count: int, num_parts: int, part: int) -> tuple[int, int]:
+    """First element of a part, and the one behind its last."""
+    first = part * (count // num_parts) + min(part, count % num_parts)
+    return first, first + own_rows(count, num_parts, part)
+
+
+def owners_of(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """An owner for each whole parameter, so that all ranks have about as many elements: largest first."""
+    loads = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        owner = loads.index(min(loads))
+        owners[index] = owner
+        loads[owner] += sizes[index]
+    return owners
+
+
+class Shard:
+    """One parameter, and this rank's part of it.
+
+    Attributes:
+        param: the parameter.
+        is_cut: whether every rank has a part; if not, one rank has all of it.
+        first: the first element that is this rank's, in the order of memory.
+        last: the element behind the last one.
+        part: this rank's part for the optimizer's own step, a view of the parameter's memory; None if it has none.
+    """
+
+    __slots__ = ("_address", "first", "is_cut", "last", "owner", "param", "part")
+
+    def __init__(
+        self, param: Tensor, num_ranks: int, place: int, *, is_cut: bool, owner: int
+    ) -> None:
+        self.param = param
+        self.is_cut = is_cut
+        self.owner = owner
+        if is_cut:
+            self.first, self.last = cut_range(param.numel(), num_ranks, place)
+        else:
+            self.first, self.last = 0, param.numel() if owner == place else 0
+        self._address = -1
+        self.part: Tensor | None = None
+        if self.last > self.first:
+            self.part = torch.nn.Parameter(self.of(param), requires_grad=param.requires_grad)
+            self._address = param.data_ptr()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor that lies in memory as the parameter does: a view."""
+        return flat(tensor)[self.first : self.last] if self.is_cut else tensor.detach()
+
+    def follow(self) -> None:
+        """After the user has given the parameter other memory."""
+        if self.part is not None and self.param.data_ptr() != self._address:
+            self.part.data = self.of(self.param)
+            self._address = self.param.data_ptr()
+
+    def take_gradient(self) -> None:
+        """Let the optimizer's own step find this rank's part of `param.grad`."""
+        if self.part is None:
+            return
+        grad = self.param.grad
+        if grad is not None and self.is_cut:
+            if grad.stride() != self.param.stride() and not _same_memory(grad, self.param):
+                grad = torch.empty_like(self.param).copy_(grad)
+            self.part.grad = flat(grad)[self.first : self.last]
+        else:
+            self.part.grad = grad
+
+    def drop_gradient(self) -> None:
+        """The step has ended."""
+        if self.part is not None:
+            self.part.grad = None
+
+    def is_own(self, value: object) -> bool:
+        """Whether a piece of optimizer state has an element for every element of this rank's part."""
+        return (
+            self.part is not None and isinstance(value, Tensor) and value.shape == self.part.shape
+        )
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether equal indices mean equal places; the stride of a dimension of length 1 is arbitrary."""
+    return all(
+        a == b or n == 1 for a, b, n in zip(one.stride(), other.stride(), one.shape, strict=True)
+    )
+
+
+class Gatherer:
+    """Makes cut tensors whole in place: every rank has its part of each and gets the others'.
+
+    Args:
+        context: whose engine does it.
+        name: of the operations.
+        like: tensors as they will be gathered; every rank gives as many, with as many elements of the same dtypes.
+        process_set: the engine's number of the ranks.
+    """
+
+    def __init__(
+        self, context: Context, name: str, like: Iterable[Tensor], process_set: int
+    ) -> None:
+        self._engine = context.engine
+        self._calls: list[tuple[str, Call, list[int]]] = []
+        by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for index, tensor in enumerate(like):
+            by_dtype.setdefault(tensor.dtype, []).append((index, tensor))
+        for number, (_, entries) in enumerate(by_dtype.items()):
+            shapes = [(tensor.numel(),) for _, tensor in entries]
+            dtype = engine_dtype(name, entries[0][1])
+            call = allgather_into_call(shapes, dtype, process_set)
+            self._calls.append((f"{name}.{number}", call, [index for index, _ in entries]))
+
+    def start(self, tensors: Sequence[Tensor]) -> list[Work]:
+        """Submit; every rank must."""
+        works = []
+        for name, call, indices in self._calls:
+            keep = [tensors[index] for index in indices]
+            for position, tensor in enumerate(keep):
+                address = tensor.data_ptr()
+                call.place(position, address, address)
+            works.append(self._engine.start(call, name, keep))
+        return works
+
+    def gather(self, tensors: Sequence[Tensor]) -> None:
+        """Submit and wait."""
+        for work in self.start(tensors):
+            work.wait()
