@@ -11,15 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from step_born import Born, zero_grad
 from step_models import MODELS, Model
 from torch import nn
 
 import sparkhvd.torch as hvd
 
+# See step_born.py.
+BORN = "born in place"
 # Options of sparkhvd's DistributedOptimizer by variant: one line each. What this sparkhvd lacks is left out.
 OURS: dict[str, Callable[[], dict[str, Any]]] = {
     "sparkhvd": lambda: {},
     "views": lambda: {"gradient_as_bucket_view": True},
+    BORN: lambda: {"gradient_as_bucket_view": True},
     "fp16": lambda: {"compression": hvd.Compression.fp16},
     "powersgd": lambda: {"compression": hvd.Compression.powersgd(rank=4)},
     "sharded": lambda: {"sharded": True},
@@ -146,10 +150,17 @@ def step_of(model: Model, variant: str) -> Callable[[], None]:
         optimizer = hvd.DistributedOptimizer(
             optimizer, network.named_parameters(), **OURS[variant]()
         )
+    if variant == BORN:
+        for module in network.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Born
 
     def step() -> None:
         x, y = next(batches)
-        optimizer.zero_grad()
+        if variant == BORN:
+            zero_grad(optimizer)
+        else:
+            optimizer.zero_grad()
         model.loss(network(x), y).backward()
         optimizer.step()
 

@@ -78,7 +78,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         num_groups: deprecated; give `groups`.
         groups: a number of buckets, or lists of parameters that share one.
         sparse_as_dense: send sparse gradients as dense ones. Without it every rank gets the rows of all ranks,
-            coalesced; which gradients are sparse is what the ranks have in the first step that has any.
+            not coalesced; which gradients are sparse is what the ranks have in the first step that has any.
         process_set: the ranks whose gradients are combined. On ranks that are not in it the result is as the
             optimizer given. Ranks in several sets may build one optimizer for each.
         gradient_as_bucket_view: gradients live in memory that the ranks of a host share, and are reduced where

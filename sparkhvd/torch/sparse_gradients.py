@@ -9,8 +9,9 @@ gradient is in no bucket, and in every later vote until it has one. From then on
 rank has, the indices, the values, all as bytes. A rank whose gradient is not of the settled layout sends the head
 alone, so that every rank learns of it and raises the same error.
 
-**The result** is coalesced, and entries are added in the order of ranks, so every rank gets the same bits.
-`Tensor.coalesce` promises no order: its sort is not stable.
+**The result** has the entries of all ranks in the order of ranks, each as often as ranks have it: as autograd's own, it
+is not coalesced, because most optimizers need no sum of a row's entries, and sorting them takes longer than sending
+them. Every rank has the same entries in the same order, so what an optimizer makes of them has the same bits.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, require_cpu
 
 __all__ = ["LayoutVote", "SparseBucket", "Votes"]
 
-# Gradients of these types are added in float32.
-_SHORT = (torch.float16, torch.bfloat16)
 # What the head of a message says.
 _NO_GRADIENT, _AS_PLANNED, _DENSE, _OTHER_DIMS = range(4)
 _HEAD_BYTES = 8
@@ -212,7 +211,7 @@ class SparseBucket:
         self.entries[0].grad = None
 
     def wait(self) -> None:
-        """Wait until the sum or the average over all ranks lies in `.grad`; None if no rank had any.
+        """Wait until the entries of all ranks lie in `.grad`; None if no rank had any.
 
         Raises:
             MismatchError: a rank had a dense gradient, or another number of sparse dimensions.
@@ -231,7 +230,7 @@ class SparseBucket:
         if _AS_PLANNED not in said:
             entry.param.grad = None
             return
-        entry.param.grad = self._total(entry, indices.view(torch.int64), values)
+        entry.param.grad = self._joined(entry, indices.view(torch.int64), values)
 
     def _message(self, entry: Entry) -> tuple[Tensor, Tensor, Tensor]:
         """A head, rows of indices, rows of values as they are sent."""
@@ -254,51 +253,19 @@ class SparseBucket:
         row_bytes = _row_length(entry) * entry.wire_dtype.itemsize
         return [(1, _HEAD_BYTES), (1, _HEAD_BYTES * entry.sparse_dim), (1, row_bytes)]
 
-    def _total(self, entry: Entry, indices: Tensor, wire: Tensor) -> Tensor:
-        """The entries of all ranks, added up and scaled."""
+    def _joined(self, entry: Entry, indices: Tensor, wire: Tensor) -> Tensor:
+        """The entries of all ranks, scaled, in the memory in which they came."""
         options = self._options
         values = options.compression.decompress(wire.view(entry.wire_dtype), self._context)
-        if values.dtype in _SHORT:
-            values = values.float()
-        lengths = entry.shape[: entry.sparse_dim]
-        places, sums = _added_up(_linear(indices, lengths), values)
         factor = options.prescale * options.postscale
         if options.op is ReduceOp.AVERAGE:
             factor /= len(options.ranks)
+        if factor != 1.0:
+            values.mul_(factor)
         return torch.sparse_coo_tensor(
-            _unraveled(places, lengths),
-            sums.mul_(factor).to(entry.dtype).view(len(sums), *entry.shape[entry.sparse_dim :]),
+            indices.t(),
+            values.view(len(values), *entry.shape[entry.sparse_dim :]),
             entry.shape,
             check_invariants=False,
-            is_coalesced=True,
+            is_coalesced=False,
         )
-
-
-def _added_up(places: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Each place once, ascending, and the sum of its rows of values in the order in which they stand."""
-    if len(places) == 0:
-        return places, values.clone()
-    ordered, positions = torch.sort(places, stable=True)
-    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-    # Adds rows by their positions without moving them before: 2 to 9 times as fast as coalesce() or index_add().
-    sums = torch.nn.functional.embedding_bag(
-        positions, values, torch.cumsum(counts, 0) - counts, mode="sum"
-    )
-    return unique, sums
-
-
-def _linear(indices: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Rows of indices as one number each, in the order of the rows."""
-    places = indices[:, 0]
-    for dim in range(1, len(lengths)):
-        places = places * lengths[dim] + indices[:, dim]
-    return places
-
-
-def _unraveled(places: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The numbers as indices again, one row per dimension, as torch keeps them."""
-    rows: list[Tensor] = []
-    for length in reversed(lengths[1:]):
-        rows.append(places % length)
-        places = places // length
-    return torch.stack([places, *reversed(rows)])
