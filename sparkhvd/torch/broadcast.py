@@ -220,14 +220,22 @@ def broadcast_optimizer_state(
 
 
 def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer) -> None:
-    mine = [len(group["params"]) for group in optimizer.param_groups]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    # Of a sharded optimizer no rank has the state of all.
+    is_part = bool(getattr(optimizer, "_shards", None)) and bool(optimizer.state)
+    mine = [sizes, is_part]
     parts = _allgather_bytes(ctx, f"{prefix}.groups", json.dumps(mine).encode())
     found = [json.loads(part) for part in parts]
-    for rank, sizes in enumerate(found):
-        if sizes != found[0]:
+    for rank, (theirs, is_part) in enumerate(found):
+        if is_part:
+            raise InvalidArgumentError(
+                "broadcast_optimizer_state: the optimizer is sharded, and no rank has the state of all parameters. "
+                "Call optimizer.load_state_dict() on every rank, with what broadcast_object() has sent."
+            )
+        if theirs != found[0][0]:
             raise MismatchError(
                 "broadcast_optimizer_state: ranks disagree on the parameters per group. Rank 0 has "
-                f"{found[0]}, rank {rank} has {sizes}. Build the same optimizer on every rank."
+                f"{found[0][0]}, rank {rank} has {theirs}. Build the same optimizer on every rank."
             )
 
 

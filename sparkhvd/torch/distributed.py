@@ -20,6 +20,7 @@ from sparkhvd.torch.buckets import ReduceOptions, Reducer
 from sparkhvd.torch.collectives import Average, allreduce
 from sparkhvd.torch.compression import Compressor
 from sparkhvd.torch.process_sets import ProcessSet
+from sparkhvd.torch.shared_parameters import unshare
 
 __all__ = ["Configuration", "Distributed", "check_arguments"]
 
@@ -72,6 +73,8 @@ class Distributed(torch.optim.Optimizer):
         self._should_synchronize = True
         self._is_synchronized = False
         self._parameter_names = _names(self._all_parameters(), named_parameters)
+        if not configuration.share_parameters:
+            unshare(self._parameter_names)
         self._frozen: list[Tensor] = []
         if not self._has_partners():
             _group_numbers(groups, [])  # only checked
@@ -252,7 +255,9 @@ class Distributed(torch.optim.Optimizer):
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
-        self._finish_gradients()
+        # A closure may only return a loss whose gradients were reduced before.
+        if not self._is_synchronized or self._is_dirty():
+            self._finish_gradients()
         self._is_synchronized = False
         if isinstance(self, torch.optim.LBFGS) and self._reducers:
             # Its line search decides by the loss, and every rank must decide alike.

@@ -88,13 +88,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             memory and of the work. Weights are those of the unsharded optimizer. Optimizers of torch that treat every
             element by itself cut inside tensors; others get whole parameters; LBFGS is an error. `state_dict()` must
             be called on every rank, gives the plain state, and loads at any number of ranks. `.grad` is whole after
-            `synchronize()` only; `clip_grad_norm_` of the optimizer does without that. Give `sparse_as_dense=True`
-            for sparse gradients.
+            `synchronize()` only (or reading `param_groups` between `backward()` and `step()`, which every rank must
+            then do too), so call `zero_grad()` in every step; `clip_grad_norm_` of the optimizer does without. Not
+            with `join()`, nor for optimizers of others that look at several parameters together. Give
+            `sparse_as_dense=True` for sparse gradients.
         share_parameters: with `sharded`, all ranks on one host: one copy of the parameters, with rank 0's values, so
             that nothing has to be exchanged after the step. Nobody goes on before every rank has stepped. Writing a
-            parameter outside of `step()` is an error of the next step; do it inside `optimizer.writing_parameters()`.
-            Copies (`copy.deepcopy`, `torch.save`) are private. After an error their values are undefined: load them
-            anew.
+            parameter outside of `step()` is an error of the next step (except through `.data`, which torch does not
+            tell); do it inside `optimizer.writing_parameters()`, `load_state_dict` too. `model.state_dict()` is live,
+            as always in torch; `copy.deepcopy` and `torch.save` are private. The memory stays shared when the
+            optimizer is gone. After an error the values are undefined: load them anew.
 
     Raises:
         InvalidArgumentError: an argument is wrong.

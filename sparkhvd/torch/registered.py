@@ -62,8 +62,10 @@ def registered_empty(
     return over_buffer(buffer, dtype, size.numel()).view(size)
 
 
-def over_buffer(buffer: Buffer, dtype: torch.dtype, count: int) -> Tensor:
-    """The first elements of a buffer as a tensor of one dimension, whose storage keeps the buffer alive."""
-    memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(buffer.address)
+def over_buffer(buffer: Buffer, dtype: torch.dtype, count: int, first_byte: int = 0) -> Tensor:
+    """Elements of a buffer as a tensor of one dimension, with a storage of its own that keeps the buffer alive."""
+    memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(
+        buffer.address + first_byte
+    )
     memory.buffer = buffer
     return torch.frombuffer(memory, dtype=dtype)

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import ReduceOp
+from sparkhvd.engine import ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.broadcast import allgather_object, broadcast_object
 from sparkhvd.torch.collectives import allreduce
@@ -32,6 +32,9 @@ from sparkhvd.torch.shards import ELEMENTWISE, Gatherer, Shard, flat, is_dense, 
 from sparkhvd.torch.shared_parameters import SharedParameters
 
 __all__ = ["Sharded", "check_shardable"]
+
+# For so many sets of parameters that have a gradient; a model may use others in every step.
+_MAX_GATHERERS = 16
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, configuration: Configuration) -> None:
@@ -66,6 +69,9 @@ class Sharded(Distributed):
 
     _shards: Mapping[Tensor, Shard] = MappingProxyType({})
     _shared: SharedParameters | None = None
+    _gathered_kind = (-1, -1)  # for how many parameters, and frozen ones, the gatherer is
+    _num_gatherers = 0  # of gradients, that were ever made
+    _evaluations = 0  # of the closure, in this step
 
     # --- Dividing. ---
 
@@ -80,19 +86,10 @@ class Sharded(Distributed):
         if configuration.share_parameters and divided:
             self._share(divided)
         self._divide(divided)
-        parts = [shard.param for shard in self._shards.values() if shard.is_cut]
-        # A new name, because the old one means other shapes to the engine.
-        name = f"{self._label}.parameters.{len(self._shards)}"
-        self._gatherer = Gatherer(self._context, name, parts, configuration.number)
         self._gradient_gatherers: dict[tuple[int, ...], Gatherer] = {}
         self._divide_state()
 
     def _share(self, parameters: list[Tensor]) -> None:
-        if self._shared is not None:
-            raise InvalidArgumentError(
-                "DistributedOptimizer(share_parameters=True): add_param_group() is not possible, because the memory "
-                "is made at once. Build the optimizer with all parameters."
-            )
         named = [(self._parameter_names[p], p) for p in parameters]
         configuration = self._configuration
         self._shared = SharedParameters(
@@ -108,8 +105,16 @@ class Sharded(Distributed):
         ranks = self._configuration.ranks
         place = ranks.index(self._context.engine.topology.rank)
         whole = [p for p in parameters if not self._is_cut(p)]
+        loads = [0] * len(ranks)
+        for shard in self._shards.values():
+            if not shard.is_cut:
+                loads[shard.owner] += shard.param.numel()
         owners = dict(
-            zip(map(id, whole), owners_of([p.numel() for p in whole], len(ranks)), strict=True)
+            zip(
+                map(id, whole),
+                owners_of([p.numel() for p in whole], len(ranks), loads),
+                strict=True,
+            )
         )
         for p in parameters:
             owner = owners.get(id(p), -1)
@@ -132,17 +137,42 @@ class Sharded(Distributed):
     def _apply(self, *closure: Callable[[], Any]) -> Any:
         if not self._shards:
             return super()._apply(*closure)
-        if not closure:
-            self._begin_step()
-        with self._parts_in_groups():
-            result = super()._apply(*closure)
-        self._end_step()
+        self._evaluations = 0
+        with self._hooks_around(closure):
+            if not closure:
+                self._begin_step()
+            with self._parts_in_groups():
+                result = super()._apply(*closure)
+            self._end_step()
         return result
+
+    @contextmanager
+    def _hooks_around(self, closure: tuple[Callable[[], Any], ...]) -> Iterator[None]:
+        """Step hooks of the user come before and after, because they look at whole gradients and parameters."""
+        before, after = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+        if before and not closure:
+            self._make_gradients_whole()
+        for hook in list(before.values()):
+            hook(self, (self, *closure), {})
+        self._optimizer_step_pre_hooks = type(before)()
+        self._optimizer_step_post_hooks = type(after)()
+        try:
+            yield
+        finally:
+            self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = before, after
+        for hook in list(after.values()):
+            hook(self, (self, *closure), {})
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         if not self._shards:
             return super()._evaluate(closure)
-        parts = [group["params"] for group in self.param_groups]
+        self._evaluations += 1
+        if self._evaluations > 1:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(sharded=True): {type(self).__name__} calls its closure more than once per "
+                "step, between which ranks would have to exchange what they stepped. Leave sharded out."
+            )
+        parts = [group["params"] for group in self.__dict__["param_groups"]]
         self._put_in_groups(self._whole)
         loss = super()._evaluate(closure)
         self._put_in_groups(parts)
@@ -151,7 +181,8 @@ class Sharded(Distributed):
 
     @contextmanager
     def _parts_in_groups(self) -> Iterator[None]:
-        self._whole = [group["params"] for group in self.param_groups]
+        # Not the property, which would wait for whole gradients.
+        self._whole = [group["params"] for group in self.__dict__["param_groups"]]
         parts = [[self._shards[p].part for p in ps if p.numel() > 0] for ps in self._whole]
         self._put_in_groups([[part for part in ps if part is not None] for ps in parts])
         try:
@@ -177,15 +208,30 @@ class Sharded(Distributed):
         if self._shared is not None:
             self._shared.end()
             return
-        works = self._gatherer.start([s.param for s in self._shards.values() if s.is_cut])
+        works = self._start_gathering()
         self._exchange_whole()
         for work in works:
             work.wait()
-        written(list(self._shards))
+        written([p for p in self._shards if p.grad is not None])
+
+    def _start_gathering(self) -> list[Work]:
+        """Every rank gives its parts of cut parameters, and gets the others', except of what is frozen."""
+        kind = (len(self._shards), len(self._frozen))
+        if kind != self._gathered_kind:
+            frozen = set(map(id, self._frozen))
+            cut = [shard.param for shard in self._shards.values() if shard.is_cut]
+            self._gathered = [p for p in cut if id(p) not in frozen]
+            # A new name, because the old one means other shapes to the engine.
+            name = f"{self._label}.parameters.{kind[0]}.{kind[1]}"
+            number = self._configuration.number
+            self._gatherer = Gatherer(self._context, name, self._gathered, number)
+            self._gathered_kind = kind
+        return self._gatherer.start(self._gathered)
 
     def _exchange_whole(self) -> None:
         """Every rank gets the parameters that others have stepped, of each type in one operation."""
-        whole = [shard for shard in self._shards.values() if not shard.is_cut]
+        frozen = set(map(id, self._frozen))
+        whole = [s for s in self._shards.values() if not s.is_cut and id(s.param) not in frozen]
         for dtype in dict.fromkeys(shard.param.dtype for shard in whole):
             # In the order in which they will come: by owner.
             ordered = sorted((s for s in whole if s.param.dtype == dtype), key=lambda s: s.owner)
@@ -203,6 +249,8 @@ class Sharded(Distributed):
     # --- Whole gradients, for whoever asks. ---
 
     def _finish_gradients(self) -> None:
+        for shard in self._shards.values():
+            shard.follow()
         self._wait_for_gradients()
         self._has_whole_gradients = False
         self._is_synchronized = True
@@ -217,6 +265,9 @@ class Sharded(Distributed):
             return
         if not self._is_synchronized or self._is_dirty():
             self._finish_gradients()
+        self._make_gradients_whole()
+
+    def _make_gradients_whole(self) -> None:
         if not self._has_whole_gradients:
             self._gather_gradients()
             self._has_whole_gradients = True
@@ -228,7 +279,13 @@ class Sharded(Distributed):
         gradients = [grad for _, grad in found if grad is not None]
         gatherer = self._gradient_gatherers.get(indices)
         if gatherer is None:
-            name = f"{self._label}.gradients.{len(self._gradient_gatherers)}.{len(cut)}"
+            if len(self._gradient_gatherers) >= _MAX_GATHERERS:
+                self._gradient_gatherers.clear()
+            self._num_gatherers += 1
+            name = (
+                f"{self._label}.gradients.{self._num_gatherers} (all ranks must call "
+                "synchronize(), or use param_groups between backward() and step())"
+            )
             gatherer = Gatherer(self._context, name, gradients, self._configuration.number)
             self._gradient_gatherers[indices] = gatherer
         gatherer.gather(gradients)
@@ -303,6 +360,18 @@ class Sharded(Distributed):
             elif shard.part is not None:
                 kept[shard.part] = {name: _part_of(shard, value) for name, value in values.items()}
         self.state = kept
+        plain = self._plain() if self._plain is not None else None
+        if plain is not None:
+            plain.state = kept  # a scheduler may hold it, and it the whole state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of every distributed optimizer; not with `share_parameters`."""
+        if self._shared is not None:
+            raise InvalidArgumentError(
+                "DistributedOptimizer(share_parameters=True): add_param_group() is not possible, because the memory "
+                "is made at once. Build the optimizer with all parameters."
+            )
+        super().add_param_group(param_group)
 
     def _whole_state(self) -> defaultdict[Any, Any]:
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -324,7 +393,8 @@ class Sharded(Distributed):
             if shard.part is not None and shard.part in self.state
         }
         process_set = self._configuration.process_set
-        for theirs in allgather_object(mine, f"{self._label}.state", process_set=process_set):
+        name = f"{self._label}.state_dict() (every rank must call it)"
+        for theirs in allgather_object(mine, name, process_set=process_set):
             for number, values in theirs.items():
                 state[shards[number].param] = values
 

@@ -12,7 +12,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, require_cpu
-from sparkhvd.torch.shards import cut_range
+from sparkhvd.torch.shards import cut_range, same_places
 
 __all__ = ["ShardedBucket"]
 
@@ -135,7 +135,7 @@ class ShardedBucket:
             grad.is_cpu
             and grad.dtype is entry.dtype
             and grad.layout is torch.strided
-            and grad.stride() == entry.stride
+            and same_places(entry.stride, grad)
         ):
             grad = self._laid_out(entry, grad)
         if self._compression is Compression.none:

@@ -13,11 +13,21 @@ import torch
 from torch import Tensor
 
 from sparkhvd.engine import Call, Work, allgather_into_call
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.collectives.reducescatters import own_rows
 from sparkhvd.torch.collectives.tensors import engine_dtype
 
-__all__ = ["ELEMENTWISE", "Gatherer", "Shard", "cut_range", "flat", "is_dense", "owners_of"]
+__all__ = [
+    "ELEMENTWISE",
+    "Gatherer",
+    "Shard",
+    "cut_range",
+    "flat",
+    "is_dense",
+    "owners_of",
+    "same_places",
+]
 
 # What these do to an element depends on that element's gradient and state, and on numbers that all elements share.
 # Subclasses are not taken for granted.
@@ -60,9 +70,12 @@ def cut_range(count: int, num_parts: int, part: int) -> tuple[int, int]:
     return first, first + own_rows(count, num_parts, part)
 
 
-def owners_of(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """An owner for each whole parameter, so that all ranks have about as many elements: largest first."""
-    loads = [0] * num_ranks
+def owners_of(sizes: Sequence[int], num_ranks: int, before: Sequence[int] = ()) -> list[int]:
+    """An owner for each whole parameter, so that all ranks have about as many elements: largest first.
+
+    `before` is how many each rank has already.
+    """
+    loads = list(before) or [0] * num_ranks
     owners = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         owner = loads.index(min(loads))
@@ -82,7 +95,7 @@ class Shard:
         part: this rank's part for the optimizer's own step, a view of the parameter's memory; None if it has none.
     """
 
-    __slots__ = ("_address", "first", "is_cut", "last", "owner", "param", "part")
+    __slots__ = ("_address", "_strides", "first", "is_cut", "last", "owner", "param", "part")
 
     def __init__(
         self, param: Tensor, num_ranks: int, place: int, *, is_cut: bool, owner: int
@@ -94,11 +107,11 @@ class Shard:
             self.first, self.last = cut_range(param.numel(), num_ranks, place)
         else:
             self.first, self.last = 0, param.numel() if owner == place else 0
-        self._address = -1
+        self._address = param.data_ptr()
+        self._strides = param.stride()
         self.part: Tensor | None = None
         if self.last > self.first:
             self.part = torch.nn.Parameter(self.of(param), requires_grad=param.requires_grad)
-            self._address = param.data_ptr()
 
     def of(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor that lies in memory as the parameter does: a view."""
@@ -106,9 +119,17 @@ class Shard:
 
     def follow(self) -> None:
         """After the user has given the parameter other memory."""
-        if self.part is not None and self.param.data_ptr() != self._address:
+        if self.param.data_ptr() == self._address:
+            return
+        if self.is_cut and not same_places(self._strides, self.param):
+            raise InvalidArgumentError(
+                "DistributedOptimizer(sharded=True): a parameter of shape "
+                f"{tuple(self.param.shape)} had strides {self._strides} when the optimizer was built, and has "
+                f"{self.param.stride()} now, but memory is divided. Use model.to(memory_format=...) before."
+            )
+        if self.part is not None:
             self.part.data = self.of(self.param)
-            self._address = self.param.data_ptr()
+        self._address = self.param.data_ptr()
 
     def take_gradient(self) -> None:
         """Let the optimizer's own step find this rank's part of `param.grad`."""
@@ -116,7 +137,7 @@ class Shard:
             return
         grad = self.param.grad
         if grad is not None and self.is_cut:
-            if grad.stride() != self.param.stride() and not _same_memory(grad, self.param):
+            if grad.stride() != self.param.stride() and not same_places(grad.stride(), self.param):
                 grad = torch.empty_like(self.param).copy_(grad)
             self.part.grad = flat(grad)[self.first : self.last]
         else:
@@ -134,10 +155,10 @@ class Shard:
         )
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
+def same_places(strides: tuple[int, ...], tensor: Tensor) -> bool:
     """Whether equal indices mean equal places; the stride of a dimension of length 1 is arbitrary."""
     return all(
-        a == b or n == 1 for a, b, n in zip(one.stride(), other.stride(), one.shape, strict=True)
+        a == b or n == 1 for a, b, n in zip(strides, tensor.stride(), tensor.shape, strict=True)
     )
 
 

@@ -8,21 +8,27 @@ noticed by the tensors' version counters in the next step, and raised on every r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from sparkhvd.engine import DType, ReduceOp, allreduce_call
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context
+from sparkhvd.torch.collectives.tensors import written
 from sparkhvd.torch.registered import over_buffer
 
-__all__ = ["SharedParameters"]
+__all__ = ["SharedParameters", "unshare"]
 
 # Every parameter begins on a cache line.
 _ALIGNMENT = 64
+
+# Where parameters lie in memory of several ranks: it stays shared when the optimizer is gone.
+_addresses: MutableMapping[Any, int] = WeakIdKeyDictionary()
 
 
 class SharedParameters:
@@ -77,19 +83,22 @@ class SharedParameters:
             process_set=self._process_set,
             one_piece=True,
         )
-        memory = over_buffer(buffer, torch.uint8, sum(sizes))
         views = []
         begin = 0
         for (_, p), size in zip(self._named, sizes, strict=True):
             strides = torch.empty_like(p, device="meta").stride()
-            piece = memory[begin : begin + size].view(p.dtype)
-            views.append(piece.as_strided(p.shape, strides, piece.storage_offset()))
+            # A storage for each: torch.save and deepcopy take whole storages, and refuse several types in one.
+            piece = over_buffer(buffer, p.dtype, p.numel(), begin)
+            views.append(piece.as_strided(p.shape, strides))
             if is_first:
                 views[-1].copy_(p.detach())
             begin += size
         self._meet("copied")
         for (_, p), view in zip(self._named, views, strict=True):
             p.data = view
+        self._addresses = [view.data_ptr() for view in views]
+        for (_, p), address in zip(self._named, self._addresses, strict=True):
+            _addresses[p] = address
 
     def _note_versions(self) -> None:
         self._versions = [p._version for _, p in self._named]
@@ -111,11 +120,26 @@ class SharedParameters:
             )
             if p._version != version
         ]
-        self._written.fill_(found[0] if found else 0)
+        moved = [
+            number
+            for number, ((_, p), address) in enumerate(
+                zip(self._named, self._addresses, strict=True), start=1
+            )
+            if p.data_ptr() != address
+        ]
+        # Of the two the worse wins: what was moved is above all numbers of what was written.
+        count = len(self._named)
+        self._written.fill_(count + moved[0] if moved else found[0] if found else 0)
         call = allreduce_call([(1,)], DType.INT64, ReduceOp.MAX, process_set=self._process_set)
         call.place(0, self._written.data_ptr(), self._written.data_ptr())
         self._engine.run(call, f"{self._label}.begin", self._written)
         first = int(self._written)
+        if first > count:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(share_parameters=True): {self._named[first - count - 1][0]!r} was given other "
+                "memory (model.to(), p.data = ...) on this rank or another, so the ranks share it no more. Build the "
+                "optimizer after that, or leave share_parameters out."
+            )
         if first:
             self._note_versions()
             raise InvalidArgumentError(
@@ -127,14 +151,22 @@ class SharedParameters:
     def end(self) -> None:
         """Wait until every rank has written its part."""
         self._meet("end")
+        written([p for _, p in self._named if p.grad is not None])  # also by other ranks
         self._note_versions()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Nobody computes with the parameters while they are written here."""
-        self._meet("write")
+        self.begin()  # what was written before must not pass as written here
         try:
             yield
         finally:
             self._meet("written")
             self._note_versions()
+
+
+def unshare(parameters: Iterable[Tensor]) -> None:
+    """Give parameters memory of this rank alone again, where an optimizer of before has shared it."""
+    for p in parameters:
+        if p in _addresses and _addresses.pop(p) == p.data_ptr():
+            p.data = p.detach().clone(memory_format=torch.preserve_format)

@@ -724,6 +724,172 @@ def test_ranks_with_another_memory_format_get_an_error() -> None:
         assert "ranks disagree on the memory layout (strides) of 'conv.weight'" in text
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_closure_that_only_returns_the_loss_reduces_nothing_again(share: bool) -> None:
+    model = Model()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(step))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step(lambda loss=loss: loss)
+
+    def body() -> torch.Tensor:
+        model, optimizer = sharded(OPTIMIZERS["momentum"], steps=0, share_parameters=share)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = loss_of(model, mine(batch(step)))
+            loss.backward()
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step(lambda loss=loss: loss)
+        return weights(model)
+
+    for found in on_ranks(2, body):
+        torch.testing.assert_close(found, weights(model), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_step_hooks_see_whole_gradients_and_parameters(share: bool) -> None:
+    def train(model: nn.Module, optimizer: Any, rows: Callable[..., torch.Tensor]) -> torch.Tensor:
+        average = weights(model)
+
+        def before(*_: Any) -> None:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+        def after(*_: Any) -> None:
+            average.lerp_(weights(model), 0.5)
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        for step in range(STEPS):
+            one_step(model, optimizer, step, rows(batch(step)))
+        return torch.cat([average, weights(model)])
+
+    plain = Model()
+    expected = train(plain, OPTIMIZERS["momentum"](plain.parameters()), lambda x: x)
+
+    def body() -> torch.Tensor:
+        return train(*sharded(OPTIMIZERS["momentum"], steps=0, share_parameters=share), mine)
+
+    for found in on_ranks(2, body):
+        assert_close(found, expected)
+
+
+def test_an_optimizer_that_calls_its_closure_twice_is_an_error() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            super().step()
+            with torch.enable_grad():
+                return closure()
+
+    def body() -> None:
+        model = Model()
+        optimizer = hvd.DistributedOptimizer(Twice(model.parameters(), lr=0.1), sharded=True)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, mine(batch(0)))
+            loss.backward()
+            return loss
+
+        with pytest.raises(InvalidArgumentError, match="calls its closure more than once"):
+            optimizer.step(closure)
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_another_memory_format_after_construction_is_an_error(share: bool) -> None:
+    def body() -> str:
+        model, optimizer = sharded(OPTIMIZERS["Adam"], steps=1, share_parameters=share)
+        model.conv.to(memory_format=torch.contiguous_format)
+        with pytest.raises(InvalidArgumentError) as caught:
+            one_step(model, optimizer, 1, mine(batch(1)))
+        return str(caught.value)
+
+    for text in on_ranks(2, body):
+        assert "had strides (12, 1, 6, 3) when the optimizer was built" in text
+
+
+def test_other_memory_for_a_shared_parameter_is_an_error_on_every_rank() -> None:
+    def body() -> str:
+        model, optimizer = sharded(OPTIMIZERS["Adam"], steps=1, share_parameters=True)
+        if hvd.rank() == 1:
+            model.first.weight.data = model.first.weight.data.clone()
+        with pytest.raises(InvalidArgumentError) as caught:
+            one_step(model, optimizer, 1, mine(batch(1)))
+        return str(caught.value)
+
+    for text in on_ranks(2, body):
+        assert "'first.weight' was given other memory" in text
+
+
+def test_a_later_optimizer_that_does_not_share_has_parameters_of_its_own() -> None:
+    def body() -> torch.Tensor:
+        model, optimizer = sharded(OPTIMIZERS["SGD"], steps=1, share_parameters=True)
+        del optimizer
+        later = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(1, STEPS):
+            one_step(model, later, step, mine(batch(step)))
+        return weights(model)
+
+    for found in on_ranks(2, body):
+        assert_close(found, weights(alone(OPTIMIZERS["SGD"])))
+
+
+def test_shared_parameters_of_several_types_are_saved_each_by_itself() -> None:
+    def body() -> int:
+        model = nn.ModuleDict({"a": nn.Linear(300, 300), "b": nn.Linear(4, 2).double()})
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), sharded=True, share_parameters=True
+        )
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        assert torch.equal(torch.load(io.BytesIO(file.getvalue()))["b.weight"], model["b"].weight)
+        small = io.BytesIO()
+        torch.save(model["b"].state_dict(), small)
+        return len(small.getvalue())
+
+    for num_bytes in on_ranks(2, body):
+        assert num_bytes < 10_000
+
+
+def test_frozen_parameters_are_not_exchanged() -> None:
+    def body() -> float:
+        model = Model()
+        model.first.weight.requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["SGD"](model.parameters()), sharded=True)
+        with torch.no_grad():
+            model.first.weight.fill_(float(hvd.rank()))
+        one_step(model, optimizer, 0, mine(batch(0)))
+        return float(model.first.weight.detach().mean())
+
+    assert on_ranks(2, body) == [0.0, 1.0]
+
+
+def test_broadcasting_the_state_of_a_sharded_optimizer_is_an_error_on_every_rank() -> None:
+    def body() -> None:
+        model, optimizer = sharded(OPTIMIZERS["momentum"], steps=0)
+        hvd.broadcast_optimizer_state(optimizer, 0)  # there is none
+        one_step(model, optimizer, 0, mine(batch(0)))
+        with pytest.raises(InvalidArgumentError, match="no rank has the state of all parameters"):
+            hvd.broadcast_optimizer_state(optimizer, 0)
+
+    on_ranks(2, body)
+
+
+def test_parameters_cannot_be_added_to_shared_ones() -> None:
+    def body() -> None:
+        model, optimizer = sharded(OPTIMIZERS["SGD"], steps=0, share_parameters=True)
+        with pytest.raises(InvalidArgumentError, match="add_param_group\\(\\) is not possible"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        one_step(model, optimizer, 0, mine(batch(0)))  # nothing was added
+
+    on_ranks(2, body)
+
+
 # --- The arithmetic of parts. ---
 
 
@@ -742,6 +908,7 @@ def test_owners_have_about_as_much() -> None:
     loads = [sum(s for s, o in zip(sizes, owners, strict=True) if o == rank) for rank in (0, 1)]
     assert max(loads) - min(loads) <= 2
     assert owners_of([], 3) == []
+    assert owners_of([1, 1, 1], 2, [10, 0]) == [1, 1, 1]
 
 
 def test_dense_memory_is_recognized() -> None:
