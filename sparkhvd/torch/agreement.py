@@ -54,28 +54,38 @@ class Agreement:
         self._mine = torch.tensor(list(digests), dtype=torch.uint8)
         self._work: Work = start_allgather(context, f"{label}.digest", self._mine, process_set)
 
-    def check(self) -> list[int]:
-        """Wait for the other ranks' digests.
-
-        Returns:
-            The numbers of the parameters whose strides are not the same on every rank; on every rank the same list.
+    def check(self) -> None:
+        """Wait for the other ranks' digests, which they send when they build the optimizer.
 
         Raises:
             MismatchError: parameters or options differ; on every rank, with the first difference.
         """
-        self._work.wait()
-        mine = self._mine
-        rows = gathered(self._work, mine.dtype, mine.shape)[0].view(-1, len(mine))
-        is_equal = rows == mine
-        if not bool(is_equal[:, :_DIGEST_BYTES].all()):
+        if not bool(self._is_equal()[:, :_DIGEST_BYTES].all()):
             texts = self._exchange("description", self._description)
             raise MismatchError(_difference(self._label, self._ranks, texts))
-        if bool(is_equal.all()):
+
+    @property
+    def has_equal_strides(self) -> bool:
+        """After `check`, whether all strides are the same on every rank; on every rank the same answer."""
+        return bool(self._is_equal().all())
+
+    def differing_strides(self) -> list[int]:
+        """After `check`; where there are any this waits until every rank has come here.
+
+        Returns:
+            The numbers of the parameters whose strides are not the same on every rank; on every rank the same list.
+        """
+        if self.has_equal_strides:
             return []
         found = self._exchange("strides", self._strides)
         return [
             i for i, each in enumerate(zip(*found, strict=True)) if any(s != each[0] for s in each)
         ]
+
+    def _is_equal(self) -> Tensor:
+        self._work.wait()
+        mine = self._mine
+        return gathered(self._work, mine.dtype, mine.shape)[0].view(-1, len(mine)) == mine
 
     def _exchange(self, what: str, mine: Any) -> list[Any]:
         """What every rank has, in the order of ranks."""

@@ -51,7 +51,7 @@ from sparkhvd.torch.dense_gradients import (
 from sparkhvd.torch.gradient_memory import GradientMemory, needed_bytes
 from sparkhvd.torch.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.sharded_bucket import ShardedBucket
-from sparkhvd.torch.sparse_gradients import LayoutVote, SparseBucket
+from sparkhvd.torch.sparse_gradients import LayoutVote, SparseBucket, Votes
 
 __all__ = ["ReduceOptions", "Reducer", "plan_buckets"]
 
@@ -210,7 +210,7 @@ class Reducer:
         task = _graph_task()
         if task not in (self._outer_task, self._nested_task):
             self._enter(task)
-        if entry.grad is not None:
+        if entry.grad is not None or self._is_submitted or self._vote is not None:
             self._gradient_again(entry)
         if self._passes_left > 1:
             return
@@ -247,12 +247,14 @@ class Reducer:
         self._outer_is_running = False
         if self._passes_left > 1:
             self._passes_left -= 1
-        else:
+        elif self._is_settled:
             self.submit_all()
+        else:
+            self._begin_to_settle()
 
     def _gradient_again(self, entry: Entry) -> None:
         """A gradient that is complete in this cycle changed, or was dropped and made anew."""
-        if entry.param.grad is not entry.grad and not torch.is_grad_enabled():
+        if self._was_dropped(entry) and not torch.is_grad_enabled():
             # Dropped (`module.zero_grad()`), as a GAN does with the gradients that the other network's
             # loss left in this one. The same happens on every rank.
             outer_is_running = self._outer_is_running
@@ -265,6 +267,13 @@ class Reducer:
             f"{self.passes} times before step(). Call step() or zero_grad() of this optimizer between the "
             "backward passes, or give backward_passes_per_step the number of passes per step."
         )
+
+    def _was_dropped(self, entry: Entry) -> bool:
+        """Whether a gradient of this cycle is no parameter's any more."""
+        if entry.grad is not None:
+            return entry.param.grad is not entry.grad
+        # It is the first of a parameter that had none when the ranks voted.
+        return any([e.grad is not None and e.param.grad is not e.grad for e in self._entries])
 
     # --- From the optimizer. ---
 
@@ -340,11 +349,28 @@ class Reducer:
 
     # --- That all ranks have the same parameters, and gradients of the same layout. ---
 
+    def _begin_to_settle(self) -> None:
+        """At the end of the first backward, without waiting for what another rank may submit only in its `wait`.
+
+        A rank without a gradient of these parameters comes there much later, after operations that this rank's
+        program has still before it.
+        """
+        agreement = self._agreement
+        if agreement is not None:
+            agreement.check()  # every rank has sent its part when it built the optimizer
+        if not self._undecided:
+            self.submit_all()
+            return
+        if self._undecided and self._vote is None:
+            self._vote = self._start_vote()
+        self.in_flight = True
+
     def _settle(self) -> None:
         """Before anything is submitted for the first time."""
         self._check_agreement()
         if self._undecided:
-            votes = self._start_vote().wait()
+            vote, self._vote = self._vote or self._start_vote(), None
+            votes = vote.wait()
             if not votes.is_complete:
                 return  # a rank has joined and does not learn of it; all vote again in the next cycle
             decided = self._decide(votes.layouts)
@@ -356,7 +382,10 @@ class Reducer:
     def _settle_late(self, vote: LayoutVote) -> None:
         """Reduce what got its first gradient in this cycle, in buckets of its own that stay."""
         votes = vote.wait()
-        late = self._decide(votes.layouts) if votes.is_complete else []
+        if not votes.is_complete:
+            self._reduce_undecided(votes)
+            return
+        late = self._decide(votes.layouts)
         if not late:
             return
         buckets = self._divide([entry.index for entry in late])
@@ -368,6 +397,23 @@ class Reducer:
             first.start_second_round(self.context.engine)
         for bucket in buckets:
             bucket.wait()
+
+    def _reduce_undecided(self, votes: Votes) -> None:
+        """A rank has joined and does not learn what the others have, so this holds for this cycle only."""
+        late = [
+            e for e, found in zip(self._undecided, votes.layouts, strict=True) if found is not None
+        ]
+        buckets = [self._bucket(f"{self.label}.late.{entry.index}", [entry]) for entry in late]
+        for bucket in buckets:
+            self._complete(bucket)
+        for bucket in buckets:
+            if isinstance(bucket, LowRankBucket):
+                bucket.start_second_round(self.context.engine)
+        for bucket in buckets:
+            bucket.wait()
+            bucket.reset()
+        for entry in late:
+            entry.bucket = Parked()
 
     def _start_vote(self) -> LayoutVote:
         return LayoutVote(self.context, self.label, self.options, self._undecided)
@@ -385,16 +431,21 @@ class Reducer:
 
     def _check_agreement(self) -> None:
         if self._agreement is not None:
-            differing = self._agreement.check()
-            if differing and self.options.sharded:
-                raise MismatchError(
-                    f"{self.label}: ranks disagree on the memory layout (strides) of "
-                    f"{self._entries[differing[0]].name!r}, and sharded=True divides memory. Use the same memory "
-                    "format on every rank, or leave sharded out."
-                )
-            for index in differing:
-                self._entries[index].forget_stride()
+            self._agreement.check()
+            if not self._agreement.has_equal_strides:
+                self._unlike_strides(self._agreement)
             self._agreement = None
+
+    def _unlike_strides(self, agreement: Agreement) -> None:
+        if self.options.sharded:
+            name = self._entries[agreement.differing_strides()[0]].name
+            raise MismatchError(
+                f"{self.label}: ranks disagree on the memory layout (strides) of {name!r}, and sharded=True divides "
+                "memory. Use the same memory format on every rank, or leave sharded out."
+            )
+        # Of all parameters, so that nobody has to ask which: a rank that has joined would not answer.
+        for entry in self._entries:
+            entry.forget_stride()
 
     def _offer_agreement(self) -> Agreement:
         """Start to compare this rank's parameters with the others'; looked at when the first backward ends."""
@@ -518,9 +569,7 @@ class Reducer:
         try:
             work.wait()
         except MismatchError:
-            if self.options.process_set == 0:
-                return  # a rank has joined and missed this cycle; all try again in the next
-            raise
+            return  # a rank has joined and missed this cycle; all try again in the next
         self._order = None
         self._reset()
         self._plan(order.tolist())
@@ -541,7 +590,10 @@ class Reducer:
 
 
 def _in_words(compression: type[Compressor] | Compressor) -> str:
-    return compression.__name__ if isinstance(compression, type) else repr(compression)
+    if isinstance(compression, PowerSGD):
+        return repr(compression)
+    # An object's own `repr` may hold its address, which is no difference between ranks.
+    return (compression if isinstance(compression, type) else type(compression)).__name__
 
 
 def _hook(reducer: weakref.ref[Reducer], entry: Entry) -> Callable[[Tensor], None]:

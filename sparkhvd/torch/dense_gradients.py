@@ -6,6 +6,7 @@ have) is copied, and the result goes back into the gradient, or takes its place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ __all__ = [
     "ReduceOptions",
     "ViewBucket",
     "give_back",
+    "owns_memory",
     "require_cpu",
 ]
 
@@ -238,6 +240,7 @@ class DenseBucket:
                 and tensor.dtype is entry.dtype
                 and tensor.layout is torch.strided
                 and tensor.stride() == entry.stride
+                and owns_memory(tensor)
             ):
                 tensor = self._send_instead(entry, tensor)
             address = tensor.data_ptr()
@@ -291,7 +294,8 @@ class DenseBucket:
         """What to send for a gradient that cannot be, or shall not be, sent from where it lies."""
         require_cpu(entry, grad)
         require_same_dtype(entry)
-        if self._plain and grad.dtype is entry.dtype and grad.layout is torch.strided:
+        is_own = grad.layout is not torch.strided or owns_memory(grad)
+        if self._plain and is_own and grad.dtype is entry.dtype and grad.layout is torch.strided:
             strides = grad.stride()
             if all(
                 ours == theirs or length == 1
@@ -302,7 +306,8 @@ class DenseBucket:
                 return grad
         dense = grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
         wire, compression_context = self._compression.compress(dense)
-        if wire.dtype != entry.wire_dtype or wire.stride() != entry.stride:
+        is_shared = not is_own and wire.data_ptr() == grad.data_ptr()
+        if is_shared or wire.dtype != entry.wire_dtype or wire.stride() != entry.stride:
             copy = torch.empty_strided(entry.shape, entry.stride, dtype=entry.wire_dtype)
             wire = copy.copy_(wire)
         self.sent.append((entry, wire, compression_context))
@@ -311,7 +316,7 @@ class DenseBucket:
     def _take_back(self) -> None:
         for entry, wire, compression_context in self.sent:
             result = self._compression.decompress(wire, compression_context)
-            give_back(entry, result, resparsify=self._resparsify)
+            give_back(entry, result, self.entries, resparsify=self._resparsify)
 
     def _drop_unused(self) -> None:
         if not self._flagged:
@@ -326,6 +331,29 @@ class DenseBucket:
                 # As on the ranks that have one: some optimizers take sparse gradients only.
                 assert entry.grad is not None
                 entry.param.grad = entry.grad.to_sparse(round(flags[count + number] / used))
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether no other tensor has this one's storage.
+
+    Backward takes views for gradients: `(p.view(-1) + q.view(-1)).backward()` gives both the memory of one gradient,
+    which backward may still read afterwards. What the engine writes must be nobody else's.
+    """
+    storage = tensor.untyped_storage()
+    return bool(_use_count(storage._cdata) <= _ALONE)
+
+
+_use_count = torch._C._storage_Use_Count
+
+
+def _uses_of_one_tensor() -> int:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return int(_use_count(storage._cdata))
+
+
+# Of a storage that one tensor has, while this module looks at it.
+_ALONE = _uses_of_one_tensor()
 
 
 def require_cpu(entry: Entry, grad: Tensor) -> None:
@@ -346,17 +374,41 @@ def require_same_dtype(entry: Entry) -> None:
         )
 
 
-def give_back(entry: Entry, result: Tensor, *, resparsify: bool) -> None:
+def give_back(
+    entry: Entry, result: Tensor, neighbours: Sequence[Entry] = (), *, resparsify: bool
+) -> None:
     """Put a reduced gradient into `.grad`, or in its place where that cannot take it."""
     grad = entry.grad
     assert grad is not None
     if grad.layout is not torch.strided:
         dense = result.to(grad.dtype)
         entry.param.grad = dense.to_sparse(grad.sparse_dim()) if resparsify else dense
-    elif _is_one_place_per_element(grad):
+    elif _is_one_place_per_element(grad) and not _overlaps(entry, grad, neighbours):
         grad.detach().copy_(result)
     else:  # an expanded gradient, for one: its elements share memory
         entry.param.grad = result.to(grad.dtype)
+
+
+def _overlaps(entry: Entry, grad: Tensor, neighbours: Sequence[Entry]) -> bool:
+    """Whether another gradient has some of this one's memory, as those that backward made of one tensor."""
+    if owns_memory(grad):
+        return False
+    first, last = _span(grad)
+    for other in neighbours:
+        theirs = other.param.grad
+        if other is entry or theirs is None or theirs.layout is not torch.strided:
+            continue
+        begin, end = _span(theirs)
+        if begin < last and first < end:
+            return True
+    return False
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte and of the one behind the last."""
+    places = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (places + 1) * tensor.element_size()
 
 
 def _is_one_place_per_element(grad: Tensor) -> bool:

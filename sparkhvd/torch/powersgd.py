@@ -21,9 +21,10 @@ from torch import Tensor
 
 from sparkhvd.engine import Engine, ReduceOp, Work, allreduce_call
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.arguments import to_integer
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compressor
-from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, give_back, require_cpu
+from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, give_back, owns_memory, require_cpu
 
 __all__ = ["LowRankBucket", "PowerSGD", "stateless"]
 
@@ -57,13 +58,14 @@ class PowerSGD(Compressor):
     is_for_matrices = True  # not for sparse gradients
 
     def __init__(self, *, rank: int = 4, warm_up_steps: int = 0) -> None:
-        if rank < 1 or warm_up_steps < 0:
+        columns, steps = to_integer(rank), to_integer(warm_up_steps)
+        if columns is None or columns < 1 or steps is None or steps < 0:
             raise InvalidArgumentError(
-                f"Compression.powersgd(rank={rank}, warm_up_steps={warm_up_steps}): rank must be 1 or more, and "
-                "warm_up_steps 0 or more."
+                f"Compression.powersgd(rank={rank!r}, warm_up_steps={warm_up_steps!r}): rank must be an integer of 1 "
+                "or more, and warm_up_steps one of 0 or more."
             )
-        self.rank = rank
-        self.warm_up_steps = warm_up_steps
+        self.rank = columns
+        self.warm_up_steps = steps
         self._states: dict[str, _State] = {}
         self._parameters: dict[str, weakref.ref[Tensor]] = {}
 
@@ -240,12 +242,17 @@ class _Matrix:
         entry, error = self.entry, self.state.error
         assert entry.grad is not None
         assert error is not None
-        grad = entry.grad.detach()
-        require_cpu(entry, grad)
-        if grad.layout is torch.strided and grad.dtype is error.dtype and grad.is_contiguous():
+        require_cpu(entry, grad := entry.grad)
+        if (
+            grad.layout is torch.strided
+            and grad.dtype is error.dtype
+            and grad.is_contiguous()
+            and owns_memory(entry.grad)
+        ):
             # In the gradient's own memory, whose contents are undefined until the cycle ends.
-            self.matrix = grad.view(error.shape).add_(error)
+            self.matrix = grad.detach().view(error.shape).add_(error)
         else:
+            grad = grad.detach()
             dense = grad if grad.layout is torch.strided else grad.to_dense()
             self.matrix = dense.reshape(error.shape).to(error.dtype) + error
         torch.mm(self.matrix, self.state.q, out=self.p)

@@ -11,7 +11,7 @@ from sparkhvd.engine import Engine, Work, reducescatter_call
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compression
-from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, require_cpu
+from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, owns_memory, require_cpu
 from sparkhvd.torch.shards import cut_range, same_places
 
 __all__ = ["ShardedBucket"]
@@ -136,6 +136,7 @@ class ShardedBucket:
             and grad.dtype is entry.dtype
             and grad.layout is torch.strided
             and same_places(entry.stride, grad)
+            and owns_memory(grad)
         ):
             grad = self._laid_out(entry, grad)
         if self._compression is Compression.none:

@@ -244,7 +244,8 @@ def test_it_is_submitted_while_backward_runs() -> None:
             hook.remove()
             seen.append([bucket.work is not None for bucket in optimizer._reducers[0]._buckets])
             optimizer.step()
-        return all(all(each) and len(each) >= 3 for each in seen)
+        # The first time the ranks agree in step() on what there is.
+        return all(all(each) and len(each) >= 3 for each in seen[1:])
 
     assert on_ranks(2, body, settings=SMALL) == [True, True]
 
