@@ -16,8 +16,8 @@ ends it. All ranks therefore submit the same operations whatever part of the mod
 `Sum` and `Average` one flag per parameter travels along, so that a parameter that no rank used ends without
 gradient, exactly as in one process.
 
-**The first cycle** submits nothing before its backward ends: only then all ranks can agree that they have the same
-parameters and which of their gradients are sparse, and that needs every rank.
+**The first cycle** submits in `wait`: only there all ranks can agree which of their gradients are sparse. The end of
+its backward only starts to ask, because a rank without a gradient of these parameters answers in `wait`.
 """
 
 from __future__ import annotations
