@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sparkhvd import timeline
 from sparkhvd.counters import Metrics
@@ -23,6 +23,7 @@ from sparkhvd.errors import (
     PeerLostError,
 )
 from sparkhvd.torch import _context
+from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.broadcast import (
     allgather_object,
     broadcast_object,
@@ -184,12 +185,9 @@ def init(
         PeerLostError: a rank's process ended before it came.
         EngineUnavailableError: the compiled library is missing.
     """
-    if isinstance(process_sets, str) and process_sets != "dynamic":
-        raise InvalidArgumentError(
-            f"init(process_sets={process_sets!r}): give a list of process sets, 'dynamic' or None."
-        )
+    sets = _sets(process_sets)
     rendezvous = comm if hasattr(comm, "connect") else None
-    ranks = None if rendezvous is not None or comm is None else list(comm)  # type: ignore[arg-type]  # no rendezvous
+    ranks = None if rendezvous is not None or comm is None else _ranks(comm)
     if not _context.initialize(rendezvous):  # type: ignore[arg-type]  # as above
         return
     try:
@@ -198,11 +196,33 @@ def init(
                 f"init(comm={ranks}): the job has the ranks 0 to {size() - 1}, and all take part. Leave comm out, "
                 "and give process_sets for operations among some of them."
             )
-        for process_set in () if isinstance(process_sets, str) else process_sets or ():
+        for process_set in sets:
             add_process_set(process_set)
     except BaseException:
         shutdown()
         raise
+
+
+def _sets(process_sets: Any) -> list[ProcessSet | Sequence[int]]:
+    """The sets that `init` was given."""
+    if process_sets is None or (isinstance(process_sets, str) and process_sets == "dynamic"):
+        return []
+    if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
+        raise InvalidArgumentError(
+            f"init(process_sets={process_sets!r}): give a list of process sets, 'dynamic' or None."
+        )
+    return list(process_sets)
+
+
+def _ranks(comm: Any) -> list[int]:
+    """The ranks that `init` was given."""
+    given = to_list(f"init(comm={comm!r})", comm, "ranks")
+    ranks = to_integers(given)
+    if ranks is None:
+        raise InvalidArgumentError(
+            f"init(comm={given!r}): expected ranks, which are integers. Leave comm out: all ranks of the job take part."
+        )
+    return ranks
 
 
 def shutdown() -> None:
@@ -277,6 +297,11 @@ def start_timeline(
     Raises:
         InvalidArgumentError: the file cannot be written; with `all_ranks` raised on every rank.
     """
+    if not isinstance(file_path, (str, os.PathLike)):
+        raise InvalidArgumentError(
+            f"start_timeline({file_path!r}): expected a path, got {type(file_path).__name__}. Give the name of the "
+            "file."
+        )
     timeline.start(
         _context.context().engine, file_path, mark_cycles=mark_cycles, all_ranks=all_ranks
     )

@@ -52,6 +52,11 @@ class Context:
         Every rank of a process set counts the set's operations alike, whatever else it does.
         """
         if name is not None:
+            if not isinstance(name, str):
+                raise InvalidArgumentError(
+                    f"{kind}: the name is {name!r}, a {type(name).__name__}. Give a string, or None to have the "
+                    "operation numbered."
+                )
             if "\0" in name:
                 raise InvalidArgumentError(
                     f"{kind}: the name {name!r} has a zero character, where the engine's names end."

@@ -7,7 +7,7 @@ the gradients: each rank steps alone from the common parameters, and all go on f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.collectives.allreduces import grouped_allreduce_
 from sparkhvd.torch.compression import Compressor
+from sparkhvd.torch.distributed import check_arguments, group_numbers, parameter_names
 from sparkhvd.torch.process_sets import ProcessSet
 
 __all__ = ["DistributedAdasum", "check_size"]
@@ -36,12 +37,36 @@ class DistributedAdasum(torch.optim.Optimizer):
     """What an optimizer does around its own step. Made by `DistributedOptimizer`."""
 
     def _combine(
-        self, ctx: Context, compression: type[Compressor], process_set: ProcessSet
+        self,
+        ctx: Context,
+        compression: type[Compressor],
+        process_set: ProcessSet,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
+        self._parameter_names = parameter_names(self._all_parameters(), named_parameters)
+        group_numbers(groups, [])  # only checked: the step of all parameters is combined at once
         self._context = ctx
         self._compression = compression
         self._process_set = process_set
         self._label = f"adasum.{ctx.number('adasum', process_set.process_set_id or 0)}"
+
+    def _all_parameters(self) -> list[tuple[int, int, Tensor]]:
+        return [
+            (number, index, parameter)
+            for number, group in enumerate(self.param_groups)
+            for index, parameter in enumerate(group["params"])
+        ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every rank alike; their steps are combined too."""
+        super().add_param_group(param_group)
+        added = [entry for entry in self._all_parameters() if entry[2] not in self._parameter_names]
+        self._parameter_names.update(parameter_names(added, None))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over all parameters, of this rank's own gradients; gives the norm."""
+        return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step alone from the common parameters, then go on from the combined step of all ranks."""
@@ -85,7 +110,8 @@ class DistributedAdasum(torch.optim.Optimizer):
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Has no effect: gradients add up until `step()` is called."""
+        """Has no effect, but is checked: gradients add up until `step()` is called."""
+        check_arguments(ReduceOp.ADASUM, passes, 1.0)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain, (type(self).__mro__[2], self.__getstate__())

@@ -14,6 +14,7 @@ from torch import Tensor
 from sparkhvd.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import context
+from sparkhvd.torch.arguments import to_factor
 from sparkhvd.torch.collectives.allgathers import (
     gathered,
     grouped_allgather,
@@ -65,6 +66,9 @@ class GroupedAllreduce(torch.autograd.Function):
         single: bool,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
+        what = "allreduce" if single else "grouped_allreduce"
+        prescale = to_factor(what, "prescale_factor", prescale)
+        postscale = to_factor(what, "postscale_factor", postscale)
         ctx.arguments = (_gradient_name(name), op, prescale, postscale, process_set, single)
         handle = start_allreduce(tensors, name, op, prescale, postscale, process_set, single)
         result = handle.wait()
@@ -169,6 +173,9 @@ class GroupedReducescatter(torch.autograd.Function):
         single: bool,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
+        what = "reducescatter" if single else "grouped_reducescatter"
+        prescale = to_factor(what, "prescale_factor", prescale)
+        postscale = to_factor(what, "postscale_factor", postscale)
         ctx.arguments = (_gradient_name(name), op, prescale * postscale, process_set)
         handle = start_reducescatter(tensors, name, op, prescale, postscale, process_set, single)
         result = handle.wait()

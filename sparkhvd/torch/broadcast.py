@@ -18,6 +18,7 @@ from torch import Tensor
 from sparkhvd.engine import Work
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.arguments import to_list
 from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
 from sparkhvd.torch.collectives.broadcasts import start_broadcast
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
@@ -34,13 +35,14 @@ __all__ = [
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Tensor]], root_rank: int
+    params: Mapping[str, Any] | Iterable[tuple[str, Tensor]] | Iterable[Tensor], root_rank: int
 ) -> None:
     """Give every rank the parameters of rank `root_rank`, in place.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()` or a list of (name, tensor). The same names,
-            shapes and dtypes on every rank. None values are passed over.
+        params: `model.state_dict()`, `model.named_parameters()`, or a list of (name, tensor) or of tensors, which
+            are then told apart by their places. The same names, shapes and dtypes on every rank. None values are
+            passed over.
         root_rank: the rank that has the values.
 
     Raises:
@@ -48,16 +50,23 @@ def broadcast_parameters(
         MismatchError: ranks disagree on the shape or dtype of a parameter.
         CollectiveTimeoutError: a rank did not come, or lacks a parameter; the message names it.
     """
-    pairs = list(params.items() if isinstance(params, Mapping) else params)
+    # A tensor's rows and a module's children can be gone through, and are not meant.
+    if isinstance(params, (Tensor, torch.nn.Module)):
+        raise InvalidArgumentError(
+            f"broadcast_parameters: expected a dict or a list, got {type(params).__name__}. Give model.state_dict(), "
+            "model.named_parameters() or a list of tensors."
+        )
+    pairs: Iterable[Any] = params.items() if isinstance(params, Mapping) else params
     named: dict[str, Tensor] = {}
-    for pair in pairs:
-        name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else ("", pair)
+    for index, pair in enumerate(to_list("broadcast_parameters", pairs)):
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        name, tensor = pair if is_pair else (f"noname.{index}", pair)
         if tensor is None:
             continue
         if not (isinstance(name, str) and name and isinstance(tensor, Tensor)):
             raise InvalidArgumentError(
-                f"broadcast_parameters: expected (name, tensor) pairs, found {type(tensor).__name__}"
-                f"{f' for {name!r}' if name else ''}. Give model.state_dict() or model.named_parameters(); "
+                f"broadcast_parameters: expected tensors or (name, tensor) pairs, found {type(tensor).__name__}"
+                f"{f' for {name!r}' if is_pair else ''}. Give model.state_dict() or model.named_parameters(); "
                 "send other objects with broadcast_object()."
             )
         if name in named:

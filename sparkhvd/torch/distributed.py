@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,13 +17,21 @@ from sparkhvd.autotune import Tuner, knobs
 from sparkhvd.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.arguments import to_factor, to_integer, to_list
 from sparkhvd.torch.buckets import ReduceOptions, Reducer
 from sparkhvd.torch.collectives import Average, allreduce
 from sparkhvd.torch.compression import Compressor
 from sparkhvd.torch.process_sets import ProcessSet
 from sparkhvd.torch.shared_parameters import unshare
 
-__all__ = ["Configuration", "Distributed", "check_arguments"]
+__all__ = [
+    "Configuration",
+    "Distributed",
+    "check_arguments",
+    "group_lists",
+    "group_numbers",
+    "parameter_names",
+]
 
 
 class Configuration:
@@ -72,12 +81,12 @@ class Distributed(torch.optim.Optimizer):
         self._configuration = configuration
         self._should_synchronize = True
         self._is_synchronized = False
-        self._parameter_names = _names(self._all_parameters(), named_parameters)
+        self._parameter_names = parameter_names(self._all_parameters(), named_parameters)
         if not configuration.share_parameters:
             unshare(self._parameter_names)
         self._frozen: list[Tensor] = []
         if not self._has_partners():
-            _group_numbers(groups, [])  # only checked
+            group_numbers(groups, [])  # only checked
             return
         self._prepare(self._parameter_names)
         trainable = [(name, p) for p, name in self._parameter_names.items() if p.requires_grad]
@@ -126,7 +135,7 @@ class Distributed(torch.optim.Optimizer):
     ) -> None:
         # A tensor without elements has nothing to reduce.
         named = [(name, p) for name, p in named if p.numel() > 0]
-        numbers = _group_numbers(groups, [p for _, p in named])
+        numbers = group_numbers(groups, [p for _, p in named])
         if not named:
             return
         configuration = self._configuration
@@ -280,7 +289,7 @@ class Distributed(torch.optim.Optimizer):
         if not hasattr(self, "_parameter_names"):
             return
         added = [entry for entry in self._all_parameters() if entry[2] not in self._parameter_names]
-        names = _names(added, None)
+        names = parameter_names(added, None)
         self._parameter_names.update(names)
         if self._has_partners():
             self._prepare(names)
@@ -289,7 +298,7 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change `backward_passes_per_step`, between steps and on every rank alike."""
-        check_arguments(self._configuration.op, passes, self._configuration.predivide)
+        passes, _ = check_arguments(self._configuration.op, passes, self._configuration.predivide)
         self._configuration.passes = passes
         for reducer in self._reducers:
             reducer.discard()
@@ -326,35 +335,51 @@ def _take_over(ctx: Context, reducer: Reducer, parameters: list[Tensor]) -> None
         owners[parameter] = weakref.ref(reducer)
 
 
-def check_arguments(op: ReduceOp, passes: int, predivide: float) -> None:
-    """Raise an InvalidArgumentError for what no optimizer can do."""
-    if passes < 1:
+def check_arguments(op: ReduceOp, passes: int, predivide: float) -> tuple[int, float]:
+    """The last two as plain numbers.
+
+    Raises:
+        InvalidArgumentError: no optimizer can do this.
+    """
+    number = to_integer(passes)
+    if number is None or number < 1:
         raise InvalidArgumentError(
-            f"DistributedOptimizer: backward_passes_per_step is {passes}; it must be 1 or more."
+            f"DistributedOptimizer: backward_passes_per_step is {passes!r}; it must be an integer of 1 or more."
         )
-    if predivide != 1.0 and op is not Average:
+    factor = to_factor("DistributedOptimizer", "gradient_predivide_factor", predivide)
+    if factor != 1.0 and op is not Average:
         raise InvalidArgumentError(
-            f"DistributedOptimizer: gradient_predivide_factor={predivide} needs op=Average, "
+            f"DistributedOptimizer: gradient_predivide_factor={factor} needs op=Average, "
             f"got {op.name.title()}."
         )
-    if predivide <= 0:
+    # Both it and its reciprocal are multiplied with gradients.
+    if not (factor > 0 and math.isfinite(factor) and math.isfinite(1 / factor)):
         raise InvalidArgumentError(
-            f"DistributedOptimizer: gradient_predivide_factor is {predivide}; it must be more than 0."
+            f"DistributedOptimizer: gradient_predivide_factor is {factor}; it must be more than 0 and finite, and so "
+            "must be 1 divided by it."
         )
+    return number, factor
 
 
-def _names(
+def parameter_names(
     parameters: list[tuple[int, int, Tensor]],
     named_parameters: Iterable[tuple[str, Tensor]] | None,
 ) -> dict[Tensor, str]:
     """A name for every parameter of the optimizer, in the optimizer's order."""
     if named_parameters is None:
         return {p: f"allreduce.noname.{group}.{index}" for group, index, p in parameters}
-    named = list(named_parameters)
+    named = to_list(
+        "DistributedOptimizer(named_parameters=...)", named_parameters, "(name, parameter) pairs"
+    )
     for item in named:
-        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+        if not (
+            isinstance(item, tuple)
+            and len(item) == 2
+            and isinstance(item[0], str)
+            and isinstance(item[1], Tensor)
+        ):
             raise InvalidArgumentError(
-                f"DistributedOptimizer: named_parameters holds {type(item).__name__}; it must hold "
+                f"DistributedOptimizer: named_parameters holds {_kind(item)}; it must hold "
                 "(name, parameter) pairs, as model.named_parameters() gives them."
             )
     names = [name for name, _ in named]
@@ -378,33 +403,60 @@ def _names(
     return {p: by_parameter[p] for _, _, p in parameters}
 
 
-def _group_numbers(
+def group_numbers(
     groups: int | Sequence[Sequence[Tensor]] | None, parameters: list[Tensor]
 ) -> tuple[tuple[int, ...], ...]:
     """The argument `groups` as parameter numbers."""
     if groups is None:
         return ()
-    if isinstance(groups, int):
-        if groups < 1:
+    wanted = to_integer(groups)
+    if wanted is not None:
+        if wanted < 1:
             raise InvalidArgumentError(
                 f"DistributedOptimizer: groups is {groups}; give 1 or more, or None for buckets by size."
             )
         count = len(parameters)
-        bounds = [count * i // groups for i in range(groups + 1)]
+        wanted = max(1, min(wanted, count))  # more would be empty
+        bounds = [count * i // wanted for i in range(wanted + 1)]
         return tuple(tuple(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False) if a < b)
     numbers = {p: index for index, p in enumerate(parameters)}
     seen: set[Tensor] = set()
-    for group in groups:
+    lists = group_lists(groups)
+    for group in lists:
         for parameter in group:
             if not isinstance(parameter, Tensor):
-                raise InvalidArgumentError(
-                    f"DistributedOptimizer: groups holds {type(parameter).__name__}; it must be a number or "
-                    "lists of parameters."
-                )
+                raise _no_groups(f"holds {_kind(parameter)} in one of its lists")
             if parameter in seen:
                 raise InvalidArgumentError(
                     f"DistributedOptimizer: a parameter of shape {tuple(parameter.shape)} is in groups twice."
                 )
             seen.add(parameter)
-    known = [tuple(numbers[p] for p in group if p in numbers) for group in groups]
+    known = [tuple(numbers[p] for p in group if p in numbers) for group in lists]
     return tuple(group for group in known if group)
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in words that stay short where it is a large tensor."""
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__
+
+
+def group_lists(groups: Any) -> list[list[Tensor]]:
+    """Lists of parameters, which may be given as anything that can be gone through once."""
+    if isinstance(groups, (bool, str, Tensor)) or not isinstance(groups, Iterable):
+        raise _no_groups(f"is {groups!r}")
+    lists: list[list[Tensor]] = []
+    for group in groups:
+        # A tensor can be gone through too: its rows are no parameters.
+        if isinstance(group, (str, Tensor)) or not isinstance(group, Iterable):
+            raise _no_groups(f"holds {_kind(group)}")
+        lists.append(list(group))
+    return lists
+
+
+def _no_groups(found: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"DistributedOptimizer: groups {found}; it must be an integer of 1 or more, or lists of parameters. Give "
+        "[[parameter, ...], ...], or None for buckets by size."
+    )

@@ -15,10 +15,11 @@ from sparkhvd.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import context
 from sparkhvd.torch.adasum import DistributedAdasum, check_size
+from sparkhvd.torch.arguments import check_compression, to_integer
 from sparkhvd.torch.collectives import Adasum, Average
 from sparkhvd.torch.collectives.tensors import to_op
 from sparkhvd.torch.compression import Compression, Compressor
-from sparkhvd.torch.distributed import Configuration, Distributed, check_arguments
+from sparkhvd.torch.distributed import Configuration, Distributed, check_arguments, group_lists
 from sparkhvd.torch.powersgd import stateless
 from sparkhvd.torch.process_sets import (
     ProcessSet,
@@ -109,9 +110,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         raise InvalidArgumentError(
             "DistributedOptimizer: the optimizer is a DistributedOptimizer already. Give the plain one."
         )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: expected an optimizer of torch, got {type(optimizer).__name__}. Give one such as "
+            "torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
     op = to_op(op)
     number, ranks = set_id(process_set), members(process_set)
-    check_arguments(op, backward_passes_per_step, gradient_predivide_factor)
+    passes, predivide = check_arguments(op, backward_passes_per_step, gradient_predivide_factor)
+    check_compression("DistributedOptimizer", compression)
     if gradient_as_bucket_view and (op is Adasum or compression is not Compression.none):
         raise InvalidArgumentError(
             "DistributedOptimizer: gradient_as_bucket_view=True reduces gradients where they lie, without "
@@ -125,16 +132,18 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if num_groups:
         warnings.warn("num_groups= is deprecated; give groups=.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
+    if groups is not None and to_integer(groups) is None:
+        groups = group_lists(groups)  # which a sharded optimizer goes through twice
     if op is Adasum and not sharded and len(ranks) > 1 and context().engine.topology.rank in ranks:
         check_size(len(ranks))
         combining = _subclass_of(optimizer, DistributedAdasum)
-        combining._combine(context(), stateless(compression), process_set)
+        combining._combine(context(), stateless(compression), process_set, named_parameters, groups)
         return combining
     configuration = Configuration(
         op=op,
-        predivide=gradient_predivide_factor,
+        predivide=predivide,
         compression=compression,
-        passes=backward_passes_per_step,
+        passes=passes,
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
         number=number,

@@ -61,8 +61,8 @@ class PowerSGD(Compressor):
         columns, steps = to_integer(rank), to_integer(warm_up_steps)
         if columns is None or columns < 1 or steps is None or steps < 0:
             raise InvalidArgumentError(
-                f"Compression.powersgd(rank={rank!r}, warm_up_steps={warm_up_steps!r}): rank must be an integer of 1 "
-                "or more, and warm_up_steps one of 0 or more."
+                f"Compression.powersgd(rank={rank!r}, warm_up_steps={warm_up_steps!r}): rank must be 1 or more, and "
+                "warm_up_steps 0 or more; both must be integers."
             )
         self.rank = columns
         self.warm_up_steps = steps

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context, context, is_initialized
+from sparkhvd.torch.arguments import to_integers, to_list
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
@@ -18,17 +19,24 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 class ProcessSet:
     """Ranks that do something together.
 
+    Args:
+        ranks_or_comm: the ranks; Horovod's MPI communicators are refused.
+
     Attributes:
         process_set_id: its number, None while it is not registered; 0 is the set of all ranks.
+        mpi_comm: Horovod's; always None.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        given = list(ranks)
-        if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in given):
+    mpi_comm: None = None
+
+    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
+        given = to_list(f"ProcessSet({ranks_or_comm!r})", ranks_or_comm, "ranks")
+        ranks = to_integers(given)
+        if ranks is None:
             raise InvalidArgumentError(
                 f"ProcessSet({given!r}): ranks must be integers. Give a list such as [0, 1]."
             )
-        self._ranks: list[int] | None = sorted(given)
+        self._ranks: list[int] | None = sorted(ranks)
         self._number: int | None = None
         self._context: weakref.ref[Context] | None = None  # where it is registered
 
@@ -73,7 +81,9 @@ class ProcessSet:
         return self.ranks.index(mine)
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
+        )
 
 
 def _make_global() -> ProcessSet:
@@ -96,7 +106,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         The registered set.
 
     Raises:
-        InvalidArgumentError: a rank does not exist, or a set of these ranks is registered already.
+        InvalidArgumentError: a rank is no integer or does not exist, or a set of these ranks is registered already.
         MismatchError: ranks disagree on the set; raised on every rank.
         CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
@@ -139,9 +149,14 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         False, without doing anything, for the set of all ranks and for one that is not registered.
 
     Raises:
+        InvalidArgumentError: it is no process set.
         MismatchError, CollectiveTimeoutError, PeerLostError: as for `add_process_set`.
     """
     current = context()
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidArgumentError(
+            f"remove_process_set({process_set!r}): expected a ProcessSet. Give what add_process_set() returned."
+        )
     number = process_set.process_set_id
     if not number or process_set._context is None or process_set._context() is not current:
         return False

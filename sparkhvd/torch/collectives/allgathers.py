@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from sparkhvd.engine import DType, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.arguments import to_list
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import engine_dtype, view, wants_gradient
@@ -89,12 +90,15 @@ def _start_one_type(
 
 
 def start_grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
+    tensors: Iterable[Tensor], name: str | None, process_set: ProcessSet
 ) -> tuple[Handle, list[tuple[int, ...]]]:
     """A handle for the tuple of joined tensors; when it has been waited for, the list has every rank's rows."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("grouped_allgather", name, number)
+    tensors = to_list(name, tensors)
+    for tensor in tensors:
+        _check(name, tensor)
     kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
     rows: list[tuple[int, ...]] = [()] * len(kinds)
     parts: list[list[int]] = []
@@ -103,8 +107,6 @@ def start_grouped_allgather(
         parts.append(indices)
         return _start_one_type(ctx, part, [tensors[i] for i in indices], number, digest)
 
-    for tensor in tensors:
-        _check(name, tensor)
     works = start_group(name, tensors, start, first_dimensions_differ=True)
 
     def finish() -> tuple[Tensor, ...]:
@@ -159,16 +161,17 @@ def allgather(
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start a `grouped_allgather`; `synchronize` gives the tuple of joined tensors. No gradient."""
     return start_grouped_allgather(tensors, name, process_set)[0]
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+    tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
     """`allgather` of several tensors as one operation (one per dtype); all of them or none."""
+    tensors = to_list("grouped_allgather", tensors)
     if any([wants_gradient(tensor) for tensor in tensors]):
         from sparkhvd.torch.autograd import GroupedAllgather  # it builds on this module
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from sparkhvd.engine import DType, ReduceOp, Work
 from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.arguments import check_compression, to_factor, to_list
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
@@ -69,6 +70,10 @@ def _run_one(
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("allreduce", name, number)
+    if type(prescale) is not float:  # nearly always it is, and calls cost time
+        prescale = to_factor(name, "prescale_factor", prescale)
+    if type(postscale) is not float:
+        postscale = to_factor(name, "postscale_factor", postscale)
     dtype = engine_dtype(name, source)
     if target is not None:
         require_contiguous(name, target)
@@ -110,7 +115,7 @@ def allreduce_async_(
 
 
 def start_allreduce(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None,
     op: ReduceOp,
     prescale: float,
@@ -122,6 +127,9 @@ def start_allreduce(
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("allreduce" if single else "grouped_allreduce", name, number)
+    tensors = to_list(name, tensors)
+    prescale = to_factor(name, "prescale_factor", prescale)
+    postscale = to_factor(name, "postscale_factor", postscale)
     for tensor in tensors:
         engine_dtype(name, tensor)
     inputs = [tensor.detach().contiguous() for tensor in tensors]
@@ -131,7 +139,7 @@ def start_allreduce(
 
 
 def _start_in_place(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None,
     op: ReduceOp,
     prescale: float,
@@ -142,10 +150,12 @@ def _start_in_place(
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("allreduce" if single else "grouped_allreduce", name, number)
-    for tensor in tensors:
+    own = to_list(name, tensors)
+    prescale = to_factor(name, "prescale_factor", prescale)
+    postscale = to_factor(name, "postscale_factor", postscale)
+    for tensor in own:
         engine_dtype(name, tensor)
         require_contiguous(name, tensor)
-    own = list(tensors)
     works = _start(ctx, name, own, own, op, prescale, postscale, number)
     return Handle(name, works, own[0] if single else own, changed=own)
 
@@ -196,7 +206,7 @@ def allreduce(
 
 
 def _allreduce(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None,
     compression: type[Compressor],
     op: ReduceOp,
@@ -205,7 +215,9 @@ def _allreduce(
     process_set: ProcessSet,
     single: bool,
 ) -> list[Tensor]:
-    compressed = [compression.compress(tensor) for tensor in tensors]
+    what = "allreduce" if single else "grouped_allreduce"
+    check_compression(what, compression)
+    compressed = [compression.compress(tensor) for tensor in to_list(what, tensors)]
     wires = [wire for wire, _ in compressed]
     if any(wants_gradient(wire) for wire in wires):
         from sparkhvd.torch.autograd import GroupedAllreduce  # it builds on this module
@@ -239,7 +251,7 @@ def allreduce_(
 
 
 def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | int | None = None,
@@ -253,7 +265,7 @@ def grouped_allreduce_async(
 
 
 def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | int | None = None,
@@ -267,7 +279,7 @@ def grouped_allreduce_async_(
 
 
 def grouped_allreduce(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
@@ -284,7 +296,7 @@ def grouped_allreduce(
 
 
 def grouped_allreduce_(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | int | None = None,

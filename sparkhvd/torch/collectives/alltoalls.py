@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import context
+from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.collectives.allgathers import gathered
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import engine_dtype, view, wants_gradient
@@ -24,7 +25,13 @@ def split_numbers(what: str, splits: Splits | None) -> list[int] | None:
     if splits is None:
         return None
     if not isinstance(splits, Tensor):
-        splits = torch.as_tensor(list(splits) or torch.empty(0, dtype=torch.int32))
+        given = to_list(what, splits, "splits")
+        numbers = to_integers(given)
+        if numbers is None:
+            raise InvalidArgumentError(
+                f"{what}: splits are {given!r}; they must be integers, one per rank of the process set."
+            )
+        return numbers
     if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool:
         raise InvalidArgumentError(
             f"{what}: splits have dtype {splits.dtype}; they must be integers. Give torch.int32."

@@ -8,6 +8,7 @@ from torch import Tensor
 from sparkhvd.engine import Call, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.arguments import to_integer
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
     engine_dtype,
@@ -26,11 +27,12 @@ def _prepare(
 ) -> Call:
     dtype = engine_dtype(name, source)
     size = ctx.engine.topology.size
-    if not hasattr(root_rank, "__index__") or not 0 <= root_rank < size:
+    root = to_integer(root_rank)
+    if root is None or not 0 <= root < size:
         raise InvalidArgumentError(
             f"{name}: root_rank is {root_rank!r}; with {size} ranks it must be from 0 to {size - 1}."
         )
-    return ctx.engine.prepare_broadcast(view(source, target), root_rank, dtype, process_set)
+    return ctx.engine.prepare_broadcast(view(source, target), root, dtype, process_set)
 
 
 def start_broadcast(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from sparkhvd.engine import DType, ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import context
+from sparkhvd.torch.arguments import check_compression, to_factor, to_list
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
@@ -37,7 +38,7 @@ def own_rows(rows: int, size: int, rank: int) -> int:
 
 
 def start_reducescatter(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None,
     op: ReduceOp,
     prescale: float,
@@ -49,6 +50,9 @@ def start_reducescatter(
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("reducescatter" if single else "grouped_reducescatter", name, number)
+    tensors = to_list(name, tensors)
+    prescale = to_factor(name, "prescale_factor", prescale)
+    postscale = to_factor(name, "postscale_factor", postscale)
     ranks = members(process_set)
     mine = ctx.engine.topology.rank
     place = ranks.index(mine) if mine in ranks else len(ranks)  # no member: the engine says so
@@ -77,7 +81,7 @@ def start_reducescatter(
 
 
 def _reducescatter(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None,
     compression: type[Compressor],
     op: ReduceOp,
@@ -86,7 +90,9 @@ def _reducescatter(
     process_set: ProcessSet,
     single: bool,
 ) -> list[Tensor]:
-    compressed = [compression.compress(tensor) for tensor in tensors]
+    what = "reducescatter" if single else "grouped_reducescatter"
+    check_compression(what, compression)
+    compressed = [compression.compress(tensor) for tensor in to_list(what, tensors)]
     wires = [wire for wire, _ in compressed]
     if any([wants_gradient(wire) for wire in wires]):
         from sparkhvd.torch.autograd import GroupedReducescatter  # it builds on this module
@@ -157,7 +163,7 @@ def reducescatter(
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None = None,
     op: ReduceOp | int = Average,
     process_set: ProcessSet = global_process_set,
@@ -172,7 +178,7 @@ def grouped_reducescatter_async(
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     name: str | None = None,
     compression: type[Compressor] = Compression.none,
     op: ReduceOp | int = Average,

@@ -59,7 +59,7 @@ def test_buffers_noncontiguous_and_empty_parameters() -> None:
     ("params", "message"),
     [
         ({"a": 3}, "found int for 'a'"),
-        ([torch.ones(1)], "expected .name, tensor. pairs, found Tensor"),
+        ([3], "expected tensors or .name, tensor. pairs, found int"),
         ([("a", torch.ones(1)), ("a", torch.ones(1))], "'a' comes twice"),
     ],
     ids=str,

@@ -65,7 +65,8 @@ def test_what_a_set_knows_of_itself() -> None:
         assert before == (None, None, None, None)
         added = hvd.add_process_set(made)
         assert added is made
-        assert str(made) == f"ProcessSet(process_set_id={made.process_set_id}, ranks=[0, 2])"
+        number = made.process_set_id
+        assert str(made) == f"ProcessSet(process_set_id={number}, ranks=[0, 2], mpi_comm=None)"
         found = (made.size(), made.included(), made.ranks)
         if hvd.rank() == 1:
             with pytest.raises(InvalidArgumentError, match="rank 1 is not in"):
