@@ -19,9 +19,12 @@ import sparkhvd.torch as hvd
 
 # See step_born.py.
 BORN = "born in place"
+# Gradients are reduced while backward runs, also where no core is left over for that.
+OVERLAPPED = "overlapped"
 # Options of sparkhvd's DistributedOptimizer by variant: one line each. What this sparkhvd lacks is left out.
 OURS: dict[str, Callable[[], dict[str, Any]]] = {
     "sparkhvd": lambda: {},
+    OVERLAPPED: lambda: {},
     "views": lambda: {"gradient_as_bucket_view": True},
     BORN: lambda: {"gradient_as_bucket_view": True},
     "fp16": lambda: {"compression": hvd.Compression.fp16},
@@ -150,6 +153,9 @@ def step_of(model: Model, variant: str) -> Callable[[], None]:
         optimizer = hvd.DistributedOptimizer(
             optimizer, network.named_parameters(), **OURS[variant]()
         )
+    if variant == OVERLAPPED:
+        for reducer in optimizer._reducers:
+            reducer._overlaps = True
     if variant == BORN:
         for module in network.modules():
             if type(module) is nn.Linear:
