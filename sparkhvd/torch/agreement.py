@@ -53,6 +53,7 @@ class Agreement:
         digests = _digest(description) + _digest(self._strides)
         self._mine = torch.tensor(list(digests), dtype=torch.uint8)
         self._work: Work = start_allgather(context, f"{label}.digest", self._mine, process_set)
+        self._found: str | None = None  # how the ranks differ
 
     def check(self) -> None:
         """Wait for the other ranks' digests, which they send when they build the optimizer.
@@ -61,8 +62,10 @@ class Agreement:
             MismatchError: parameters or options differ; on every rank, with the first difference.
         """
         if not bool(self._is_equal()[:, :_DIGEST_BYTES].all()):
-            texts = self._exchange("description", self._description)
-            raise MismatchError(_difference(self._label, self._ranks, texts))
+            if self._found is None:  # every rank exchanges once, however often it looks
+                texts = self._exchange("description", self._description)
+                self._found = _difference(self._label, self._ranks, texts)
+            raise MismatchError(self._found)
 
     @property
     def has_equal_strides(self) -> bool:

@@ -11,10 +11,10 @@ operation keeps the tensor alive, also if the user drops it. Hooks hold the redu
 nothing of the optimizer, so a dropped optimizer takes its hooks with it.
 
 **One cycle** is: `passes` backward passes; in the last one every complete bucket is submitted by the hook that
-completes it (if cores are left over, or hosts wait for each other), and when backward ends the others follow, with zeros for parameters that got no gradient; `wait`
-ends it. All ranks therefore submit the same operations whatever part of the model each of them used. With
-`Sum` and `Average` one flag per parameter travels along, so that a parameter that no rank used ends without
-gradient, exactly as in one process.
+completes it (if cores are left over, or hosts wait for each other), and when backward ends the others follow, with
+zeros for parameters that got no gradient; `wait` ends it. All ranks therefore submit the same operations whatever
+part of the model each of them used. With `Sum` and `Average` one flag per parameter travels along, so that a
+parameter that no rank used ends without gradient, exactly as in one process.
 
 **The first cycle** submits in `wait`: only there all ranks can agree which of their gradients are sparse. The end of
 its backward only starts to ask, because a rank without a gradient of these parameters answers in `wait`.
@@ -22,10 +22,11 @@ its backward only starts to ask, because a rank without a gradient of these para
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -519,11 +520,16 @@ class Reducer:
         if options.sharded:
             place = options.ranks.index(self.context.engine.topology.rank)
             return ShardedBucket(name, entries, self._flagged, options, place)
-        if self._low_rank is None:
-            return DenseBucket(name, entries, self._flagged, options, options.compression)
-        if self._is_low_rank(entries[0]):
-            return LowRankBucket(name, entries, options, self._low_rank)
-        return DenseBucket(name, entries, self._flagged, options, Compression.none)
+        # Of all optimizers: a bucket that knew the reducer would keep it alive.
+        neighbours = functools.partial(_reduced_parameters, self.context)
+        compression = options.compression
+        if self._low_rank is not None:
+            if self._is_low_rank(entries[0]):
+                return LowRankBucket(name, entries, options, self._low_rank, neighbours)
+            compression = Compression.none
+        return DenseBucket(
+            name, entries, self._flagged, options, compression, neighbours=neighbours
+        )
 
     def _views(
         self, prefix: str, divided: list[list[Entry]], memory: GradientMemory
@@ -601,6 +607,10 @@ def _is_worth_overlapping(context: Context, ranks: Sequence[int]) -> bool:
     if len({topology.hosts[rank] for rank in ranks}) > 1:
         return True
     return len(ranks) * torch.get_num_threads() < len(os.sched_getaffinity(0))
+
+
+def _reduced_parameters(context: Context) -> Iterable[Tensor]:
+    return list(context.owners or ())
 
 
 def _in_words(compression: type[Compressor] | Compressor) -> str:

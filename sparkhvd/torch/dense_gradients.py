@@ -6,7 +6,7 @@ have) is copied, and the result goes back into the gradient, or takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ __all__ = [
     "Bucket",
     "DenseBucket",
     "Entry",
+    "Neighbours",
     "Parked",
     "ReduceOptions",
     "ViewBucket",
@@ -165,6 +166,7 @@ class DenseBucket:
         options: how to reduce.
         compression: what is sent instead.
         flat: the memory of all gradients, if they are views of it.
+        neighbours: all parameters whose gradients are reduced, by whichever optimizer.
     """
 
     __slots__ = (
@@ -178,6 +180,7 @@ class DenseBucket:
         "work",
         "_compression",
         "_flagged",
+        "_neighbours",
         "_plain",
         "_resparsify",
     )
@@ -190,6 +193,7 @@ class DenseBucket:
         options: ReduceOptions,
         compression: type[Compressor] | Compressor,
         flat: Tensor | None = None,
+        neighbours: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self.name = name
         self.entries = entries
@@ -212,6 +216,7 @@ class DenseBucket:
         self.work: Work | None = None
         # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
         self.sent: list[tuple[Entry, Tensor, Any]] = []
+        self._neighbours = neighbours
         self._compression = compression
         self._plain = compression is Compression.none
         self._resparsify = options.sparse_as_dense
@@ -314,9 +319,10 @@ class DenseBucket:
         return wire
 
     def _take_back(self) -> None:
+        neighbours = Neighbours(self._neighbours)
         for entry, wire, compression_context in self.sent:
             result = self._compression.decompress(wire, compression_context)
-            give_back(entry, result, self.entries, resparsify=self._resparsify)
+            give_back(entry, result, neighbours, resparsify=self._resparsify)
 
     def _drop_unused(self) -> None:
         if not self._flagged:
@@ -374,34 +380,49 @@ def require_same_dtype(entry: Entry) -> None:
         )
 
 
-def give_back(
-    entry: Entry, result: Tensor, neighbours: Sequence[Entry] = (), *, resparsify: bool
-) -> None:
+def give_back(entry: Entry, result: Tensor, neighbours: Neighbours, *, resparsify: bool) -> None:
     """Put a reduced gradient into `.grad`, or in its place where that cannot take it."""
     grad = entry.grad
     assert grad is not None
     if grad.layout is not torch.strided:
         dense = result.to(grad.dtype)
         entry.param.grad = dense.to_sparse(grad.sparse_dim()) if resparsify else dense
-    elif _is_one_place_per_element(grad) and not _overlaps(entry, grad, neighbours):
+    elif _is_one_place_per_element(grad) and not neighbours.overlap(entry, grad):
         grad.detach().copy_(result)
     else:  # an expanded gradient, for one: its elements share memory
         entry.param.grad = result.to(grad.dtype)
 
 
-def _overlaps(entry: Entry, grad: Tensor, neighbours: Sequence[Entry]) -> bool:
-    """Whether another gradient has some of this one's memory, as those that backward made of one tensor."""
-    if owns_memory(grad):
-        return False
-    first, last = _span(grad)
-    for other in neighbours:
-        theirs = other.param.grad
-        if other is entry or theirs is None or theirs.layout is not torch.strided:
-            continue
-        begin, end = _span(theirs)
-        if begin < last and first < end:
-            return True
-    return False
+class Neighbours:
+    """Where the gradients of all optimizers lie; looked up once, and only if somebody asks.
+
+    Args:
+        parameters: gives all parameters whose gradients are reduced.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._parameters = parameters
+        self._by_storage: dict[int, list[tuple[Tensor, int, int]]] | None = None
+
+    def overlap(self, entry: Entry, grad: Tensor) -> bool:
+        """Whether another gradient has some of this one's memory, as those that backward made of one tensor."""
+        if owns_memory(grad):
+            return False
+        first, last = _span(grad)
+        return any(
+            param is not entry.param and begin < last and first < end
+            for param, begin, end in self._in_storage(grad.untyped_storage()._cdata)
+        )
+
+    def _in_storage(self, storage: int) -> list[tuple[Tensor, int, int]]:
+        if self._by_storage is None:
+            self._by_storage = {}
+            for param in self._parameters():
+                grad = param.grad
+                if grad is not None and grad.layout is torch.strided:
+                    found = self._by_storage.setdefault(grad.untyped_storage()._cdata, [])
+                    found.append((param, *_span(grad)))
+        return self._by_storage.get(storage, [])
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

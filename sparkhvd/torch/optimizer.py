@@ -28,6 +28,7 @@ from sparkhvd.torch.process_sets import (
     set_id,
 )
 from sparkhvd.torch.sharded import Sharded, check_shardable
+from sparkhvd.torch.shared_parameters import unshare
 
 __all__ = ["DistributedOptimizer"]
 
@@ -57,7 +58,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     `Settings.bucket_bytes`, while backward runs; all of them are submitted when `backward()` returns, and
     `step()` waits. Between the two the contents of `.grad` are undefined: call `synchronize()` before you
     read or clip them; `step()` then does not reduce again. `optimizer.param_groups` waits by itself, so
-    `torch.amp.GradScaler` works as it is.
+    `torch.amp.GradScaler` works as it is (if every rank ran backward; else call `synchronize()` on every rank before).
 
     A parameter without gradient on this rank counts as zero. One that no rank gave a gradient keeps
     `grad=None` with Sum and Average, as in one process (with other reductions it is zero). Gradients of
@@ -65,7 +66,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     The result's class is a subclass of the optimizer's own with the same name; it shares parameter groups and
     state with the optimizer given, which should not be used any more. Its `state_dict` is the plain one.
-    Pickled or copied it is the plain optimizer. With one rank nothing is communicated.
+    Pickled or copied it is the plain optimizer (a sharded one refuses). With one rank nothing is communicated.
 
     Args:
         optimizer: any torch optimizer. With LBFGS the closure's loss is averaged too.
@@ -98,7 +99,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             parameter outside of `step()` is an error of the next step (except through `.data`, which torch does not
             tell); do it inside `optimizer.writing_parameters()`, `load_state_dict` too. `model.state_dict()` is live,
             as always in torch; `copy.deepcopy` and `torch.save` are private. The memory stays shared when the
-            optimizer is gone. After an error the values are undefined: load them anew.
+            optimizer is gone, and with processes that a rank forks. After an error the values are undefined: load them anew.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -136,6 +137,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups = group_lists(groups)  # which a sharded optimizer goes through twice
     if op is Adasum and not sharded and len(ranks) > 1 and context().engine.topology.rank in ranks:
         check_size(len(ranks))
+        unshare(p for group in optimizer.param_groups for p in group["params"])
         combining = _subclass_of(optimizer, DistributedAdasum)
         combining._combine(context(), stateless(compression), process_set, named_parameters, groups)
         return combining

@@ -12,7 +12,7 @@ the rank's own** is the error.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,7 +24,14 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compressor
-from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, give_back, owns_memory, require_cpu
+from sparkhvd.torch.dense_gradients import (
+    Entry,
+    Neighbours,
+    ReduceOptions,
+    give_back,
+    owns_memory,
+    require_cpu,
+)
 
 __all__ = ["LowRankBucket", "PowerSGD", "stateless"]
 
@@ -268,7 +275,7 @@ class _Matrix:
         self.p.copy_(torch.linalg.qr(self.p)[0])
         torch.mm(self.matrix.t(), self.p, out=self.next_q)
 
-    def finish(self, factor: float, *, resparsify: bool) -> None:
+    def finish(self, factor: float, neighbours: Neighbours, *, resparsify: bool) -> None:
         """The gradient is P Q^T; what it lacks is the error."""
         state, entry = self.state, self.entry
         assert state.error is not None
@@ -284,7 +291,7 @@ class _Matrix:
         grad = entry.grad
         assert grad is not None
         if self.matrix.data_ptr() != grad.data_ptr() or grad.layout is not torch.strided:
-            give_back(entry, self.matrix.view(entry.shape), resparsify=resparsify)
+            give_back(entry, self.matrix.view(entry.shape), neighbours, resparsify=resparsify)
         self.matrix = torch.empty(0)
 
 
@@ -296,6 +303,7 @@ class LowRankBucket:
         entries: the parameters, all of one type.
         options: how to reduce: Average or Sum.
         compression: has their states.
+        neighbours: all parameters whose gradients are reduced, by whichever optimizer.
     """
 
     __slots__ = (
@@ -304,6 +312,7 @@ class LowRankBucket:
         "_flat_p",
         "_flat_q",
         "_matrices",
+        "_neighbours",
         "_options",
         "_second",
         "_second_work",
@@ -315,7 +324,12 @@ class LowRankBucket:
     )
 
     def __init__(
-        self, name: str, entries: list[Entry], options: ReduceOptions, compression: PowerSGD
+        self,
+        name: str,
+        entries: list[Entry],
+        options: ReduceOptions,
+        compression: PowerSGD,
+        neighbours: Callable[[], Iterable[Tensor]],
     ) -> None:
         self.name = name
         self.entries = entries
@@ -323,6 +337,7 @@ class LowRankBucket:
         self.work: Work | None = None
         self.sent: list[Any] = []
         self._options = options
+        self._neighbours = neighbours
         self._second_work: Work | None = None
         states = [compression.state_of(entry) for entry in entries]
         ranks = [state.q.shape[1] for state in states]
@@ -371,9 +386,10 @@ class LowRankBucket:
         factor = options.prescale * options.postscale
         if options.op is ReduceOp.SUM:
             factor *= len(options.ranks)
+        neighbours = Neighbours(self._neighbours)
         for matrix, used in zip(self._matrices, self._flags.tolist(), strict=True):
             if used:
-                matrix.finish(factor, resparsify=options.sparse_as_dense)
+                matrix.finish(factor, neighbours, resparsify=options.sparse_as_dense)
             else:  # the error waits for a step in which some rank has a gradient
                 matrix.entry.param.grad = None
 

@@ -153,7 +153,11 @@ class Sharded(Distributed):
         if before and not closure:
             self._make_gradients_whole()
         for hook in list(before.values()):
-            hook(self, (self, *closure), {})
+            if hook(self, (self, *closure), {}) is not None:
+                raise InvalidArgumentError(
+                    "DistributedOptimizer(sharded=True): a step hook returned other arguments for step(), which is not "
+                    "possible here. Change what it is called with, or leave sharded out."
+                )
         self._optimizer_step_pre_hooks = type(before)()
         self._optimizer_step_post_hooks = type(after)()
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
 from sparkhvd.torch.compression import Compressor
 from tests.unit.torch.on_ranks import on_ranks
@@ -253,6 +253,39 @@ def test_a_gradient_that_backward_still_reads_is_not_written(options: dict[str, 
         assert found == [(0.75, 0.75)] * 3
 
 
+@pytest.mark.parametrize("how", ["buckets", "optimizers", "groups", "powersgd"])
+def test_views_of_one_gradient_on_one_rank_only(how: str) -> None:
+    # Only rank 0 uses q, and there p and q get the same memory; on rank 1 p has its own.
+    def body() -> list[list[float]]:
+        p, q = parameter(2, 3), parameter(3, 2)
+        if how == "optimizers":
+            optimizers = [hvd.DistributedOptimizer(sgd(each, lr=0.0)) for each in (p, q)]
+        elif how == "groups":
+            optimizers = [hvd.DistributedOptimizer(sgd(p, lr=0.0))]
+            optimizers[0].add_param_group({"params": [q]})
+        else:
+            low_rank = {"compression": hvd.Compression.powersgd(rank=2, warm_up_steps=1)}
+            options = low_rank if how == "powersgd" else {}
+            optimizers = [hvd.DistributedOptimizer(sgd(p, q, lr=0.0), **options)]
+        found = []
+        for _ in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            if hvd.rank() == 0:
+                ((p.view(-1) + q.view(-1)) * torch.arange(6.0)).sum().backward()
+            else:
+                (p.view(-1) * 10).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            found += [p.grad.view(-1).tolist(), q.grad.view(-1).tolist()]
+        return found
+
+    expected = [[5, 5.5, 6, 6.5, 7, 7.5], [0, 0.5, 1, 1.5, 2, 2.5]]
+    for found in on_ranks(2, body, settings=Settings(bucket_bytes=8)):
+        for each, wanted in zip(found, expected * 2, strict=True):
+            assert each == pytest.approx(wanted, abs=1e-5)
+
+
 def test_gradients_that_the_user_keeps_in_one_flat_tensor_are_reduced_there() -> None:
     def body() -> list[float]:
         a, b = parameter(3), parameter(2, 2)
@@ -270,6 +303,26 @@ def test_gradients_that_the_user_keeps_in_one_flat_tensor_are_reduced_there() ->
 
 
 # --- What ranks are compared by. ---
+
+
+def test_a_difference_is_told_again_to_who_asks_again() -> None:
+    def body() -> list[str]:
+        a = parameter(3 + hvd.rank())
+        optimizer = hvd.DistributedOptimizer(sgd(a))
+        told = []
+        if hvd.rank() == 0:
+            with pytest.raises(MismatchError) as caught:
+                a.sum().backward()
+            told.append(str(caught.value))
+        for _ in range(2):
+            with pytest.raises(MismatchError) as caught:
+                optimizer.step()
+            told.append(str(caught.value))
+        return told
+
+    for told in on_ranks(2, body):
+        assert len(set(told)) == 1
+        assert "Rank 0 has 'allreduce.noname.0.0' with shape (3,)" in told[0]
 
 
 def test_a_users_compressor_may_be_an_object_of_each_rank() -> None:

@@ -839,6 +839,21 @@ def test_a_later_optimizer_that_does_not_share_has_parameters_of_its_own() -> No
         assert_close(found, weights(alone(OPTIMIZERS["SGD"])))
 
 
+def test_adasum_after_sharing_has_parameters_of_its_own() -> None:
+    def body() -> float:
+        p = nn.Parameter(torch.ones(4))
+        sharing = hvd.DistributedOptimizer(
+            torch.optim.SGD([p], lr=0.1), sharded=True, share_parameters=True
+        )
+        del sharing
+        combining = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.25), op=hvd.Adasum)
+        p.sum().backward()
+        combining.step()
+        return float(p.detach()[0])
+
+    assert on_ranks(2, body) == [0.75, 0.75]
+
+
 def test_shared_parameters_of_several_types_are_saved_each_by_itself() -> None:
     def body() -> int:
         model = nn.ModuleDict({"a": nn.Linear(300, 300), "b": nn.Linear(4, 2).double()})
