@@ -19,7 +19,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 # How long the Python tests may take before they are stopped: twice what they need on a machine that does other
 # things too. A single test that hangs is stopped by its own timeout.
-TEST_TIMEOUT_S ?= 2700
+TEST_TIMEOUT_S ?= 4200
 PYTEST_FLAGS ?=
 
 export VENV TORCH TORCH_INDEX
@@ -28,6 +28,7 @@ export PYTHON
 endif
 # Whatever tools keep for themselves stays in the checkout (build/ is ignored by git).
 export MPLCONFIGDIR := $(CURDIR)/build/cache/matplotlib
+export TORCHINDUCTOR_CACHE_DIR := $(CURDIR)/build/cache/torchinductor
 export IPYTHONDIR := $(CURDIR)/build/cache/ipython
 export JUPYTER_CONFIG_DIR := $(CURDIR)/build/cache/jupyter
 export JUPYTER_DATA_DIR := $(CURDIR)/build/cache/jupyter
@@ -158,7 +159,7 @@ soak: PYTEST_FLAGS += --timeout=3600
 soak: test test-sanitizers fuzz-if-clang test-aarch64 test-wheels
 
 bench: env
-	@$(WITH_JAVA) $(PY) benchmarks/fit.py
+	@$(WITH_JAVA) $(PY) benchmarks/estimator.py
 	@$(WITH_JAVA) $(PY) benchmarks/launch.py
 	@$(PY) benchmarks/reader.py
 	@$(PY) benchmarks/allreduce.py

@@ -21,11 +21,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from common import Table
-from sparkhvd.estimator.manifest import Manifest
-from sparkhvd.estimator.packed import write_packed
-from sparkhvd.estimator.reader import Reader
-from sparkhvd.estimator.schema import Column, DataSchema
-from sparkhvd.estimator.store import Store
+from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.estimator.data.packed import write_packed
+from sparkhvd.estimator.data.reader import Reader
+from sparkhvd.estimator.data.schema import Column, DataSchema
+from sparkhvd.estimator.data.store import Store
 
 BATCH = 256
 WIDTH = 32

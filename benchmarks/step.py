@@ -35,13 +35,20 @@ ALONE = ("mlp", "layers")
 MAY_ADD_PERCENT = 2.0
 # One rank has nobody to wait for: its blocks differ less, but the limit is nearer to the noise.
 ROUNDS_ALONE = 2
+# Where most of the memory that a step allocates is in large blocks.
+ALLOCATING = "mlp"
 
 
-def run(plan: Plan, size: int) -> Found:
-    """`plan` on so many ranks, together."""
+def run(plan: Plan, size: int, keep_freed_memory: bool = False) -> Found:
+    """`plan` on so many ranks, together.
+
+    By default with the allocator as it is, because that is what every other launcher's processes have.
+    """
     from sparkhvd.runner import run_local
+    from sparkhvd.settings import Settings
 
-    return together(run_local(measure, (plan,), num_proc=size))
+    settings = Settings(keep_freed_memory=keep_freed_memory)
+    return together(run_local(measure, (plan,), num_proc=size, settings=settings))
 
 
 def ratios(times: Mapping[str, Sequence[float]], name: str, to: str) -> list[float]:
@@ -115,6 +122,28 @@ def report_alone(report: Report, found: Mapping[str, Found]) -> None:
     report.table(["one rank", "plain optimizer", "sparkhvd", "x plain", "target"], rows)
 
 
+def report_allocator(report: Report, plain: Found, kept: Found) -> None:
+    """What `Settings.keep_freed_memory` gives: the same variants in processes with and without it."""
+    rows: list[list[str | Sequence[Target]]] = [
+        [
+            name,
+            median_and_quartiles(plain.wall[name]),
+            median_and_quartiles(kept.wall[name]),
+            f"{statistics.median(kept.wall[name]) / statistics.median(plain.wall[name]):.2f}",
+            f"{statistics.median(kept.wall[name]) / statistics.median(plain.wall['DDP']):.2f}",
+        ]
+        for name in plain.wall
+        if name in kept.wall
+    ]
+    head = [
+        "glibc's malloc as it is",
+        "freed memory kept",
+        "kept / as it is",
+        "kept / DDP as it is",
+    ]
+    report.table([MODELS[ALLOCATING].title, *head], rows)
+
+
 def chosen(names: str | None, known: Sequence[str]) -> list[str]:
     """An option's list with commas; None means all."""
     words = list(known) if names is None else names.split(",")
@@ -153,6 +182,9 @@ def main() -> None:
         by_model = {model: run(plan, size=1) for model, plan in plans.items()}
         report.raw["one rank"] = {model: asdict(found) for model, found in by_model.items()}
         report_alone(report, by_model)
+    if ALLOCATING in models and not options.variants:
+        plan = Plan(ALLOCATING, ("none", "DDP", "sparkhvd"), rounds, shorter)
+        report_allocator(report, run(plan, size=2), run(plan, size=2, keep_freed_memory=True))
     report.note(
         f"Median (25 % to 75 %) of {rounds} rounds; every round measures each variant. DDP also broadcasts buffers"
         " (running means) before every forward pass; sparkhvd, as Horovod, does not."

@@ -15,8 +15,10 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["AUTOTUNE", "ISAS", "Settings", "markdown_table"]
+__all__ = ["AUTOTUNE", "CONF_PREFIX", "ISAS", "Settings", "markdown_table"]
 
+# Of the settings in the Spark conf: spark.sparkhvd.bucket_bytes and the like.
+CONF_PREFIX = "spark.sparkhvd."
 AUTOTUNE = ("", "0", "1", "on", "all")
 ISAS = ("auto", "scalar", "avx2", "avx512", "neon")
 
@@ -73,6 +75,13 @@ class Settings:
         env="SPARKHVD_SPIN_US",
         unit="us",
         doc="How long a waiter spins before it sleeps; longer than it takes to wake a thread.",
+    )
+    keep_freed_memory: bool = knob(
+        True,
+        env="SPARKHVD_KEEP_FREED_MEMORY",
+        unit="0 or 1",
+        doc="Processes started by run() and fit() keep memory that is freed, so that steps do not pay for new "
+        "pages; 0 leaves glibc's malloc as it is.",
     )
     streams: int = knob(
         1,
@@ -197,11 +206,18 @@ class Settings:
         return ports
 
     @classmethod
-    def resolve(cls, environ: Mapping[str, str] | None = None, **explicit: Any) -> Settings:
-        """Build settings: an argument wins over the environment, the environment over the default.
+    def resolve(
+        cls,
+        environ: Mapping[str, str] | None = None,
+        *,
+        conf: Mapping[str, str] | None = None,
+        **explicit: Any,
+    ) -> Settings:
+        """Build settings: an argument wins over the conf, it over the environment, and that over the default.
 
         Args:
             environ: variables to read; None means this process's environment.
+            conf: texts by key, `spark.sparkhvd.<field>`.
             **explicit: values for fields by name; None means "not given".
 
         Raises:
@@ -217,7 +233,8 @@ class Settings:
         given = {name: value for name, value in explicit.items() if value is not None}
         values: dict[str, Any] = {}
         for f in fields(cls):
-            source, value = _from_environment(f, environ)
+            in_conf = cls._from_conf(f, conf or {})
+            source, value = (None, None) if in_conf else _from_environment(f, environ)
             if f.name in given:
                 if source is not None and value != given[f.name]:
                     warnings.warn(
@@ -226,10 +243,25 @@ class Settings:
                         stacklevel=2,
                     )
                 value = given[f.name]
+            elif in_conf:
+                value = in_conf[f.name]
             elif source is None:
                 continue
             values[f.name] = value
         return cls(**values)
+
+    @classmethod
+    def _from_conf(cls, f: Any, conf: Mapping[str, str]) -> dict[str, Any]:
+        """{name: value} if the conf has the setting, checked by itself so that an error names its key."""
+        key = CONF_PREFIX + f.name
+        if conf.get(key, "") == "":
+            return {}
+        value = {f.name: _parse(key, conf[key], f.default, 1.0)}
+        try:
+            cls(**value)
+        except InvalidArgumentError as e:
+            raise InvalidArgumentError(f"{key}={conf[key]!r}: {e}") from None
+        return value
 
     def to_json(self) -> str:
         """Text from which `from_json` rebuilds these settings on another machine."""

@@ -14,21 +14,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparkhvd.estimator.data.functions import pad as pad
+    from sparkhvd.estimator.data.packed import read_packed as read_packed
+    from sparkhvd.estimator.data.store import Store as Store
     from sparkhvd.estimator.estimator import TorchEstimator as TorchEstimator
     from sparkhvd.estimator.model import TorchModel as TorchModel
-    from sparkhvd.estimator.packed import read_packed as read_packed
-    from sparkhvd.estimator.store import Store as Store
+    from sparkhvd.estimator.training.callbacks import Callback as Callback
     from sparkhvd.estimator.trusting import trust as trust
 
 _HOMES = {
-    "Store": "sparkhvd.estimator.store",
+    "Callback": "sparkhvd.estimator.training.callbacks",
+    "Store": "sparkhvd.estimator.data.store",
     "TorchEstimator": "sparkhvd.estimator.estimator",
     "TorchModel": "sparkhvd.estimator.model",
-    "read_packed": "sparkhvd.estimator.packed",
+    "pad": "sparkhvd.estimator.data.functions",
+    "read_packed": "sparkhvd.estimator.data.packed",
     "trust": "sparkhvd.estimator.trusting",
 }
 
-__all__ = ["Store", "TorchEstimator", "TorchModel", "read_packed", "trust"]
+__all__ = ["Callback", "Store", "TorchEstimator", "TorchModel", "pad", "read_packed", "trust"]
 
 
 def __getattr__(name: str) -> Any:

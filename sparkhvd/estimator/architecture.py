@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections.abc import Mapping
@@ -18,7 +19,15 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-__all__ = ["describe", "dump_shell", "foreign_class", "load_shell", "rebuild", "tensors_of"]
+__all__ = [
+    "copy_with",
+    "describe",
+    "dump_shell",
+    "foreign_class",
+    "load_shell",
+    "rebuild",
+    "tensors_of",
+]
 
 # What every module has; rebuilt by the constructor of nn.Module, except for what `describe` handles by name.
 _COMMON = frozenset(nn.Module().__dict__)
@@ -37,6 +46,23 @@ class _NotPlain(Exception):
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of the state dict by name, detached."""
     return {n: t.detach() for n, t in module.state_dict().items() if isinstance(t, Tensor)}
+
+
+def copy_with(module: nn.Module, state: Mapping[str, Any]) -> nn.Module:
+    """A copy of a module that holds the tensors of this state dict themselves: the old ones are never copied."""
+    memo: dict[int, Any] = {}
+    for name, old in module.state_dict(keep_vars=True).items():
+        new = state.get(name)
+        if not isinstance(old, Tensor) or not isinstance(new, Tensor):
+            continue
+        # What differs in more than values is left to load_state_dict; tied tensors stay tied.
+        if type(old) in (Tensor, nn.Parameter) and (old.shape, old.dtype) == (new.shape, new.dtype):
+            is_parameter = isinstance(old, nn.Parameter)
+            replacement = nn.Parameter(new, old.requires_grad) if is_parameter else new
+            memo.setdefault(id(old), replacement)
+    copied = copy.deepcopy(module, memo)
+    copied.load_state_dict(state)
+    return copied
 
 
 def foreign_class(module: nn.Module) -> str | None:

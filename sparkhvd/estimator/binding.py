@@ -1,11 +1,11 @@
-"""From columns to the arguments of `forward`, and from label columns to what the loss compares."""
+"""From columns to the arguments of `forward`."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,28 +14,18 @@ import torch
 from torch import Tensor, nn
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.schema import Column, DataSchema
+from sparkhvd.estimator.data.schema import Column, DataSchema
+from sparkhvd.estimator.data.values import SparseRows
 
 __all__ = [
     "Argument",
     "InputBinding",
-    "LabelBinding",
     "bind_inputs",
-    "bind_labels",
-    "check_output_shapes",
-    "is_class_index",
+    "checked_shape",
+    "from_numpy",
     "model_dtype",
+    "quoted",
 ]
-
-# Losses whose target is a class index: it stays int64 and has no class axis.
-_CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
-_CLASS_INDEX_FUNCTIONS = ("cross_entropy", "nll_loss", "multi_margin_loss")
-# Losses whose target is integer and has the shape of the output.
-_INTEGER_LOSSES = (nn.MultiLabelMarginLoss,)
-_INTEGER_FUNCTIONS = ("multilabel_margin_loss",)
-
-
-# -- inputs ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,6 +38,7 @@ class Argument:
         dtype: torch name of the tensor's dtype.
         shape: shape of one row (may hold one -1); None leaves (B,) for a scalar column, (B, w) for the others.
         is_joined: the columns become one (B, sum of widths) tensor.
+        is_whole: the one column is handed on as the collate function made it.
     """
 
     name: str | None
@@ -55,14 +46,21 @@ class Argument:
     dtype: str
     shape: tuple[int, ...] | None
     is_joined: bool
+    is_whole: bool = False
 
-    def tensor(self, batch: Mapping[str, npt.NDArray[Any]]) -> Tensor:
-        """The argument for a batch of columns (B, *shape)."""
+    def tensor(self, batch: Mapping[str, Any]) -> Any:
+        """The argument for a batch of columns (B, *shape).
+
+        Sparse vectors become one sparse COO tensor (B, dimensions). What a collate function made stays as it is, with
+        arrays as tensors and floats in the argument's dtype.
+        """
         arrays = [batch[name] for name in self.columns]
+        if self.is_whole or isinstance(arrays[0], SparseRows):
+            return self._whole(arrays[0])
         rows = len(arrays[0])
         dtype = getattr(torch, self.dtype)
         if len(arrays) == 1:
-            tensor = _from_numpy(arrays[0], dtype)
+            tensor = from_numpy(arrays[0], dtype)
             if self.is_joined:
                 tensor = tensor.reshape(rows, math.prod(arrays[0].shape[1:]))
         else:
@@ -76,6 +74,12 @@ class Argument:
             tensor = tensor.reshape(rows, *self._row_shape(tensor))
         return tensor
 
+    def _whole(self, value: Any) -> Any:
+        made = _as_tensors(value, getattr(torch, self.dtype))
+        if self.shape is None or not isinstance(made, Tensor):
+            return made
+        return made.reshape(len(made), *self._row_shape(made))
+
     def _row_shape(self, tensor: Tensor) -> tuple[int, ...]:
         """The shape of a row with a -1 filled in, checked against what the columns hold."""
         assert self.shape is not None
@@ -85,7 +89,7 @@ class Argument:
             return tuple(elements // known if d == -1 else d for d in self.shape)
         if known != elements or -1 in self.shape:
             raise InvalidArgumentError(
-                f"input_shapes: {_quoted(self.columns)} cannot become {list(self.shape)} per row: the data have "
+                f"input_shapes: {quoted(self.columns)} cannot become {list(self.shape)} per row: the data have "
                 f"{elements} elements per row, the shape asks for {known}. Give a shape of {elements} elements, for "
                 f"example [-1, {elements}]."
             )
@@ -98,7 +102,34 @@ class Argument:
         return f"{name} = {' + '.join(map(repr, self.columns))} ({self.dtype}{shape})"
 
 
-def _from_numpy(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+def _as_tensors(value: Any, dtype: torch.dtype) -> Any:
+    """Arrays and tensors in what a collate function made, as tensors; floats in `dtype`, if that is floating."""
+    if isinstance(value, SparseRows):
+        return _sparse(value).to(dtype)
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(value if value.flags.writeable else value.copy())
+    if isinstance(value, Tensor):
+        is_cast = value.is_floating_point() and dtype.is_floating_point
+        return value.to(dtype) if is_cast else value
+    if isinstance(value, Mapping):
+        return {k: _as_tensors(v, dtype) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_as_tensors(v, dtype) for v in value)
+    return value
+
+
+def _sparse(rows: SparseRows) -> Tensor:
+    """(B, dimensions) in COO layout; indices ascend, so it is coalesced."""
+    return torch.sparse_coo_tensor(
+        torch.from_numpy(rows.coordinates()),
+        torch.from_numpy(rows.values.gathered().copy()),
+        (len(rows), rows.width),
+        is_coalesced=True,
+        check_invariants=False,
+    )
+
+
+def from_numpy(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
     """A tensor of the array's values, sharing its memory where that may be written."""
     # A tensor cannot be read-only, and buffers that came from Arrow are.
     return torch.from_numpy(array if array.flags.writeable else array.copy()).to(dtype)
@@ -110,9 +141,7 @@ class InputBinding:
 
     arguments: tuple[Argument, ...]
 
-    def apply(
-        self, batch: Mapping[str, npt.NDArray[Any]]
-    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    def apply(self, batch: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of `forward` for a batch of columns (B, *shape).
 
         A tensor may share memory with the batch.
@@ -169,24 +198,29 @@ def bind_inputs(
         if len(input_shapes) != len(columns):
             raise InvalidArgumentError(
                 f"input_shapes has {len(input_shapes)} shapes and feature_cols {len(columns)} columns "
-                f"({_quoted(c.name for c in columns)}). Give one shape per column."
+                f"({quoted(c.name for c in columns)}). Give one shape per column."
             )
         _check_count(len(columns), positional, required, model)
         return InputBinding(
             tuple(
-                Argument(None, (c.name,), c.tensor_dtype, _shape(s, c), False)
+                Argument(
+                    None,
+                    (c.name,),
+                    c.tensor_dtype,
+                    checked_shape("input_shapes", s, c),
+                    False,
+                    c.is_collated,
+                )
                 for c, s in zip(columns, input_shapes, strict=True)
             )
         )
     if required == 1 or (required == 0 and positional >= 1) or len(columns) == 1 == positional:
         return InputBinding((_joined(None, columns, default),))
     if required == len(columns):
-        return InputBinding(
-            tuple(Argument(None, (c.name,), c.tensor_dtype, None, False) for c in columns)
-        )
+        return InputBinding(tuple(_single(None, c) for c in columns))
     raise InvalidArgumentError(
         f"{type(model).__name__}.forward takes {_count(required, positional)} and there are {len(columns)} feature "
-        f"columns ({_quoted(c.name for c in columns)}), so it is not clear which goes where. Say it with "
+        f"columns ({quoted(c.name for c in columns)}), so it is not clear which goes where. Say it with "
         f"inputs={{'<argument>': ['<column>', ...], ...}}, or with one entry per column in input_shapes."
     )
 
@@ -210,42 +244,54 @@ def _bind_by_name(
     for name, given in inputs.items():
         if name not in names and not takes_any:
             raise InvalidArgumentError(
-                f"inputs names the argument {name!r}, which forward does not take. Its arguments are: {_quoted(names)}."
+                f"inputs names the argument {name!r}, which forward does not take. Its arguments are: {quoted(names)}."
             )
         members = [given] if isinstance(given, str) else list(given)
         for member in members:
             if member not in by_name:
                 raise InvalidArgumentError(
-                    f"inputs[{name!r}] names column {member!r}, which is not among feature_cols: {_quoted(by_name)}."
+                    f"inputs[{name!r}] names column {member!r}, which is not among feature_cols: {quoted(by_name)}."
                 )
             unused.pop(member, None)
         if not members:
             raise InvalidArgumentError(f"inputs[{name!r}] is empty. Name at least one column.")
         chosen = [by_name[m] for m in members]
         if isinstance(given, str):
-            argument = Argument(name, (given,), chosen[0].tensor_dtype, None, False)
+            argument = _single(name, chosen[0])
         else:
             argument = _joined(name, chosen, default)
         shape = (shapes or {}).get(name)
         if shape is not None:
-            argument = Argument(
-                name, argument.columns, argument.dtype, _strip_batch(shape), argument.is_joined
-            )
+            argument = replace(argument, shape=_row_shape("input_shapes", shape))
         arguments.append(argument)
     if unused:
         raise InvalidArgumentError(
-            f"feature_cols has {_quoted(unused)}, which inputs does not use. Add them to an argument, or leave them out."
+            f"feature_cols has {quoted(unused)}, which inputs does not use. Add them to an argument, or leave them out."
         )
     unknown = set(shapes or {}) - set(inputs)
     if unknown:
         raise InvalidArgumentError(
-            f"input_shapes names {_quoted(sorted(unknown))}, which inputs does not. Use the names of inputs: "
-            f"{_quoted(inputs)}."
+            f"input_shapes names {quoted(sorted(unknown))}, which inputs does not. Use the names of inputs: "
+            f"{quoted(inputs)}."
         )
     return InputBinding(tuple(arguments))
 
 
+def _single(name: str | None, column: Column) -> Argument:
+    """An argument of one column, as it is."""
+    return Argument(name, (column.name,), column.tensor_dtype, None, False, column.is_collated)
+
+
 def _joined(name: str | None, columns: Sequence[Column], default: str) -> Argument:
+    if len(columns) == 1 and columns[0].is_collated:
+        return _single(name, columns[0])
+    for column in columns if len(columns) > 1 else ():
+        if column.kind == "sparse" or column.is_collated:
+            what = "is sparse" if column.kind == "sparse" else "has a collate function"
+            raise InvalidArgumentError(
+                f"Column {column.name!r} {what} and cannot be joined with {len(columns) - 1} other columns into one "
+                f"tensor. Give it an argument of its own: inputs={{'<argument>': {column.name!r}, ...}}."
+            )
     floats = {c.tensor_dtype for c in columns if c.is_floating}
     if len(columns) == 1:
         dtype = columns[0].tensor_dtype
@@ -265,33 +311,43 @@ def _widest(names: set[str]) -> str:
     return str(widest).removeprefix("torch.")
 
 
-def _shape(given: Sequence[int], column: Column) -> tuple[int, ...]:
-    shape = _strip_batch(given)
+def checked_shape(param: str, given: Sequence[int], column: Column) -> tuple[int, ...]:
+    """The shape of one row of a column as a param gives it, without the batch.
+
+    Raises:
+        InvalidArgumentError: it is no shape, or has another number of elements than the column.
+    """
+    shape = _row_shape(param, given)
     known = math.prod(d for d in shape if d != -1)
-    if column.shape is not None:
-        elements = math.prod(column.shape)
+    if column.kind == "sparse":
+        raise InvalidArgumentError(
+            f"{param} gives {list(given)} for column {column.name!r}, which is sparse: it goes to the model as a sparse "
+            f"tensor (rows, {column.shape[0] if column.shape else 'dimensions'}). Leave {param} out and name it in inputs."
+        )
+    if column.row_shape is not None:
+        elements = math.prod(column.row_shape)
         fits = elements == known if -1 not in shape else known > 0 and elements % known == 0
         if not fits:
             raise InvalidArgumentError(
-                f"input_shapes gives {list(given)} for column {column.name!r}, which has {elements} "
+                f"{param} gives {list(given)} for column {column.name!r}, which has {elements} "
                 f"element{'s' * (elements != 1)} per row. Give a shape of {elements} elements, for example "
                 f"[-1, {elements}]."
             )
     return shape
 
 
-def _strip_batch(given: Any) -> tuple[int, ...]:
+def _row_shape(param: str, given: Any) -> tuple[int, ...]:
     """The shape of one row: a leading -1 is the batch."""
     shape = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else None
     if shape is None or not all(isinstance(d, int) and (d == -1 or d > 0) for d in shape):
         raise InvalidArgumentError(
-            f"input_shapes holds {given!r}. A shape is a list of positive numbers, with -1 for the batch: "
+            f"{param} holds {given!r}. A shape is a list of positive numbers, with -1 for the batch: "
             "[-1, 1, 28, 28]."
         )
     shape = shape[1:] if shape and shape[0] == -1 else shape
     if shape.count(-1) > 1:
         raise InvalidArgumentError(
-            f"input_shapes holds {list(given)}. After the batch, at most one -1 can be filled in."
+            f"{param} holds {list(given)}. After the batch, at most one -1 can be filled in."
         )
     return shape
 
@@ -340,161 +396,6 @@ def _count(required: int, positional: int) -> str:
     return f"{required} argument{plural}"
 
 
-def _quoted(names: Any) -> str:
+def quoted(names: Any) -> str:
+    """The names in quotes, with commas, for messages."""
     return ", ".join(repr(n) for n in names)
-
-
-# -- labels ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LabelBinding:
-    """How label columns become tensors and meet the outputs of the model; picklable.
-
-    Attributes:
-        columns: names of the label columns.
-        dtypes: torch names of the dtypes of their tensors.
-        kinds: of the loss of each: "class_index", "elementwise" (any other of torch.nn) or "unknown".
-        follows_output: whether the label is cast to the dtype of its output.
-    """
-
-    columns: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    kinds: tuple[str, ...]
-    follows_output: tuple[bool, ...]
-
-    def apply(self, batch: Mapping[str, npt.NDArray[Any]]) -> tuple[Tensor, ...]:
-        """One tensor per label column: (B,) for scalars, (B, w) for arrays and vectors."""
-        return tuple(
-            _from_numpy(batch[name], getattr(torch, dtype))
-            for name, dtype in zip(self.columns, self.dtypes, strict=True)
-        )
-
-    def match(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The labels with the shape and dtype that the loss needs for these outputs.
-
-        Call it at every step, before the loss: it is a check of shapes and, mostly, a view.
-
-        Raises:
-            InvalidArgumentError: outputs and labels differ in number, or a label cannot meet its output without
-                broadcasting; both shapes are shown.
-        """
-        if len(outputs) != len(labels):
-            raise InvalidArgumentError(
-                f"The model returned {len(outputs)} output{'s' * (len(outputs) != 1)} and there are {len(labels)} label "
-                f"columns ({_quoted(self.columns)}). Return one tensor per label column, in the same order."
-            )
-        return tuple(
-            self._match(i, o, t) for i, (o, t) in enumerate(zip(outputs, labels, strict=True))
-        )
-
-    def _match(self, i: int, output: Tensor, label: Tensor) -> Tensor:
-        if output.dim() == 0 or output.shape[0] != label.shape[0]:
-            raise InvalidArgumentError(
-                f"The output for label {self.columns[i]!r} has shape {tuple(output.shape)} for a batch of "
-                f"{label.shape[0]} rows. forward must return one row per row of the batch."
-            )
-        if self.kinds[i] == "class_index" and not label.is_floating_point():
-            return self._match_classes(i, output, label)
-        if self.follows_output[i]:
-            label = label.to(output.dtype)
-        if output.shape == label.shape:
-            return label
-        if math.prod(output.shape[1:]) == math.prod(label.shape[1:]):
-            return label.reshape(output.shape)
-        if self.kinds[i] == "unknown" and not _broadcasts(output.shape[1:], label.shape[1:]):
-            return (
-                label  # a loss of the user's own may compare unlike shapes, as cross-entropy does
-            )
-        raise self._unlike(i, output.shape, label.shape)
-
-    def _match_classes(self, i: int, output: Tensor, label: Tensor) -> Tensor:
-        """A class index has the output's shape without the class axis, which is the second."""
-        expected = (*output.shape[:1], *output.shape[2:])
-        if output.dim() < 2 or math.prod(label.shape[1:]) != math.prod(expected[1:]):
-            raise self._unlike(i, output.shape, label.shape)
-        return label.reshape(expected)
-
-    def _unlike(
-        self, i: int, output: tuple[int, ...], label: tuple[int, ...]
-    ) -> InvalidArgumentError:
-        expected = (
-            "this loss takes scores (rows, classes, ...) and class indices (rows, ...)"
-            if self.kinds[i] == "class_index"
-            else "the loss would broadcast one over the other"
-        )
-        return InvalidArgumentError(
-            f"Label {self.columns[i]!r} has shape {tuple(label)} and the model's output {tuple(output)}: {expected}. "
-            "Change the last layer or the label so that they have the same number of elements per row."
-        )
-
-
-def _broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether rows of these shapes would broadcast; the batch axis only ever meets itself."""
-    if len(a) != len(b):
-        return False
-    return all(x == y or 1 in (x, y) for x, y in zip(a, b, strict=True))
-
-
-def bind_labels(
-    schema: DataSchema, loss: Callable[..., Any] | Sequence[Callable[..., Any]]
-) -> LabelBinding:
-    """Decide the dtype of every label from its column and its loss (one loss for all, or one per label).
-
-    Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables that
-    are not from torch; the other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in
-    the schema) overrides.
-
-    Raises:
-        InvalidArgumentError: the number of losses does not fit, or a floating scalar label goes to a loss that needs
-            class indices.
-    """
-    labels = schema.labels
-    losses = list(loss) if isinstance(loss, Sequence) else [loss] * len(labels)
-    if len(losses) != len(labels):
-        raise InvalidArgumentError(
-            f"There are {len(losses)} losses and {len(labels)} label columns ({_quoted(c.name for c in labels)}). Give one "
-            "loss for all, or one per label."
-        )
-    kinds = [_kind(one) for one in losses]
-    dtypes, follows = [], []
-    for column, kind, one in zip(labels, kinds, losses, strict=True):
-        if kind == "class_index" and column.is_floating and column.kind == "scalar":
-            raise InvalidArgumentError(
-                f"label_cols names column {column.name!r} of type {column.source}, but {_loss_name(one)} needs class "
-                f"indices. If it holds whole numbers, give label_dtypes={{{column.name!r}: 'int64'}}."
-            )
-        integer = kind in ("class_index", "integer")
-        dtypes.append("int64" if integer and not column.is_floating else column.tensor_dtype)
-        follows.append(kind == "elementwise" and not column.is_explicit)
-    shown = ["elementwise" if k == "integer" else k for k in kinds]
-    names = tuple(c.name for c in labels)
-    return LabelBinding(names, tuple(dtypes), tuple(shown), tuple(follows))
-
-
-def is_class_index(loss: Callable[..., Any]) -> bool:
-    """Whether a loss takes class indices (or, for cross-entropy, arrays of probabilities) as labels."""
-    return _kind(loss) == "class_index"
-
-
-def _kind(loss: Callable[..., Any]) -> str:
-    name = getattr(loss, "__name__", "")
-    module = getattr(loss, "__module__", "") or ""
-    is_functional = module.startswith(("torch.nn.functional", "torch._C"))
-    if isinstance(loss, _CLASS_INDEX_LOSSES) or (is_functional and name in _CLASS_INDEX_FUNCTIONS):
-        return "class_index"
-    if isinstance(loss, _INTEGER_LOSSES) or (is_functional and name in _INTEGER_FUNCTIONS):
-        return "integer"
-    is_torch_class = isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn")
-    return "elementwise" if is_torch_class or is_functional else "unknown"
-
-
-def _loss_name(loss: Callable[..., Any]) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
-
-
-def check_output_shapes(
-    binding: LabelBinding, outputs: Sequence[Tensor], labels: Sequence[Tensor]
-) -> None:
-    """Raise InvalidArgumentError if the outputs of the first batch cannot meet the labels."""
-    binding.match(outputs, labels)

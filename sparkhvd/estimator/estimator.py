@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import re
-import secrets
-import time
 import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,22 +15,31 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import heads
-from sparkhvd.estimator.binding import (
-    InputBinding,
-    bind_inputs,
-    bind_labels,
-    is_class_index,
-    model_dtype,
-)
-from sparkhvd.estimator.checkpoint import Checkpoints
-from sparkhvd.estimator.defaults import default_store
-from sparkhvd.estimator.manifest import Manifest
-from sparkhvd.estimator.metrics import resolve_metrics
+from sparkhvd.estimator.architecture import copy_with
+from sparkhvd.estimator.binding import InputBinding, bind_inputs, model_dtype
+from sparkhvd.estimator.cluster import Cluster, Given, resolve_cluster
+from sparkhvd.estimator.data.defaults import default_store
+from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.estimator.data.sampler import split_validation
+from sparkhvd.estimator.data.schema import DataSchema
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.inputs import FitData, check_inputs, prepare_inputs, row_functions
+from sparkhvd.estimator.labels import bind_labels, is_class_index
 from sparkhvd.estimator.model import Fitted, TorchModel, fitted_widths
 from sparkhvd.estimator.params import TrainParams, with_signature
 from sparkhvd.estimator.predict import output_widths
-from sparkhvd.estimator.prepare import PreparedData, prepare
-from sparkhvd.estimator.program import (
+from sparkhvd.estimator.runs import Run, new_run_id, open_run
+from sparkhvd.estimator.training.building import (
+    OVERRIDES,
+    Overrides,
+    build_model,
+    check_compression,
+    given_loss,
+)
+from sparkhvd.estimator.training.checkpoint import Checkpoints
+from sparkhvd.estimator.training.metrics import resolve_metrics
+from sparkhvd.estimator.training.options import FINGERPRINTED, training_options
+from sparkhvd.estimator.training.program import (
     Program,
     check_model,
     check_optimizer,
@@ -42,15 +47,17 @@ from sparkhvd.estimator.program import (
     dump_program,
     resolve_losses,
 )
-from sparkhvd.estimator.progress import EpochReporter
-from sparkhvd.estimator.sampler import split_validation
-from sparkhvd.estimator.schema import DataSchema, check_schema
-from sparkhvd.estimator.store import Store
-from sparkhvd.estimator.train import PROGRAM_NAME, TrainResult, TrainSpec, train
-from sparkhvd.runner import placement, preflight
+from sparkhvd.estimator.training.progress import EpochReporter
+from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
+from sparkhvd.estimator.training.train import PROGRAM_NAME, train
+from sparkhvd.estimator.training.transformations import (
+    bind_transformed,
+    flat_columns,
+    transformed_by,
+)
+from sparkhvd.estimator.training.user_code import UserCode, check_user_code
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
 from sparkhvd.runner.spark_shim import SparkShim
-from sparkhvd.settings import Settings
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Param
@@ -65,17 +72,18 @@ class _Request:
 
     spark: Any
     store: Store
-    num_proc: int
+    cluster: Cluster
     schema: DataSchema
     program: Program
     pickled: bytes
     sha256: str
     links: tuple[str, ...]
+    losses: tuple[Any, ...]
     loss_weights: tuple[float, ...]
-    settings: Settings
     seed: int
-    run_dir: str
+    run: Run
     data_key: str | None
+    training: dict[str, Any]
 
 
 @with_signature
@@ -91,9 +99,12 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     module and the optimizer given are not modified. Arguments and their meaning: `explainParams()`.
     """
 
-    def __init__(self, **keywords: Any) -> None:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__()
-        self._set_keywords(keywords)
+        self._is_shared = (
+            False  # whether several fits with this data_key may have other validation DataFrames
+        )
+        self._set_keywords(positional, keywords)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         """Train; the driver waits until the model is there.
@@ -102,114 +113,140 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             InvalidArgumentError: a param or column is wrong (before any job), or the data hold what cannot be used
                 (before any rank starts).
             PreflightError: the cluster or the store cannot run this.
-            RankError: a rank failed. The checkpoint of the last whole epoch stays in the store, under
-                `runs/<run_id>`; a fit with this run_id goes on from it.
+            RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
+                run_id goes on from it.
         """
         request = self._checked(dataset)
-        data = prepare(
+        data = prepare_inputs(
             dataset,
+            self._get("validation"),
             request.schema,
+            request.program.functions,
             request.store,
             app_id=SparkShim(request.spark).application(),
             data_key=request.data_key,
+            validation_key=self._validation_key(),
             keep_data=self.getOrDefault("keep_data"),
         )
         spec, widths = self._specify(request, data)
-        request.store.write_bytes(f"{request.run_dir}/{PROGRAM_NAME}", request.pickled)
+        request.run.check(spec.fingerprint, spec.epochs)
+        request.store.write_bytes(f"{spec.run_dir}/{PROGRAM_NAME}", request.pickled)
         report = self._launch(request, spec)
-        return self._collect(request, spec, data, report, widths)
+        model = self._collect(request, spec, data, report, widths)
+        request.run.finish(report.results[0].epoch)
+        return model
 
     def fitMultiple(  # noqa: N802 - Spark's name
         self,
         dataset: DataFrame,
         paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803
     ) -> Iterator[tuple[int, TorchModel]]:
-        """Fit with each of several param maps; they share the materialized data."""
+        """Fit with each of several param maps; they share the materialized data.
+
+        A `run_id` gets the index of the param map: `mine-0`, `mine-1`. `data_key` is not used: a CrossValidator calls
+        this once per fold, with other rows each time.
+        """
         shared = self.copy()
-        if shared._get("data_key") is None:
-            shared._set(data_key=f"fold-{uuid.uuid4().hex}")
-        return Estimator.fitMultiple(shared, dataset, paramMaps)
+        shared._set(data_key=f"fold-{uuid.uuid4().hex}")
+        shared._is_shared = True
+        maps = []
+        for index, given in enumerate(paramMaps):
+            run_id = given.get(self.run_id, self._get("run_id"))
+            maps.append({**given, self.run_id: f"{run_id}-{index}"} if run_id else given)
+        return Estimator.fitMultiple(shared, dataset, maps)
 
     # -- check: everything that can be known before the first job -------------------------------------
 
     def _checked(self, dataset: DataFrame) -> _Request:
-        model = check_model(self._get("model"))
-        check_optimizer(self._get("optimizer"), model)
+        model = check_model(build_model(self._get("model")))
+        user = check_user_code(self._changed())
+        optimizer = self._get("optimizer")
+        overrides = Overrides.of(self._get)
+        if user.train_fn is None or optimizer is not None:
+            check_optimizer(optimizer, self._get("model"), model)
+            overrides.check(optimizer, model)
         self._check_numbers()
         labels = self._required("label_cols", "the columns with the labels")
-        features = self._required("feature_cols", "the columns that become the model's input")
+        self._required("feature_cols", "the columns that become the model's input")
         weight_col = self._get("sample_weight_col")
-        losses, is_sum = resolve_losses(
-            self._get("loss"), len(labels), per_row=weight_col is not None
-        )
-        user_losses = self._user_losses(len(labels))
-        schema = check_schema(
-            dataset.schema,
-            feature_cols=features,
-            label_cols=labels,
-            sample_weight_col=weight_col,
-            validation=self._get("validation"),
+        loss = given_loss(self._get("loss"), self._get("loss_constructors"), model)
+        losses, is_sum = _losses(loss, user, len(labels), per_row=weight_col is not None)
+        user_losses = list(loss) if isinstance(loss, (list, tuple)) else [loss] * len(labels)
+        functions = row_functions(self._get)
+        schema = check_inputs(
+            self._get,
+            dataset,
+            functions=functions,
             model_dtype=model_dtype(model),
-            feature_dtypes=self._get("feature_dtypes"),
-            label_dtypes=self._get("label_dtypes"),
             class_labels=[
                 n for n, one in zip(labels, user_losses, strict=True) if is_class_index(one)
             ],
         )
-        bind_labels(schema, user_losses)
-        inputs = self._bind_inputs(model, schema)
-        if all(c.shape is not None for c in schema.features):
-            _try_model(model, inputs, schema)
+        bind_labels(schema, user_losses, self._get("label_shapes"))
+        if not user.transformations:  # else what the model gets is known when there are data
+            inputs = self._bind_inputs(model, schema)
+            if all(c.row_shape is not None for c in schema.features):
+                _try_model(model, inputs, schema)
         links = tuple(heads.link_of(loss) for loss in user_losses)
         program = Program(
             model=model,
-            optimizer=self._get("optimizer"),
+            optimizer=optimizer,
             losses=losses,
             is_sum=is_sum,
             metrics=resolve_metrics(self._get("metrics"), labels, links),
             lr_scheduler=self._get("lr_scheduler"),
+            compression=check_compression(self._get("gradient_compression")),
+            functions=functions,
+            user=user,
         )
-        pickled, sha256 = dump_program(program)
+        pickled, sha256 = dump_program(replace(program, model=self._get("model")))
         spark = dataset.sparkSession
-        num_proc = _check_slots(spark, self._get("num_proc"))
+        cluster = resolve_cluster(spark, Given(self._get, self.isSet))
         store = default_store(spark, self._get("store"))
-        run_dir = self._run_dir()
+        run = open_run(
+            store,
+            self._get("run_id") or new_run_id(self.uid),
+            warm_start=self.getOrDefault("warm_start"),
+        )
         return _Request(
             spark=spark,
             store=store,
-            num_proc=num_proc,
+            cluster=cluster,
             schema=schema,
             program=program,
             pickled=pickled,
             sha256=sha256,
             links=links,
+            losses=tuple(user_losses),
             loss_weights=self._loss_weights(len(labels)),
-            settings=self._settings(),
-            seed=self._seed(store, run_dir),
-            run_dir=run_dir,
+            seed=run.seed(self._get("random_seed")),
+            run=run,
             data_key=self._get("data_key"),
+            training={
+                "overrides": overrides,
+                **training_options(
+                    self._get, model=model, metric_names=[m.name for m in program.metrics]
+                ),
+            },
         )
 
     def _check_numbers(self) -> None:
         at_least = {
             "batch_size": 1,
+            "num_workers": 1,
+            "val_reader_num_workers": 1,
             "val_batch_size": 1,
             "epochs": 1,
             "shuffle_bytes": 1,
-            "max_retries": 0,
-            "verbose": 0,
         }
         for name, least in at_least.items():
             value = self._get(name)
             if value is not None and value < least:
                 raise InvalidArgumentError(f"{name} is {value}; it must be at least {least}.")
-        for name in ("gradient_clip_norm", "start_timeout"):
-            value = self._get(name)
-            if value is not None and not value > 0:
-                raise InvalidArgumentError(f"{name} is {value}; it must be more than 0.")
-        if self.getOrDefault("restore_best") and not self._get("validation"):
+        interval = self._get("checkpoint_interval_s")
+        if interval is not None and not interval > 0:
             raise InvalidArgumentError(
-                "restore_best needs validation rows to tell which epoch is best. Set validation, for example 0.1."
+                f"checkpoint_interval_s is {interval}; it must be more than 0."
             )
 
     def _required(self, name: str, meaning: str) -> list[str]:
@@ -218,9 +255,20 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             raise InvalidArgumentError(f"{name} is required: name {meaning}.")
         return list(value)
 
-    def _user_losses(self, num_labels: int) -> list[Any]:
-        loss = self._get("loss")
-        return list(loss) if isinstance(loss, (list, tuple)) else [loss] * num_labels
+    def _changed(self) -> dict[str, Any]:
+        """The params with another value than their default."""
+        set_params = {p.name: value for p, value in self._paramMap.items()}
+        defaults = {p.name: value for p, value in self._defaultParamMap.items()}
+        return {n: v for n, v in set_params.items() if n not in defaults or v != defaults[n]}
+
+    def _validation_key(self) -> str | None:
+        """What names a second DataFrame: one data_key names both of a fit."""
+        key = self._get("data_key")
+        if key is None:
+            return None
+        # The param maps of a fitMultiple keep their DataFrames alive, so that ids tell them apart.
+        which = f"-{id(self._get('validation'))}" if self._is_shared else ""
+        return f"{key}/validation{which}"
 
     def _loss_weights(self, num_labels: int) -> tuple[float, ...]:
         given = self._get("loss_weights")
@@ -232,60 +280,40 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             )
         return tuple(given)
 
-    def _settings(self) -> Settings:
-        given = self._get("settings")
-        if given is not None and not isinstance(given, Settings):
-            raise InvalidArgumentError(
-                f"settings is {given!r:.100}; it must be a sparkhvd.Settings."
-            )
-        return Settings.resolve() if given is None else given
-
     def _bind_inputs(self, model: torch.nn.Module, schema: DataSchema) -> Any:
         shapes, inputs = self._get("input_shapes"), self._get("inputs")
         return bind_inputs(model, schema, input_shapes=shapes, inputs=inputs)
 
-    def _run_dir(self) -> str:
-        run_id = self._get("run_id")
-        if run_id is None:
-            run_id = f"{self.uid}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-        if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*", run_id):
-            raise InvalidArgumentError(
-                f"run_id is {run_id!r}; it names a folder and may hold letters, digits, '.', '_' and '-'."
-            )
-        return f"runs/{run_id}"
-
-    def _seed(self, store: Store, run_dir: str) -> int:
-        """The seed given; else the one that this run had before; else a new one, which the run remembers."""
-        path = f"{run_dir}/seed.json"
-        seed = self._get("random_seed")
-        if seed is None and self._get("run_id") is not None and store.exists(path):
-            seed = json.loads(store.read_bytes(path))
-        seed = secrets.randbits(32) if seed is None else seed
-        store.write_bytes(path, json.dumps(seed).encode())
-        return int(seed)
-
     # -- run ------------------------------------------------------------------------------------------
 
-    def _specify(self, request: _Request, data: PreparedData) -> tuple[TrainSpec, tuple[int, ...]]:
+    def _specify(self, request: _Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]]:
         """What the ranks get, now that the shapes of the columns are known; the model is tried on them."""
-        schema, program = data.manifest.schema, request.program
+        schema, program = data.schema, request.program
+        transformed: DataSchema | None = None
+        if program.user.transformations:
+            schema = transformed = self._transformed(request, data)
         inputs = self._bind_inputs(program.model, schema)
-        widths = _try_model(program.model, inputs, schema)
-        labels = [c.name for c in schema.labels]
+        if transformed is not None:
+            inputs = bind_transformed(inputs, transformed)
+        widths = _try_model(program.model, inputs, schema, data.examples)
         validation = self._get("validation")
-        fraction = None if isinstance(validation, str) or not validation else float(validation)
+        held_out = data.validation
+        is_fraction = bool(validation) and held_out is None and not isinstance(validation, str)
         batch_size = self.getOrDefault("batch_size")
         drop_last = self.getOrDefault("drop_last")
-        full = request.num_proc * batch_size if drop_last else 1
-        _check_split(data.manifest, validation, full)
+        accumulate = self.getOrDefault("accumulate")
+        full = request.cluster.num_proc * batch_size * accumulate if drop_last else 1
+        _check_split(data.manifest, None if held_out is not None else validation, full)
         weight = schema.sample_weight
         spec = TrainSpec(
             store=request.store,
-            run_dir=request.run_dir,
+            run_dir=request.run.run_dir,
+            start_from=request.run.start_from,
+            checkpoint_interval_s=self.getOrDefault("checkpoint_interval_s"),
             program_sha256=request.sha256,
-            data_dir=data.data_dir,
+            data_dir=data.training.data_dir,
             inputs=inputs,
-            labels=bind_labels(schema, self._user_losses(len(labels))),
+            labels=bind_labels(schema, request.losses, self._get("label_shapes")),
             sample_weight=weight.name if weight is not None else None,
             loss_weights=request.loss_weights,
             batch_size=batch_size,
@@ -293,71 +321,97 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             epochs=self.getOrDefault("epochs"),
             seed=request.seed,
             shuffle=self.getOrDefault("shuffle"),
-            shuffle_bytes=self.getOrDefault("shuffle_bytes"),
+            shuffle_bytes=self._shuffle_bytes(),
             drop_last=drop_last,
             has_validation=bool(validation),
-            validation=fraction,
-            gradient_clip_norm=self._get("gradient_clip_norm"),
-            restore_best=self.getOrDefault("restore_best"),
+            validation=float(validation) if is_fraction else None,
+            validation_dir=held_out.data_dir if held_out is not None else None,
+            num_workers=self.getOrDefault("num_workers"),
+            val_num_workers=self._get("val_reader_num_workers") or self.getOrDefault("num_workers"),
+            **request.training,
+            transformed=transformed,
             fingerprint=self._fingerprint(request, data),
         )
         return spec, widths
 
-    def _fingerprint(self, request: _Request, data: PreparedData) -> str:
+    def _shuffle_bytes(self) -> int:
+        # More than any data have: all of them are kept in memory.
+        return (
+            1 << 62
+            if self.getOrDefault("inmemory_cache_all")
+            else self.getOrDefault("shuffle_bytes")
+        )
+
+    def _transformed(self, request: _Request, data: FitData) -> DataSchema:
+        return transformed_by(
+            request.program.user.transformations,
+            request.store,
+            data.manifest,
+            data.schema,
+            request.program.functions,
+            inputs=self._get("inputs"),
+            model_dtype=model_dtype(request.program.model),
+        )
+
+    def _fingerprint(self, request: _Request, data: FitData) -> str:
         """What two fits must share so that one can go on where the other stopped."""
-        names = ("batch_size", "shuffle", "drop_last", "validation", "gradient_clip_norm")
-        manifest = data.manifest
+        names = ("batch_size", "shuffle", "drop_last", "validation", *OVERRIDES, *FINGERPRINTED)
+        values = {name: self._get(name) for name in names}
+        if data.validation is not None:
+            values["validation"] = "a DataFrame"
         facts = {
             **describe_program(request.program),
-            **{name: self._get(name) for name in names},
-            "num_proc": request.num_proc,
+            **values,
+            **request.program.functions.describe(),
+            **data.describe(),
+            "num_proc": request.cluster.num_proc,
             "random_seed": request.seed,
-            "rows": manifest.num_rows,
-            "columns": manifest.schema.to_dict(),
-            "files": [f.rows for f in manifest.files],
         }
         return json.dumps(facts, sort_keys=True)
 
     def _launch(self, request: _Request, spec: TrainSpec) -> JobReport:
-        checkpoints = Checkpoints(request.store, request.run_dir)
-        verbose = self.getOrDefault("verbose")
+        checkpoints = Checkpoints(request.store, spec.run_dir)
+        cluster = request.cluster
         options = LaunchOptions(
-            settings=request.settings,
-            start_timeout_s=self._get("start_timeout"),
-            max_retries=self.getOrDefault("max_retries"),
-            verbose=verbose,
+            settings=cluster.settings,
+            start_timeout_s=cluster.start_timeout,
+            max_retries=cluster.max_retries,
+            verbose=cluster.verbose,
             shared=request.store,
-            run_dir=request.run_dir,
-            progress=checkpoints.latest_epoch,
+            run_dir=spec.run_dir,
+            progress=checkpoints.latest_position,
             requirements=("torch", "pyarrow", "numpy", "cloudpickle"),
         )
         reporter = EpochReporter(
-            checkpoints, epochs=spec.epochs, verbose=verbose, progress=self._get("progress")
+            checkpoints, epochs=spec.epochs, verbose=cluster.verbose, progress=self._get("progress")
         )
         with reporter:
-            return launch(request.spark, train, (spec,), {}, request.num_proc, options)
+            report = launch(request.spark, train, (spec,), {}, cluster.num_proc, options)
+        reporter.ended(report.results[0].stopped, len(report.results[0].history))
+        return report
 
     def _collect(
         self,
         request: _Request,
         spec: TrainSpec,
-        data: PreparedData,
+        data: FitData,
         report: JobReport,
         widths: tuple[int, ...],
     ) -> TorchModel:
         """A TorchModel with the trained weights, this estimator's uid and its params."""
         result: TrainResult = report.results[0]
-        checkpoint = Checkpoints(request.store, request.run_dir).load(result.epoch)
-        module = copy.deepcopy(request.program.model)
-        module.load_state_dict(checkpoint.model)
+        checkpoint = Checkpoints(request.store, spec.run_dir).load(result.epoch)
+        module = copy_with(request.program.model, checkpoint.model)
         for parameter in module.parameters():
             parameter.grad = None
         model = TorchModel()
         model._resetUid(self.uid)
         model._fitted = Fitted(
             module=module.eval(),
-            columns=data.manifest.schema.features,
-            labels=tuple(c.name for c in data.manifest.schema.labels),
+            columns=flat_columns(spec.transformed.features, data.schema.features)
+            if spec.transformed
+            else data.schema.features,
+            labels=tuple(c.name for c in data.schema.labels),
             inputs=spec.inputs,
             links=request.links,
             widths=widths,
@@ -367,6 +421,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
                 "launch": report.launch_s,
                 "train": report.run_s,
             },
+            run_id=spec.run_dir.removeprefix("runs/"),
         )
         self._copyValues(model)
         model._set(store=request.store)
@@ -396,10 +451,24 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         return loaded
 
 
-def _try_model(model: torch.nn.Module, inputs: InputBinding, schema: DataSchema) -> tuple[int, ...]:
+def _losses(
+    loss: Any, user: UserCode, num_labels: int, *, per_row: bool
+) -> tuple[tuple[Any, ...], tuple[bool, ...]]:
+    """The losses, and whether each adds rows up; none where the user's code has its own."""
+    if loss is None and user.computes_loss:
+        return (), ()
+    return resolve_losses(loss, num_labels, per_row=per_row)
+
+
+def _try_model(
+    model: torch.nn.Module,
+    inputs: InputBinding,
+    schema: DataSchema,
+    examples: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
     """Elements per row of the model's outputs, one per label, from a run on zeros; the model is not changed."""
     trial = copy.deepcopy(model).eval()
-    widths = output_widths(trial, inputs, schema.features)
+    widths = output_widths(trial, inputs, schema.features, examples)
     return fitted_widths(widths, [c.name for c in schema.labels])
 
 
@@ -426,13 +495,5 @@ def _check_split(manifest: Manifest, validation: float | str | None, full: int) 
     if total - held_out < full:
         raise InvalidArgumentError(
             f"drop_last leaves out a step that is not full, and the {total - held_out:,} training rows are less than "
-            f"one full step of num_proc * batch_size = {full:,} rows. Lower batch_size, or set drop_last=False."
+            f"one full step of num_proc * batch_size * accumulate = {full:,} rows. Lower batch_size, or set drop_last=False."
         )
-
-
-def _check_slots(spark: Any, num_proc: int | None) -> int:
-    """The number of ranks, if the configured cluster can run them at once."""
-    conf = SparkShim(spark).conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
-    preflight.check_conf(conf)
-    slots = placement.configured_slots(conf, os.cpu_count() or 1)
-    return placement.choose_num_proc(num_proc, slots)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,20 +19,18 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import heads
 from sparkhvd.estimator.architecture import dump_shell, tensors_of
 from sparkhvd.estimator.binding import InputBinding
-from sparkhvd.estimator.defaults import default_store
+from sparkhvd.estimator.data.defaults import default_store
+from sparkhvd.estimator.data.functions import RowFunctions
+from sparkhvd.estimator.data.schema import Column, check_schema
 from sparkhvd.estimator.params import PredictParams, with_signature
-from sparkhvd.estimator.predict import Output, PredictSpec, Weights, predict
-from sparkhvd.estimator.schema import Column, check_schema
-from sparkhvd.estimator.store import Store
+from sparkhvd.estimator.predict import Output, PredictSpec, output_widths, predict
+from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump, store_weights
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyspark.sql import DataFrame
 
 __all__ = ["Fitted", "TorchModel"]
-
-# Larger weights go through the store: a closure is copied for every task.
-CLOSURE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +46,7 @@ class Fitted:
         widths: per label, elements of the output per row.
         history: one record per epoch.
         timings: seconds of the phases of the fit.
+        run_id: name of the run in the store.
     """
 
     module: torch.nn.Module = field(repr=False)
@@ -59,13 +57,16 @@ class Fitted:
     widths: tuple[int, ...]
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     timings: Mapping[str, float] = field(default_factory=dict)
+    run_id: str = ""
 
     @cached_property
-    def weights(self) -> bytes:
-        """The state dict as `torch.save` writes it."""
+    def weights(self) -> Weights:
+        """The weights, with their bytes if they are small."""
+        tensors = tensors_of(self.module)
+        if sum(t.nbytes for t in tensors.values()) > CLOSURE_BYTES:
+            return Weights(dump(tensors))
         buffer = io.BytesIO()
-        torch.save(tensors_of(self.module), buffer)
-        return buffer.getvalue()
+        return Weights(dump(tensors, buffer), buffer.getvalue())
 
     @cached_property
     def shell(self) -> bytes:
@@ -86,10 +87,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         timings: seconds of the fit's phases: materialize, launch, train.
     """
 
-    def __init__(self, **keywords: Any) -> None:
+    def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__()
         self._fitted: Fitted | None = None
-        self._set_keywords(keywords)
+        self._set_keywords(positional, keywords)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -105,9 +106,59 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """A copy of the trained module, in eval mode."""
         return copy.deepcopy(self._require_fitted().module).eval()
 
-    def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802 - Horovod's name
+    # -- Horovod's names -----------------------------------------------------------------------------
+
+    def setModel(self, module: torch.nn.Module) -> TorchModel:  # noqa: N802
+        """Predict with a copy of another module that takes the same columns; returns this object.
+
+        Raises:
+            InvalidArgumentError: its outputs have another number or width (not checked if a column is collated).
+        """
+        fitted = self._require_fitted()
+        if not isinstance(module, torch.nn.Module):
+            raise InvalidArgumentError(f"setModel({module!r:.200}): give a torch.nn.Module.")
+        own = copy.deepcopy(module).eval()
+        # What a collate function makes is known only when there are rows.
+        is_known = not any(c.is_collated for c in fitted.columns)
+        widths = (
+            tuple(output_widths(own, fitted.inputs, fitted.columns)) if is_known else fitted.widths
+        )
+        if widths != fitted.widths:
+            raise InvalidArgumentError(
+                f"setModel: the module's outputs have {widths} elements per row; those of the trained one have "
+                f"{fitted.widths}. Give a module with the same outputs, or fit it."
+            )
+        self._fitted = replace(fitted, module=own)
+        return self
+
+    def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802
         """The same as `history`."""
         return self.history
+
+    def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:  # noqa: N802
+        """Replace the records of the epochs; returns this object."""
+        records = [dict(record) for record in history]
+        self._fitted = replace(self._require_fitted(), history=records)
+        return self
+
+    def getRunId(self) -> str:  # noqa: N802
+        """Name of the run in the store: its logs and checkpoints are under `runs/<run_id>`."""
+        return self._require_fitted().run_id
+
+    def setRunId(self, run_id: str) -> TorchModel:  # noqa: N802
+        """Say another name of the run; nothing in the store is renamed. Returns this object."""
+        self._fitted = replace(self._require_fitted(), run_id=run_id)
+        return self
+
+    def getFeatureColumns(self) -> list[str]:  # noqa: N802
+        """The columns that `transform` reads: `feature_cols`, or those of the training."""
+        return self._sources(self._require_fitted())
+
+    def getLabelColumns(self) -> list[str]:  # noqa: N802
+        """The labels after which output columns are named: `label_cols`, or those of the training."""
+        return list(self._get("label_cols") or self._require_fitted().labels)
+
+    # -- transform -----------------------------------------------------------------------------------
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Add the output columns; starts no Spark job. Rows and all other columns stay as they are.
@@ -127,6 +178,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             links=fitted.links,
             outputs=outputs,
             output_fn=self._get("output_fn"),
+            functions=self._row_functions(fitted),
         )
 
         def run(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
@@ -169,18 +221,62 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def _columns(self, fitted: Fitted, dataset: DataFrame) -> tuple[Column, ...]:
         """The training columns as this DataFrame has them: an array may stand for a vector."""
+        sources = self._sources(fitted)
+        pairs = list(zip(sources, fitted.columns, strict=True))
+        policy = self._get("handle_invalid") or "error"
+        if isinstance(policy, Mapping):  # labels are not looked at here
+            policy = {name: value for name, value in policy.items() if name in sources}
         found = check_schema(
-            dataset.schema, feature_cols=self._sources(fitted), label_cols=[]
+            dataset.schema,
+            feature_cols=sources,
+            label_cols=[],
+            decoders=[name for name, c in pairs if c.has_decoder],
+            collated=[name for name, c in pairs if c.is_collated],
+            handle_invalid=policy,
         ).features
         for here, trained in zip(found, fitted.columns, strict=True):
-            if (here.kind == "scalar") != (trained.kind == "scalar"):
+            if _layout(here) != _layout(trained) or (here.kind, trained.kind) == (
+                "array",
+                "sparse",
+            ):
                 raise InvalidArgumentError(
                     f"transform: column {here.name!r} is of type {here.source}; the model was trained with "
                     f"{trained.source}."
                 )
+            width = _width(dataset.schema[here.name])
+            if width is not None and trained.shape is not None and width != trained.num_elements:
+                raise InvalidArgumentError(
+                    f"transform: column {here.name!r} has {width} elements per row, as its metadata say; the model "
+                    f"was trained with {trained.num_elements}."
+                )
         return tuple(
-            replace(trained, kind=here.kind, source=here.source)
+            replace(
+                trained,
+                kind=_kind_here(here, trained),
+                source=here.source,
+                is_sparse=trained.kind == "sparse",
+                invalid=here.invalid,
+            )
             for here, trained in zip(found, fitted.columns, strict=True)
+        )
+
+    def _row_functions(self, fitted: Fitted) -> RowFunctions:
+        """The user's functions by the names of the training columns."""
+        given = RowFunctions(self._get("decoders") or {}, self._get("collate_fn") or {})
+        needed = {
+            "decoders": [c.name for c in fitted.columns if c.has_decoder],
+            "collate_fn": [c.name for c in fitted.columns if c.is_collated],
+        }
+        for param, functions in (("decoders", given.decoders), ("collate_fn", given.collate)):
+            missing = [name for name in needed[param] if name not in functions]
+            if missing:
+                raise InvalidArgumentError(
+                    f"transform: the model was trained with {param} for {', '.join(map(repr, missing))}, which it has "
+                    f"no longer. Set {param} again."
+                )
+        return RowFunctions(
+            {name: given.decoders[name] for name in needed["decoders"]},
+            {name: given.collate[name] for name in needed["collate_fn"]},
         )
 
     def _outputs(self, fitted: Fitted, dataset: DataFrame) -> tuple[Output, ...]:
@@ -237,16 +333,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def _weights(self, fitted: Fitted, spark: Any) -> Weights:
         """Small weights for the closure, large ones as a file of the store, written once."""
-        data = fitted.weights
-        sha256 = hashlib.sha256(data).hexdigest()
-        if len(data) <= CLOSURE_BYTES:
-            return Weights(sha256, data)
-        store = self._get("store")
-        store = store if isinstance(store, Store) else default_store(spark, store)
-        weights = Weights(sha256, None, store)
-        if not store.exists(weights.path):
-            store.write_bytes(weights.path, data)
-        return weights
+        if fitted.weights.data is not None:
+            return fitted.weights
+        store = default_store(spark, self._get("store"))
+        return store_weights(tensors_of(fitted.module), fitted.weights.sha256, store)
 
     # -- save and load -------------------------------------------------------------------------------
 
@@ -278,6 +368,28 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         loaded: TorchModel = ModelReader(cls, trusted=trust).load(path)
         return loaded
+
+
+def _layout(column: Column) -> str:
+    """Kinds that can stand for each other have one layout: an array may stand for a vector."""
+    names = {"vector": "rows", "array": "rows", "sparse": "rows"}
+    return names.get(column.kind, column.kind)
+
+
+def _kind_here(here: Column, trained: Column) -> str:
+    """How this DataFrame's values are read: as they are, but a vector as sparse if it was so in training."""
+    return trained.kind if here.kind == "vector" and trained.kind == "sparse" else here.kind
+
+
+def _width(column: StructField) -> int | None:
+    """Elements per row of a vector, where Spark ML wrote them down."""
+    attributes = (column.metadata or {}).get("ml_attr", {})
+    if not isinstance(column.dataType, VectorUDT) or not isinstance(attributes, Mapping):
+        return None
+    if "num_attrs" in attributes:
+        return int(attributes["num_attrs"])
+    groups = attributes.get("attrs")
+    return sum(len(group) for group in groups.values()) if groups else None
 
 
 def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:

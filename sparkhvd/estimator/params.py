@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import operator
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.names import ACCESSORS, ALIASES, ELSEWHERE, NO_EFFECT
 
-__all__ = ["PredictParams", "TorchParams", "TrainParams", "short_repr"]
+__all__ = ["HorovodParams", "PredictParams", "TorchParams", "TrainParams", "short_repr"]
 
 T = TypeVar("T", bound=type)
 
@@ -31,12 +34,10 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: [int(n) for n in shape] for name, shape in value.items()}
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError("expected a list with one shape per feature column, such as [[-1, 28, 28]]")
+        raise TypeError("expected a list with one shape per column, such as [[-1, 28, 28]]")
     for shape in value:
         if isinstance(shape, str) or not isinstance(shape, Sequence):
-            raise TypeError(
-                f"expected one shape per feature column, such as [[-1, 28]], not {value}"
-            )
+            raise TypeError(f"expected one shape per column, such as [[-1, 28]], not {value}")
     return [[int(n) for n in shape] for shape in value]
 
 
@@ -47,7 +48,7 @@ def _inputs(value: Any) -> dict[str, Any]:
 
 
 def _dtypes(value: Any) -> Any:
-    from sparkhvd.estimator.schema import dtype_name
+    from sparkhvd.estimator.data.schema import dtype_name
 
     def name(dtype: Any) -> str | None:
         try:
@@ -58,6 +59,12 @@ def _dtypes(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {column: name(dtype) for column, dtype in value.items()}
     return [name(dtype) for dtype in value]
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError("expected a dict")
+    return dict(value)
 
 
 def _whole(value: Any) -> int:
@@ -93,40 +100,46 @@ def _own_params(cls: type) -> list[Param[Any]]:
 
 
 def accessors(cls: T) -> T:
-    """Give a class `getX()` and `setX(value)` for each Param that it declares; `setX` returns the object."""
+    """Give a class `getX()` and `setX(value)` for each Param that it declares; `setX` returns the object.
+
+    Horovod's and Spark's names of these Params get theirs too; a name of Spark's is also an attribute that is the
+    Param. Where Spark has one column and the Param a list, Spark's getter gives the one column.
+    """
     for param in _own_params(cls):
-        name = param.name
-
-        def get(self: Any, name: str = name) -> Any:
-            return self._get(name)
-
-        def put(self: Any, value: Any, name: str = name) -> Any:
-            if value is None:
-                self.clear(self.getParam(name))
-                return self
-            return self._set(**{name: value})
-
-        for prefix, function, doc in (
-            ("get", get, f"The value of `{name}`, or None: {param.doc}."),
-            ("set", put, f"Set `{name}` (None clears it): {param.doc}. Returns this object."),
-        ):
-            function.__name__ = f"{prefix}{camel_case(name)}"
-            function.__qualname__ = f"{cls.__name__}.{function.__name__}"
-            function.__doc__ = doc
-            if not hasattr(cls, function.__name__):
-                setattr(cls, function.__name__, function)
+        _accessors(cls, param, camel_case(param.name))
+        for other, name in ACCESSORS.items():
+            if name == param.name:
+                _accessors(cls, param, other)
+        for alias, name in ALIASES.items():
+            if name == param.name:
+                _accessors(cls, param, camel_case(alias), is_alias=True)
+                doc = f"Spark ML's name of the Param `{name}`."
+                setattr(cls, alias, property(operator.attrgetter(name), doc=doc))
     return cls
 
 
-# Spark ML's names for what has another name here.
-ALIASES = {
-    "featuresCol": "feature_cols",
-    "labelCol": "label_cols",
-    "weightCol": "sample_weight_col",
-    "validationIndicatorCol": "validation",
-    "maxIter": "epochs",
-    "seed": "random_seed",
-}
+def _accessors(cls: type, param: Param[Any], camel: str, *, is_alias: bool = False) -> None:
+    name = param.name
+
+    def get(self: Any) -> Any:
+        value = self._get(name)
+        return value[0] if is_alias and isinstance(value, list) and len(value) == 1 else value
+
+    def put(self: Any, value: Any) -> Any:
+        if value is None:
+            self.clear(self.getParam(name))
+            return self
+        return self._set(**{name: value})
+
+    for prefix, function, doc in (
+        ("get", get, f"The value of `{name}`, or None: {param.doc}."),
+        ("set", put, f"Set `{name}` (None clears it): {param.doc}. Returns this object."),
+    ):
+        function.__name__ = f"{prefix}{camel}"
+        function.__qualname__ = f"{cls.__name__}.{function.__name__}"
+        function.__doc__ = doc
+        if not hasattr(cls, function.__name__):
+            setattr(cls, function.__name__, function)
 
 
 class TorchParams(Params):
@@ -136,20 +149,26 @@ class TorchParams(Params):
 
         def __getattr__(self, name: str) -> Any: ...
 
-    def _set_keywords(self, keywords: Mapping[str, Any]) -> None:
+    def _set_keywords(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Set Params from keyword arguments; None means "not given".
 
         Raises:
-            TypeError: an argument is unknown or given under two names.
+            TypeError: an argument is positional, unknown or given under two names.
         """
+        if positional:
+            raise TypeError(
+                f"{type(self).__name__}() takes keyword arguments only, and got {short_repr(positional[0])} without "
+                f"a name. Write for example {type(self).__name__}({self._example()}=...)."
+            )
         values: dict[str, Any] = {}
         for given, value in keywords.items():
             name = self._param_name(given)
             if value is None:
                 continue
             if name in values:
+                other = next(n for n in keywords if n != given and self._param_name(n) == name)
                 raise TypeError(
-                    f"{type(self).__name__}(): {given!r} is another name of {name!r}, which is given too."
+                    f"{type(self).__name__}(): {other!r} and {given!r} are names of the same param, {name!r}. Give one."
                 )
             values[name] = value
         self._set(**values)
@@ -161,15 +180,24 @@ class TorchParams(Params):
         if name not in names:
             known = difflib.get_close_matches(given, names, n=1)
             hint = f" Did you mean {known[0]!r}?" if known else ""
+            hint = f" {ELSEWHERE[given]}" if given in ELSEWHERE else hint
             raise TypeError(
                 f"{type(self).__name__}() got an unexpected keyword argument {given!r}.{hint}"
             )
         return name
 
-    def setParams(self, **keywords: Any) -> Any:  # noqa: N802 - Spark's name
+    def _example(self) -> str:
+        return "model" if self.hasParam("model") else "feature_cols"
+
+    def setParams(self, *positional: Any, **keywords: Any) -> Any:  # noqa: N802 - Spark's name
         """Set several Params by keyword; returns this object."""
-        self._set_keywords(keywords)
+        self._set_keywords(positional, keywords)
         return self
+
+    def explainParams(self) -> str:  # noqa: N802 - Spark's name
+        """One line per Param; Horovod's Params without effect only where they are set."""
+        shown = [p for p in self.params if p.name not in NO_EFFECT or self.isSet(p)]
+        return "\n".join(self.explainParam(p) for p in shown)
 
     def explainParam(self, param: str | Param[Any]) -> str:  # noqa: N802 - Spark's name
         """Name, meaning, default and current value of a Param on one line; a model is shown by its size."""
@@ -180,6 +208,12 @@ class TorchParams(Params):
         if resolved in self._paramMap:
             values.append(f"current: {short_repr(self._paramMap[resolved])}")
         return f"{resolved.name}: {resolved.doc} ({', '.join(values) or 'undefined'})"
+
+    def _set(self, **values: Any) -> Any:
+        """None clears a Param, also where it comes from a param map."""
+        for name in [name for name, value in values.items() if value is None]:
+            self.clear(self.getParam(name))
+        return super()._set(**{n: value for n, value in values.items() if value is not None})
 
     def _get(self, name: str) -> Any:
         """The value of a Param, or None if it has none."""
@@ -207,6 +241,18 @@ class PredictParams(TorchParams):
     )
     inputs = _p("inputs", _inputs, "argument name of forward -> column or list of columns")
     feature_dtypes = _p("feature_dtypes", _dtypes, "torch dtype by feature column")
+    decoders = _p(
+        "decoders",
+        _mapping,
+        "column -> function of a bytes, str or array (or dict) -> number or array",
+    )
+    collate_fn = _p("collate_fn", _mapping, "column -> function of a batch's rows -> model's input")
+    sparse_cols = _p(
+        "sparse_cols", _columns, "vector columns kept sparse; default those above 65,536 dimensions"
+    )
+    handle_invalid = _p(
+        "handle_invalid", _any, "null and NaN: 'error', 'skip', or a dict from column to a number"
+    )
     outputCols = _p("outputCols", _columns, "output columns; default <label>__output")  # noqa: N815 - Spark's
     predictionCol = _p(  # noqa: N815 - Spark's name
         "predictionCol",
@@ -226,38 +272,101 @@ class PredictParams(TorchParams):
 
     def __init__(self) -> None:
         super().__init__()
-        self._setDefault(predictionCol="", probabilityCol="", rawPredictionCol="")
+        self._setDefault(
+            handle_invalid="error", predictionCol="", probabilityCol="", rawPredictionCol=""
+        )
 
 
 @accessors
-class TrainParams(PredictParams):
+class HorovodParams(TorchParams):
+    """Params of Horovod that have no effect here; setting one warns, once per estimator and its copies."""
+
+    backend = _p("backend", _any, "no effect")
+    partitions_per_process = _p("partitions_per_process", _any, "no effect")
+    reader_pool_type = _p("reader_pool_type", _any, "no effect")
+    mp_start_method = _p("mp_start_method", _any, "no effect")
+    tensorflow_dataset_prefetch_buffer_size = _p(
+        "tensorflow_dataset_prefetch_buffer_size", _any, "no effect"
+    )
+    shuffle_buffer_size = _p("shuffle_buffer_size", _any, "no effect")
+    continuous_cols = _p("continuous_cols", _any, "no effect")
+    categorical_cols = _p("categorical_cols", _any, "no effect")
+    data_module = _p("data_module", _any, "no effect")
+    compress_sparse_cols = _p("compress_sparse_cols", _any, "no effect")
+    transformation_edit_fields = _p("transformation_edit_fields", _any, "no effect")
+    transformation_removed_fields = _p("transformation_removed_fields", _any, "no effect")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._warned: set[str] = set()  # a copy of the estimator has the same set
+
+    def _set(self, **values: Any) -> Any:
+        """Set Params; warns about those without effect."""
+        for name, value in values.items():
+            if name in NO_EFFECT and value is not None and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(f"{name} has no effect in sparkhvd: {NO_EFFECT[name]}.", stacklevel=4)
+        return super()._set(**values)
+
+
+@accessors
+class TrainParams(HorovodParams, PredictParams):
     """What a fit takes besides."""
 
-    model = _p("model", _any, "torch.nn.Module to train; it is not modified")
+    model = _p("model", _any, "torch.nn.Module to train, or a function that makes one")
     optimizer = _p(
         "optimizer", _any, "optimizer over the model's parameters, or a function of parameters"
     )
     loss = _p(
         "loss", _any, "(output, label) -> scalar mean or (scalar mean, weight); or one per label"
     )
+    loss_constructors = _p(
+        "loss_constructors", _any, "functions that return the loss; instead of loss"
+    )
+    learning_rate = _p(
+        "learning_rate", TypeConverters.toFloat, "of all groups of the optimizer; default theirs"
+    )
+    weight_decay = _p(
+        "weight_decay", TypeConverters.toFloat, "of all groups of the optimizer; default theirs"
+    )
+    lr_scaling = _p(
+        "lr_scaling", TypeConverters.toString, "'linear' multiplies learning rates by num_proc"
+    )
+    gradient_compression = _p(
+        "gradient_compression", _any, "of hvd.Compression: how gradients travel"
+    )
     loss_weights = _p("loss_weights", TypeConverters.toListFloat, "factor of each label's loss")
     sample_weight_col = _p(
         "sample_weight_col", TypeConverters.toString, "column with a weight per row"
     )
+    label_shapes = _p("label_shapes", _shapes, "shape of one row of each label column")
     label_dtypes = _p("label_dtypes", _dtypes, "torch dtype by label column")
     metrics = _p(
-        "metrics", _any, "'accuracy', 'mse', 'mae' or functions of (output, label); or a dict"
+        "metrics",
+        _any,
+        "'accuracy', 'mse', 'mae', functions of (output, label) or torchmetrics; or a dict",
     )
     batch_size = _p("batch_size", _whole, "rows per rank and step")
     val_batch_size = _p("val_batch_size", _whole, "rows per rank and step of validation")
     epochs = _p("epochs", _whole, "passes over the data")
     num_proc = _p("num_proc", _whole, "number of ranks; default every task slot")
     validation = _p(
-        "validation", _any, "fraction of the rows, or column that is true for validation rows"
+        "validation",
+        _any,
+        "fraction of the rows, column that is true for validation rows, or DataFrame",
+    )
+    num_workers = _p("num_workers", _whole, "threads per rank that run decoders")
+    val_reader_num_workers = _p(
+        "val_reader_num_workers", _whole, "the same for validation; default num_workers"
     )
     shuffle = _p("shuffle", TypeConverters.toBoolean, "a new order of the rows each epoch")
     shuffle_bytes = _p(
         "shuffle_bytes", _whole, "data up to this many bytes per rank are permuted uniformly"
+    )
+    inmemory_cache_all = _p(
+        "inmemory_cache_all",
+        TypeConverters.toBoolean,
+        "keep all data in memory, whatever they take",
     )
     drop_last = _p(
         "drop_last", TypeConverters.toBoolean, "leave out the last step if it is not full"
@@ -266,16 +375,74 @@ class TrainParams(PredictParams):
     gradient_clip_norm = _p(
         "gradient_clip_norm", TypeConverters.toFloat, "largest norm of all gradients together"
     )
-    lr_scheduler = _p("lr_scheduler", _function, "optimizer -> scheduler, stepped after each epoch")
-    restore_best = _p(
-        "restore_best",
+    gradient_clip_value = _p(
+        "gradient_clip_value", TypeConverters.toFloat, "largest absolute value in a gradient"
+    )
+    accumulate = _p("accumulate", _whole, "batches per rank whose gradients make one step")
+    precision = _p("precision", TypeConverters.toString, "'32', 'bf16-mixed' or '16-mixed'")
+    lr_scheduler = _p(
+        "lr_scheduler", _function, "(optimizer) or (optimizer, total_steps) -> scheduler"
+    )
+    lr_scheduler_interval = _p(
+        "lr_scheduler_interval", TypeConverters.toString, "it moves after each 'epoch' or 'step'"
+    )
+    train_steps_per_epoch = _p(
+        "train_steps_per_epoch", _whole, "at most so many steps per epoch; default all rows"
+    )
+    validation_steps_per_epoch = _p(
+        "validation_steps_per_epoch", _whole, "the same for batches of validation"
+    )
+    monitor = _p(
+        "monitor",
+        TypeConverters.toString,
+        "key of the history that tells the best epoch; default val_loss, else loss",
+    )
+    monitor_mode = _p("monitor_mode", TypeConverters.toString, "'min' or 'max' of it is best")
+    return_model = _p(
+        "return_model", TypeConverters.toString, "weights of the 'last' or the 'best' epoch"
+    )
+    restore_best = _p("restore_best", TypeConverters.toBoolean, "the same as return_model='best'")
+    early_stopping = _p(
+        "early_stopping",
+        _mapping,
+        "dict with patience, min_delta, monitor, mode: end when it stops improving",
+    )
+    terminate_on_nan = _p(
+        "terminate_on_nan",
         TypeConverters.toBoolean,
-        "return the weights of the lowest val_loss, not the last",
+        "end with an error at a loss that is no number",
+    )
+    compile = _p("compile", TypeConverters.toBoolean, "run the model through torch.compile")
+    use_gpu = _p("use_gpu", TypeConverters.toBoolean, "True is an error: training is on the CPU")
+    train_step = _p(
+        "train_step", _any, "(model, batch, ctx) -> loss of a batch; instead of forward and loss"
+    )
+    validation_step = _p(
+        "validation_step", _any, "(model, batch, ctx) -> loss of a validation batch"
+    )
+    train_fn = _p("train_fn", _any, "(ctx): the whole training loop")
+    train_minibatch_fn = _p("train_minibatch_fn", _any, "Horovod's: give train_step")
+    callbacks = _p("callbacks", _any, "sparkhvd.estimator.Callback objects")
+    transformation_fn = _p(
+        "transformation_fn", _any, "a dict of one row's values in and out, before training"
+    )
+    batch_transform_fn = _p(
+        "batch_transform_fn", _any, "a dict of arrays of a batch in and out, before training"
     )
     verbose = _p("verbose", _whole, "0 prints nothing; 1 prints a line per epoch")
     progress = _p("progress", _function, "called on the driver with each epoch's record")
     run_id = _p(
         "run_id", TypeConverters.toString, "name of the run in the store; an unfinished one resumes"
+    )
+    warm_start = _p(
+        "warm_start",
+        TypeConverters.toBoolean,
+        "a finished run_id trains `epochs` more epochs from its weights",
+    )
+    checkpoint_interval_s = _p(
+        "checkpoint_interval_s",
+        TypeConverters.toFloat,
+        "at most so many seconds of steps are repeated after a loss; also saved after each epoch",
     )
     settings = _p("settings", _any, "sparkhvd.Settings of the engine")
     max_retries = _p("max_retries", _whole, "relaunches after a lost process, executor or host")
@@ -297,20 +464,33 @@ class TrainParams(PredictParams):
             batch_size=32,
             epochs=1,
             metrics=[],
+            num_workers=1,
             shuffle=True,
             shuffle_bytes=1 << 30,
+            inmemory_cache_all=False,
             drop_last=False,
             restore_best=False,
+            accumulate=1,
+            precision="32",
+            lr_scheduler_interval="epoch",
+            monitor_mode="min",
+            terminate_on_nan=False,
+            compile=False,
             verbose=1,
             max_retries=2,
+            warm_start=False,
+            checkpoint_interval_s=300.0,
             keep_data=False,
         )
 
 
 def short_repr(value: Any, limit: int = 80) -> str:
     """A value on one short line: a module by class and size, an optimizer by class, a function by name."""
+    if isinstance(value, type):
+        return f"<{value.__module__}.{value.__qualname__}>"
     if hasattr(value, "parameters") and hasattr(value, "state_dict"):
-        count = sum(p.numel() for p in value.parameters())
+        # A lazy module's parameters have no size yet.
+        count = sum(0 if hasattr(p, "materialize") else p.numel() for p in value.parameters())
         return f"<{type(value).__name__}: {count:,} parameters>"
     if hasattr(value, "param_groups"):
         groups = len(value.param_groups)

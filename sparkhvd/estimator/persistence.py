@@ -9,19 +9,18 @@ A saved directory lies wholly where Spark resolves its path, because Spark write
 JSON names what belongs to torch itself: modules made of `torch.nn`, functions of `torch.nn.functional`, classes of
 `torch.optim` and optimizers of these classes. Reading them runs no code of the file.
 
-A binary file is written as a text file with one line: Spark's text writer puts the bytes of a string as they are and
-one newline after them, which torch and pickle ignore. The DataFrame API has no other writer of files that are not
-tables, and it works alike on classic and Connect.
+How the files get where Spark resolves the path: `files.py`.
 """
 
 from __future__ import annotations
 
 import copy
-import io
 import json
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,10 +28,12 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 from torch import Tensor, nn
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator import architecture
+from sparkhvd.estimator import architecture, weights
 from sparkhvd.estimator.binding import Argument, InputBinding
-from sparkhvd.estimator.schema import Column
-from sparkhvd.estimator.store import Store
+from sparkhvd.estimator.data.schema import Column
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.files import read_file, scratch_file, write_file
+from sparkhvd.estimator.inputs import is_dataframe
 from sparkhvd.estimator.trusting import check_trusted
 from sparkhvd.runner.spark_shim import SparkShim
 from sparkhvd.settings import Settings
@@ -45,8 +46,6 @@ __all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter"]
 FORMAT_VERSION = 1
 # What the metadata line calls our part.
 KEY = "sparkhvd"
-# A row that Spark moves must be well below 2 GiB.
-MAX_FILE_BYTES = (1 << 31) - (64 << 20)
 
 
 # --- values as JSON ---------------------------------------------------------------------------------------------
@@ -73,14 +72,27 @@ class Archive:
             return {"settings": json.loads(value.to_json())}
         if isinstance(value, (list, tuple)):
             return [self.encode(f"{name}.{i}", v) for i, v in enumerate(value)]
-        if isinstance(value, Mapping):
-            return {"dict": {str(k): self.encode(f"{name}.{k}", v) for k, v in value.items()}}
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
+        # Other mappings, such as a defaultdict, do more than hold entries.
+        if type(value) in (dict, OrderedDict):
+            return self._encode_dict(name, value)
         if isinstance(value, nn.Module):
             return self._encode_module(name, value)
         if isinstance(value, torch.optim.Optimizer):
             return self._encode_optimizer(name, value)
         if (reference := _torch_name(value)) is not None:
             return {"torch": reference}
+        return self._pickled(name, value)
+
+    def _encode_dict(self, name: str, value: Mapping[Any, Any]) -> Any:
+        if all(isinstance(k, str) for k in value):
+            return {"dict": {k: self.encode(f"{name}.{k}", v) for k, v in value.items()}}
+        if all(isinstance(k, (str, bytes, bool, int, float)) for k in value):
+            items = value.items()
+            return {
+                "pairs": [[self.encode(name, k), self.encode(f"{name}.{k}", v)] for k, v in items]
+            }
         return self._pickled(name, value)
 
     def _encode_module(self, name: str, module: nn.Module) -> Any:
@@ -197,6 +209,9 @@ class Decoder:
         ((kind, content), *_) = value.items()
         if kind == "dict":
             return {k: self.decode(f"{name}.{k}", v) for k, v in content.items()}
+        if kind == "pairs":
+            pairs = [(self.decode(name, k), v) for k, v in content]
+            return {k: self.decode(f"{name}.{k}", v) for k, v in pairs}
         if kind == "module":
             result: Any = architecture.rebuild(content, self.tensors(name))
         elif kind == "code":
@@ -210,6 +225,8 @@ class Decoder:
     def _plain(self, kind: str, content: Any) -> Any:
         if kind == "store":
             return Store(content)
+        if kind == "bytes":
+            return bytes.fromhex(content)
         if kind == "settings":
             return Settings(**content)
         if kind == "torch":
@@ -223,9 +240,8 @@ class Decoder:
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The saved tensors whose names begin with `name`, without it."""
         if self._tensors is None:
-            data = read_file(self.spark, f"{self.path}/weights")
-            self._tensors = torch.load(io.BytesIO(data), weights_only=True)
-        assert self._tensors is not None
+            with read_file(self.spark, f"{self.path}/weights") as file:
+                self._tensors = weights.load(file)
         start = self.prefixes.get(name, f"{name}." if name else "")
         return {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
 
@@ -252,7 +268,8 @@ class Decoder:
     def _from_code(self, name: str, what: str) -> Any:
         check_trusted(self.path, what, self.spark, trusted=self.trusted)
         if self._code is None:
-            self._code = pickle.loads(read_file(self.spark, f"{self.path}/code"))
+            with read_file(self.spark, f"{self.path}/code") as file:
+                self._code = pickle.loads(Path(file).read_bytes())
         # What refers to the module's parameters gets these, not copies.
         tensors = self.tensors("model") if self.module is None else _of_module(self.module)
         return architecture.load_shell(self._code[name], tensors)
@@ -270,30 +287,6 @@ def _unmark(value: Any) -> Any:
             return tuple(_unmark(v) for v in value["tuple"])
         return {k: _unmark(v) for k, v in value.items()}
     return value
-
-
-# --- files where Spark resolves a path ----------------------------------------------------------------------------
-
-
-def write_file(spark: Any, folder: str, data: bytes) -> None:
-    """Write bytes as the one file of a folder, followed by a newline."""
-    from pyspark.sql import functions as F  # noqa: N812 - everyone's name
-
-    if len(data) > MAX_FILE_BYTES:
-        raise InvalidArgumentError(
-            f"{folder!r} would have {len(data) / 2**30:.1f} GiB, and a saved file may have "
-            f"{MAX_FILE_BYTES / 2**30:.1f} GiB. Save the module yourself: torch.save(model.getModel().state_dict(), ...)."
-        )
-    row = spark.createDataFrame([(bytearray(data),)], "data binary").coalesce(1)
-    row.select(F.col("data").cast("string").alias("value")).write.text(folder)
-
-
-def read_file(spark: Any, folder: str) -> bytes:
-    """The bytes that `write_file` wrote."""
-    rows = spark.read.format("binaryFile").load(folder).select("content").collect()
-    if len(rows) != 1:
-        raise InvalidArgumentError(f"{folder!r} holds {len(rows)} files; one is expected.")
-    return bytes(rows[0]["content"]).removesuffix(b"\n")
 
 
 # --- Spark ML's writers and readers ---------------------------------------------------------------------------------
@@ -327,11 +320,16 @@ class _Writer(MLWriter):
         DefaultParamsWriter.saveMetadata(
             bare, path, spark, extraMetadata={KEY: content}, paramMap={}
         )
-        write_file(spark, f"{path}/weights", _torch_bytes(archive.tensors))
+        with scratch_file() as file:
+            with open(file, "wb") as sink:
+                weights.dump(archive.tensors, sink)
+            write_file(spark, f"{path}/weights", file)
         if archive.code:
             module = archive.module or nn.Module()
             code = {n: architecture.dump_shell(module, v) for n, v in archive.code.items()}
-            write_file(spark, f"{path}/code", pickle.dumps(code))
+            with scratch_file() as file:
+                Path(file).write_bytes(pickle.dumps(code))
+                write_file(spark, f"{path}/code", file)
 
     def _content(self, archive: Archive) -> dict[str, Any]:
         """The instance as JSON-able data. The module comes first: others refer to its tensors."""
@@ -340,14 +338,16 @@ class _Writer(MLWriter):
         return {"params": {name: archive.encode(name, values[name]) for name in names}}
 
 
-def _torch_bytes(tensors: dict[str, Tensor]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(tensors, buffer)
-    return buffer.getvalue()
-
-
 class EstimatorWriter(_Writer):
     """Writes an estimator."""
+
+    def _content(self, archive: Archive) -> dict[str, Any]:
+        if is_dataframe(self.instance._get("validation")):
+            raise InvalidArgumentError(
+                "validation is a DataFrame, which cannot be saved. Save a copy without it, "
+                "estimator.copy().setValidation(None), and give it again in fit(df, {estimator.validation: df2})."
+            )
+        return super()._content(archive)
 
 
 class ModelWriter(_Writer):
@@ -366,6 +366,7 @@ class ModelWriter(_Writer):
             "widths": list(fitted.widths),
             "history": fitted.history,
             "timings": dict(fitted.timings),
+            "run_id": fitted.run_id,
             **super()._content(archive),
         }
 
@@ -430,10 +431,7 @@ def _fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
     for a in content["inputs"]:
         shape = None if a["shape"] is None else tuple(a["shape"])
         arguments.append(Argument(**{**a, "columns": tuple(a["columns"]), "shape": shape}))
-    columns = [
-        Column(**{**c, "shape": None if c["shape"] is None else tuple(c["shape"])})
-        for c in content["columns"]
-    ]
+    columns = [Column.from_dict(c) for c in content["columns"]]
     return Fitted(
         module=module.eval(),
         columns=tuple(columns),
@@ -443,4 +441,5 @@ def _fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
         widths=tuple(content["widths"]),
         history=content["history"],
         timings=content["timings"],
+        run_id=content["run_id"],
     )

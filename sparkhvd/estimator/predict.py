@@ -6,9 +6,9 @@ Loaded in every worker, so it imports nothing of pyspark.
 from __future__ import annotations
 
 import hashlib
-import io
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,59 +17,31 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import heads
 from sparkhvd.estimator.architecture import load_shell
 from sparkhvd.estimator.binding import InputBinding
-from sparkhvd.estimator.convert import Findings, column_to_numpy, numpy_to_array
-from sparkhvd.estimator.program import outputs_of
-from sparkhvd.estimator.schema import Column
-from sparkhvd.estimator.store import Store
+from sparkhvd.estimator.data.convert import (
+    Findings,
+    column_to_numpy,
+    numpy_to_array,
+    shape_text,
+    usable_rows,
+)
+from sparkhvd.estimator.data.functions import RowFunctions
+from sparkhvd.estimator.data.schema import Column
+from sparkhvd.estimator.data.values import Ragged, SparseRows, Values
+from sparkhvd.estimator.training.program import outputs_of
+from sparkhvd.estimator.weights import Weights
 
-__all__ = ["Output", "PredictSpec", "Weights", "predict"]
+__all__ = ["Output", "PredictSpec", "predict"]
 
 # Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
 MAX_ROWS = 4096
 # Models that a worker keeps: a pipeline has few stages with a model, and workers live long.
 KEPT_MODELS = 3
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A state dict as `torch.save` wrote it: in the store if large, else here.
-
-    Attributes:
-        sha256: of the bytes.
-        data: the bytes, or None.
-        store: where they are if not here.
-    """
-
-    sha256: str
-    data: bytes | None = field(default=None, repr=False)
-    store: Store | None = None
-
-    @property
-    def path(self) -> str:
-        """The file in the store."""
-        return f"models/{self.sha256}"
-
-    def load(self) -> dict[str, Tensor]:
-        """The tensors by name."""
-        data = self.data
-        if data is None:
-            assert self.store is not None
-            try:
-                data = self.store.read_bytes(self.path)
-            except FileNotFoundError as e:
-                raise InvalidArgumentError(
-                    f"The weights {self.store.full_url(self.path)} are not there for this executor. Give a store "
-                    "that all executors share, and keep it for as long as the model is used."
-                ) from e
-            if hashlib.sha256(data).hexdigest() != self.sha256:
-                raise InternalError(f"{self.store.full_url(self.path)} is not what its name says.")
-        loaded = torch.load(io.BytesIO(data), weights_only=True)
-        assert isinstance(loaded, dict)
-        return loaded
+# Bytes of the inputs of one call.
+MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -103,6 +75,7 @@ class PredictSpec:
         links: per label, how probabilities follow from outputs.
         outputs: columns to add, in order.
         output_fn: the user's probabilities from an output, or None.
+        functions: the user's decoders and collate functions.
     """
 
     shell: bytes = field(repr=False)
@@ -114,6 +87,7 @@ class PredictSpec:
     links: tuple[str, ...]
     outputs: tuple[Output, ...]
     output_fn: Callable[[Tensor], Tensor] | None = None
+    functions: RowFunctions = field(default_factory=RowFunctions)
 
 
 class ModelCache:
@@ -142,30 +116,39 @@ _cache = ModelCache(KEPT_MODELS)
 def predict(spec: PredictSpec, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Add the output columns to every batch; all other columns pass as they came. They are named c0, c1, ..."""
     model: nn.Module | None = None
+    at_once = rows_at_once(spec.columns)
     for batch in batches:
         if not batch.num_rows:
             continue
         if model is None:  # no rows, no model
             model = _cache.get(spec)
-        columns = {
-            c.name: feature(batch.column(source), c, spec.names[source])
-            for c, source in zip(spec.columns, spec.sources, strict=True)
-        }
+        batch, columns = features(spec, batch)
+        if not batch.num_rows:
+            continue
         with torch.inference_mode():
             parts = [
-                run(spec, model, {n: v[start : start + MAX_ROWS] for n, v in columns.items()})
-                for start in range(0, batch.num_rows, MAX_ROWS)
+                run(spec, model, {n: v[start : start + at_once] for n, v in columns.items()})
+                for start in range(0, batch.num_rows, at_once)
             ]
         added = [to_arrow(np.concatenate(values)) for values in zip(*parts, strict=True)]
         arrays = [*batch.columns, *added]
         yield pa.RecordBatch.from_arrays(arrays, names=[f"c{i}" for i in range(len(arrays))])
 
 
-def run(
-    spec: PredictSpec, model: nn.Module, columns: dict[str, np.ndarray[Any, Any]]
-) -> list[np.ndarray[Any, Any]]:
+def rows_at_once(columns: Sequence[Column]) -> int:
+    """Rows per call of the model: fewer where decoded rows are large."""
+    widths = [
+        math.prod(c.row_shape) * c.row_dtype.itemsize
+        for c in columns
+        if c.row_shape is not None and c.kind != "sparse"
+    ]
+    return max(1, min(MAX_ROWS, MAX_BYTES // max(1, sum(widths))))
+
+
+def run(spec: PredictSpec, model: nn.Module, columns: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
     """The output columns for some rows: (rows,) for doubles, (rows, width) for vectors; float64."""
-    arguments, keywords = spec.inputs.apply(columns)
+    decoded = spec.functions.decode(spec.columns, columns)
+    arguments, keywords = spec.inputs.apply(spec.functions.collate_batch(decoded))
     outputs = outputs_of(model(*arguments, **keywords))
     num_rows = len(next(iter(columns.values())))
     for output in outputs:
@@ -197,8 +180,24 @@ def column_values(spec: PredictSpec, column: Output, output: Tensor) -> np.ndarr
     return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
 
 
-def feature(array: pa.Array, column: Column, source: str) -> np.ndarray[Any, Any]:
-    """A feature column as (rows, *shape).
+def features(spec: PredictSpec, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[str, Any]]:
+    """The feature columns of a batch by name, and the batch without the rows that `handle_invalid` leaves out.
+
+    Raises:
+        InvalidArgumentError: a value cannot be used; the message says how many rows.
+    """
+    pairs = list(zip(spec.columns, spec.sources, strict=True))
+    usable = [usable_rows(batch.column(source), c) for c, source in pairs if c.invalid[0] == "skip"]
+    masks = [mask for mask in usable if mask is not None]
+    if masks:
+        batch = batch.filter(pa.array(np.logical_and.reduce(masks)))
+    return batch, {
+        c.name: feature(batch.column(source), c, spec.names[source]) for c, source in pairs
+    }
+
+
+def feature(array: pa.Array, column: Column, source: str) -> Values:
+    """A feature column as (rows, *shape), or as rows of any length.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message says how many rows.
@@ -206,9 +205,16 @@ def feature(array: pa.Array, column: Column, source: str) -> np.ndarray[Any, Any
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
     values, found = column_to_numpy(array, column)
-    if values is None or values.shape[1:] != (column.shape or ()):
+    if values is None or (len(values) and _shape(values) != (column.shape or ())):
         raise InvalidArgumentError(f"transform: column {source!r} {_problem(found, column)}")
     return values
+
+
+def _shape(values: Values) -> tuple[int, ...]:
+    """The shape of a row, -1 in front where rows differ."""
+    if isinstance(values, SparseRows):
+        return (values.width,)
+    return (-1, *values.inner) if isinstance(values, Ragged) else tuple(values.shape[1:])
 
 
 def _problem(found: Findings, column: Column) -> str:
@@ -220,9 +226,9 @@ def _problem(found: Findings, column: Column) -> str:
         return f"has {found.overflows} rows in a batch that {column.dtype} cannot hold."
     if found.fractions:
         return f"has {found.fractions} rows in a batch that are not whole numbers."
-    widths = ", ".join(str(w) for w in sorted(found.widths)) or "0"
-    expected = (column.shape or (1,))[0]
-    return f"has {widths} elements per row in a batch; the model was trained with {expected}."
+    shapes = ", ".join(shape_text(s) for s in sorted(found.shapes)) or "0"
+    expected = shape_text(column.shape or (1,))
+    return f"has {shapes} elements per row in a batch; the model was trained with {expected}."
 
 
 def to_arrow(values: np.ndarray[Any, Any]) -> pa.Array:
@@ -251,14 +257,32 @@ def _hint(inputs: InputBinding) -> str:
     return f". Columns of integers and booleans stay so; if the model wants floats, give feature_dtypes={{{names}}}."
 
 
-def output_widths(model: nn.Module, inputs: InputBinding, columns: Sequence[Column]) -> list[int]:
+def _zeros(column: Column) -> Any:
+    """Two rows of zeros. Two, so that an output with one entry in all is told from one entry per row."""
+    if column.kind == "sparse":
+        return SparseRows.empty(column.dtype, column.num_elements, num_rows=2)
+    return np.zeros((2, *(column.row_shape or ())), column.row_dtype)
+
+
+def output_widths(
+    model: nn.Module,
+    inputs: InputBinding,
+    columns: Sequence[Column],
+    examples: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Elements per row of every output, learned by running the model on two rows of zeros.
+
+    Args:
+        model: in eval mode.
+        inputs: which columns become which argument.
+        columns: feature columns with their shapes.
+        examples: columns that are collated, for two rows.
 
     Raises:
         InvalidArgumentError: it fails on them, or gives something that is not one entry per row.
     """
-    # Two rows, so that an output with one entry in all is told from one entry per row.
-    zeros = {c.name: np.zeros((2, *(c.shape or ())), np.dtype(c.dtype)) for c in columns}
+    examples = examples or {}
+    zeros = {c.name: examples[c.name] if c.name in examples else _zeros(c) for c in columns}
     try:
         arguments, keywords = inputs.apply(zeros)
         with torch.no_grad():
@@ -266,7 +290,7 @@ def output_widths(model: nn.Module, inputs: InputBinding, columns: Sequence[Colu
     except InvalidArgumentError:
         raise
     except Exception as e:
-        shapes = ", ".join(f"{c.name} {tuple(zeros[c.name].shape)}" for c in columns)
+        shapes = ", ".join(f"{c.name} {(2, *(c.row_shape or ()))}" for c in columns)
         raise InvalidArgumentError(
             f"model: forward failed on two rows of zeros ({shapes}; {inputs.describe()}): {type(e).__name__}: {e}"
             + _hint(inputs)

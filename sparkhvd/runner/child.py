@@ -224,11 +224,13 @@ def _watch_parent(fd: int) -> None:
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
     from sparkhvd import rendezvous
-    from sparkhvd.runner import rank_context
+    from sparkhvd.runner import allocator, rank_context
     from sparkhvd.settings import Settings
 
     os.environ.update(frame.env)  # noqa: TID251 - torch's own
     settings = Settings.from_json(frame.settings)
+    if settings.keep_freed_memory:
+        allocator.keep_freed_memory()
     job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)
     listener = rendezvous.Listener.from_filenos(*prologue.listener, endpoint)

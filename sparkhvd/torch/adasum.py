@@ -18,7 +18,13 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.collectives.allreduces import grouped_allreduce_
 from sparkhvd.torch.compression import Compressor
-from sparkhvd.torch.distributed import check_arguments, group_numbers, parameter_names
+from sparkhvd.torch.distributed import (
+    check_arguments,
+    group_numbers,
+    parameter_names,
+    placed,
+    plain_optimizer,
+)
 from sparkhvd.torch.process_sets import ProcessSet
 
 __all__ = ["DistributedAdasum", "check_size"]
@@ -44,24 +50,19 @@ class DistributedAdasum(torch.optim.Optimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None,
         groups: int | Sequence[Sequence[Tensor]] | None,
     ) -> None:
-        self._parameter_names = parameter_names(self._all_parameters(), named_parameters)
+        self._parameter_names = parameter_names(placed(self.param_groups), named_parameters)
         group_numbers(groups, [])  # only checked: the step of all parameters is combined at once
         self._context = ctx
         self._compression = compression
         self._process_set = process_set
         self._label = f"adasum.{ctx.number('adasum', process_set.process_set_id or 0)}"
 
-    def _all_parameters(self) -> list[tuple[int, int, Tensor]]:
-        return [
-            (number, index, parameter)
-            for number, group in enumerate(self.param_groups)
-            for index, parameter in enumerate(group["params"])
-        ]
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, on every rank alike; their steps are combined too."""
         super().add_param_group(param_group)
-        added = [entry for entry in self._all_parameters() if entry[2] not in self._parameter_names]
+        added = [
+            entry for entry in placed(self.param_groups) if entry[2] not in self._parameter_names
+        ]
         self._parameter_names.update(parameter_names(added, None))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -114,10 +115,4 @@ class DistributedAdasum(torch.optim.Optimizer):
         check_arguments(ReduceOp.ADASUM, passes, 1.0)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain, (type(self).__mro__[2], self.__getstate__())
-
-
-def _plain(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> Any:
-    made = kind.__new__(kind)
-    made.__setstate__(state)
-    return made
+        return plain_optimizer, (type(self).__bases__[1], self.__getstate__())

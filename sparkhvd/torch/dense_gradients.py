@@ -23,6 +23,7 @@ __all__ = [
     "Bucket",
     "DenseBucket",
     "Entry",
+    "GradientBucket",
     "Neighbours",
     "Parked",
     "ReduceOptions",
@@ -156,7 +157,42 @@ def _memory_layout(param: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(param, device="meta").stride())
 
 
-class DenseBucket:
+class GradientBucket:
+    """What buckets of dense gradients have in common: one cycle after the other.
+
+    Args:
+        name: of the operation.
+        entries: the parameters.
+    """
+
+    __slots__ = ("entries", "name", "pending", "sent", "work")
+
+    def __init__(self, name: str, entries: list[Entry]) -> None:
+        self.name = name
+        self.entries = entries
+        self.pending = len(entries)
+        self.work: Work | None = None
+        # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
+        self.sent: list[tuple[Entry, Tensor, Any]] = []
+        for entry in entries:
+            entry.bucket = self  # type: ignore[assignment]  # a subclass adds start() and wait()
+
+    def take(self, entry: Entry) -> None:
+        """The gradient as it is, or zeros."""
+        grad = entry.param.grad
+        entry.grad = entry.stand_in() if grad is None else grad
+
+    def reset(self) -> None:
+        """Ready for the next cycle."""
+        self.work = None
+        self.sent.clear()
+        self.pending = len(self.entries)
+        for entry in self.entries:
+            entry.grad = None
+            entry.missing = False
+
+
+class DenseBucket(GradientBucket):
     """Gradients of one type, reduced where they lie.
 
     Args:
@@ -171,13 +207,8 @@ class DenseBucket:
 
     __slots__ = (
         "call",
-        "entries",
         "flags",
-        "name",
         "ones",
-        "pending",
-        "sent",
-        "work",
         "_compression",
         "_flagged",
         "_neighbours",
@@ -195,8 +226,7 @@ class DenseBucket:
         flat: Tensor | None = None,
         neighbours: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
-        self.name = name
-        self.entries = entries
+        super().__init__(name, entries)
         dtype = engine_dtype(name, torch.empty(0, dtype=entries[0].wire_dtype))
         shapes = [entry.shape for entry in entries]
         if flat is not None:
@@ -212,16 +242,11 @@ class DenseBucket:
             options.postscale,
             options.process_set,
         )
-        self.pending = len(entries)
-        self.work: Work | None = None
-        # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
-        self.sent: list[tuple[Entry, Tensor, Any]] = []
         self._neighbours = neighbours
         self._compression = compression
         self._plain = compression is Compression.none
         self._resparsify = options.sparse_as_dense
         for entry in entries:
-            entry.bucket = self
             entry.address = -1
         self._flagged = flagged
         if flagged:
@@ -270,29 +295,15 @@ class DenseBucket:
         if any([entry.missing for entry in self.entries]):
             self._drop_unused()
 
-    def take(self, entry: Entry) -> None:
-        """The gradient as it is, or zeros."""
-        grad = entry.param.grad
-        entry.grad = entry.stand_in() if grad is None else grad
-
-    def reset(self) -> None:
-        """Ready for the next cycle."""
-        self.work = None
-        self.sent.clear()
-        self.pending = len(self.entries)
-        for entry in self.entries:
-            entry.grad = None
-            entry.missing = False
-
     def _flags(self) -> Tensor:
+        if not (self._resparsify or any([entry.missing for entry in self.entries])):
+            return self.ones
         flags = [float(not entry.missing) for entry in self.entries]
         if self._resparsify:
             for entry in self.entries:
                 grad = entry.grad
                 is_sparse = grad is not None and grad.layout is not torch.strided
                 flags.append(float(grad.sparse_dim()) if grad is not None and is_sparse else 0.0)
-        elif all(flags):
-            return self.ones
         return torch.tensor(flags, dtype=self.ones.dtype)
 
     def _send_instead(self, entry: Entry, grad: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ __all__ = [
     "group_lists",
     "group_numbers",
     "parameter_names",
+    "placed",
+    "plain_optimizer",
 ]
 
 
@@ -81,7 +83,9 @@ class Distributed(torch.optim.Optimizer):
         self._configuration = configuration
         self._should_synchronize = True
         self._is_synchronized = False
-        self._parameter_names = parameter_names(self._all_parameters(), named_parameters)
+        self._parameter_names = parameter_names(
+            placed(self.__dict__["param_groups"]), named_parameters
+        )
         if not configuration.share_parameters:
             unshare(self._parameter_names)
         self._frozen: list[Tensor] = []
@@ -159,13 +163,6 @@ class Distributed(torch.optim.Optimizer):
         )
         _take_over(self._context, reducer, [p for _, p in named])
         self._reducers += (reducer,)
-
-    def _all_parameters(self) -> list[tuple[int, int, Tensor]]:
-        return [
-            (number, index, parameter)
-            for number, group in enumerate(self.__dict__["param_groups"])
-            for index, parameter in enumerate(group["params"])
-        ]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -288,7 +285,8 @@ class Distributed(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if not hasattr(self, "_parameter_names"):
             return
-        added = [entry for entry in self._all_parameters() if entry[2] not in self._parameter_names]
+        every = placed(self.__dict__["param_groups"])  # not the property, which would wait
+        added = [entry for entry in every if entry[2] not in self._parameter_names]
         names = parameter_names(added, None)
         self._parameter_names.update(names)
         if self._has_partners():
@@ -314,10 +312,20 @@ class Distributed(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Hooks and connections belong to this process; what travels is the plain optimizer.
         plain = type(self).__bases__[1]
-        return _plain_optimizer, (plain, self.__getstate__())
+        return plain_optimizer, (plain, self.__getstate__())
 
 
-def _plain_optimizer(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> Any:
+def placed(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, Tensor]]:
+    """The parameters of an optimizer with the numbers of their group and of their place in it."""
+    return [
+        (number, index, parameter)
+        for number, group in enumerate(groups)
+        for index, parameter in enumerate(group["params"])
+    ]
+
+
+def plain_optimizer(kind: type[torch.optim.Optimizer], state: dict[str, Any]) -> Any:
+    """What a pickle of a distributed optimizer becomes."""
     made = kind.__new__(kind)
     made.__setstate__(state)
     return made

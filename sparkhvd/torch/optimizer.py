@@ -55,8 +55,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Every rank must build it, with the same parameters in the same order; ranks that differ get a
     `MismatchError` in their first backward pass. Gradients are reduced in place, in buckets of
-    `Settings.bucket_bytes`, while backward runs; all of them are submitted when `backward()` returns, and
-    `step()` waits. Between the two the contents of `.grad` are undefined: call `synchronize()` before you
+    `Settings.bucket_bytes`: while backward runs where cores are left over or several hosts take part, else
+    behind it.
+    All of them are submitted when `backward()` returns (in the first step in `step()`), and `step()`
+    waits. Between the two the contents of `.grad` are undefined: call `synchronize()` before you
     read or clip them; `step()` then does not reduce again. `optimizer.param_groups` waits by itself, so
     `torch.amp.GradScaler` works as it is (if every rank ran backward; else call `synchronize()` on every rank before).
 

@@ -7,17 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import Engine, Work, reducescatter_call
+from sparkhvd.engine import Engine, reducescatter_call
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compression
-from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, owns_memory, require_cpu
-from sparkhvd.torch.shards import cut_range, same_places
+from sparkhvd.torch.dense_gradients import (
+    Entry,
+    GradientBucket,
+    ReduceOptions,
+    owns_memory,
+    require_cpu,
+)
+from sparkhvd.torch.shards import cut_range, flat, same_places
 
 __all__ = ["ShardedBucket"]
 
 
-class ShardedBucket:
+class ShardedBucket(GradientBucket):
     """Gradients of one type. Afterwards this rank's part of each is reduced where it lies; the rest is undefined.
 
     Args:
@@ -36,22 +42,12 @@ class ShardedBucket:
         "_ranges",
         "_sparse_as_dense",
         "call",
-        "entries",
-        "name",
-        "pending",
-        "sent",
-        "work",
     )
 
     def __init__(
         self, name: str, entries: list[Entry], flagged: bool, options: ReduceOptions, place: int
     ) -> None:
-        self.name = name
-        self.entries = entries
-        self.pending = len(entries)
-        self.work: Work | None = None
-        # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
-        self.sent: list[tuple[int, Tensor, Any]] = []
+        super().__init__(name, entries)
         self._compression = options.compression
         self._sparse_as_dense = options.sparse_as_dense
         self._num_ranks = len(options.ranks)
@@ -74,14 +70,12 @@ class ShardedBucket:
             options.postscale,
             options.process_set,
         )
-        for entry in entries:
-            entry.bucket = self
 
     def start(self, engine: Engine) -> None:
         """Submit the gradients of all entries, which `grad` has."""
         keep: list[Any] = []
         for position, entry in enumerate(self.entries):
-            tensor = self._to_send(position, entry)
+            tensor = self._to_send(entry)
             address = tensor.data_ptr()
             first = self._ranges[position][0]
             self.call.place(position, address, address + first * tensor.element_size())
@@ -96,31 +90,16 @@ class ShardedBucket:
         """Wait until this rank's part of every gradient is reduced."""
         assert self.work is not None
         self.work.wait()
-        for position, wire, compression_context in self.sent:
-            first, last = self._ranges[position]
-            part = wire.as_strided((wire.numel(),), (1,))[first:last]
-            grad = self.entries[position].param.grad
-            assert grad is not None
-            mine = grad.detach().as_strided((grad.numel(),), (1,))[first:last]
-            mine.copy_(self._compression.decompress(part, compression_context))
+        ranges = dict(zip(map(id, self.entries), self._ranges, strict=True)) if self.sent else {}
+        for entry, wire, compression_context in self.sent:
+            first, last = ranges[id(entry)]
+            assert entry.param.grad is not None
+            result = self._compression.decompress(flat(wire)[first:last], compression_context)
+            flat(entry.param.grad)[first:last].copy_(result)
         if self._ones is not None and any([entry.missing for entry in self.entries]):
             for entry, used in zip(self.entries, self._flags.tolist(), strict=True):
                 if entry.missing and not used:
                     entry.param.grad = None
-
-    def take(self, entry: Entry) -> None:
-        """The gradient as it is, or zeros."""
-        grad = entry.param.grad
-        entry.grad = entry.stand_in() if grad is None else grad
-
-    def reset(self) -> None:
-        """Ready for the next cycle."""
-        self.work = None
-        self.sent.clear()
-        self.pending = len(self.entries)
-        for entry in self.entries:
-            entry.grad = None
-            entry.missing = False
 
     def _who_has(self, ones: Tensor) -> Tensor:
         if not any([entry.missing for entry in self.entries]):
@@ -128,7 +107,7 @@ class ShardedBucket:
         row = torch.tensor([not entry.missing for entry in self.entries], dtype=ones.dtype)
         return row.repeat(self._num_ranks, 1)
 
-    def _to_send(self, position: int, entry: Entry) -> Tensor:
+    def _to_send(self, entry: Entry) -> Tensor:
         grad = entry.grad
         assert grad is not None
         if not (
@@ -143,7 +122,7 @@ class ShardedBucket:
             return grad
         wire, compression_context = self._compression.compress(grad.detach())
         if wire is not grad:
-            self.sent.append((position, wire, compression_context))
+            self.sent.append((entry, wire, compression_context))
         return wire
 
     def _laid_out(self, entry: Entry, grad: Tensor) -> Tensor:

@@ -70,6 +70,8 @@ class SharedParameters:
         self._named = list(named)
         # The number of the first parameter that was written outside step(), plus 1; 0 if there is none.
         self._written = torch.zeros(1, dtype=torch.int64)
+        self._exchange = allreduce_call([(1,)], DType.INT64, ReduceOp.MAX, process_set=process_set)
+        self._exchange.place(0, self._written.data_ptr(), self._written.data_ptr())
         self._move(is_first=topology.rank == ranks[0])
         self._note_versions()
 
@@ -130,9 +132,7 @@ class SharedParameters:
         # Of the two the worse wins: what was moved is above all numbers of what was written.
         count = len(self._named)
         self._written.fill_(count + moved[0] if moved else found[0] if found else 0)
-        call = allreduce_call([(1,)], DType.INT64, ReduceOp.MAX, process_set=self._process_set)
-        call.place(0, self._written.data_ptr(), self._written.data_ptr())
-        self._engine.run(call, f"{self._label}.begin", self._written)
+        self._engine.run(self._exchange, f"{self._label}.begin", self._written)
         first = int(self._written)
         if first > count:
             raise InvalidArgumentError(

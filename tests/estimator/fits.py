@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkhvd import TorchEstimator, read_packed
-from sparkhvd.estimator.manifest import Manifest
-from sparkhvd.estimator.reader import Reader
-from sparkhvd.estimator.store import Store
+from sparkhvd import TorchEstimator, TorchModel, read_packed
+from sparkhvd.estimator.binding import bind_inputs
+from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.estimator.data.reader import Reader
+from sparkhvd.estimator.data.schema import Column, DataSchema
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.model import Fitted
 
 
 def mlp(inputs: int, outputs: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -40,6 +43,23 @@ def estimator(model: nn.Module, store: Store | None = None, **options: Any) -> T
         "store": store,
     }
     return TorchEstimator(model=model, **{**given, **options})
+
+
+def fitted(
+    module: nn.Module, link: str = "identity", width: int = 1, inputs: int = 2
+) -> TorchModel:
+    """A model as `fit` makes it, without the fit."""
+    column = Column("x", "vector", "float32", (inputs,), "vector", "float32")
+    model = TorchModel(feature_cols=["x"], label_cols=["y"])
+    model._fitted = Fitted(
+        module=module.eval(),
+        columns=(column,),
+        labels=("y",),
+        inputs=bind_inputs(module, DataSchema((column,), ())),
+        links=(link,),
+        widths=(width,),
+    )
+    return model
 
 
 def only_data(store: Store) -> tuple[Manifest, dict[str, np.ndarray]]:

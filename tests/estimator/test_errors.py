@@ -72,7 +72,8 @@ LOCK = threading.Lock()
         ),
         (
             {"optimizer": torch.optim.SGD(OTHER.parameters(), lr=0.1)},
-            "optimizer: parameter group 0 holds a parameter of shape (6, 2) that the model does not have. Build it "
+            "optimizer: parameter group 0 holds a parameter of shape (6, 2) that the model does not have: it is tied to "
+            "another model. Build it "
             "from this model's parameters(), or give a function of the parameters.",
         ),
         (
@@ -143,7 +144,8 @@ LOCK = threading.Lock()
         ({"validation": 1.5}, "validation is 1.5. A fraction must be at least 0 and less than 1,"),
         (
             {"restore_best": True},
-            "restore_best needs validation rows to tell which epoch is best. Set validation, for example 0.1.",
+            "restore_best needs validation rows to tell which epoch is best. Set validation, for example 0.1, or name "
+            "another number of the history as monitor.",
         ),
         (
             {"loss_weights": [0.5, 0.5]},
@@ -173,6 +175,40 @@ LOCK = threading.Lock()
         (
             {"run_id": "../x"},
             "run_id is '../x'; it names a folder and may hold letters, digits, '.', '_' and '-'.",
+        ),
+        (
+            {"model": lambda: mlp(2), "optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.1)},
+            "optimizer is an instance of SGD, which holds the parameters of one model, and model is a function",
+        ),
+        ({"model": lambda: 3}, "model: the function returned 3; it must return a torch.nn.Module."),
+        (
+            {"model": nn.Linear},
+            "model: calling the function failed: TypeError: Linear.__init__() missing 2 required",
+        ),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0; it must be 0 or more."),
+        (
+            {"weight_decay": 0.1, "optimizer": lambda p: torch.optim.Rprop(p)},
+            "weight_decay is given, and Rprop has no 'weight_decay' to set. Leave it out.",
+        ),
+        (
+            {"lr_scaling": "square"},
+            "lr_scaling is 'square'; it must be 'linear', or not given: then learning rates are used as given.",
+        ),
+        (
+            {"loss_constructors": [nn.MSELoss]},
+            "loss and loss_constructors are both given. Give one of them.",
+        ),
+        (
+            {"loss": None, "loss_constructors": [lambda rate: rate]},
+            "loss_constructors: calling <function",
+        ),
+        (
+            {"gradient_compression": "fp16"},
+            "gradient_compression: compression='fp16' has no compress() and decompress().",
+        ),
+        (
+            {"use_gpu": True},
+            "use_gpu is True, and Spark gives no task a GPU: spark.task.resource.gpu.amount is not set.",
         ),
         ({"settings": {}}, "settings is {}; it must be a sparkhvd.Settings."),
         (
@@ -248,7 +284,7 @@ def test_a_model_that_does_not_fit_the_data_is_named_before_any_rank(
         (
             {"drop_last": True, "validation": 0.2},
             "drop_last leaves out a step that is not full, and the 8 training rows are less than one full step of "
-            "num_proc * batch_size = 16 rows. Lower batch_size, or set drop_last=False.",
+            "num_proc * batch_size * accumulate = 16 rows. Lower batch_size, or set drop_last=False.",
         ),
         (
             {"loss": nn.CrossEntropyLoss(), "label_cols": ["half"], "model": mlp(2, 2)},

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from sparkhvd import RankError, Store
-from sparkhvd.estimator.checkpoint import Checkpoints
+from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.runner import context
 from tests.estimator.fits import estimator
 from tests.harness import faults

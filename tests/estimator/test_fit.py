@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
-from sparkhvd import Store, TorchEstimator
-from sparkhvd.estimator.checkpoint import Checkpoints
+from sparkhvd import InvalidArgumentError, Store, TorchEstimator
+from sparkhvd.estimator.training.checkpoint import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process
 from tests.harness.processes import wait_for_no_trainers
 
@@ -155,17 +156,105 @@ def test_several_inputs_labels_weights_validation_and_metrics(
     assert isinstance(row.total__output, float)
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(spark: SparkSession, store: Store) -> None:
+def test_what_shapes_the_training_reaches_the_ranks(
+    spark: SparkSession, store: Store, capfd: pytest.CaptureFixture[str]
+) -> None:
+    df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
+    fitted = estimator(
+        mlp(2),
+        store,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+        epochs=9,
+        backward_passes_per_step=2,
+        precision="bf16-mixed",
+        gradient_clip_value=0.5,
+        lr_scheduler=lambda o, total_steps: torch.optim.lr_scheduler.LinearLR(
+            o, 1.0, 0.0, total_iters=total_steps
+        ),
+        lr_scheduler_interval="step",
+        metrics={"r2": torchmetrics.R2Score()},
+        validation=0.2,
+        monitor="val_r2",
+        monitor_mode="max",
+        return_model="best",
+        # No epoch is that much better than the first.
+        early_stopping={"patience": 2, "min_delta": 1e9},
+        terminate_on_nan=True,
+        verbose=1,
+        run_id="shaped",
+    ).fit(df)
+    history = fitted.history
+    assert len(history) == 3
+    assert "stopped after epoch 3/9: val_r2 has not improved for 2 epochs" in capfd.readouterr().out
+    # 72 training rows in steps of 2 ranks * 8 * 2: 3 steps in each of 9 epochs.
+    assert [r["lr"] for r in history] == pytest.approx([0.05 * (1 - 3 * e / 27) for e in (1, 2, 3)])
+    best = max(history, key=lambda r: r["val_r2"])["epoch"]
+    saved = Checkpoints(store, "runs/shaped").load(best).model
+    for name, value in fitted.getModel().state_dict().items():
+        assert torch.equal(value, saved[name])
+
+
+def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
+    spark: SparkSession, store: Store
+) -> None:
     df = numbers(spark, 40, 3, 2).select(F.array("a0", "a1", "a2").alias("x"), "y")
     model = mlp(3)
-    options = {"optimizer": torch.optim.Adam, "keep_data": True, "data_key": "d"}
-    whole = estimator(model, store, epochs=3, **options).fit(df)
-    estimator(model, store, epochs=2, run_id="mine", **options).fit(df)
-    resumed = estimator(model, store, epochs=3, run_id="mine", **options).fit(df)
-    for name, value in whole.getModel().state_dict().items():
-        assert torch.equal(value, resumed.getModel().state_dict()[name])
-    assert [r["epoch"] for r in resumed.history] == [1, 2, 3]
-    assert Checkpoints(store, "runs/mine").latest_epoch() == 3
+    options: dict[str, Any] = {"optimizer": torch.optim.Adam, "keep_data": True, "data_key": "d"}
+    options |= {"run_id": "mine", "epochs": 2}
+    first = estimator(model, store, **options).fit(df).getModel().state_dict()
+
+    with pytest.raises(InvalidArgumentError) as refused:
+        estimator(model, store, **options).fit(df)
+    assert str(refused.value) == (
+        f"run_id is 'mine', and that run has finished: {store.full_url('runs/mine')}. Give another run_id, or "
+        "warm_start=True to train `epochs` more epochs from its weights."
+    )
+
+    # A step of no length leaves the weights that it started from.
+    warm = {**options, "warm_start": True, "optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}
+    started = estimator(mlp(3, 1), store, **{**warm, "epochs": 1}).fit(df)
+    for name, value in started.getModel().state_dict().items():
+        assert torch.equal(value, first[name])
+    assert [r["epoch"] for r in started.history] == [1]
+    assert Checkpoints(store, "runs/mine/warm-1").latest_epoch() == 1
+    wider = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1))
+    with pytest.raises(InvalidArgumentError) as refused:
+        estimator(wider, store, **warm).fit(df)
+    assert str(refused.value).startswith(
+        f"warm_start: the weights of {store.full_url('runs/mine/warm-1/checkpoints/epoch-1.pt')} do not fit: model: "
+    )
+    change = '\'0.weight\' was [[6, 3], "torch.float32"] and is [[7, 3], "torch.float32"]'
+    assert change in str(refused.value)
+
+    # As if the driver had died when all epochs were done, before it had the model.
+    store.delete("runs/mine/finished.json")
+    fewer = df.limit(39)
+    for data, changed, difference in (
+        (fewer, {"data_key": "e"}, "rows was 40 and is 39"),
+        (df, {"batch_size": 4}, "batch_size was 8 and is 4"),
+        (df, {"random_seed": 4}, "random_seed was 3 and is 4"),
+        (df, {"optimizer": torch.optim.Adagrad}, 'optimizer was "Adam" and is "Adagrad"'),
+        (df, {"loss": nn.L1Loss()}, 'loss was ["MSELoss"] and is ["L1Loss"]'),
+        (df, {"num_proc": 1}, "num_proc was 2 and is 1"),
+        (df, {"epochs": 1}, "it has 2 epochs, and epochs is 1"),
+        (df, {"model": wider}, change),
+    ):
+        fit = estimator(model, store, **options)
+        for name, value in changed.items():
+            fit.set(fit.getParam(name), value)
+        with pytest.raises(InvalidArgumentError) as refused:
+            fit.fit(data)
+        assert str(refused.value).startswith(
+            f"{store.full_url('runs/mine')} holds a checkpoint of another run: "
+        )
+        assert difference in str(refused.value)
+        assert str(refused.value).endswith(
+            ". Give another run_id, or the same model, data and params."
+        )
+    again = estimator(model, store, **options).fit(df)
+    assert [r["epoch"] for r in again.history] == [1, 2]
+    for name, value in again.getModel().state_dict().items():
+        assert torch.equal(value, first[name])
 
 
 def test_cross_validation_and_param_maps(spark: SparkSession, store: Store, tmp_path: Path) -> None:
@@ -176,8 +265,8 @@ def test_cross_validation_and_param_maps(spark: SparkSession, store: Store, tmp_
     est = estimator(
         mlp(2), store, predictionCol="prediction", num_proc=1, optimizer=torch.optim.SGD
     )
-    est.setOptimizer(torch.optim.Adam)
-    grid = ParamGridBuilder().addGrid(est.epochs, [2]).build()
+    est.setEpochs(2)
+    grid = ParamGridBuilder().addGrid(est.learning_rate, [1e-7, 0.05]).build()
     cv = CrossValidator(
         estimator=est,
         estimatorParamMaps=grid,
@@ -186,13 +275,29 @@ def test_cross_validation_and_param_maps(spark: SparkSession, store: Store, tmp_
         parallelism=2,
     )
     best = cv.fit(df)
-    assert len(best.avgMetrics) == 1
-    assert all(np.isfinite(best.avgMetrics))
+    still, converging = best.avgMetrics
+    assert converging < 0.9 * still  # RMSE
+    assert best.bestModel.getModel()[0].weight.ne(mlp(2)[0].weight).all()
     assert best.bestModel.uid == est.uid
+    # One set of data per fold, whatever the param maps, and one for the best model.
+    assert len(store.data_directories()) == 3
     best.write().overwrite().save(str(tmp_path / "cv"))
     loaded = CrossValidatorModel.load(str(tmp_path / "cv"))
     assert loaded.bestModel.transform(df).collect() == best.bestModel.transform(df).collect()
     assert threading.active_count() < 20
+
+
+def test_param_maps_share_data_and_have_runs_of_their_own(
+    spark: SparkSession, store: Store
+) -> None:
+    df = numbers(spark, 20, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
+    est = estimator(mlp(2), store, num_proc=1, optimizer=torch.optim.SGD, run_id="mine")
+    models = [lambda: nn.Linear(2, 1), lambda: nn.Sequential(nn.Linear(2, 1))]
+    fitted = dict(est.fitMultiple(df, [{est.model: m} for m in models]))
+    assert [type(fitted[i].getModel()) for i in (0, 1)] == [nn.Linear, nn.Sequential]
+    assert [store.exists(f"runs/mine-{i}/program.pkl") for i in (0, 1)] == [True, True]
+    assert len(store.data_directories()) == 1
+    assert est.getRunId() == "mine"
 
 
 def test_fit_leaves_no_process(spark: SparkSession) -> None:

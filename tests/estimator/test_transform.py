@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from pyspark.ml.feature import IndexToString, StringIndexer, VectorAssembler
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import DenseVector, SparseVector, VectorUDT
 from pyspark.sql import functions as F  # noqa: N812
@@ -24,11 +24,8 @@ from pyspark.sql.types import (
 )
 from torch import nn
 
-from sparkhvd import Store, TorchModel
-from sparkhvd.estimator.binding import bind_inputs
-from sparkhvd.estimator.model import Fitted
-from sparkhvd.estimator.schema import Column, DataSchema
-from tests.estimator.fits import mlp
+from sparkhvd import InvalidArgumentError
+from tests.estimator.fits import fitted, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -38,23 +35,6 @@ pytestmark = pytest.mark.spark
 # One unit in the last place of float32 numbers about 1: the order in which a matrix product adds depends on the
 # processor and on how many rows it has at once, and shows where a sum is near 0.
 ROUNDING = 1.2e-7
-
-
-def fitted(
-    module: nn.Module, link: str = "identity", width: int = 1, inputs: int = 2
-) -> TorchModel:
-    """A model as `fit` makes it, without the fit."""
-    column = Column("x", "vector", "float32", (inputs,), "vector", "float32")
-    model = TorchModel(feature_cols=["x"], label_cols=["y"])
-    model._fitted = Fitted(
-        module=module.eval(),
-        columns=(column,),
-        labels=("y",),
-        inputs=bind_inputs(module, DataSchema((column,), ())),
-        links=(link,),
-        widths=(width,),
-    )
-    return model
 
 
 def rows_of(df: DataFrame, module: nn.Module, *, rows: int) -> tuple[list[Any], torch.Tensor]:
@@ -173,30 +153,62 @@ def test_names_with_dots_and_names_that_are_there_twice(df: DataFrame) -> None:
     assert model.copy().setFeatureCols(["x.y"]).transform(renamed).count() == df.count()
 
 
-def test_large_weights_travel_as_a_file_of_the_store(df: DataFrame, tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(2, 1000), nn.ReLU(), nn.Linear(1000, 400), nn.Linear(400, 1))
-    store = Store.create(tmp_path / "store")
-    model = fitted(module).setStore(store)
-    out = model.transform(df)
-    (path,) = store.list("models")
-    found, expected = rows_of(out, module, rows=30)
-    np.testing.assert_allclose([r.y__output for r in found], expected[:, 0], rtol=1e-5, atol=1e-6)
-    model.transform(df)
-    assert store.list("models") == [path]
-
-
-def test_no_job_at_plan_time_and_the_module_is_a_copy(spark: SparkSession, df: DataFrame) -> None:
-    tracker = spark.sparkContext.statusTracker()
-    before = tracker.getJobIdsForGroup()
+def test_the_module_given_out_is_a_copy_in_eval_mode(df: DataFrame) -> None:
     model = fitted(mlp(2))
-    model.transform(df)
-    assert tracker.getJobIdsForGroup() == before
     module = model.getModel()
     assert not module.training
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
     assert model.transform(df).first().y__output != 0.0
+
+
+def test_later_stages_find_the_metadata_that_they_need(spark: SparkSession) -> None:
+    rows = [(label, i / 3) for i, label in enumerate("abcabcaab")]
+    df = spark.createDataFrame(rows, "s string, n double")
+    indexed = StringIndexer(inputCol="s", outputCol="i").fit(df).transform(df)
+    given = VectorAssembler(inputCols=["i", "n"], outputCol="x").transform(indexed)
+    out = fitted(mlp(2)).transform(given)
+    assert out.schema.fields[:-1] == given.schema.fields
+    (nominal,) = out.schema["x"].metadata["ml_attr"]["attrs"]["nominal"]
+    assert nominal == {"vals": ["a", "b", "c"], "idx": 0, "name": "i"}
+    back = IndexToString(inputCol="i", outputCol="back").transform(out)
+    later = VectorAssembler(inputCols=["y__output", "x"], outputCol="all").transform(back)
+    assert later.schema["all"].metadata["ml_attr"]["attrs"]["nominal"][0]["vals"] == ["a", "b", "c"]
+    for row in later.collect():
+        assert row.back == row.s
+        assert row["all"].toArray().tolist() == [row.y__output, row.i, row.n]
+
+
+def test_columns_that_cannot_be_used_are_named_before_a_job(df: DataFrame) -> None:
+    model = fitted(mlp(2))
+    metadata = {"ml_attr": {"num_attrs": 3}}
+    wide = df.select(F.col("x").alias("x", metadata=metadata))
+    for bad, message in (
+        (
+            df.withColumnRenamed("x", "X1"),
+            "feature_cols[0] names column 'x', which the DataFrame does not have. Its columns are: 'X1', 'k', 's', "
+            "'t', 'm', 'v'.",
+        ),
+        (
+            df.withColumn("x", F.col("k")),
+            "transform: column 'x' is of type int; the model was trained with vector.",
+        ),
+        (
+            wide,
+            "transform: column 'x' has 3 elements per row, as its metadata say; the model was trained with 2.",
+        ),
+    ):
+        with pytest.raises(InvalidArgumentError) as wrong:
+            model.transform(bad)
+        assert str(wrong.value) == message
+    with pytest.raises(InvalidArgumentError, match="names column 'x' of type string, which cannot"):
+        model.transform(df.withColumn("x", F.col("s")))
+    # Only the rows tell how long an array is.
+    with pytest.raises(
+        Exception, match="column 'x' has 3 elements per row in a batch; the model was"
+    ):
+        model.transform(df.select(F.array(*[F.lit(1.0)] * 3).alias("x"))).collect()
 
 
 def test_many_batches_pass(spark: SparkSession) -> None:

@@ -7,6 +7,7 @@ standalone, Connect) runs as a script in a fresh process: `run_script`.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -237,3 +238,48 @@ def standalone_cluster(directory: Path, *, workers: int = 2, cores: int = 1) -> 
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+# --- Every Spark mode, through one fixture. ---
+
+MODES = ("local", "local-cluster", "standalone", "connect")
+
+
+@pytest.fixture(params=MODES)
+def spark_mode(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[str, Path], str]]:
+    """Runs a program with `spark` in each mode, two slots each: `spark_mode(body, folder)` gives what it printed.
+
+    Locally it is the shared session; each other mode has a process of its own, because a process has one session.
+    """
+    mode: str = request.param
+    if mode == "local":
+        session = request.getfixturevalue("spark")
+        yield lambda body, folder: run_here(session, body, folder)
+    elif mode == "standalone":
+        with standalone_cluster(tmp_path) as master:
+            conf = {"spark.executor.memory": "512m"}
+            yield lambda body, folder: run_on(
+                master, _with_folder(body, folder), tmp_path, conf=conf, timeout_s=600
+            )
+    else:
+        yield lambda body, folder: run_on(
+            "local-cluster[2,1,1024]",
+            _with_folder(body, folder),
+            tmp_path,
+            remote=mode == "connect",
+            timeout_s=600,
+        )
+
+
+def run_here(session: SparkSession, body: str, folder: Path) -> str:
+    """Run a program in this process with a session; returns what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(_with_folder(body, folder), {"__name__": "__main__", "spark": session})  # noqa: S102
+    return printed.getvalue()
+
+
+def _with_folder(body: str, folder: Path) -> str:
+    return f"FOLDER = {str(folder)!r}\n{textwrap.dedent(body)}"

@@ -21,6 +21,11 @@ DOUBLES = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
 }
 
+SHARDED: dict[str, dict[str, Any]] = {
+    "sharded": {"sharded": True},
+    "shared": {"sharded": True, "share_parameters": True},
+}
+
 
 def build(dtype: torch.dtype, seed: int) -> nn.Module:
     torch.manual_seed(seed)
@@ -36,15 +41,21 @@ def data(dtype: torch.dtype, rows: int = 96) -> tuple[torch.Tensor, torch.Tensor
 
 
 def train(
-    make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype, hvd: Any = None
+    make: Callable[[Any], torch.optim.Optimizer],
+    dtype: torch.dtype,
+    hvd: Any = None,
+    **options: Any,
 ) -> list[list[float]]:
     """Four epochs of 8 steps; with `hvd` this rank's share of every batch."""
     model = build(dtype, seed=hvd.rank() if hvd else 0)
     optimizer = make(model.parameters())
     if hvd:
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), **options
+        )
+        if not options:
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     x, y = data(dtype)
     for _ in range(4):
         for xs, ys in zip(x.split(12), y.split(12), strict=True):
@@ -141,6 +152,127 @@ def test_training_equals_one_process_in_float32(reports: list[dict[str, Any]]) -
 
 def test_the_same_ranks_meet_again_after_shutdown(reports: list[dict[str, Any]]) -> None:
     assert [report["again"] for report in reports] == [3, 3, 3]
+
+
+class Tagger(nn.Module):
+    """Rows of a table by word, and a dense layer: gradients of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 6, sparse=True)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.last(self.table(words).mean(1))
+        return scores
+
+
+def train_tagger(hvd: Any = None) -> list[list[float]]:
+    """Five steps with sparse gradients; with `hvd` this rank's share of every batch."""
+    torch.manual_seed(0)
+    model = Tagger().double()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    if hvd:
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    words = torch.randint(50, (5, 12, 4), generator=torch.Generator().manual_seed(1))
+    for batch in words:
+        mine = batch[hvd.rank() :: hvd.size()] if hvd else batch
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(mine), mine[:, 0] % 3).backward()
+        optimizer.step()
+    return [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+def losses_with(hvd: Any, compression: Any) -> list[float]:
+    """Losses over all ranks, step by step."""
+    model = build(torch.float32, 0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+    )
+    x, y = data(torch.float32)
+    mine = slice(hvd.rank(), None, hvd.size())
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x[mine]), y[mine])
+        loss.backward()
+        optimizer.step()
+        losses.append(hvd.allreduce(loss.detach()).item())
+    return losses
+
+
+def compiled_weights(hvd: Any = None) -> list[float]:
+    """Three steps of a model that inductor has compiled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    fast: Any = model
+    if hvd:
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        fast = torch.compile(model)
+    x, y = data(torch.float32)
+    for xs, ys in zip(x.flatten(1).split(24)[:3], y.split(24)[:3], strict=True):
+        if hvd:
+            xs, ys = xs[hvd.rank() :: hvd.size()], ys[hvd.rank() :: hvd.size()]
+        optimizer.zero_grad()
+        nn.functional.mse_loss(fast(xs), ys).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+def further_modes() -> dict[str, Any]:
+    """What else an optimizer may be asked for: one start for all, as above."""
+    import sparkhvd.torch as hvd
+
+    hvd.init()
+    report: dict[str, Any] = {
+        mode: train(DOUBLES["adam"], torch.float64, hvd, **options)
+        for mode, options in SHARDED.items()
+    }
+    report["sparse"] = train_tagger(hvd)
+    report["powersgd"] = losses_with(hvd, hvd.Compression.powersgd(rank=2))
+    report["not compressed"] = losses_with(hvd, hvd.Compression.none)
+    report["compiled"] = compiled_weights(hvd)
+    return report
+
+
+@pytest.fixture(scope="module")
+def further() -> list[dict[str, Any]]:
+    return run_local(further_modes, num_proc=3, verbose=0)
+
+
+@pytest.mark.parametrize("mode", SHARDED)
+def test_sharded_training_equals_one_process(further: list[dict[str, Any]], mode: str) -> None:
+    expected = train(DOUBLES["adam"], torch.float64)
+    for report in further:
+        assert report[mode] == further[0][mode]
+        for ours, theirs in zip(report[mode], expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-12, rel=0)
+
+
+def test_sparse_gradients_equal_one_process(further: list[dict[str, Any]]) -> None:
+    expected = train_tagger()
+    for report in further:
+        assert report["sparse"] == further[0]["sparse"]
+        for ours, theirs in zip(report["sparse"], expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-12, rel=0)
+
+
+def test_compression_with_error_feedback_learns(further: list[dict[str, Any]]) -> None:
+    losses = further[0]["powersgd"]
+    assert all(report["powersgd"] == losses for report in further)
+    fell_by = further[0]["not compressed"][0] - further[0]["not compressed"][-1]
+    assert losses[0] - losses[-1] > 0.8 * fell_by > 0
+    assert losses != further[0]["not compressed"]
+
+
+def test_a_model_that_inductor_compiled_equals_one_process(further: list[dict[str, Any]]) -> None:
+    expected = compiled_weights()
+    for report in further:
+        assert report["compiled"] == further[0]["compiled"]
+        assert report["compiled"] == pytest.approx(expected, abs=1e-5, rel=0)
 
 
 def killed_in_a_step() -> None:

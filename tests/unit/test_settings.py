@@ -106,3 +106,18 @@ def test_table_has_a_line_per_setting() -> None:
         "| `spin_us` | `SPARKHVD_SPIN_US` | `100` | us | How long a waiter spins before it sleeps; "
         "longer than it takes to wake a thread. |" in lines
     )
+
+
+def test_the_conf_wins_over_the_environment_and_its_errors_name_the_key() -> None:
+    environ = {"SPARKHVD_SPIN_US": "7", "SPARKHVD_SLOTS": "5"}
+    conf = {"spark.sparkhvd.spin_us": "8", "spark.sparkhvd.shared_memory": "false"}
+    found = Settings.resolve(environ, conf=conf)
+    assert (found.spin_us, found.slots, found.shared_memory) == (8, 5, False)
+    assert Settings.resolve({}, conf=conf, spin_us=9).spin_us == 9
+    for text, message in (
+        ("x", "spark.sparkhvd.slots='x' is not a valid int. Give a plain int like 4, or unset it."),
+        ("1", "spark.sparkhvd.slots='1': Settings.slots is 1; it must be from 2 to 64."),
+    ):
+        with pytest.raises(InvalidArgumentError) as failed:
+            Settings.resolve({}, conf={"spark.sparkhvd.slots": text})
+        assert str(failed.value) == message

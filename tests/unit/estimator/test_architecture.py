@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sparkhvd.estimator.architecture import (
+    copy_with,
     describe,
     dump_shell,
     foreign_class,
@@ -135,3 +136,24 @@ def test_a_shell_holds_no_weights_and_keeps_identities() -> None:
     x = torch.randn(3, 500)
     assert torch.equal(loaded(x), module(x))
     assert its_optimizer.param_groups[0]["params"][0] is next(loaded.parameters())
+
+
+def test_a_copy_holds_the_tensors_it_is_given() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    module[2].weight = module[0].weight
+    module[0].bias.requires_grad_(False)
+    before = {n: t.clone() for n, t in module.state_dict().items()}
+    state = {n: t.clone() + 1 for n, t in module.state_dict().items()}
+    state["2.weight"] = state["0.weight"].clone()
+    copied = copy_with(module, state)
+    assert copied is not module
+    for name, tensor in copied.state_dict().items():
+        assert torch.equal(tensor, state[name])
+        assert torch.equal(module.state_dict()[name], before[name])
+        if name != "2.weight":
+            assert tensor.data_ptr() == state[name].data_ptr()
+    assert copied[2].weight is copied[0].weight
+    assert not copied[0].bias.requires_grad
+    assert copied[0].weight.requires_grad
+    with pytest.raises(RuntimeError, match="Missing key"):
+        copy_with(module, {})

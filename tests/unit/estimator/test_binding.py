@@ -11,8 +11,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.binding import bind_inputs, bind_labels, check_output_shapes, model_dtype
-from sparkhvd.estimator.schema import Column, DataSchema
+from sparkhvd.estimator.binding import bind_inputs, model_dtype
+from sparkhvd.estimator.data.schema import Column, DataSchema
+from sparkhvd.estimator.labels import bind_labels, check_output_shapes
 
 ROWS = 4
 
@@ -349,3 +350,40 @@ def test_a_step_without_rows_matches_too() -> None:
     binding = bind_labels(schema, nn.CrossEntropyLoss())
     (found,) = binding.match([torch.zeros(0, 3)], binding.apply(batch_of(schema, 0)))
     assert found.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([[-1, 2, 3], [1]], [(ROWS, 2, 3), (ROWS, 1)]),
+        ({"y": [3, -1]}, [(ROWS, 3, 2), (ROWS,)]),
+        ([[-1, 6], [-1]], [(ROWS, 6), (ROWS,)]),
+    ],
+)
+def test_label_shapes_are_what_a_loss_of_the_users_own_gets(
+    shapes: Any, expected: list[tuple[int, ...]]
+) -> None:
+    schema = schema_of(column("x", 4), labels=(column("y", 6), column("z")))
+    binding = pickle.loads(pickle.dumps(bind_labels(schema, mine, shapes)))
+    batch = batch_of(schema)
+    found = binding.apply(batch)
+    assert [tuple(label.shape) for label in found] == expected
+    for label, name in zip(found, ("y", "z"), strict=True):
+        assert np.array_equal(
+            label.numpy().ravel(), batch[name].astype(label.numpy().dtype).ravel()
+        )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([[2, 3]], r"label_shapes has 1 shapes and there are 2 label columns \('y', 'z'\)"),
+        ([[4, 2], [1]], "label_shapes gives \\[4, 2\\] for column 'y', which has 6 elements"),
+        ({"w": [1]}, "label_shapes names 'w'"),
+        ([[0], [1]], "A shape is a list of positive numbers"),
+    ],
+)
+def test_label_shapes_that_do_not_fit(shapes: Any, message: str) -> None:
+    schema = schema_of(column("x", 4), labels=(column("y", 6), column("z")))
+    with pytest.raises(InvalidArgumentError, match=message):
+        bind_labels(schema, mine, shapes)

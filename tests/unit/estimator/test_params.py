@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from pyspark.ml.param import Param
+from pyspark.ml.tuning import ParamGridBuilder
 from torch import nn
 
 from sparkhvd import Settings, TorchEstimator, TorchModel
+from sparkhvd.estimator.names import ACCESSORS, ALIASES, ELSEWHERE, NO_EFFECT
 from sparkhvd.estimator.params import TrainParams, camel_case, short_repr
 
 NAMES = [p.name for p in TorchEstimator().params]
+without_effect = pytest.mark.filterwarnings("ignore:.* has no effect in sparkhvd")
 
 
+@without_effect
 def test_every_param_has_a_doc_a_getter_and_a_chainable_setter() -> None:
     estimator = TorchEstimator()
     for param in estimator.params:
@@ -38,6 +43,12 @@ EXAMPLES: dict[str, Any] = {
     "outputCols": ["o"],
     "output_fn": torch.sigmoid,
     "loss_weights": [0.5],
+    "decoders": {"a": len},
+    "collate_fn": {"a": max},
+    "sparse_cols": ["a"],
+    "num_workers": 7,
+    "val_reader_num_workers": 7,
+    "label_shapes": [[-1, 1]],
     "batch_size": 7,
     "val_batch_size": 7,
     "epochs": 7,
@@ -47,17 +58,31 @@ EXAMPLES: dict[str, Any] = {
     "drop_last": True,
     "random_seed": 7,
     "gradient_clip_norm": 0.5,
+    "gradient_clip_value": 0.5,
+    "accumulate": 7,
+    "train_steps_per_epoch": 7,
+    "validation_steps_per_epoch": 7,
+    "early_stopping": {"patience": 7},
+    "terminate_on_nan": True,
+    "compile": True,
     "lr_scheduler": print,
     "restore_best": True,
+    "learning_rate": 0.5,
+    "weight_decay": 0.5,
+    "inmemory_cache_all": True,
+    "use_gpu": True,
     "verbose": 0,
     "progress": print,
     "settings": Settings(),
     "max_retries": 0,
     "start_timeout": 1.5,
+    "warm_start": True,
+    "checkpoint_interval_s": 1.5,
     "keep_data": True,
 }
 
 
+@without_effect
 def test_keyword_arguments_are_params_and_none_means_not_given() -> None:
     estimator = TorchEstimator(**{n: EXAMPLES.get(n, n) for n in NAMES})
     for name in NAMES:
@@ -76,6 +101,50 @@ def test_sparks_names_are_taken_too() -> None:
     assert estimator.getSampleWeightCol() == "w"
 
 
+def test_sparks_names_are_params_and_accessors() -> None:
+    estimator = TorchEstimator()
+    for alias, name in ALIASES.items():
+        param = getattr(estimator, alias)
+        assert param is getattr(estimator, name)  # as ParamGridBuilder needs it
+        assert estimator.getParam(alias) is param
+        value = {"feature_cols": "f", "label_cols": "l"}.get(name, EXAMPLES.get(name, name))
+        assert getattr(estimator, f"set{camel_case(alias)}")(value) is estimator
+        assert getattr(estimator, f"get{camel_case(alias)}")() == value  # one column: not a list
+    assert estimator.getFeatureCols() == ["f"]
+    assert estimator.setFeaturesCol(["f", "g"]).getFeaturesCol() == ["f", "g"]
+    assert len({p.name for p in estimator.params}) == len(estimator.params) == len(NAMES)
+    grid = ParamGridBuilder().addGrid(estimator.maxIter, [1, 2]).build()
+    assert [estimator.copy(m).getEpochs() for m in grid] == [1, 2]
+    model = TorchModel().setFeaturesCol("f").setPredictionCol("p")
+    assert (model.getFeatureCols(), model.getPredictionCol()) == (["f"], "p")
+    assert not hasattr(model, "maxIter")
+
+
+@without_effect
+def test_horovods_accessors_are_there() -> None:
+    estimator = TorchEstimator()
+    for camel, name in ACCESSORS.items():
+        value = EXAMPLES.get(name, name)
+        assert getattr(estimator, f"set{camel}")(value) is estimator
+        assert getattr(estimator, f"get{camel}")() == estimator.getOrDefault(name) == value
+
+
+def test_what_has_no_effect_warns_once_with_what_to_do() -> None:
+    for name, instead in NO_EFFECT.items():
+        with pytest.warns(UserWarning, match=name) as caught:
+            estimator = TorchEstimator(**{name: 5})
+        texts = [str(w.message) for w in caught]
+        assert texts == [f"{name} has no effect in sparkhvd: {instead}."]
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            estimator.copy({estimator.getParam(name): 6}).setParams(**{name: 7})
+    with pytest.warns(UserWarning, match="backend has no effect in sparkhvd: give num_proc."):
+        estimator = TorchEstimator().setBackend(object())
+    assert all(name not in TorchEstimator().explainParams() for name in NO_EFFECT)
+    assert "backend: no effect" in estimator.copy({estimator.backend: 3}).explainParams()
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
@@ -85,8 +154,13 @@ def test_sparks_names_are_taken_too() -> None:
         ),
         ({"qqq": 3}, "TorchEstimator() got an unexpected keyword argument 'qqq'."),
         (
+            {"num_gpus": 1},
+            "TorchEstimator() got an unexpected keyword argument 'num_gpus'. It is of horovod.spark.lightning; give "
+            "num_proc.",
+        ),
+        (
             {"epochs": 3, "maxIter": 3},
-            "TorchEstimator(): 'maxIter' is another name of 'epochs', which is given too.",
+            "TorchEstimator(): 'epochs' and 'maxIter' are names of the same param, 'epochs'. Give one.",
         ),
         (
             {"batch_size": "many"},
@@ -113,8 +187,16 @@ def test_bad_arguments_are_type_errors(keywords: dict[str, Any], message: str) -
 
 
 def test_positional_arguments_are_refused() -> None:
-    with pytest.raises(TypeError):
-        TorchEstimator(nn.Linear(1, 1))  # type: ignore[call-arg]
+    for call in (TorchEstimator, TorchEstimator().setParams):
+        with pytest.raises(TypeError) as failed:
+            call(nn.Linear(1, 1))
+        assert str(failed.value) == (
+            "TorchEstimator() takes keyword arguments only, and got <Linear: 2 parameters> without a name. Write for "
+            "example TorchEstimator(model=...)."
+        )
+    with pytest.raises(TypeError, match=r"TorchModel\(feature_cols=...\)"):
+        TorchModel("x")
+    assert not set(ELSEWHERE) & {*NAMES, *ALIASES}
 
 
 def test_a_copy_keeps_everything_and_is_its_own() -> None:
@@ -135,12 +217,14 @@ def test_explanations_are_short() -> None:
     assert "(current: <Sequential: 5,500 parameters>)" in text
     assert "(current: <SGD: 1 parameter group>)" in text
     assert "batch_size: rows per rank and step (default: 32)" in text
-    assert len(text.splitlines()) == len(NAMES)
+    assert len(text.splitlines()) == len(set(NAMES) - set(NO_EFFECT))
 
 
 def test_short_reprs() -> None:
     assert short_repr({"a": nn.ReLU()}) == "{'a': <ReLU: 0 parameters>}"
     assert short_repr([torch.optim.Adam]) == "[<torch.optim.adam.Adam>]"
+    assert short_repr(nn.Identity) == "<torch.nn.modules.linear.Identity>"
+    assert short_repr(nn.LazyLinear(1)) == "<LazyLinear: 0 parameters>"
     assert short_repr("x" * 200) == "'" + "x" * 76 + "..."
 
 
@@ -163,3 +247,10 @@ def test_a_getter_gives_none_and_a_setter_takes_it() -> None:
     assert estimator.setValidation(0.1).getValidation() == 0.1
     assert estimator.setValidation(None).getValidation() is None
     assert estimator.setBatchSize(4).setBatchSize(None).getBatchSize() == 32
+
+
+def test_none_in_a_param_map_clears() -> None:
+    estimator = TorchEstimator(epochs=3, feature_cols=["a"])
+    copied = estimator.copy({estimator.epochs: None, estimator.feature_cols: None})
+    assert (copied.getEpochs(), copied.getFeatureCols()) == (1, None)
+    assert estimator.getEpochs() == 3

@@ -593,6 +593,27 @@ def test_writing_shared_parameters_outside_of_step_is_an_error_on_every_rank() -
         )
 
 
+def test_shared_parameters_are_restored_after_an_error() -> None:
+    def body() -> torch.Tensor:
+        model, optimizer = sharded(OPTIMIZERS["Adam"], steps=2, share_parameters=True)
+        saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        hvd.barrier()  # every rank has its copy
+        with torch.no_grad():
+            model.first.weight.add_(float(hvd.rank()))  # what a rank did by mistake
+        with pytest.raises(InvalidArgumentError, match="written outside of step"):
+            one_step(model, optimizer, 2, mine(batch(2)))
+        with optimizer.writing_parameters():
+            model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        for step in (2, 3, 4):
+            one_step(model, optimizer, step, mine(batch(step)))
+        return weights(model)
+
+    expected = weights(alone(OPTIMIZERS["Adam"], 5))
+    for found in on_ranks(3, body, settings=SMALL):
+        assert_close(found, expected)
+
+
 def test_copies_of_shared_parameters_are_private() -> None:
     def body() -> bool:
         model, optimizer = sharded(OPTIMIZERS["SGD"], steps=1, share_parameters=True)

@@ -1,0 +1,136 @@
+"""What a fit takes from the cluster: number of ranks, GPUs, and settings that may stand in the Spark conf.
+
+An argument wins over the conf (`spark.sparkhvd.<name>`), the conf over the environment, the environment over the
+default. Nothing here starts a job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner import placement, preflight
+from sparkhvd.runner.spark_shim import SparkShim
+from sparkhvd.settings import CONF_PREFIX, Settings
+
+__all__ = ["Cluster", "Given", "resolve_cluster"]
+
+# Params that may stand in the conf -> their type and least value.
+_PARAMS: dict[str, tuple[type, float]] = {
+    "num_proc": (int, 1),
+    "max_retries": (int, 0),
+    "start_timeout": (float, 0),
+    "verbose": (int, 0),
+}
+_SETTINGS = tuple(f.name for f in fields(Settings))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How the ranks of a fit are launched.
+
+    Attributes:
+        num_proc: number of ranks.
+        max_retries: relaunches after a lost process, executor or host.
+        start_timeout: longest wait for task slots in seconds; None means `settings.start_timeout_s`.
+        verbose: 0 prints nothing on the driver.
+        settings: of the engine.
+    """
+
+    num_proc: int
+    max_retries: int
+    start_timeout: float | None
+    verbose: int
+    settings: Settings
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller says.
+
+    Attributes:
+        value: the value of a Param by name, its default included, or None.
+        is_set: whether the caller gave it.
+    """
+
+    value: Callable[[str], Any]
+    is_set: Callable[[str], bool]
+
+
+def resolve_cluster(spark: Any, given: Given) -> Cluster:
+    """Decide on everything that depends on the cluster; prints the number of ranks where nobody gave it.
+
+    Raises:
+        InvalidArgumentError: an argument or a conf is wrong (the message has its name), or a GPU is asked for.
+        PreflightError: the configured cluster can never run that many ranks at once.
+    """
+    keys = {CONF_PREFIX + name for name in (*_PARAMS, *_SETTINGS)}
+    shim = SparkShim(spark)
+    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *sorted(keys)))
+    values = {name: _param(name, given, conf) for name in _PARAMS}
+    settings = _settings(given, {key: conf[key] for key in keys if key in conf})
+    _check_gpu(given.value("use_gpu"), conf)
+    preflight.check_conf(conf)
+    slots = placement.configured_slots(conf, os.cpu_count() or 1)
+    num_proc = placement.choose_num_proc(values["num_proc"], slots)
+    if values["num_proc"] is None and values["verbose"]:
+        ranks = f"{num_proc} rank{'s' * (num_proc != 1)}"
+        sys.stdout.write(f"num_proc is not given: {ranks}, one per task slot ({slots.reason}).\n")
+        sys.stdout.flush()
+    return Cluster(**{**values, "num_proc": num_proc}, settings=settings)
+
+
+def _param(name: str, given: Given, conf: Mapping[str, str]) -> Any:
+    """The caller's value, else the conf's, else the default."""
+    kind, least = _PARAMS[name]
+    key = CONF_PREFIX + name
+    text = conf.get(key, "")
+    if given.is_set(name) or not text:
+        value, source = given.value(name), name
+    else:
+        source = key
+        try:
+            value = kind(text)
+        except ValueError:
+            raise InvalidArgumentError(
+                f"{key} is {text!r}; it must be a plain {kind.__name__}. Set another, or give {name} to fit."
+            ) from None
+    if value is None:
+        return None
+    # A length of time is more than 0, a count at least its least.
+    if kind is float and not value > least:
+        raise InvalidArgumentError(f"{source} is {value}; it must be more than {least:g}.")
+    if kind is int and value < least:
+        raise InvalidArgumentError(f"{source} is {value}; it must be at least {least:g}.")
+    return value
+
+
+def _settings(given: Given, conf: Mapping[str, str]) -> Settings:
+    settings = given.value("settings")
+    if settings is None:
+        known = {CONF_PREFIX + name for name in _SETTINGS}
+        return Settings.resolve(conf={k: v for k, v in conf.items() if k in known})
+    if not isinstance(settings, Settings):
+        raise InvalidArgumentError(
+            f"settings is {settings!r:.100}; it must be a sparkhvd.Settings."
+        )
+    return settings
+
+
+def _check_gpu(use_gpu: bool | None, conf: Mapping[str, str]) -> None:
+    if not use_gpu:
+        return
+    amount = conf.get("spark.task.resource.gpu.amount", "")
+    if not amount:
+        raise InvalidArgumentError(
+            "use_gpu is True, and Spark gives no task a GPU: spark.task.resource.gpu.amount is not set. Leave use_gpu "
+            "out to train on the CPU."
+        )
+    raise InvalidArgumentError(
+        f"use_gpu is True (spark.task.resource.gpu.amount={amount}), and this version trains on the CPU only. Leave "
+        "use_gpu out."
+    )

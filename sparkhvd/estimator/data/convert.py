@@ -1,0 +1,379 @@
+"""Arrow columns, as Spark sends them, to numpy arrays of rows; counting what cannot be used.
+
+No Python code runs per row. `pa.array` and `Array.to_numpy` import pandas, 0.3 s in every Python worker, and
+pyarrow.compute takes another 0.1 s: `_numbers` and `numpy_to_array` go through the buffers instead, and only bad data
+import those. Values that cannot be used are counted, not raised: the pass over the data goes on,
+so that the user learns of all problems at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from sparkhvd.estimator.data.schema import Column
+from sparkhvd.estimator.data.values import Ragged, SparseRows, Values
+
+__all__ = [
+    "Findings",
+    "column_to_numpy",
+    "numpy_to_array",
+    "shape_text",
+    "text_to_array",
+    "usable_rows",
+]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass
+class Findings:
+    """What is wrong with the rows of a column, in rows.
+
+    Attributes:
+        nulls: rows that are null, or hold a null element.
+        nans: rows with a NaN. (Infinity in the source is a value like others, and stays.)
+        overflows: rows with a finite number that the stored type cannot hold.
+        fractions: rows with a number that is not whole although the stored type is an integer.
+        shapes: shape of a row -> rows, for arrays and vectors; of a ragged column, the shape of a row's entries. -1
+            stands where lengths differ inside a row.
+    """
+
+    nulls: int = 0
+    nans: int = 0
+    overflows: int = 0
+    fractions: int = 0
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether all rows can be used: no bad values, and one shape without an axis of 0."""
+        bad_rows = self.nulls or self.nans or self.overflows or self.fractions
+        usable = all(size > 0 for shape in self.shapes for size in shape)
+        return not bad_rows and len(self.shapes) <= 1 and usable
+
+    def add(self, other: Findings) -> None:
+        """Count what another part of the data has."""
+        self.nulls += other.nulls
+        self.nans += other.nans
+        self.overflows += other.overflows
+        self.fractions += other.fractions
+        self.shapes.update(other.shapes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values from which `from_dict` rebuilds the findings."""
+        values = {"nulls": self.nulls, "nans": self.nans, "overflows": self.overflows}
+        return {
+            **values,
+            "fractions": self.fractions,
+            "shapes": [[list(k), v] for k, v in self.shapes.items()],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Findings:
+        """The findings that `to_dict` described."""
+        shapes = Counter({tuple(k): v for k, v in values["shapes"]})
+        return cls(
+            values["nulls"], values["nans"], values["overflows"], values["fractions"], shapes
+        )
+
+
+def column_to_numpy(
+    array: pa.Array, column: Column, *, is_flag: bool = False
+) -> tuple[Values | None, Findings]:
+    """Convert one batch of a column to a C-contiguous array (rows, *shape) of `column.dtype`, or to rows of any length.
+
+    Args:
+        array: as `mapInArrow` gives it; a vector is a struct<type, size, indices, values>.
+        column: what `check_schema` made of it.
+        is_flag: store whether the value is above 0 (a validation column).
+
+    Returns:
+        The values (`SparseRows` of a sparse vector, `Ragged` of other columns whose rows differ), or None if some row
+        cannot be used, and what was found.
+    """
+    found = Findings()
+    fill = column.invalid[1] if column.invalid[0] == "fill" else None
+    if array.null_count:
+        if fill is not None and column.kind == "scalar":
+            array = _filled(array, fill)
+        else:
+            found.nulls = array.null_count
+            array = array.drop_null()
+    values: Values | None
+    if column.kind in ("binary", "string"):
+        values = _bytes(array)
+        return (values if found.is_clean else None), found
+    if column.kind == "scalar":
+        values = _numbers(array)
+    elif column.kind in ("vector", "sparse"):
+        values = _vectors(array, column, found)
+    else:
+        values = _lists(array, column, found, fill)
+    if values is None:
+        return None, found
+    stored = _narrowed(values, column, found, is_flag=is_flag, fill=fill)
+    return (stored if found.is_clean else None), found
+
+
+def usable_rows(array: pa.Array, column: Column) -> Array | None:
+    """(rows,) bool: which rows are not null and hold neither null nor NaN; None means all."""
+    bad = np.zeros(len(array), np.bool_)
+    if array.null_count:
+        bad |= _numbers(array.is_null())
+    if column.kind in ("binary", "string"):
+        return ~bad if bad.any() else None
+    row_of: Array | None = None
+    elements: Any = array.field("values") if pa.types.is_struct(array.type) else array
+    while pa.types.is_list(elements.type) or pa.types.is_large_list(elements.type):
+        # A null list is empty, as Spark's are.
+        lengths, elements = _flat(elements)
+        row_of = np.repeat(np.arange(len(lengths)) if row_of is None else row_of, lengths)
+        if elements.null_count:
+            bad[row_of[_numbers(elements.is_null())]] = True
+    values = _numbers(elements)
+    if values.dtype.kind == "f" and np.isnan(values).any():
+        isnan = np.isnan(values)
+        if row_of is None:  # memory below a null holds anything, and its row is bad already
+            bad |= isnan
+        else:
+            bad[row_of[isnan]] = True
+    return ~bad if bad.any() else None
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """A row's shape in words: "3", "2 x 3", or "2 x ?" where lengths differ inside the row."""
+    return " x ".join("?" if n < 0 else str(n) for n in shape)
+
+
+def numpy_to_array(values: Array) -> pa.Array:
+    """An Arrow array that shares the memory of a flat numpy array of numbers."""
+    kind = pa.from_numpy_dtype(values.dtype)
+    buffer = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(kind, len(values), [None, buffer])
+
+
+def text_to_array(text: str) -> pa.Array:
+    """An Arrow array of one string."""
+    data = text.encode()
+    offsets = pa.py_buffer(np.array([0, len(data)], dtype=np.int32))
+    return pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(data)])
+
+
+def _numbers(array: Any) -> Array:
+    """The memory of an Arrow array of numbers or booleans as numpy; where it is null, anything."""
+    if pa.types.is_decimal(array.type):
+        array = array.cast(pa.float64())
+    length, buffer = len(array), array.buffers()[1]
+    if pa.types.is_boolean(array.type):
+        if not length:
+            return np.empty(0, np.bool_)
+        first, rest = divmod(array.offset, 8)
+        data = np.frombuffer(buffer, np.uint8, offset=first)
+        return np.unpackbits(data, count=rest + length, bitorder="little")[rest:].view(np.bool_)
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    if not length:
+        return np.empty(0, dtype)
+    return np.frombuffer(buffer, dtype, length, array.offset * dtype.itemsize)
+
+
+def _flat(lists: Any) -> tuple[Array, Any]:
+    """Elements per row of an Arrow array of lists, and all of them; a null list must be empty, as Spark's are."""
+    if not len(lists):
+        return np.empty(0, np.int64), lists.values.slice(0, 0)
+    offsets = _numbers(lists.offsets)
+    return np.diff(offsets), lists.values.slice(offsets[0], offsets[-1] - offsets[0])
+
+
+def _filled(array: Any, value: Any) -> Any:
+    """The array with a number in place of its nulls; in double where its own type cannot hold the number."""
+    if pa.types.is_decimal(array.type):
+        array = array.cast(pa.float64())
+    if pa.types.is_integer(array.type) and value != int(value):  # Arrow would cut the fraction
+        array = array.cast(pa.float64())
+    return array.fill_null(bool(value) if pa.types.is_boolean(array.type) else value)
+
+
+def _bytes(array: Any) -> Ragged:
+    """The bytes of an Arrow array of binary or string values; text as UTF-8."""
+    is_large = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+    if not len(array):
+        return Ragged.empty(np.uint8)
+    offset_type = np.dtype(np.int64 if is_large else np.int32)
+    _, offsets, data = array.buffers()
+    ends = np.frombuffer(
+        offsets, offset_type, len(array) + 1, array.offset * offset_type.itemsize
+    ).astype(np.int64)
+    values = np.frombuffer(data, np.uint8) if data is not None else np.empty(0, np.uint8)
+    return Ragged(values, ends[:-1], np.diff(ends))
+
+
+def _lists(array: Any, column: Column, found: Findings, fill: Any) -> Values | None:
+    """Rows of arrays, also nested: one array if they have one shape, else (for ragged columns) rows."""
+    lengths, elements = _flat(array)
+    row_of = None
+    has_all = True
+    inner: list[int] = []
+    while True:
+        if elements.null_count:
+            row_of = np.repeat(np.arange(len(lengths)), lengths) if row_of is None else row_of
+            is_list = pa.types.is_list(elements.type) or pa.types.is_large_list(elements.type)
+            if fill is not None and not is_list:
+                elements = _filled(elements, fill)
+            else:
+                found.nulls += len(np.unique(row_of[_numbers(elements.is_null())]))
+                if not is_list:
+                    is_bool = pa.types.is_boolean(elements.type)
+                    elements = _filled(elements, False if is_bool else 0)
+        if not (pa.types.is_list(elements.type) or pa.types.is_large_list(elements.type)):
+            break
+        row_of = np.repeat(np.arange(len(lengths)), lengths) if row_of is None else row_of
+        is_there = ~_numbers(elements.is_null()) if elements.null_count else slice(None)
+        has_all = has_all and not elements.null_count
+        below, elements = _flat(elements)
+        widths, counts = np.unique(below[is_there], return_counts=True)
+        if len(widths) > 1:
+            usual = widths[counts.argmax()]
+            odd = len(np.unique(row_of[below != usual]))
+            found.shapes[(*inner, -1)] += odd
+            found.shapes[(*inner, int(usual))] += len(lengths) - odd
+            return None
+        if len(widths):
+            inner.append(int(widths[0]))
+        row_of = np.repeat(row_of, below)
+    if not has_all:
+        return None
+    values = _numbers(elements)
+    if column.kind == "ragged":
+        width = int(np.prod(inner)) if inner else 1
+        if inner:
+            found.shapes[tuple(inner)] += len(lengths)
+        return Ragged.from_lengths(values, lengths.astype(np.int64) * width, tuple(inner))
+    return _fixed_width(values, lengths, tuple(inner), found)
+
+
+def _fixed_width(
+    values: Array, lengths: Array, inner: tuple[int, ...], found: Findings
+) -> Array | None:
+    widths, rows = np.unique(lengths, return_counts=True)
+    found.shapes.update({(int(w), *inner): int(n) for w, n in zip(widths, rows, strict=True)})
+    if len(widths) == 1 and widths[0] > 0 and 0 not in inner:
+        return values.reshape(len(lengths), int(widths[0]), *inner)
+    return None
+
+
+def _vectors(array: Any, column: Column, found: Findings) -> Values | None:
+    """Rows of Spark's vector struct: type 1 is dense (values only), type 0 sparse (size, indices, values)."""
+    is_dense = _numbers(array.field("type")) == 1
+    lengths, elements = _flat(array.field("values"))
+    sizes = lengths if is_dense.all() else np.where(is_dense, lengths, _sizes(array))
+    widths, rows = np.unique(sizes, return_counts=True)
+    found.shapes.update({(int(w),): int(n) for w, n in zip(widths, rows, strict=True)})
+    if len(widths) != 1 or widths[0] == 0:
+        return None
+    width, values = int(widths[0]), _numbers(elements)
+    if not column.keeps_sparse(width):
+        if is_dense.all():
+            return values.reshape(len(sizes), width)
+        out = np.zeros((len(sizes), width), np.float64)
+        of_dense = np.repeat(is_dense, lengths)
+        out[is_dense] = values[of_dense].reshape(-1, width)
+        sparse_rows = np.repeat(np.arange(len(sizes)), np.where(is_dense, 0, lengths))
+        out[sparse_rows, _indices(array)] = values[~of_dense]
+        return out
+    lengths = lengths.astype(np.int64)
+    if not is_dense.any():
+        indices = _indices(array)
+    else:
+        # A dense row among them: what is not zero, with its position in the row.
+        of_dense = np.repeat(is_dense, lengths)
+        begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
+        positions = (np.arange(len(values)) - begins).astype(np.int32)
+        positions[~of_dense] = _indices(array)
+        is_kept = ~of_dense | (values != 0)
+        row_of = np.repeat(np.arange(len(sizes)), lengths)[is_kept]
+        lengths = np.bincount(row_of, minlength=len(sizes)).astype(np.int64)
+        indices, values = positions[is_kept], values[is_kept]
+    return SparseRows(
+        Ragged.from_lengths(indices, lengths), Ragged.from_lengths(values, lengths), width
+    )
+
+
+def _sizes(array: Any) -> Array:
+    return _numbers(array.field("size"))
+
+
+def _indices(array: Any) -> Array:
+    return _numbers(_flat(array.field("indices"))[1])
+
+
+def _narrowed(
+    values: Values, column: Column, found: Findings, *, is_flag: bool, fill: Any
+) -> Values:
+    """Values in the stored dtype; rows of any length keep their layout."""
+    if isinstance(values, SparseRows):
+        stored = _narrowed(values.values, column, found, is_flag=is_flag, fill=fill)
+        assert isinstance(stored, Ragged)
+        return SparseRows(values.indices, stored, values.width)
+    flat = values.values if isinstance(values, Ragged) else values
+    if fill is not None and flat.dtype.kind == "f":
+        flat = np.where(np.isnan(flat), flat.dtype.type(fill), flat)
+    if not isinstance(values, Ragged):
+        return _narrow(flat, column, found, is_flag=is_flag)
+    inside = Findings()
+    stored = _narrow(flat, column, inside, is_flag=is_flag)
+    if not inside.is_clean:
+        # What was counted are elements; once more row by row, for the message.
+        for number in range(len(values)):
+            single = Findings()
+            _narrow(
+                flat[values.starts[number] :][: values.lengths[number]],
+                column,
+                single,
+                is_flag=False,
+            )
+            found.nans += single.nans > 0
+            found.overflows += single.overflows > 0
+            found.fractions += single.fractions > 0
+    return Ragged(stored, values.starts, values.lengths, values.inner)
+
+
+def _narrow(values: Array, column: Column, found: Findings, *, is_flag: bool) -> Array:
+    """Values in the stored dtype; what does not fit is counted."""
+    target = np.dtype(column.dtype).newbyteorder("<")
+    from_float = values.dtype.kind == "f"
+    if from_float and not np.isfinite(values).all():
+        found.nans += _rows(np.isnan(values))
+    if column.tensor_dtype == "bool":
+        return np.ascontiguousarray(values > 0 if is_flag else values != 0, dtype=target)
+    if values.dtype.kind == "b":
+        return np.ascontiguousarray(values, dtype=target)
+    if target.kind == "f":
+        with np.errstate(over="ignore"):
+            stored = np.ascontiguousarray(values, dtype=target)
+        # Only a narrower type can lose a finite number.
+        if target.itemsize < values.dtype.itemsize and not np.isfinite(stored).all():
+            found.overflows += _rows(np.isinf(stored) & np.isfinite(values))
+        return stored
+    limits = np.iinfo(target)
+    if from_float:
+        whole = np.isfinite(values) & (values == np.rint(values))
+        found.fractions += _rows(~whole & ~np.isnan(values))
+        # 2**63 as a float is the first that no int64 holds, and the limit itself rounds up to it.
+        fits = (values >= float(limits.min)) & (values < float(limits.max) + (limits.max < 2**53))
+        found.overflows += _rows(whole & ~fits)
+        return np.where(whole & fits, values, 0).astype(target)
+    if target.itemsize < values.dtype.itemsize or target.kind != values.dtype.kind:
+        found.overflows += _rows((values < limits.min) | (values > limits.max))
+    return np.ascontiguousarray(values, dtype=target)
+
+
+def _rows(bad: Array) -> int:
+    """Rows with at least one True."""
+    return int(np.count_nonzero(bad.any(axis=1) if bad.ndim > 1 else bad))

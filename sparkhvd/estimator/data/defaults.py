@@ -1,0 +1,65 @@
+"""Which store a fit or a model uses when none is given."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.runner.spark_shim import SparkShim
+
+__all__ = ["STORE_CONF", "default_store"]
+
+STORE_CONF = "spark.sparkhvd.store"
+
+
+@dataclass
+class _Temporary:
+    """Temporary folders of this process, one per Spark application; they go when the process ends."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    folders: dict[str, str] = field(default_factory=dict)
+
+    def folder(self, application: str) -> str:
+        with self.lock:
+            if application not in self.folders:
+                folder = tempfile.mkdtemp(prefix="sparkhvd-store-")
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                self.folders[application] = folder
+            return self.folders[application]
+
+
+_temporary = _Temporary()
+
+
+def default_store(spark: Any, given: Any = None) -> Store:
+    """The store given (also as a path or URL), else the conf's, else a temporary folder on a local master.
+
+    Raises:
+        InvalidArgumentError: there is none, and the master is not local.
+    """
+    if isinstance(given, Store):
+        return given
+    if isinstance(given, (str, PathLike)):
+        return Store.create(given)
+    if given is not None:
+        raise InvalidArgumentError(
+            f"store is {given!r:.100}; it must be a Store, for example Store.create('/shared/folder')."
+        )
+    shim = SparkShim(spark)
+    conf = shim.conf((STORE_CONF, "spark.master"))
+    if conf.get(STORE_CONF):
+        return Store.create(conf[STORE_CONF])
+    master = conf.get("spark.master", "")
+    if not master.startswith("local"):
+        raise InvalidArgumentError(
+            f"store is not given, and the master is {master!r}: driver and executors need a folder that they "
+            f"share. Give store=Store.create('<path or URL>'), or set {STORE_CONF}."
+        )
+    return Store.create(_temporary.folder(shim.application()))

@@ -1,0 +1,112 @@
+"""The list of what was materialized: only files named in it exist for a reader."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.schema import DataSchema
+from sparkhvd.estimator.data.store import Store
+
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "DataFile", "Manifest"]
+
+# 1 knew only rows of one size; what it wrote is read as ever.
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+# Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
+MANIFEST_NAME = "_manifest.json"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One packed Parquet file: its path in the store, its rows, and the rows of each row group."""
+
+    path: str
+    rows: int
+    row_groups: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a materialization wrote, in row order: partition index, then position in the partition.
+
+    Attributes:
+        files: in that order.
+        schema: the columns with their shapes.
+        num_rows: of all files.
+        num_validation: rows that the validation column marks; None if there is no such column.
+        variable_bytes: bytes of all values of each column whose rows differ in length.
+        num_skipped: rows of the DataFrame that `handle_invalid="skip"` left out.
+        format_version: of the files.
+    """
+
+    files: tuple[DataFile, ...]
+    schema: DataSchema
+    num_rows: int
+    num_validation: int | None = None
+    variable_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_skipped: int = 0
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        return self.num_rows * self.schema.row_bytes + sum(self.variable_bytes.values())
+
+    def row_bytes(self, names: Iterable[str]) -> int:
+        """Bytes that a row of these columns takes in memory, on average where rows differ."""
+        columns = [self.schema.column(name) for name in names]
+        fixed = sum(c.row_bytes if c.is_fixed else 16 for c in columns)
+        variable = sum(self.variable_bytes.get(c.name, 0) for c in columns if not c.is_fixed)
+        return fixed + -(-variable // max(self.num_rows, 1))
+
+    def to_json(self) -> str:
+        """Text from which `from_json` rebuilds the manifest."""
+        values = {
+            "format_version": self.format_version,
+            "num_rows": self.num_rows,
+            "num_validation": self.num_validation,
+            "variable_bytes": dict(self.variable_bytes),
+            "num_skipped": self.num_skipped,
+            "schema": self.schema.to_dict(),
+            "files": [asdict(f) for f in self.files],
+        }
+        return json.dumps(values, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """The manifest that `to_json` wrote.
+
+        Raises:
+            InvalidArgumentError: it was written by another format version.
+        """
+        values = json.loads(text)
+        if values["format_version"] not in READABLE_VERSIONS:
+            raise InvalidArgumentError(
+                f"The data have format version {values['format_version']}, this sparkhvd reads "
+                f"{' and '.join(map(str, READABLE_VERSIONS))}. Materialize them again."
+            )
+        files = tuple(
+            DataFile(f["path"], f["rows"], tuple(f["row_groups"])) for f in values["files"]
+        )
+        schema = DataSchema.from_dict(values["schema"])
+        return cls(
+            files,
+            schema,
+            values["num_rows"],
+            values["num_validation"],
+            variable_bytes=values.get("variable_bytes", {}),
+            num_skipped=values.get("num_skipped", 0),
+            format_version=values["format_version"],
+        )
+
+    def save(self, store: Store, data_dir: str) -> None:
+        """Write the manifest; the data exist from then on."""
+        store.write_bytes(f"{data_dir}/{MANIFEST_NAME}", self.to_json().encode())
+
+    @classmethod
+    def load(cls, store: Store, data_dir: str) -> Manifest:
+        """Read the manifest of a data directory."""
+        return cls.from_json(store.read_bytes(f"{data_dir}/{MANIFEST_NAME}").decode())

@@ -1,0 +1,289 @@
+"""From a DataFrame to packed Parquet files and their manifest, in one pass."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.estimator.data.convert import (
+    Findings,
+    column_to_numpy,
+    numpy_to_array,
+    shape_text,
+    text_to_array,
+    usable_rows,
+)
+from sparkhvd.estimator.data.manifest import DataFile, Manifest
+from sparkhvd.estimator.data.packed import ROW_GROUP_BYTES, PackedWriter
+from sparkhvd.estimator.data.schema import Column, DataSchema
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.data.values import Ragged, SparseRows, Values, num_bytes
+
+__all__ = ["materialize"]
+
+_RESULT = pa.schema([("partition", pa.int64()), ("outcome", pa.string())])
+_RESULT_DDL = "partition bigint, outcome string"
+
+
+def materialize(
+    df: Any,
+    schema: DataSchema,
+    store: Store,
+    data_dir: str,
+    *,
+    num_partitions: int | None = None,
+    row_group_bytes: int = ROW_GROUP_BYTES,
+) -> Manifest:
+    """Write the columns of `schema` as packed Parquet files and return their manifest.
+
+    One Spark job, one pass; every check that needs the values happens in it. Rows are ordered by partition index
+    and position in the partition. Every task writes one file named after its attempt and reports it; only the
+    attempts that Spark counted get into the manifest, so retries and speculation cannot duplicate rows. The
+    manifest is written last; if anything fails, the folder is removed.
+
+    Null and NaN are errors unless a column's `invalid` says otherwise; infinity that stood in the data is kept, infinity that comes from narrowing is an error.
+
+    Args:
+        df: the DataFrame, classic or Connect.
+        schema: what `check_schema` returned.
+        store: where to write; the executors must see it.
+        data_dir: folder in the store.
+        num_partitions: coalesce to at most this many partitions first; None leaves them. Few partitions are no
+            problem for training: rows, not files, are dealt to ranks.
+        row_group_bytes: size of a row group, the memory that a task needs.
+
+    Raises:
+        InvalidArgumentError: the data hold nulls, NaN, rows of different lengths or numbers that the stored type
+            cannot hold (each column is named with its count), or there are no rows.
+        PreflightError: this process does not see what the executors wrote.
+    """
+    is_done = False
+    try:
+        selected = _select(df, schema)
+        if num_partitions is not None:
+            selected = selected.coalesce(num_partitions)
+        task = _WriteTask(store, schema, data_dir, row_group_bytes)
+        rows = selected.mapInArrow(task, _RESULT_DDL).collect()
+        outcomes = [
+            json.loads(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
+        ]
+        manifest = _merge(outcomes, schema)
+        _check_visible(store, data_dir, manifest)
+        manifest.save(store, data_dir)
+        is_done = True
+        return manifest
+    finally:
+        if not is_done:
+            store.delete(data_dir)
+
+
+def _select(df: Any, schema: DataSchema) -> Any:
+    """The columns of the schema, named by their position in it: names with dots or capitals cannot mislead."""
+    names = list(df.columns)
+    renamed = df.toDF(*[f"c{i}" for i in range(len(names))])
+    return renamed.select(*[f"c{names.index(c.name)}" for c in schema.columns])
+
+
+@dataclass(frozen=True)
+class _WriteTask:
+    """What one Spark task does: Arrow batches in, one packed file and one row about it out."""
+
+    store: Store
+    schema: DataSchema
+    data_dir: str
+    row_group_bytes: int
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        partition, attempt = context.partitionId(), context.taskAttemptId()
+        path = f"{self.data_dir}/part-{partition:05d}-{attempt}.parquet"
+        outcome = self.write(batches, path)
+        yield pa.RecordBatch.from_arrays(
+            [numpy_to_array(np.array([partition])), text_to_array(json.dumps(outcome))],
+            schema=_RESULT,
+        )
+
+    def write(self, batches: Iterator[pa.RecordBatch], path: str) -> dict[str, Any]:
+        """Write one file from Arrow batches, unless a row cannot be used; then count to the end."""
+        columns = self.schema.columns
+        flag = self.schema.validation
+        found = {c.name: Findings() for c in columns}
+        rows = marked = skipped = negative = 0
+        sizes = dict.fromkeys((c.name for c in columns), 0)
+        groups: tuple[int, ...] = ()
+        writer: PackedWriter | None = None
+        with ExitStack() as stack:
+            for batch in batches:
+                if not batch.num_rows:
+                    continue
+                batch, left_out = _without_skipped(batch, columns)
+                skipped += left_out
+                if not batch.num_rows:
+                    continue
+                rows += batch.num_rows
+                values: list[Values | None] = []
+                for i, column in enumerate(columns):
+                    array, findings = column_to_numpy(
+                        batch.column(i), column, is_flag=column is flag
+                    )
+                    found[column.name].add(findings)
+                    values.append(array)
+                    if column is flag and isinstance(array, np.ndarray):
+                        marked += int(np.count_nonzero(array))
+                    if column is self.schema.sample_weight and isinstance(array, np.ndarray):
+                        negative += int(np.count_nonzero(array < 0))
+                if not all(f.is_clean for f in found.values()):
+                    continue
+                arrays = [v for v in values if v is not None]
+                if writer is None:
+                    shaped = [
+                        c.with_shape(_row_shape(v)) for c, v in zip(columns, arrays, strict=True)
+                    ]
+                    sink = stack.enter_context(self.store.open_output(path))
+                    writer = PackedWriter(sink, shaped, row_group_bytes=self.row_group_bytes)
+                writer.append(arrays)
+                for column, array in zip(columns, arrays, strict=True):
+                    if not isinstance(array, np.ndarray):
+                        sizes[column.name] += num_bytes(array)
+            groups = writer.close() if writer is not None else ()
+        return {
+            "path": path,
+            "rows": rows,
+            "marked": marked,
+            "skipped": skipped,
+            "negative": negative,
+            "bytes": {name: size for name, size in sizes.items() if size},
+            "row_groups": groups,
+            "columns": {name: f.to_dict() for name, f in found.items()},
+        }
+
+
+def _without_skipped(
+    batch: pa.RecordBatch, columns: Sequence[Column]
+) -> tuple[pa.RecordBatch, int]:
+    """The batch without the rows that the user wants left out, and their number."""
+    usable: np.ndarray[Any, Any] | None = None
+    for i, column in enumerate(columns):
+        if column.invalid[0] == "skip":
+            mine = usable_rows(batch.column(i), column)
+            if mine is not None:
+                usable = mine if usable is None else usable & mine
+    if usable is None:
+        return batch, 0
+    return batch.filter(pa.array(usable)), int(len(usable) - np.count_nonzero(usable))
+
+
+def _row_shape(values: Values) -> tuple[int, ...]:
+    """The shape of a row, -1 in front where rows differ."""
+    if isinstance(values, SparseRows):
+        return (values.width,)
+    if isinstance(values, Ragged):
+        return (-1, *values.inner)
+    return tuple(values.shape[1:])
+
+
+def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
+    """The manifest of what all tasks wrote, or the error that tells what is wrong with the data."""
+    num_rows = sum(o["rows"] for o in outcomes)
+    num_skipped = sum(o["skipped"] for o in outcomes)
+    if num_rows == 0 and num_skipped:
+        raise InvalidArgumentError(
+            f"All {num_skipped:,} rows of the DataFrame hold a null or NaN, and handle_invalid='skip' leaves them out, so "
+            "there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
+        )
+    if num_rows == 0:
+        raise InvalidArgumentError(
+            "The DataFrame has no rows, so there is nothing to train on. Look at df.count(), and at the filters and "
+            "joins that made it."
+        )
+    found = {c.name: Findings() for c in schema.columns}
+    for outcome in outcomes:
+        for name, values in outcome["columns"].items():
+            found[name].add(Findings.from_dict(values))
+    problems = [line for c in schema.columns for line in _problems(c, found[c.name], num_rows)]
+    if (negative := sum(o["negative"] for o in outcomes)) and schema.sample_weight is not None:
+        problems.append(
+            f"column {schema.sample_weight.name!r} ({schema.sample_weight.source}): {negative:,} of {num_rows:,} rows hold a "
+            "sample weight below 0. A weight is at least 0."
+        )
+    if problems:
+        listed = "\n".join(f"  {p}" for p in problems)
+        raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
+    shapes = {c.name: _found_shape(c, found[c.name]) for c in schema.columns}
+    files = tuple(
+        DataFile(o["path"], o["rows"], tuple(o["row_groups"])) for o in outcomes if o["rows"]
+    )
+    marked = sum(o["marked"] for o in outcomes) if schema.validation is not None else None
+    sizes = {c.name: sum(o["bytes"].get(c.name, 0) for o in outcomes) for c in schema.columns}
+    return Manifest(
+        files,
+        schema.with_shapes(shapes),
+        num_rows,
+        marked,
+        variable_bytes={name: size for name, size in sizes.items() if size},
+        num_skipped=num_skipped,
+    )
+
+
+def _found_shape(column: Column, found: Findings) -> tuple[int, ...]:
+    if column.kind == "scalar":
+        return ()
+    shape = next(iter(found.shapes), ())
+    return shape if column.kind in ("array", "vector", "sparse") else (-1, *shape)
+
+
+def _problems(column: Column, found: Findings, num_rows: int) -> Iterator[str]:
+    where = f"column {column.name!r} ({column.source})"
+    of = f"of {num_rows:,} rows"
+    if found.nulls:
+        yield (
+            f"{where}: {found.nulls:,} {of} are null or hold a null. Every row needs a value: df.na.drop() or "
+            "df.na.fill(...), an Imputer, or handle_invalid='skip' or {column: value}."
+        )
+    if found.nans:
+        yield f"{where}: {found.nans:,} {of} hold NaN. Every value must be a number: drop or replace them."
+    if found.overflows:
+        yield (
+            f"{where}: {found.overflows:,} {of} hold a number that {column.dtype} cannot hold. Scale the column, or "
+            f"choose a wider type with feature_dtypes or label_dtypes."
+        )
+    if found.fractions:
+        yield (
+            f"{where}: {found.fractions:,} {of} hold a number that is not whole, but it is to be stored as "
+            f"{column.dtype}. Choose a floating type, or round the column."
+        )
+    if len(found.shapes) > 1:
+        usual, count = found.shapes.most_common(1)[0]
+        others = ", ".join(
+            f"{n:,} of {shape_text(w)}" for w, n in sorted(found.shapes.items())[:6] if w != usual
+        )
+        remedy = "pad or cut them"
+        if column.kind == "array":
+            remedy += f", or give collate_fn={{{column.name!r}: pad(0)}} (sparkhvd.estimator.pad)"
+        yield (
+            f"{where}: rows have different lengths: {count:,} rows of {shape_text(usual)} elements, but {others}. Every row "
+            f"must have the same number of elements: {remedy}."
+        )
+    elif any(0 in shape for shape in found.shapes):
+        yield f"{where}: every row is empty. At least one element per row is expected."
+
+
+def _check_visible(store: Store, data_dir: str, manifest: Manifest) -> None:
+    seen = set(store.list(data_dir))
+    missing = [f.path for f in manifest.files if f.path not in seen]
+    if missing:
+        raise PreflightError(
+            f"The executors wrote {len(manifest.files)} files to {store.full_url(data_dir)}, but this process does "
+            f"not see {len(missing)} of them, for example {missing[0]!r}. The store must be on a file system that "
+            "the driver and all executors share."
+        )

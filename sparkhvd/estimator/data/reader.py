@@ -1,0 +1,414 @@
+"""From a manifest to the batches of one rank.
+
+Threads: the caller iterates an epoch; one background thread per running epoch reads and gathers ahead of it.
+Ownership: the thread owns the open files and the rows in memory; batches belong to the caller once handed over.
+Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError
+from sparkhvd.estimator.data.functions import RowFunctions
+from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.estimator.data.packed import RowSource
+from sparkhvd.estimator.data.sampler import Plan, Rows, Window, cuts, epoch_plan, split_validation
+from sparkhvd.estimator.data.schema import Column
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.data.values import Ragged, SparseRows, take
+
+__all__ = ["Batch", "Reader"]
+
+SUBSETS = ("all", "train", "validation")
+# Rows are gathered for several steps at once: the cost of a step in Python is then a few views.
+_CHUNK_BYTES = 1 << 20
+# Blocks of a shuffle beyond memory: long enough to read at the speed of the disk.
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one rank at one step.
+
+    Attributes:
+        columns: by name, arrays of shape (rows, *shape of the column); writable, not shared with other batches. Of sparse
+            vectors `SparseRows`; of a column with a collate function what that returned.
+        num_rows: rows of this rank, possibly 0.
+        rows_per_rank: rows of every rank at this step, known without communication.
+        step: counts from 0 in each epoch.
+    """
+
+    columns: dict[str, Any]
+    num_rows: int
+    rows_per_rank: tuple[int, ...]
+    step: int
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What the background thread died of, and at which step."""
+
+    error: BaseException
+    step: int
+
+
+class Reader:
+    """Yields the batches of one rank, epoch by epoch; a context manager.
+
+    Every rank yields the same number of steps, and every row of the subset appears exactly once per epoch over
+    all ranks. Equal arguments give equal batches on every machine.
+
+    Attributes:
+        num_rows: rows of the subset, over all ranks.
+        num_steps: steps of an epoch.
+        description: in which order rows come, for the report.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        *,
+        rank: int,
+        size: int,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        subset: str = "all",
+        validation: float | None = None,
+        drop_last: bool = False,
+        columns: Sequence[str] | None = None,
+        shuffle_bytes: int = 1 << 30,
+        prefetch_bytes: int = 16 << 20,
+        functions: RowFunctions | None = None,
+        num_workers: int = 1,
+    ) -> None:
+        """Open the data for one rank; reads nothing but what decides the subset.
+
+        Args:
+            store: where the data are.
+            manifest: which files make them.
+            rank: this rank.
+            size: number of ranks.
+            batch_size: rows per rank and step.
+            seed: decides the split and, with the epoch, the order.
+            shuffle: a new permutation each epoch; False keeps file order.
+            subset: "all", "train" or "validation".
+            validation: the validation fraction; None if the manifest has a validation column (or there is none).
+            drop_last: leave out the final global batch if it is not full.
+            columns: names to read; None means features, labels and sample weight.
+            shuffle_bytes: data up to this many bytes are held in memory, and a global batch is what one process with
+                batch size * batch_size would see. Beyond it each rank reads its own part, about 1/size of the data:
+                a contiguous shard, or (shuffled) blocks in random order with rows permuted inside windows of this
+                size.
+            prefetch_bytes: bound on the batches that the background thread prepares ahead.
+            functions: the user's decoders and collate functions.
+            num_workers: threads that run decoders; 1 is the background thread itself.
+
+        Raises:
+            InvalidArgumentError: an argument is out of range, a decoder fails on the first row, or the subset cannot be told apart.
+        """
+        _check(rank, size, batch_size, subset, shuffle_bytes, prefetch_bytes)
+        self._manifest = manifest
+        self._rank, self._size, self._batch_size = rank, size, batch_size
+        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
+        split = manifest.schema.validation
+        names = [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
+        self._names = list(columns) if columns is not None else names
+        self._row_bytes = manifest.row_bytes(self._names)
+        self._source = RowSource(store, manifest)
+        self._functions = functions or RowFunctions()
+        self._columns = self._seen_columns()
+        self._batch_row_bytes = max(self._row_bytes, sum(map(_batch_bytes, self._columns)))
+        self._pool: ThreadPoolExecutor | None = None
+        if num_workers > 1 and any(c.has_decoder for c in self._columns):
+            self._pool = ThreadPoolExecutor(num_workers, "sparkhvd-decoder")
+        self._rows = self._select(subset, validation)
+        self.num_rows = self._rows if isinstance(self._rows, int) else len(self._rows)
+        self._is_resident = self.num_rows * self._row_bytes <= shuffle_bytes
+        self._window_rows = max(1, shuffle_bytes // max(1, self._row_bytes))
+        self._prefetch_bytes = prefetch_bytes
+        self._chunk_bytes = min(_CHUNK_BYTES, prefetch_bytes // 4)
+        self._resident: dict[str, Any] | None = None
+        self._running: _Prefetch | None = None
+        self.num_steps = self._plan(0).num_steps
+        self.description = self._describe()
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch in order; one epoch at a time.
+
+        Args:
+            epoch: counts from 0.
+            start_step: the first step to yield. What the steps before it hold is not read, unless the data fit in
+                memory, where all of them are read once.
+
+        Raises:
+            OSError: a file could not be read; the message says which rank and step.
+        """
+        self._stop()
+        plan = self._plan(epoch)
+        if not 0 <= start_step <= plan.num_steps:
+            raise InvalidArgumentError(
+                f"Step {start_step} does not exist: the epoch has {plan.num_steps} steps."
+            )
+        prefetch = _Prefetch(self._chunks(plan, start_step), self._queue_length())
+        self._running = prefetch
+        try:
+            yield from self._batches(plan, prefetch, epoch, start_step)
+        finally:
+            prefetch.stop()
+            if self._running is prefetch:
+                self._running = None
+
+    def plan(self, epoch: int) -> Plan:
+        """Which rows of the manifest each rank has at each step of an epoch; for reports and tests."""
+        return self._plan(epoch, self._rows)
+
+    def close(self) -> None:
+        """Stop the background thread and release files and memory."""
+        self._stop()
+        if self._pool is not None:
+            self._pool.shutdown()
+        self._source.close()
+        self._resident = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _seen_columns(self) -> list[Column]:
+        """The columns to read, with shape and dtype after their decoders."""
+        schema, names = self._manifest.schema, self._names
+        decoded = [n for n in names if schema.column(n).has_decoder]
+        if decoded and self._manifest.num_rows:
+            first = self._source.read(decoded, np.zeros(1, np.int64))
+            schema = self._functions.with_decoded(schema, first)
+        return [schema.column(n) for n in names]
+
+    # -- which rows ----------------------------------------------------------------------------------
+
+    def _select(self, subset: str, validation: float | None) -> Rows | int:
+        total = self._manifest.num_rows
+        if subset == "all":
+            return total
+        column = self._manifest.schema.validation
+        if column is not None:
+            flags = self._source.read([column.name])[column.name] != 0
+            return np.flatnonzero(flags if subset == "validation" else ~flags)
+        if not validation:
+            if subset == "train":
+                return total
+            raise InvalidArgumentError(
+                "Reader(subset='validation'): the data have no validation column and no fraction was given. Give "
+                "validation=0.1, or read subset='all'."
+            )
+        train, held_out = split_validation(total, validation, self._seed)
+        return train if subset == "train" else held_out
+
+    def _plan(self, epoch: int, rows: Rows | int | None = None) -> Plan:
+        resident = self._is_resident
+        if rows is None:
+            # In memory the subset is numbered from 0.
+            rows = self.num_rows if resident else self._rows
+        return epoch_plan(
+            rows,
+            size=self._size,
+            batch_size=self._batch_size,
+            seed=self._seed,
+            epoch=epoch,
+            shuffle=self._shuffle,
+            drop_last=self._drop_last,
+            window_rows=None if resident else self._file_window(),
+            block_rows=min(
+                max(1, _BLOCK_BYTES // max(1, self._row_bytes)), max(1, self._window_rows // 16)
+            ),
+        )
+
+    def _file_window(self) -> int:
+        """Rows to hold at once beyond memory: all the bound allows to shuffle, a few chunks to just read."""
+        chunk = 8 * _CHUNK_BYTES // max(1, self._row_bytes)
+        return self._window_rows if self._shuffle else max(1, min(chunk, self._window_rows))
+
+    def _describe(self) -> str:
+        if self._is_resident:
+            return "uniform permutation in memory" if self._shuffle else "file order in memory"
+        if not self._shuffle:
+            return "file order, one contiguous shard per rank"
+        return (
+            f"blocks in random order, rows permuted inside windows of {self._window_rows:,} "
+            f"of {self.num_rows:,} rows (raise shuffle_bytes for a uniform permutation)"
+        )
+
+    # -- the background thread's side ----------------------------------------------------------------
+
+    def _chunks(self, plan: Plan, start_step: int) -> Iterator[dict[str, Any]]:
+        steps = max(1, self._chunk_bytes // max(1, self._batch_row_bytes * self._batch_size))
+        chunk_rows = steps * self._batch_size
+        last = plan.last_counts[self._rank] if plan.last_counts else 0
+        for window in plan.windows(self._rank, start_step):
+            values, order = self._load(window)
+            for start, stop in cuts(len(order), chunk_rows, last):
+                part = order[start:stop]
+                chunk = {n: take(v, part) for n, v in values.items()}
+                if self._functions.decoders or self._functions.collate:
+                    chunk = self._functions.decode(self._columns, chunk, self._pool)
+                # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
+                yield chunk if self._is_resident else {n: _own(v) for n, v in chunk.items()}
+            # The next window is loaded when this one has gone.
+            del values, order
+
+    def _load(self, window: Window) -> tuple[dict[str, Any], Rows]:
+        """Arrays that hold the window's rows, and the order in which to take them."""
+        if self._is_resident:
+            if self._resident is None:
+                rows = None if isinstance(self._rows, int) else self._rows
+                self._resident = self._source.read(self._names, rows)
+                self._source.close()
+            return self._resident, window.row_numbers()
+        assert window.rows is not None
+        values = self._source.read(self._names, window.rows)
+        order = window.order if window.order is not None else np.arange(len(window.rows))
+        return values, order
+
+    def _queue_length(self) -> int:
+        chunk = max(self._chunk_bytes, self._batch_row_bytes * self._batch_size, 1)
+        return max(1, self._prefetch_bytes // chunk - 2)  # one more is being made, one being used
+
+    # -- the caller's side ---------------------------------------------------------------------------
+
+    def _batches(self, plan: Plan, prefetch: _Prefetch, epoch: int, step: int) -> Iterator[Batch]:
+        while step < plan.num_steps:
+            if plan.rows_per_rank(step)[self._rank] == 0:
+                yield Batch(self._no_rows(), 0, plan.rows_per_rank(step), step)
+                step += 1
+                continue
+            chunk = prefetch.get()
+            if isinstance(chunk, _Failure):
+                raise self._explain(chunk.error, epoch, step) from chunk.error
+            length = len(chunk[self._names[0]])
+            start = 0
+            while start < length:
+                counts = plan.rows_per_rank(step)
+                stop = start + counts[self._rank]
+                columns = {n: v[start:stop] for n, v in chunk.items()}
+                if self._functions.collate:
+                    columns = self._functions.collate_batch(columns)
+                yield Batch(columns, stop - start, counts, step)
+                start = stop
+                step += 1
+
+    def _no_rows(self) -> dict[str, Any]:
+        return {c.name: _empty(c) for c in self._columns}
+
+    def _explain(self, error: BaseException, epoch: int, step: int) -> BaseException:
+        where = f"rank {self._rank}, epoch {epoch}, step {step}"
+        if isinstance(error, SparkhvdError):
+            return error
+        if isinstance(error, OSError):
+            return OSError(
+                error.errno,
+                f"Reading the materialized data failed at {where}: {type(error).__name__}: {error}",
+            )
+        return InternalError(f"Reading the data failed at {where}: {type(error).__name__}: {error}")
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+
+def _batch_bytes(column: Column) -> int:
+    """Bytes of a row as the trainer gets it; 0 if only its stored form tells."""
+    if column.is_fixed or not column.row_shape:
+        return column.row_bytes if column.is_fixed else 0
+    if column.kind == "sparse" or -1 in column.row_shape:
+        return 0
+    return math.prod(column.row_shape) * column.row_dtype.itemsize
+
+
+def _own(values: Any) -> Any:
+    return values.packed() if isinstance(values, (Ragged, SparseRows)) else values
+
+
+def _empty(column: Column) -> Any:
+    """No rows of a column."""
+    if column.kind == "sparse":
+        return SparseRows.empty(column.dtype, column.num_elements)
+    return np.empty((0, *(column.row_shape or ())), column.row_dtype)
+
+
+class _Prefetch:
+    """Runs an iterator in a thread, at most `length` items ahead."""
+
+    def __init__(self, items: Iterator[dict[str, Any]], length: int) -> None:
+        self._items = items
+        self._queue: queue.Queue[dict[str, Any] | _Failure] = queue.Queue(maxsize=length)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-reader", daemon=True)
+        self._thread.start()
+
+    def get(self) -> dict[str, Any] | _Failure:
+        """The next item, or what the thread died of."""
+        return self._queue.get()
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stopping.set()
+        while self._thread.is_alive():
+            # A thread that waits for room in the queue goes on once there is some.
+            try:
+                self._queue.get_nowait()
+            except queue.Empty:
+                self._thread.join(0.05)
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            for item in self._items:
+                if self._stopping.is_set():
+                    return
+                self._queue.put(item)
+                number += 1
+                if self._stopping.is_set():
+                    return
+            failure = _Failure(
+                InternalError("The reader ran out of rows before the epoch's end."), number
+            )
+        except BaseException as error:  # noqa: BLE001 - a door: the consumer raises it
+            failure = _Failure(error, number)
+        while not self._stopping.is_set():
+            try:
+                self._queue.put(failure, timeout=0.05)
+            except queue.Full:
+                continue
+            return
+
+
+def _check(
+    rank: int, size: int, batch_size: int, subset: str, shuffle_bytes: int, prefetch_bytes: int
+) -> None:
+    if not 0 <= rank < size:
+        raise InvalidArgumentError(
+            f"Reader: rank is {rank} and size {size}; expected 0 <= rank < size."
+        )
+    if batch_size < 1:
+        raise InvalidArgumentError(f"Reader: batch_size is {batch_size}; it must be at least 1.")
+    if subset not in SUBSETS:
+        raise InvalidArgumentError(
+            f"Reader: subset is {subset!r}; expected one of {', '.join(SUBSETS)}."
+        )
+    if shuffle_bytes < 1 or prefetch_bytes < 1:
+        raise InvalidArgumentError(
+            f"Reader: shuffle_bytes is {shuffle_bytes} and prefetch_bytes {prefetch_bytes}; both must be positive."
+        )

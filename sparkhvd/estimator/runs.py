@@ -1,0 +1,131 @@
+"""Runs in the store, seen from the driver: new, unfinished or finished, and what may go on from them.
+
+    runs/<run_id>/             a fit: program, checkpoints, metrics, outcomes of its attempts
+    runs/<run_id>/finished.json    written when the driver has got the model; the run is over
+    runs/<run_id>/warm-<n>/    the n-th fit that started from the finished weights; laid out like a run
+
+`fit` with a `run_id`: one that does not exist begins; an unfinished one goes on from its last checkpoint; a
+finished one is an error, or with `warm_start` the next `warm-<n>` begins (or goes on) from its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from dataclasses import dataclass
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.checkpoint import Checkpoints
+from sparkhvd.estimator.training.fingerprint import differences
+
+__all__ = ["Run", "new_run_id", "open_run"]
+
+_FINISHED = "finished.json"
+_FINGERPRINT = "fingerprint.json"
+_SEED = "seed.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in the store.
+
+    Attributes:
+        store: where it is.
+        run_dir: its folder, relative to the store.
+        start_from: file with the weights that it starts from, relative to the store; "" for the model's own.
+    """
+
+    store: Store
+    run_dir: str
+    start_from: str = ""
+
+    def seed(self, given: int | None) -> int:
+        """The seed given; else the one that this run had before; else a new one, which the run remembers."""
+        path = f"{self.run_dir}/{_SEED}"
+        seed = given
+        if seed is None and self.store.exists(path):
+            seed = json.loads(self.store.read_bytes(path))
+        seed = secrets.randbits(32) if seed is None else seed
+        self.store.write_bytes(path, json.dumps(seed).encode())
+        return int(seed)
+
+    def check(self, fingerprint: str, epochs: int) -> None:
+        """Refuse to go on with other data, params, model or optimizer than the run's checkpoints have.
+
+        Args:
+            fingerprint: of this fit; the run remembers it.
+            epochs: that this fit asks for.
+
+        Raises:
+            InvalidArgumentError: they differ; the message lists how.
+        """
+        path = f"{self.run_dir}/{_FINGERPRINT}"
+        if self.start_from:
+            self._check_start(fingerprint)
+        done = Checkpoints(self.store, self.run_dir).latest_position()
+        if done != (0, 0) and self.store.exists(path):
+            problem = differences(self.store.read_bytes(path).decode(), fingerprint)
+            if not problem and done > (epochs, 0):
+                problem = f"it has {done[0]} epochs, and epochs is {epochs}"
+            if problem:
+                raise InvalidArgumentError(
+                    f"{self.store.full_url(self.run_dir)} holds a checkpoint of another run: {problem}. Give "
+                    "another run_id, or the same model, data and params."
+                )
+        self.store.write_bytes(path, fingerprint.encode())
+
+    def _check_start(self, fingerprint: str) -> None:
+        """Refuse to start from the weights of another model."""
+        path = f"{self.start_from.partition('/checkpoints/')[0]}/{_FINGERPRINT}"
+        models = [
+            json.dumps({"model": json.loads(text)["model"]})
+            for text in (self.store.read_bytes(path).decode(), fingerprint)
+        ]
+        if problem := differences(*models):
+            raise InvalidArgumentError(
+                f"warm_start: the weights of {self.store.full_url(self.start_from)} do not fit: {problem}. Give the "
+                "same model, or another run_id."
+            )
+
+    def finish(self, epoch: int) -> None:
+        """Note that the driver has the model: the weights after `epoch` epochs."""
+        self.store.write_bytes(f"{self.run_dir}/{_FINISHED}", json.dumps({"epoch": epoch}).encode())
+
+    def finished_weights(self) -> str:
+        """The file with the weights of a finished run, relative to the store; "" if it has not finished."""
+        try:
+            finished = json.loads(self.store.read_bytes(f"{self.run_dir}/{_FINISHED}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+        return Checkpoints(self.store, self.run_dir).path(finished["epoch"])
+
+
+def new_run_id(uid: str) -> str:
+    """A name that no other fit has."""
+    return f"{uid}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def open_run(store: Store, run_id: str, *, warm_start: bool) -> Run:
+    """The run to begin or to go on with.
+
+    Raises:
+        InvalidArgumentError: `run_id` is no name of a folder, or the run has finished and `warm_start` is False.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*", run_id):
+        raise InvalidArgumentError(
+            f"run_id is {run_id!r}; it names a folder and may hold letters, digits, '.', '_' and '-'."
+        )
+    run = Run(store, f"runs/{run_id}")
+    number = 0
+    while weights := run.finished_weights():
+        if not warm_start:
+            raise InvalidArgumentError(
+                f"run_id is {run_id!r}, and that run has finished: {store.full_url(f'runs/{run_id}')}. Give another "
+                "run_id, or warm_start=True to train `epochs` more epochs from its weights."
+            )
+        number += 1
+        run = Run(store, f"runs/{run_id}/warm-{number}", start_from=weights)
+    return run

@@ -1,0 +1,1 @@
+"""What the ranks run: the training loop, its checkpoints and what it reports."""

@@ -1,0 +1,152 @@
+"""What a rank reads: its batches of an epoch, grouped into optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.functions import RowFunctions
+from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.estimator.data.reader import Batch, Reader
+from sparkhvd.estimator.training.spec import TrainSpec
+
+__all__ = ["Data", "StepPlan", "step_plans"]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of the optimizer, as every rank knows it without communication.
+
+    Attributes:
+        number: counts from 0 in each epoch.
+        num_batches: batches whose gradients add up, on every rank.
+        num_rows: rows of all ranks in these batches.
+    """
+
+    number: int
+    num_batches: int
+    num_rows: int
+
+
+class Data:
+    """This rank's readers of training and validation rows; a context manager.
+
+    Attributes:
+        num_steps: optimizer steps of an epoch.
+        schema: of the columns that the model and the loss get.
+    """
+
+    def __init__(self, spec: TrainSpec, functions: RowFunctions | None = None) -> None:
+        """Open the materialized data; nothing large is read yet.
+
+        Args:
+            spec: what the rank got.
+            functions: the user's decoders and collate functions.
+        """
+        self._spec = spec
+        manifest = Manifest.load(spec.store, spec.data_dir)
+        self.schema = spec.transformed or manifest.schema
+        subset = "train" if spec.has_validation and spec.validation_dir is None else "all"
+        self.training = _reader(spec, manifest, subset, functions)
+        self.validation: Reader | None = None
+        if spec.validation_dir is not None:
+            held_out = Manifest.load(spec.store, spec.validation_dir)
+            self.validation = _reader(spec, held_out, "all", functions, is_training=False)
+        elif spec.has_validation:
+            self.validation = _reader(spec, manifest, "validation", functions, is_training=False)
+        self.num_steps = len(step_plans(spec, self.training, 0))
+        for name, reader, steps in (
+            ("training", self.training, self.num_steps),
+            ("validation", self.validation, None),
+        ):
+            if reader is not None and not (reader.num_steps if steps is None else steps):
+                raise InvalidArgumentError(
+                    f"There are no {name} steps: {reader.num_rows} of {manifest.num_rows} rows are {name} rows"
+                    + (
+                        ", and drop_last leaves out a step that is not full."
+                        if spec.drop_last
+                        else "."
+                    )
+                )
+
+    def steps(self, epoch: int, start_step: int = 0) -> Iterator[tuple[StepPlan, Iterator[Batch]]]:
+        """The steps of an epoch, each with its batches on this rank; take them all before the next step.
+
+        Args:
+            epoch: counts from 0.
+            start_step: the first step to yield.
+        """
+        first_batch = start_step * self._spec.accumulate
+        plans = step_plans(self._spec, self.training, epoch)[start_step:]
+        if not plans:
+            return
+        with _closing(self.training.epoch(epoch, first_batch)) as batches:
+            for plan in plans:
+                yield plan, itertools.islice(batches, plan.num_batches)
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """This rank's validation batches; none if there is no validation."""
+        if self.validation is not None:
+            with _closing(self.validation.epoch(0)) as batches:
+                yield from itertools.islice(batches, self._spec.validation_steps_per_epoch)
+
+    def __enter__(self) -> Data:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.training.close()
+        if self.validation is not None:
+            self.validation.close()
+
+
+def _closing(batches: Iterator[Batch]) -> contextlib.closing[Any]:
+    """Ends a reader's background thread when the last batch that is wanted was taken."""
+    return contextlib.closing(cast("Any", batches))
+
+
+def step_plans(spec: TrainSpec, reader: Reader, epoch: int) -> list[StepPlan]:
+    """The optimizer steps of an epoch: groups of `accumulate` batches.
+
+    They hold the rows that steps of one process with batch size * batch_size * accumulate would: the last group may
+    be smaller, and `drop_last` leaves it out.
+    """
+    plan = reader.plan(epoch)
+    starts = range(0, plan.num_steps, spec.accumulate)
+    plans = []
+    for number, start in enumerate(starts[: spec.train_steps_per_epoch]):
+        stop = min(start + spec.accumulate, plan.num_steps)
+        if stop - start < spec.accumulate and spec.drop_last:
+            break
+        rows = sum(sum(plan.rows_per_rank(step)) for step in range(start, stop))
+        plans.append(StepPlan(number, stop - start, rows))
+    return plans
+
+
+def _reader(
+    spec: TrainSpec,
+    manifest: Manifest,
+    subset: str,
+    functions: RowFunctions | None,
+    *,
+    is_training: bool = True,
+) -> Reader:
+    return Reader(
+        spec.store,
+        manifest,
+        rank=hvd.rank(),
+        size=hvd.size(),
+        batch_size=spec.batch_size if is_training else spec.val_batch_size,
+        seed=spec.seed,
+        shuffle=spec.shuffle and is_training,
+        subset=subset,
+        validation=spec.validation,
+        drop_last=spec.drop_last and is_training,
+        shuffle_bytes=spec.shuffle_bytes,
+        functions=functions,
+        num_workers=spec.num_workers if is_training else spec.val_num_workers,
+    )

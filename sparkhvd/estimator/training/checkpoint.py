@@ -1,0 +1,212 @@
+"""What survives a lost worker: files in the store, and a pointer that is written last.
+
+    runs/<run_id>/checkpoints/epoch-<k>.pt             after k epochs; torch.load(..., weights_only=True) reads it
+    runs/<run_id>/checkpoints/epoch-<k>-step-<s>.pt    after k epochs and s steps of the next
+    runs/<run_id>/checkpoints/latest.json              which of them is whole and newest, and its SHA-256
+    runs/<run_id>/metrics.jsonl                        one JSON line per epoch
+
+At the end of an epoch all ranks hold the same state, and random numbers are seeded anew from (seed, epoch, rank).
+Inside an epoch every rank has generators, sums of the loss and running statistics of its own: a file of a step
+holds those of each rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.store import Store
+
+__all__ = ["Checkpoint", "Checkpoints", "FORMAT_VERSION"]
+
+FORMAT_VERSION = 2
+_NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The state after `epoch` epochs and `step` steps of the next.
+
+    Attributes:
+        epoch: epochs that are done.
+        model: the model's state dict.
+        optimizer: the optimizer's state dict.
+        scheduler: the scheduler's state dict, or None.
+        history: the records of these epochs.
+        fingerprint: what a run must share with this one to go on from here.
+        scaler: the loss scaler's state dict, or None.
+        callbacks: the states of the user's callbacks and why they stop the training, or None.
+        step: steps that are done of the epoch that runs; 0 between epochs.
+        buffers: the model's buffers that its state dict leaves out.
+        ranks: what each rank has of its own, inside an epoch; empty between epochs, where all ranks are alike.
+    """
+
+    epoch: int
+    model: dict[str, Any] = field(repr=False)
+    optimizer: dict[str, Any] = field(repr=False)
+    scheduler: dict[str, Any] | None = field(repr=False)
+    history: list[dict[str, Any]] = field(repr=False)
+    fingerprint: str = field(repr=False)
+    scaler: dict[str, Any] | None = field(default=None, repr=False)
+    callbacks: dict[str, Any] | None = field(default=None, repr=False)
+    step: int = 0
+    buffers: dict[str, Any] = field(default_factory=dict, repr=False)
+    ranks: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(epochs, steps) that are done."""
+        return self.epoch, self.step
+
+
+class _Hashing:
+    """A file that hashes what is written to it, so that no second copy of the bytes is needed."""
+
+    def __init__(self, sink: Any) -> None:
+        self._sink = sink
+        self._hash = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._hash.update(data)
+        self._sink.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, store: Store, run_dir: str) -> None:
+        """Nothing is read or written yet."""
+        self._store = store
+        self._folder = f"{run_dir}/checkpoints"
+        self._metrics = f"{run_dir}/metrics.jsonl"
+        # Files in the folder, by position; None until the first is written.
+        self._files: set[tuple[int, int]] | None = None
+        self._previous: tuple[int, int] | None = None
+
+    def path(self, epoch: int, step: int = 0) -> str:
+        """The file after `epoch` epochs and `step` steps, relative to the store."""
+        name = f"epoch-{epoch}-step-{step}" if step else f"epoch-{epoch}"
+        return f"{self._folder}/{name}.pt"
+
+    def save(self, checkpoint: Checkpoint, *, keep: Sequence[int] = ()) -> None:
+        """Write a checkpoint, then the pointer to it, then the metrics; older ones but the last go.
+
+        Whoever is killed in here leaves a checkpoint that can be read: this one, or the one before.
+
+        Args:
+            checkpoint: what to write.
+            keep: epochs whose files stay besides the last two.
+        """
+        content = {"format_version": FORMAT_VERSION, **vars(checkpoint)}
+        if self._files is None:
+            self._take_over()
+        assert self._files is not None
+        pointer: dict[str, Any] = {"epoch": checkpoint.epoch, "step": checkpoint.step}
+        if checkpoint.position == self._previous:
+            # A loop of the user's own may save twice without a new record. Then the pointer names the file before
+            # and after it is replaced; both are whole, but only the first is what was hashed.
+            self._point({**pointer, "sha256": None})
+        with self._store.open_output(self.path(*checkpoint.position)) as sink:
+            hashing = _Hashing(sink)
+            torch.save(content, hashing)  # type: ignore[arg-type]  # torch only calls write
+        self._files.add(checkpoint.position)
+        self._point({**pointer, "sha256": hashing.hexdigest()})
+        if not checkpoint.step:
+            self.write_history(checkpoint.history)
+        # Two stay: a reader that has just seen the old pointer must still find its file.
+        stay = {checkpoint.position, self._previous, *((epoch, 0) for epoch in keep)}
+        for position in self._files - stay:
+            self._store.delete(self.path(*position))
+        self._files &= stay
+        self._previous = checkpoint.position
+
+    def _take_over(self) -> None:
+        """Look at what an attempt before this one has left, and delete what it did not finish."""
+        self._store.delete_unfinished(self._folder)
+        found = (_NAME.fullmatch(p.rpartition("/")[2]) for p in self._store.list(self._folder))
+        self._files = {(int(m[1]), int(m[2] or 0)) for m in found if m}
+        self._previous = self.latest_position() if self._pointer() else None
+
+    def write_history(self, history: Sequence[dict[str, Any]]) -> None:
+        """Write the metrics file."""
+        lines = "".join(json.dumps(record) + "\n" for record in history)
+        self._store.write_bytes(self._metrics, lines.encode())
+
+    def latest_epoch(self) -> int:
+        """Epochs that the newest whole checkpoint has; 0 if there is none."""
+        return self.latest_position()[0]
+
+    def latest_position(self) -> tuple[int, int]:
+        """(epochs, steps of the next one) that the newest whole checkpoint has; (0, 0) if there is none."""
+        pointer = self._pointer()
+        return (pointer["epoch"], pointer["step"]) if pointer else (0, 0)
+
+    def latest(self) -> Checkpoint | None:
+        """The newest whole checkpoint, or None.
+
+        Raises:
+            InvalidArgumentError: its file is not what was written.
+        """
+        pointer = self._pointer()
+        if pointer is None:
+            return None
+        return self.load(pointer["epoch"], pointer["step"], sha256=pointer["sha256"])
+
+    def load(self, epoch: int, step: int = 0, *, sha256: str | None = None) -> Checkpoint:
+        """The checkpoint after `epoch` epochs and `step` steps."""
+        path = self.path(epoch, step)
+        data = self._store.read_bytes(path)
+        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+            raise InvalidArgumentError(
+                f"{self._store.full_url(path)}: the file is not what was written. Delete the run's folder, or "
+                "give another run_id."
+            )
+        return self._parse(path, data)
+
+    def _parse(self, path: str, data: bytes) -> Checkpoint:
+        values = torch.load(io.BytesIO(data), weights_only=True)
+        version = values.pop("format_version")
+        if version != FORMAT_VERSION:
+            raise InvalidArgumentError(
+                f"{self._store.full_url(path)} has format version {version}; this sparkhvd reads "
+                f"{FORMAT_VERSION}. Give another run_id."
+            )
+        return Checkpoint(**values)
+
+    def load_weights(self, path: str) -> dict[str, Any]:
+        """The model's state dict in a checkpoint file of any run, relative to the store."""
+        return self._parse(path, self._store.read_bytes(path)).model
+
+    def history(self) -> list[dict[str, Any]]:
+        """The records of the epochs that are done, as the metrics file has them now."""
+        try:
+            text = self._store.read_bytes(self._metrics).decode()
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [json.loads(line) for line in text.splitlines()]
+
+    def _point(self, pointer: dict[str, Any]) -> None:
+        self._store.write_bytes(f"{self._folder}/latest.json", json.dumps(pointer).encode())
+
+    def _pointer(self) -> dict[str, Any] | None:
+        try:
+            pointer = json.loads(self._store.read_bytes(f"{self._folder}/latest.json"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        assert isinstance(pointer, dict)
+        return {"step": 0, **pointer}

@@ -1,0 +1,97 @@
+"""Which epoch is the best, and when a fit has had enough: pure functions of the history.
+
+The history is equal on all ranks and part of every checkpoint, so all ranks decide alike, and so does a run that
+goes on after a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["EarlyStopping", "Monitor", "best_epoch", "reason_to_stop"]
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """A number of each epoch, and which way is better.
+
+    Attributes:
+        name: its key in the history.
+        mode: "min" or "max".
+    """
+
+    name: str = "loss"
+    mode: str = "min"
+
+    def value(self, record: Mapping[str, Any]) -> float:
+        """The number in the record of an epoch.
+
+        Raises:
+            InvalidArgumentError: the record does not have it.
+        """
+        found = record.get(self.name)
+        if not isinstance(found, (int, float)):
+            known = ", ".join(repr(k) for k, v in record.items() if isinstance(v, (int, float)))
+            raise InvalidArgumentError(
+                f"monitor is {self.name!r}, which the record of an epoch does not have as a number. It has {known}."
+            )
+        return float(found)
+
+    def is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
+        """Whether a value is better than an earlier one by more than `min_delta`; NaN never is."""
+        if value != value:
+            return False
+        if than is None:
+            return True
+        return value < than - min_delta if self.mode == "min" else value > than + min_delta
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """When a fit ends before its last epoch.
+
+    Attributes:
+        monitor: what is looked at.
+        patience: epochs in a row without an improvement after which it ends, at least 1.
+        min_delta: what counts as an improvement is more than this, at least 0.
+    """
+
+    monitor: Monitor
+    patience: int = 1
+    min_delta: float = 0.0
+
+
+def best_epoch(history: Sequence[Mapping[str, Any]], monitor: Monitor) -> int:
+    """The epoch with the best value, the first of equals; the last epoch where every value is NaN."""
+    best, epoch = None, len(history)
+    for record in history:
+        value = monitor.value(record)
+        if monitor.is_better(value, best):
+            best, epoch = value, int(record["epoch"])
+    return epoch
+
+
+def reason_to_stop(
+    history: Sequence[Mapping[str, Any]], early_stopping: EarlyStopping | None
+) -> str:
+    """Why the fit ends after these epochs, in words; "" if it goes on."""
+    if early_stopping is None:
+        return ""
+    best: float | None = None
+    waited = 0
+    for record in history:
+        value = early_stopping.monitor.value(record)
+        if early_stopping.monitor.is_better(value, best, early_stopping.min_delta):
+            best, waited = value, 0
+        else:
+            waited += 1
+    if waited < early_stopping.patience:
+        return ""
+    name = early_stopping.monitor.name
+    found = f"its best is {best:.6g}" if best is not None else "it was never a number"
+    plural = "s" * (waited != 1)
+    return f"{name} has not improved for {waited} epoch{plural} ({found})"

@@ -1,0 +1,105 @@
+"""Epochs as they happen, on the driver: the run's metrics file is polled while the ranks train.
+
+Threads: one background thread polls; it prints and calls the user's function. Ownership: it alone reads the
+metrics file. Shutdown: leaving the block stops it after one last look, so every epoch is reported exactly once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from sparkhvd.estimator.data.prepare import renew_leases
+from sparkhvd.estimator.training.checkpoint import Checkpoints
+
+__all__ = ["EpochReporter", "format_epoch"]
+
+# An epoch of less than this is reported together with the next; a look costs one small read.
+POLL_S = 0.25
+
+
+def format_epoch(record: dict[str, Any], epochs: int) -> str:
+    """One line for an epoch: "epoch 3/10  loss 0.1234  accuracy 0.9600  val_loss 0.1300  12,345 rows/s"."""
+    shown = {
+        name: value
+        for name, value in record.items()
+        if name not in ("epoch", "rows", "seconds", "rows_per_s", "lr")
+    }
+    numbers = "".join(f"  {name} {_short(value)}" for name, value in shown.items())
+    width = len(str(epochs))
+    rate = record.get("rows_per_s")  # a loop of the user's own may not say
+    speed = f"  {rate:,.0f} rows/s" if isinstance(rate, (int, float)) else ""
+    return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{speed}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, (int, float)) else str(value)
+
+
+class EpochReporter:
+    """Prints one line per epoch and calls the user's function; a context manager around the launch."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        epochs: int,
+        verbose: int,
+        progress: Callable[[dict[str, Any]], Any] | None,
+    ) -> None:
+        """Nothing runs before `with`."""
+        self._checkpoints = checkpoints
+        self._epochs = epochs
+        self._verbose = verbose
+        self._progress = progress
+        self._reported = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
+
+    def __enter__(self) -> EpochReporter:
+        # Epochs of an earlier fit that this one resumes are not news.
+        self._reported = self._checkpoints.latest_epoch()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self._look()
+
+    def ended(self, reason: str, epoch: int) -> None:
+        """Print why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
+        if self._verbose and reason:
+            sys.stdout.write(f"stopped after epoch {epoch}/{self._epochs}: {reason}\n")
+            sys.stdout.flush()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(POLL_S):
+            self._look()
+            renew_leases()
+
+    def _look(self) -> None:
+        try:
+            history = self._checkpoints.history()
+        except (OSError, ValueError):
+            return  # a store that cannot be read for a moment costs a line, not the training
+        for record in history[self._reported :]:
+            self._report(record)
+        self._reported = max(self._reported, len(history))
+
+    def _report(self, record: dict[str, Any]) -> None:
+        if self._verbose:
+            sys.stdout.write(format_epoch(record, self._epochs) + "\n")
+            sys.stdout.flush()
+        if self._progress is not None:
+            try:
+                self._progress(record)
+            except Exception as e:  # noqa: BLE001 - the user's function must not end the training
+                self._progress = None
+                warnings.warn(
+                    f"progress raised {type(e).__name__}: {e}; it is not called any more.",
+                    stacklevel=2,
+                )

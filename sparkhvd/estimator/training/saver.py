@@ -1,0 +1,140 @@
+"""Checkpoints while training goes on: when, of what, and by whom they are written.
+
+Threads: rank 0 has one background thread that writes; training waits for the copy of the state, not for the store.
+Ownership: the thread owns the copy that it writes and the run's checkpoint folder. Shutdown: leaving the block
+waits for the write that is going on, also after an error, so that what was taken is not lost.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import sparkhvd.torch as hvd
+from sparkhvd.estimator.training.cadence import Cadence
+from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from sparkhvd.estimator.training.metrics import Totals
+from sparkhvd.estimator.training.monitor import best_epoch
+from sparkhvd.estimator.training.rank_state import gather_rank_states
+from sparkhvd.estimator.training.spec import TrainSpec
+from sparkhvd.estimator.training.state import TrainingState, take
+
+__all__ = ["Saver", "snapshot"]
+
+
+class Saver:
+    """Takes checkpoints of a run; every rank has one, and a context manager is what it is."""
+
+    def __init__(self, spec: TrainSpec, checkpoints: Checkpoints, state: TrainingState) -> None:
+        """Nothing is written yet; `state` is what there is to save, at any time."""
+        self._spec = spec
+        self._checkpoints = checkpoints
+        self._state = state
+        self._cadence = Cadence(spec.checkpoint_interval_s, time.monotonic())
+        self._until_asked = 1
+        self._is_writer = hvd.rank() == 0
+        self._path = ""
+        self._writing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-checkpoint")
+
+    def after_step(
+        self, history: list[dict[str, Any]], step: int, totals: Totals, seconds: float
+    ) -> None:
+        """Take a checkpoint if one is due. All ranks must call it after every step of the optimizer.
+
+        Args:
+            history: the records of the epochs that are done.
+            step: steps that are done of this one.
+            totals: of this epoch, on this rank.
+            seconds: that this epoch has taken.
+        """
+        if not self._is_due():
+            return
+        callbacks = self._state.callbacks
+        asked = callbacks.ctx.stop_reason if callbacks is not None else ""
+        ranks = gather_rank_states(
+            self._state.model, totals.state_dict(), seconds, stop_reason=asked
+        )
+        if self._is_writer:
+            self._save(take(self._spec, self._state, history, step=step, ranks=ranks))
+
+    def after_epoch(self, history: list[dict[str, Any]]) -> None:
+        """Take the checkpoint of an epoch. All ranks may call it; rank 0 writes."""
+        if self._is_writer:
+            self._save(take(self._spec, self._state, history))
+
+    def _is_due(self) -> bool:
+        self._until_asked -= 1
+        if self._until_asked:
+            return False
+        answer = torch.zeros(2, dtype=torch.int64)
+        if self._is_writer:
+            is_writing = self._writing is not None and not self._writing.done()
+            is_due, num_steps = self._cadence.ask(time.monotonic(), is_writing=is_writing)
+            answer = torch.tensor([is_due, num_steps])
+        is_due, self._until_asked = hvd.broadcast(answer, 0, name="checkpoint.ask").tolist()
+        return bool(is_due)
+
+    def _save(self, checkpoint: Checkpoint) -> None:
+        """Copy a checkpoint and write the copy in the background; waits for the one before."""
+        self.wait()
+        taken = time.monotonic()
+        copied = Checkpoint(**snapshot(vars(checkpoint)))
+        keep: tuple[int, ...] = ()
+        if self._spec.return_best:
+            keep = (best_epoch(checkpoint.history, self._spec.monitor),)
+        self._cadence.taken(taken)
+        self._path = self._checkpoints.path(*checkpoint.position)
+        self._writing = self._thread.submit(self._write, copied, keep, taken)
+
+    def _write(self, checkpoint: Checkpoint, keep: tuple[int, ...], taken: float) -> None:
+        self._checkpoints.save(checkpoint, keep=keep)
+        self._cadence.written(time.monotonic() - taken)
+
+    def wait(self) -> str:
+        """Wait until the last checkpoint is written; returns its path on rank 0, else ""."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+        return self._path
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown(wait=True)
+        if error is None:
+            self.wait()
+
+
+def snapshot(value: Any) -> Any:
+    """A copy on the CPU of tensors in dicts, lists and tuples, which training does not change any more.
+
+    Numbers of numpy become plain ones.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        copied = copy.copy(value)  # keeps the kind of dict, and what modules note in its attributes
+        for key, entry in value.items():
+            copied[key] = snapshot(entry)  # type: ignore[index]  # a copy of a state dict is mutable
+        return copied
+    if isinstance(value, (list, tuple)):
+        return type(value)(snapshot(entry) for entry in value)
+    if isinstance(value, np.generic):
+        # A rate of np.cos, the best of np.minimum: no type that a checkpoint can be read with.
+        return value.item()
+    return copy.deepcopy(value)

@@ -1,0 +1,249 @@
+"""One training step of a rank: forward and backward of its batches, then the optimizer's step.
+
+**One formula for every kind of loss.** A rank's loss is a mean over what it counts: rows, sample weights, or what
+the loss says. Before `backward` it becomes a sum again and is divided by the rows of all ranks and batches of the
+step, which everybody knows beforehand; gradients add up over batches and ranks. Where the counts are not rows,
+the sum of all counts is agreed on once per step, and the reduced gradients are put right by its ratio to the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.estimator.data.reader import Batch
+from sparkhvd.estimator.training.batches import StepPlan
+from sparkhvd.estimator.training.losses import mean_loss, weighted_loss
+from sparkhvd.estimator.training.metrics import Forward, Metric, StateMetric, Totals
+from sparkhvd.estimator.training.precision import autocast, widened
+from sparkhvd.estimator.training.program import Program, outputs_of
+from sparkhvd.estimator.training.spec import TrainSpec
+from sparkhvd.estimator.training.state import TrainingState, fail_together
+from sparkhvd.estimator.training.user_step import UserStep
+
+__all__ = ["Step"]
+
+Columns = Mapping[str, Any]
+
+
+class Step:
+    """One training step, and what it remembers between steps."""
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        program: Program,
+        state: TrainingState,
+        call: Callable[..., Any],
+        user: UserStep,
+    ) -> None:
+        """`state` holds the distributed optimizer.
+
+        `call` is the model, as it is or compiled; `user` what the user does instead of model and loss.
+        """
+        self.spec = spec
+        self.program = program
+        self.state = state
+        self.model = state.model
+        self.call = call
+        self.optimizer = state.optimizer
+        self.scaler = state.scaler
+        self.device = next(state.model.parameters()).device
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.user = user
+        self.is_sum = program.user.train_step is None and all(program.is_sum)
+        # Of the last step: the sum of this rank's losses times their weights, and the sum of the weights.
+        self.last_loss: tuple[Tensor | float, float] = (0.0, 0.0)
+        # Whether weights of a step are known only after `forward`; None before the first batch.
+        self.is_weighted: bool | None = None
+
+    def run(self, batches: Iterable[Batch], plan: StepPlan, totals: Totals, where: str) -> bool:
+        """Forward and backward of this rank's batches, and one step of the optimizer.
+
+        Args:
+            batches: this rank's, `plan.num_batches` of them.
+            plan: what all ranks do in this step.
+            totals: of the epoch; the batches are counted.
+            where: the step in words, for errors.
+
+        Returns:
+            Whether the optimizer stepped: not if gradients in float16 overflowed, or nothing had a weight.
+        """
+        self.optimizer.zero_grad()
+        weight, problem = 0.0, ""
+        loss: Tensor | float = 0.0
+        for batch in batches:
+            result = self.result(batch)
+            if result is None:
+                continue
+            if result.weight:  # a mean over nothing may be NaN, and adds nothing
+                self.backward(result, plan)
+                problem = problem or self.check_loss(result)
+                loss = loss + result.loss.detach() * result.weight
+            weight += result.weight
+            totals.add(result)
+        self.last_loss = (loss, weight)
+        self.optimizer.synchronize()
+        return self.apply(self.factor(weight, plan, problem, where))
+
+    def result(self, batch: Batch) -> Forward | None:
+        """What `forward` gives for this rank's rows; None if it has none."""
+        if self.is_weighted is None:
+            return self.first_forward(batch)
+        return self.forward(batch) if batch.num_rows else None
+
+    def forward(self, batch: Batch) -> Forward:
+        """Run the model and the loss on the rows of this rank."""
+        is_training = torch.is_grad_enabled()
+        columns = self.columns(batch, is_training=is_training)
+        if self.user.takes(is_training=is_training):
+            with autocast(self.spec.precision, self.device):
+                return self.user.forward(
+                    self.call, columns, batch.num_rows, is_training=is_training
+                )
+        arguments, keywords = self.spec.inputs.apply(columns)
+        with autocast(self.spec.precision, self.device):
+            result = self.call(*arguments, **keywords)
+        outputs = widened(outputs_of(result))
+        labels = self.spec.labels.match(outputs, self.spec.labels.apply(columns))
+        if self.spec.sample_weight is None:
+            return mean_loss(self.spec, self.program, outputs, labels)
+        weights = torch.from_numpy(columns[self.spec.sample_weight])
+        return weighted_loss(self.spec, self.program, outputs, labels, weights)
+
+    def columns(self, batch: Batch, *, is_training: bool) -> Columns:
+        """The columns of a batch, through the user's transformations."""
+        if self.spec.transformed is None:
+            return batch.columns
+        functions, expected = self.program.user.transformations, self.spec.transformed.columns
+        return functions.apply(batch.columns, expected, is_training=is_training)
+
+    def metrics(self, *, is_training: bool) -> Sequence[Metric | StateMetric]:
+        """The metrics that a pass over the data can compute: none where the user's function sees the outputs."""
+        return () if self.user.takes(is_training=is_training) else self.program.metrics
+
+    def backward(self, result: Forward, plan: StepPlan) -> None:
+        """Add the gradients of a batch to those of the step."""
+        share = result.weight if self.is_sum else result.weight / plan.num_rows
+        loss = result.loss * share
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def factor(self, weight: float, plan: StepPlan, problem: str, where: str) -> float:
+        """What the reduced gradients are to be multiplied by; every rank gets the same number.
+
+        Args:
+            weight: what this rank's losses count.
+            plan: of the step.
+            problem: what is wrong with this rank's loss, or "".
+            where: the step in words.
+        """
+        if not (self.is_weighted or self.spec.terminate_on_nan):
+            return 1.0
+        own = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
+        total, num_problems = hvd.allreduce(own, name="step.weight", op=hvd.Sum).tolist()
+        if num_problems:
+            for rank, text in enumerate(hvd.allgather_object(problem, name="step.problem")):
+                if text:
+                    fail_together(f"{text} on rank {rank}, {where}. {_NAN_HINT}")
+        if not self.is_weighted or self.is_sum:
+            return 1.0
+        return plan.num_rows / total if total else 0.0
+
+    def check_loss(self, result: Forward) -> str:
+        """What is wrong with the loss of a batch, or ""."""
+        if not self.spec.terminate_on_nan or result.loss.isfinite():
+            return ""
+        return f"terminate_on_nan: the loss is {float(result.loss.detach())}"
+
+    def apply(self, factor: float) -> bool:
+        """Step with the reduced gradients times `factor`; whether the optimizer stepped."""
+        if not factor:
+            return False
+        if factor != 1.0:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        if self.scaler is not None:
+            # Gradients are equal on all ranks, so all find the same overflow and skip the same steps.
+            self.scaler.unscale_(self.optimizer)
+        if self.spec.gradient_clip_value is not None:
+            nn.utils.clip_grad_value_(self.parameters, self.spec.gradient_clip_value)
+        if self.spec.gradient_clip_norm is not None:
+            self.optimizer.clip_grad_norm_(self.spec.gradient_clip_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    def first_forward(self, batch: Batch) -> Forward | None:
+        """The first batch of a run: if it does not fit on some rank, every rank raises, before any step."""
+        result, problem = None, ""
+        cause: Exception | None = None
+        if batch.num_rows:
+            try:
+                result = self.forward(batch)
+                self.check_first(result)
+            except CollectiveError:
+                raise
+            except InvalidArgumentError as e:
+                problem, cause = str(e), e
+            except Exception as e:  # noqa: BLE001 - raised again below, on every rank
+                shapes = (f"{n} {v.shape} {v.dtype}" for n, v in batch.columns.items())
+                problem = (
+                    f"model or loss raised {type(e).__name__}: {e} (columns: {', '.join(shapes)})"
+                )
+                cause = e
+        is_weighted = result is not None and result.is_weighted
+        said = hvd.allgather_object((problem, is_weighted), name="first batch")
+        for rank, (text, _) in enumerate(said):
+            if text:
+                own = cause if rank == hvd.rank() else None
+                fail_together(f"The first batch, on rank {rank}: {text}", own)
+        self.is_weighted = any(weighted for _, weighted in said)
+        return result
+
+    def check_first(self, result: Forward) -> None:
+        """Refuse a loss without a gradient, and one that compares a label with its output by broadcasting."""
+        if not result.loss.requires_grad:
+            raise InvalidArgumentError(
+                "loss returned a number that does not depend on the model's trainable parameters, so there is no "
+                "gradient. Compute it from the output, without detach(), item() or torch.no_grad()."
+            )
+        for i, (output, label) in enumerate(zip(result.outputs, result.labels, strict=True)):
+            if output.numel() == label.numel() or not _broadcast(output, label):
+                continue
+            # (3,) broadcasts over (3, 3), where three rows happen to be as many as classes. Then as many rows as no
+            # other axis has tell a loss that takes class indices from one that would learn the mean.
+            rows = max(output.shape + label.shape) + 1
+            index = torch.arange(rows) % len(output)
+            try:
+                with torch.no_grad():
+                    self.program.losses[i](output[index], label[index])
+            except RuntimeError as e:
+                raise InvalidArgumentError(
+                    f"Label {self.spec.labels.columns[i]!r} has shape {tuple(label.shape)} and the model's output "
+                    f"{tuple(output.shape)}: the loss broadcasts one over the other. Change the last layer or the "
+                    "label so that they have the same number of elements per row."
+                ) from e
+
+
+_NAN_HINT = (
+    "Look for NaN in the data and for division by zero in the model, lower the learning rate or set "
+    "gradient_clip_norm."
+)
+
+
+def _broadcast(output: Tensor, label: Tensor) -> bool:
+    try:
+        torch.broadcast_shapes(output.shape, label.shape)
+    except RuntimeError:
+        return False
+    return True

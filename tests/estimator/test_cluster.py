@@ -1,0 +1,126 @@
+"""What a fit takes from the Spark conf, the environment and its arguments, on classic Spark and on Connect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sparkhvd import Settings, TorchEstimator
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.cluster import Cluster, Given, resolve_cluster
+from tests.harness.spark import run_on
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+
+CONF = {
+    "spark.sparkhvd.num_proc": "1",
+    "spark.sparkhvd.max_retries": "5",
+    "spark.sparkhvd.start_timeout": "12.5",
+    "spark.sparkhvd.verbose": "0",
+    "spark.sparkhvd.spin_us": "9",
+}
+
+
+@pytest.fixture
+def conf(spark: SparkSession) -> Iterator[dict[str, str]]:
+    """The conf above for one test."""
+    for key, value in CONF.items():
+        spark.conf.set(key, value)
+    yield CONF
+    for key in CONF:
+        spark.conf.unset(key)
+
+
+def resolve(spark: SparkSession, **params: object) -> Cluster:
+    estimator = TorchEstimator(**params)
+    return resolve_cluster(spark, Given(estimator._get, estimator.isSet))
+
+
+def test_an_argument_wins_over_the_conf_it_over_the_environment_that_over_the_default(
+    spark: SparkSession, conf: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARKHVD_SPIN_US", "8")
+    monkeypatch.setenv("SPARKHVD_SLOTS", "6")
+    assert resolve(spark) == Cluster(1, 5, 12.5, 0, Settings(spin_us=9, slots=6))
+    given = {"num_proc": 2, "max_retries": 2, "start_timeout": 3.0, "verbose": 1}
+    assert resolve(spark, **given, settings=Settings(spin_us=7)) == Cluster(
+        2, 2, 3.0, 1, Settings(spin_us=7)
+    )
+    for key in conf:
+        spark.conf.unset(key)
+    assert resolve(spark) == Cluster(2, 2, None, 1, Settings(spin_us=8, slots=6))
+
+
+def test_the_number_of_ranks_is_printed_where_nobody_gave_it(
+    spark: SparkSession, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolve(spark)
+    line = "num_proc is not given: 2 ranks, one per task slot ("
+    assert capsys.readouterr().out.startswith(line)
+    resolve(spark, verbose=0)
+    resolve(spark, num_proc=2)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "num_proc",
+            "two",
+            "spark.sparkhvd.num_proc is 'two'; it must be a plain int. Set another, or give num_proc to fit.",
+        ),
+        ("num_proc", "0", "spark.sparkhvd.num_proc is 0; it must be at least 1."),
+        ("start_timeout", "0", "spark.sparkhvd.start_timeout is 0.0; it must be more than 0."),
+        (
+            "slots",
+            "1",
+            "spark.sparkhvd.slots='1': Settings.slots is 1; it must be from 2 to 64.",
+        ),
+        (
+            "isa",
+            "sse",
+            "spark.sparkhvd.isa='sse': Settings.isa is 'sse'; it must be one of auto, scalar, avx2, avx512, neon.",
+        ),
+    ],
+)
+def test_wrong_values_name_the_key(spark: SparkSession, key: str, value: str, message: str) -> None:
+    spark.conf.set(f"spark.sparkhvd.{key}", value)
+    try:
+        with pytest.raises(InvalidArgumentError) as failed:
+            resolve(spark)
+    finally:
+        spark.conf.unset(f"spark.sparkhvd.{key}")
+    assert str(failed.value) == message
+
+
+def test_the_conf_reaches_a_client_of_connect(tmp_path: Path) -> None:
+    output = run_on(
+        "local[2]",
+        """
+        from sparkhvd import TorchEstimator
+        from sparkhvd.estimator.cluster import Given, resolve_cluster
+
+        estimator = TorchEstimator(max_retries=3)
+        given = Given(estimator._get, estimator.isSet)
+        found = resolve_cluster(spark, given)
+        print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.spin_us)
+        spark.conf.set("spark.sparkhvd.num_proc", "-3")
+        try:
+            resolve_cluster(spark, given)
+        except ValueError as e:
+            print("ERROR", e)
+        spark.stop()
+        """,
+        tmp_path,
+        remote=True,
+        conf=CONF,
+    )
+    assert "FOUND 1 3 12.5 9" in output
+    assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output

@@ -1,0 +1,74 @@
+"""A model larger than the driver's heap: fit, save, load and transform. 3 GiB under `make soak`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.soak import amount
+from tests.harness.spark import run_on
+
+pytestmark = pytest.mark.spark
+
+# A little above what travels with the program; in the long leg three times the heap, which is 1 GiB.
+MIB = amount(80, 3 << 10)
+
+BODY = """
+    import resource
+    import torch
+    from torch import nn
+    from sparkhvd import Store, TorchEstimator, TorchModel
+
+    def peak():
+        return f"{{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f}} GiB peak"
+
+    def said(what):
+        global began
+        print(f"{{what}}: {{time.monotonic() - began:.1f}} s, driver {{peak()}}", flush=True)
+        began = time.monotonic()
+
+    torch.manual_seed(0)
+    side = int(({mib} * 2**18) ** 0.5) + 1
+    net = nn.Sequential(nn.Linear(2, side), nn.Linear(side, side), nn.Linear(side, 1))
+    # Frozen, so that gradients need no memory; they travel all the same.
+    net[0].requires_grad_(False)
+    net[1].requires_grad_(False)
+    size = sum(p.nbytes for p in net.parameters())
+    assert size >= {mib} << 20
+    df = spark.createDataFrame([([i / 10, 1 - i / 10], i % 2 + 0.5) for i in range(8)], "x array<double>, y double")
+    store = Store.create({store!r})
+    began = time.monotonic()
+    model = TorchEstimator(
+        model=net, optimizer=torch.optim.SGD([net[2].weight, net[2].bias], lr=1e-5), loss=nn.MSELoss(),
+        feature_cols=["x"], label_cols=["y"], batch_size=8, num_proc=1, verbose=0, store=store, max_retries=0,
+    ).fit(df)
+    del net
+    store.clean(runs=True)
+    said(f"fit {{size / 2**20:.0f}} MiB")
+    first = model.transform(df).collect()
+    said("transform")
+    model.save({path!r})
+    said("save")
+    with torch.no_grad():
+        x = torch.tensor([[i / 10, 1 - i / 10] for i in range(8)])
+        expected = model.getModel()(x)[:, 0].tolist()
+    del model
+    for path in store.list("models"):
+        store.delete(path)
+    loaded = TorchModel.load({path!r})
+    said("load")
+    again = loaded.transform(df).collect()
+    said("transform")
+    for before, after, value in zip(first, again, expected, strict=True):
+        assert abs(before.y__output - value) <= 1e-4 * (1 + abs(value)), (before, value)
+        assert abs(after.y__output - value) <= 1e-4 * (1 + abs(value)), (after, value)
+    print("large weights in the store:", len(store.list("models")))
+"""
+
+
+@pytest.mark.timeout(900)
+def test_a_model_larger_than_the_drivers_heap(tmp_path: Path) -> None:
+    body = BODY.format(mib=MIB, store=str(tmp_path / "store"), path=str(tmp_path / "saved"))
+    out = run_on("local[2]", body, tmp_path, conf={"spark.driver.memory": "1g"}, timeout_s=850)
+    assert "large weights in the store: 1" in out

@@ -1,0 +1,202 @@
+"""Where the weights of a `TorchModel` are when rows are computed: lazily, in a stream, long after the model is gone."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql.types import IntegerType, StructField, StructType
+from torch import nn
+
+from sparkhvd import InvalidArgumentError, Store
+from sparkhvd.estimator.data.prepare import release
+from sparkhvd.estimator.weights import CLOSURE_BYTES
+from tests.estimator.fits import estimator, fitted, mlp
+from tests.harness.spark import run_on
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+SCHEMA = StructType([StructField("x", VectorUDT()), StructField("k", IntegerType())])
+
+
+def large(seed: int = 0) -> nn.Module:
+    """A module just above what travels with the program."""
+    torch.manual_seed(seed)
+    middle = CLOSURE_BYTES // 4 // 4096 + 1
+    module = nn.Sequential(nn.Linear(2, 4096), nn.Linear(4096, middle), nn.Linear(middle, 1))
+    assert sum(p.nbytes for p in module.parameters()) > CLOSURE_BYTES
+    return module
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    rows = [(Vectors.dense(i / 9, 1 - i / 5), i) for i in range(20)]
+    return spark.createDataFrame(rows, SCHEMA).repartition(4)
+
+
+def expected(module: nn.Module, k: int) -> float:
+    with torch.no_grad():
+        return float(module(torch.tensor([[k / 9, 1 - k / 5]], dtype=torch.float32)))
+
+
+def assert_right(rows: list[Any], module: nn.Module, count: int = 20) -> None:
+    assert sorted(r.k for r in rows) == list(range(count))
+    for row in rows[:: len(rows) // 2]:
+        assert row.y__output == pytest.approx(expected(module, row.k), rel=1e-4, abs=1e-5)
+
+
+def test_large_weights_outlive_the_model_cleaning_and_another_fit(
+    df: DataFrame, tmp_path: Path
+) -> None:
+    module, store = large(), Store.create(tmp_path / "store")
+    model = fitted(module).setStore(store)
+    lazy = model.transform(df)
+    (path,) = store.list("models")
+    del model
+    data = df.selectExpr("double(k) AS x", "1.0D AS y")
+    estimator(mlp(1), store, num_proc=1, keep_data=True).fit(data)
+    assert store.clean(runs=True)
+    release()
+    gc.collect()
+    assert_right(lazy.collect(), module)
+    assert_right(lazy.collect(), module)
+    fitted(module).setStore(store).transform(df)
+    assert store.list("models") == [path]
+
+
+def test_weights_in_the_program_outlive_the_model(df: DataFrame) -> None:
+    # Above 1 MiB, where Spark sends the program as a broadcast.
+    module = nn.Sequential(nn.Linear(2, 1000), nn.Linear(1000, 2000), nn.Linear(2000, 1)).eval()
+    model = fitted(module)
+    lazy = model.transform(df)
+    lazy.collect()
+    del model
+    for _ in range(3):
+        gc.collect()
+        df.sparkSession._jvm.System.gc()  # type: ignore[union-attr]  # classic
+        time.sleep(0.2)
+    assert_right(lazy.collect(), module)
+
+
+def test_planning_starts_no_job(df: DataFrame, tmp_path: Path) -> None:
+    context = df.sparkSession.sparkContext
+    tracker = context.statusTracker()
+    context.setJobGroup("planning", "transform only")
+    try:
+        for module in (mlp(2), large()):
+            out = fitted(module).setStore(Store.create(tmp_path / "store")).transform(df)
+            assert out.columns == ["x", "k", "y__output"]
+        assert list(tracker.getJobIdsForGroup("planning")) == []
+        out.count()
+        assert len(tracker.getJobIdsForGroup("planning")) > 0
+    finally:
+        context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]  # None clears
+
+
+class Counted(nn.Module):
+    """Writes a line whenever it is loaded into a process."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__()
+        self.log = log
+        self.layers = mlp(2)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        import os
+
+        super().__setstate__(state)
+        with open(state["log"], "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_a_worker_loads_a_model_once(df: DataFrame, tmp_path: Path) -> None:
+    log = tmp_path / "loads"
+    out = fitted(Counted(str(log))).transform(df.repartition(8))
+    for _ in range(3):
+        assert len(out.collect()) == 20
+    pids = log.read_text().split()
+    # 24 tasks in two or so processes; Spark may start others.
+    assert len(pids) == len(set(pids)) < 8
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_streams(spark: SparkSession, df: DataFrame, tmp_path: Path, is_large: bool) -> None:
+    module = large() if is_large else mlp(2)
+    df.limit(10).write.parquet(str(tmp_path / "in"))
+    stream = spark.readStream.schema(SCHEMA).parquet(str(tmp_path / "in"))
+    model = fitted(module).setStore(Store.create(tmp_path / "store"))
+    out = model.transform(stream)
+    assert out.isStreaming
+    del model
+    sink = {"checkpointLocation": str(tmp_path / "checkpoint"), "path": str(tmp_path / "out")}
+    query = out.writeStream.format("parquet").options(**sink).start()
+    try:
+        query.processAllAvailable()
+        gc.collect()
+        df.subtract(spark.read.parquet(str(tmp_path / "in"))).write.mode("append").parquet(
+            str(tmp_path / "in")
+        )
+        query.processAllAvailable()
+        assert query.exception() is None
+    finally:
+        query.stop()
+    assert_right(spark.read.parquet(str(tmp_path / "out")).collect(), module)
+
+
+CLUSTER = """
+    import shutil
+    import torch
+    from sparkhvd import Store, TorchModel
+    from tests.estimator.fits import fitted, mlp
+    from tests.estimator.test_weights import SCHEMA, assert_right, large
+    from pyspark.ml.linalg import Vectors
+
+    df = spark.createDataFrame([(Vectors.dense(i / 9, 1 - i / 5), i) for i in range(20)], SCHEMA).repartition(4)
+    for module in (mlp(2), large()):
+        model = fitted(module).setStore(Store.create(sys.argv[1]))
+        model.save({path!r})
+        model = TorchModel.load({path!r})
+        shutil.rmtree({path!r})
+        assert_right(model.transform(df).collect(), module)
+        print("transformed")
+"""
+
+
+@pytest.mark.timeout(430)
+def test_executors_need_not_see_the_load_path(tmp_path: Path) -> None:
+    store, path = str(tmp_path / "store"), str(tmp_path / "saved")
+    body = CLUSTER.format(path=path).replace("sys.argv[1]", repr(store))
+    out = run_on("local-cluster[1,2,1024]", body, tmp_path, timeout_s=400)
+    assert out.count("transformed") == 2
+
+
+def test_horovods_names(df: DataFrame) -> None:
+    model = fitted(mlp(2))
+    assert model.getFeatureColumns() == ["x"]
+    assert model.getLabelColumns() == ["y"]
+    assert model.getRunId() == ""
+    assert model.setRunId("r").setHistory([{"loss": 1.0}]).getRunId() == "r"
+    assert model.getHistory() == [{"loss": 1.0}]
+    other = nn.Linear(2, 1)
+    assert_right(model.setModel(other).transform(df).collect(), other)
+    renamed = df.withColumnRenamed("x", "z")
+    found = model.setFeatureColumns(["z"]).setLabelColoumns(["a"]).transform(renamed)
+    assert found.columns == ["z", "k", "a__output"]
+    assert model.getFeatureColumns() == ["z"]
+    with pytest.raises(InvalidArgumentError) as wrong:
+        model.setModel(nn.Linear(2, 3))
+    assert str(wrong.value) == (
+        "setModel: the module's outputs have (3,) elements per row; those of the trained one have (1,). Give a "
+        "module with the same outputs, or fit it."
+    )

@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from sparkhvd.estimator.data.convert import (
+    Findings,
+    column_to_numpy,
+    numpy_to_array,
+    text_to_array,
+)
+from sparkhvd.estimator.data.schema import Column
+
+VECTOR = pa.struct(
+    [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)
+
+
+def column(kind: str, dtype: str, tensor: str | None = None) -> Column:
+    return Column("c", kind, dtype, () if kind == "scalar" else None, "source", tensor or dtype)
+
+
+def dense(*values: float) -> dict[str, Any]:
+    return {"type": 1, "size": None, "indices": None, "values": list(values)}
+
+
+def sparse(size: int, entries: dict[int, float]) -> dict[str, Any]:
+    return {"type": 0, "size": size, "indices": list(entries), "values": list(entries.values())}
+
+
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        (pa.array([1, -2, 3], pa.int8()), "int64"),
+        (pa.array([1, -2, 3], pa.int16()), "int64"),
+        (pa.array([1, -2, 3], pa.int32()), "float32"),
+        (pa.array([1.5, -2, 3], pa.float64()), "float32"),
+        (pa.array([1.5, -2, 3], pa.float32()), "float64"),
+        (pa.array([True, False, True]), "uint8"),
+        (pa.array([1.0, -2.0, 3.0], pa.float64()), "int64"),
+    ],
+)
+def test_scalars_take_the_stored_dtype(source: pa.Array, dtype: str) -> None:
+    for array in (source, pa.concat_arrays([source, source])[3:]):
+        values, found = column_to_numpy(array, column("scalar", dtype))
+        assert found.is_clean
+        assert values is not None
+        assert values.dtype == np.dtype(dtype)
+        np.testing.assert_array_equal(values, np.array(source.to_pylist(), dtype))
+
+
+def test_lists_become_rows_also_when_sliced() -> None:
+    array = pa.array([[9, 9, 9], [1, 2, 3], [4, 5, 6]], pa.list_(pa.int32()))[1:]
+    values, found = column_to_numpy(array, column("array", "int64"))
+    np.testing.assert_array_equal(values, [[1, 2, 3], [4, 5, 6]])
+    assert dict(found.shapes) == {(3,): 2}
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_vectors_are_densified_in_any_mixture(start: int) -> None:
+    rows = [dense(0, 0, 1), sparse(3, {0: 5.0, 2: 7.0}), dense(1, 2, 3), sparse(3, {})]
+    expected = [[0, 0, 1], [5, 0, 7], [1, 2, 3], [0, 0, 0]]
+    values, found = column_to_numpy(pa.array(rows, VECTOR)[start:], column("vector", "float32"))
+    assert found.is_clean
+    np.testing.assert_array_equal(values, expected[start:])
+    only_dense, _ = column_to_numpy(
+        pa.array([rows[0], rows[2]], VECTOR), column("vector", "float32")
+    )
+    np.testing.assert_array_equal(only_dense, [expected[0], expected[2]])
+
+
+@pytest.mark.parametrize(
+    ("array", "kind", "dtype", "expected"),
+    [
+        (pa.array([1.0, None, 2.0, None]), "scalar", "float32", {"nulls": 2}),
+        (pa.array([1.0, float("nan"), float("inf")]), "scalar", "float32", {"nans": 1}),
+        (pa.array([1e39, 1.0, -1e300]), "scalar", "float32", {"overflows": 2}),
+        (pa.array([1e5, 1.0]), "scalar", "float16", {"overflows": 1}),
+        (pa.array([1.0, 2.5, 3.0]), "scalar", "int64", {"fractions": 1}),
+        (pa.array([1.0, 2.0**63, -(2.0**63)]), "scalar", "int64", {"overflows": 1}),
+        (pa.array([1, 300], pa.int64()), "scalar", "uint8", {"overflows": 1}),
+        (pa.array([1, -1], pa.int8()), "scalar", "uint8", {"overflows": 1}),
+        (pa.array([[1.0, None], None, [1.0, 2.0]]), "array", "float32", {"nulls": 2}),
+        (pa.array([[1.0, float("nan")], [1.0, 2.0]]), "array", "float32", {"nans": 1}),
+    ],
+)
+def test_unusable_rows_are_counted(
+    array: pa.Array, kind: str, dtype: str, expected: dict[str, int]
+) -> None:
+    values, found = column_to_numpy(array, column(kind, dtype))
+    assert values is None
+    counted = {k: v for k, v in found.to_dict().items() if k != "shapes" and v}
+    assert counted == expected
+
+
+def test_infinity_of_the_source_stays() -> None:
+    values, found = column_to_numpy(pa.array([float("inf"), 1.0]), column("scalar", "float32"))
+    assert found.is_clean
+    np.testing.assert_array_equal(values, [np.inf, 1.0])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        pa.array([[1.0, 2.0], [1.0], [3.0, 4.0]]),
+        pa.array([dense(1, 2), sparse(1, {0: 1.0}), dense(3, 4)], VECTOR),
+    ],
+)
+def test_ragged_rows_are_counted_by_width(array: pa.Array) -> None:
+    kind = "vector" if pa.types.is_struct(array.type) else "array"
+    values, found = column_to_numpy(array, column(kind, "float32"))
+    assert values is None
+    assert dict(found.shapes) == {(2,): 2, (1,): 1}
+    assert not found.is_clean
+
+
+def test_null_vectors_are_counted() -> None:
+    values, found = column_to_numpy(
+        pa.array([dense(1.0), None], VECTOR), column("vector", "float32")
+    )
+    assert values is None
+    assert found.nulls == 1
+    assert dict(found.shapes) == {(1,): 1}
+
+
+def test_a_validation_flag_is_what_is_above_zero() -> None:
+    flag = column("scalar", "uint8", "bool")
+    values, _ = column_to_numpy(pa.array([0.0, 2.0, -1.0]), flag, is_flag=True)
+    np.testing.assert_array_equal(values, [0, 1, 0])
+    values, _ = column_to_numpy(pa.array([0.0, 2.0, -1.0]), flag)
+    np.testing.assert_array_equal(values, [0, 1, 1])
+
+
+def test_findings_add_and_survive_json() -> None:
+    _, a = column_to_numpy(pa.array([[1.0], [1.0, 2.0], None]), column("array", "float32"))
+    b = Findings.from_dict(a.to_dict())
+    b.add(a)
+    assert b.nulls == 2
+    assert dict(b.shapes) == {(1,): 2, (2,): 2}
+
+
+def test_arrays_from_numpy_equal_those_of_arrow() -> None:
+    for dtype in ("int8", "int32", "int64", "float64"):
+        values = np.arange(10, dtype=dtype)
+        assert numpy_to_array(values[2:]).equals(pa.array(values[2:]))
+        assert numpy_to_array(values[::2]).equals(pa.array(values[::2]))
+        assert numpy_to_array(values[:0]).equals(pa.array(values[:0]))
+    assert text_to_array("weiß").equals(pa.array(["weiß"]))
+
+
+_WORKER = """
+import sys
+import numpy as np, pyarrow as pa
+from sparkhvd.estimator.data.convert import column_to_numpy, numpy_to_array
+from sparkhvd.estimator.data.schema import Column
+lists = pa.ListArray.from_arrays(numpy_to_array(np.array([0, 2, 4], np.int32)), numpy_to_array(np.ones(4)))
+values, _ = column_to_numpy(lists, Column("c", "array", "float32", None, "", "float32"))
+assert values.shape == (2, 2)
+print([m for m in ("pandas", "pyarrow.compute", "torch", "pyspark") if m in sys.modules])
+"""
+
+
+def test_good_data_import_nothing_slow() -> None:
+    # pandas and pyarrow.compute would cost every Python worker half a second.
+    done = subprocess.run([sys.executable, "-c", _WORKER], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import types as T  # noqa: N812 - Spark's own custom
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.schema import DataSchema, check_schema, dtype_name
+
+FIELDS = {
+    "flag": T.BooleanType(),
+    "byte": T.ByteType(),
+    "short": T.ShortType(),
+    "int": T.IntegerType(),
+    "long": T.LongType(),
+    "float": T.FloatType(),
+    "double": T.DoubleType(),
+    "ints": T.ArrayType(T.IntegerType()),
+    "doubles": T.ArrayType(T.DoubleType()),
+    "vector": VectorUDT(),
+    "text": T.StringType(),
+    "price": T.DecimalType(10, 2),
+    "when": T.TimestampType(),
+    "map": T.MapType(T.StringType(), T.DoubleType()),
+    "pair": T.StructType([T.StructField("a", T.DoubleType())]),
+    "nested": T.ArrayType(T.ArrayType(T.DoubleType())),
+    "raw": T.BinaryType(),
+    "names": T.ArrayType(T.StringType()),
+    "day": T.DateType(),
+    "prices": T.ArrayType(T.DecimalType(10, 2)),
+    "label": T.LongType(),
+}
+SCHEMA = T.StructType([T.StructField(n, t) for n, t in FIELDS.items()])
+
+
+def check(features: list[str], **options: Any) -> DataSchema:
+    options.setdefault("label_cols", ["label"])
+    return check_schema(SCHEMA, feature_cols=features, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "stored", "tensor"),
+    [
+        ("flag", "scalar", "uint8", "bool"),
+        ("byte", "scalar", "int64", "int64"),
+        ("short", "scalar", "int64", "int64"),
+        ("int", "scalar", "int64", "int64"),
+        ("long", "scalar", "int64", "int64"),
+        ("float", "scalar", "float32", "float32"),
+        ("double", "scalar", "float32", "float32"),
+        ("ints", "array", "int64", "int64"),
+        ("doubles", "array", "float32", "float32"),
+        ("vector", "vector", "float32", "float32"),
+    ],
+)
+def test_every_supported_type_has_its_storage(
+    name: str, kind: str, stored: str, tensor: str
+) -> None:
+    column = check([name]).features[0]
+    assert (column.kind, column.dtype, column.tensor_dtype) == (kind, stored, tensor)
+    assert column.shape == (() if kind == "scalar" else None)
+
+
+@pytest.mark.parametrize(
+    ("model", "stored"), [("float64", "float64"), ("float16", "float16"), ("bfloat16", "float32")]
+)
+def test_floats_follow_the_model(model: str, stored: str) -> None:
+    column = check(["double"], model_dtype=model).features[0]
+    assert (column.dtype, column.tensor_dtype) == (stored, model)
+
+
+def test_dtypes_can_be_overridden_by_name_or_position() -> None:
+    by_name = check(["int", "double"], feature_dtypes={"int": torch.float32})
+    by_position = check(["int", "double"], feature_dtypes=["float32", None])
+    assert by_name == by_position
+    assert [c.dtype for c in by_name.features] == ["float32", "float32"]
+    assert [c.is_explicit for c in by_name.features] == [True, False]
+    assert check(["int"], label_dtypes={"label": "float64"}).labels[0].dtype == "float64"
+
+
+def test_missing_column_names_near_ones_and_all() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        check(["vectr"])
+    assert str(caught.value) == (
+        "feature_cols[0] names column 'vectr', which the DataFrame does not have. "
+        "Did you mean 'vector'? Its columns are: " + ", ".join(repr(n) for n in FIELDS) + "."
+    )
+    with pytest.raises(InvalidArgumentError, match="Did you mean 'vector'"):
+        check(["VECTOR"])
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "remedy"),
+    [
+        ("text", "string", "StringIndexer"),
+        ("when", "timestamp", "unix_timestamp"),
+        ("day", "date", "unix_timestamp"),
+        ("map", "map<string,double>", "Turn it into numbers"),
+        ("pair", "struct<a:double>", "Select its fields"),
+        ("raw", "binary", "Give decoders={'raw': function from bytes"),
+        ("names", "array<string>", "An array must hold numbers, or arrays of numbers."),
+    ],
+)
+def test_unsupported_type_is_named_with_a_remedy(name: str, source: str, remedy: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        check(["double", name])
+    message = str(caught.value)
+    assert message.startswith(
+        f"feature_cols[1] names column {name!r} of type {source}, which cannot become a tensor. "
+        "Supported are: boolean, tinyint"
+    )
+    assert remedy in message
+
+
+def test_a_column_has_one_role() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"'label' is given as feature_cols\[0\] and as label_cols\[0\]"
+    ):
+        check(["label"])
+    with pytest.raises(
+        InvalidArgumentError, match=r"'int' is given as feature_cols\[0\] and as feature_cols\[1\]"
+    ):
+        check(["int", "int"])
+    with pytest.raises(InvalidArgumentError, match="and as sample_weight_col"):
+        check(["double"], sample_weight_col="double")
+
+
+def test_duplicate_column_of_the_dataframe_is_ambiguous() -> None:
+    twice = T.StructType([*SCHEMA.fields, T.StructField("int", T.LongType())])
+    with pytest.raises(InvalidArgumentError, match="'int', which the DataFrame has 2 times"):
+        check_schema(twice, feature_cols=["int"], label_cols=["label"])
+    assert (
+        check_schema(twice, feature_cols=["long"], label_cols=["label"]).features[0].name == "long"
+    )
+
+
+@pytest.mark.parametrize("features", ["vector", [], None, [1], [""]])
+def test_feature_cols_must_be_a_list_of_names(features: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="feature_cols"):
+        check(features)
+
+
+def test_validation_column_becomes_a_flag() -> None:
+    schema = check(["vector"], validation="int", sample_weight_col="double")
+    assert schema.validation is not None
+    assert (schema.validation.dtype, schema.validation.tensor_dtype) == ("uint8", "bool")
+    assert schema.sample_weight is not None
+    assert schema.sample_weight.dtype == "float32"
+    assert [c.name for c in schema.columns] == ["vector", "label", "double", "int"]
+    with pytest.raises(InvalidArgumentError, match="must hold one number per row"):
+        check(["vector"], validation="doubles")
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 2, True])
+def test_validation_fraction_is_checked(fraction: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="validation is"):
+        check(["vector"], validation=fraction)
+    assert check(["vector"], validation=0.2).validation is None
+
+
+def test_dtype_overrides_must_fit_the_columns() -> None:
+    with pytest.raises(InvalidArgumentError, match="feature_dtypes names column 'nope'"):
+        check(["int"], feature_dtypes={"nope": "float32"})
+    with pytest.raises(InvalidArgumentError, match="a list of 1 entries"):
+        check(["int"], feature_dtypes=["float32", "float32"])
+    with pytest.raises(InvalidArgumentError, match="'complex64' is not a dtype"):
+        check(["int"], feature_dtypes={"int": "complex64"})
+
+
+def test_dtype_name_takes_text_torch_and_numpy() -> None:
+    assert dtype_name("double") == dtype_name(torch.float64) == dtype_name(np.float64) == "float64"
+    assert dtype_name(torch.bfloat16) == "bfloat16"
+
+
+def test_schema_survives_json_and_pickle() -> None:
+    schema = check(["vector", "int"], validation="flag", sample_weight_col="double")
+    shaped = schema.with_shapes(
+        {c.name: c.shape or (3,) if c.kind != "scalar" else () for c in schema.columns}
+    )
+    for one in (schema, shaped):
+        assert DataSchema.from_json(one.to_json()) == one
+        assert pickle.loads(pickle.dumps(one)) == one
+    assert shaped.row_bytes == 3 * 4 + 8 + 8 + 4 + 1
+    with pytest.raises(InvalidArgumentError, match="only after the data have been materialized"):
+        _ = schema.row_bytes
+    with pytest.raises(InvalidArgumentError, match="'nope' is not part of the data"):
+        schema.column("nope")
+
+
+def test_decimals_and_nested_arrays_are_numbers() -> None:
+    columns = check(["price", "prices", "nested"]).features
+    assert [(c.kind, c.dtype) for c in columns] == [
+        ("scalar", "float32"),
+        ("array", "float32"),
+        ("array", "float32"),
+    ]
+
+
+def test_functions_make_room_for_rows_that_differ() -> None:
+    given = check(
+        ["raw", "text", "ints", "nested"],
+        decoders=["raw", "text", "nested"],
+        collated=["ints", "text"],
+        feature_dtypes={"text": "int32"},
+    )
+    found = [
+        (c.kind, c.dtype, c.tensor_dtype, c.has_decoder, c.is_collated) for c in given.features
+    ]
+    assert found == [
+        ("binary", "uint8", "float32", True, False),
+        ("string", "uint8", "int32", True, True),
+        ("ragged", "int64", "int64", False, True),
+        ("ragged", "float32", "float32", True, False),
+    ]
+    assert DataSchema.from_json(given.to_json()) == given
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"decoders": ["z"]},
+            "decoders names column 'z', which is not among 'double', 'text', 'label'.",
+        ),
+        (
+            {"collated": ["z"]},
+            "collate_fn names column 'z', which is not among 'double', 'text', 'label'.",
+        ),
+        (
+            {"decoders": ["double"]},
+            "decoders names column 'double' of type double. It takes columns of binary, string and arrays of numbers.",
+        ),
+        (
+            {"decoders": ["text"], "sparse_cols": ["text"]},
+            "sparse_cols names column 'text' of type string; only Spark ML vectors can be kept sparse.",
+        ),
+        (
+            {"sparse_cols": ["label"]},
+            "sparse_cols names column 'label', which is not among 'double', 'text'.",
+        ),
+        (
+            {"handle_invalid": "keep"},
+            "handle_invalid is 'keep'. Give 'error', 'skip' (leave out rows with a null or NaN), or a dict by column of "
+            "'error', 'skip' or a number that takes the place of nulls and NaN.",
+        ),
+        (
+            {"handle_invalid": {"double": "x"}},
+            "handle_invalid is {'double': 'x'}. Give 'error', 'skip' (leave out",
+        ),
+        (
+            {"handle_invalid": {"z": 0}},
+            "handle_invalid names column 'z', which is not among 'double', 'text', 'label'.",
+        ),
+    ],
+)
+def test_params_by_column_are_checked(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        check(["double", "text"], **options)
+    assert str(caught.value).startswith(message)
+
+
+def test_what_happens_to_nulls_is_a_columns_own() -> None:
+    columns = check(["double", "int"], handle_invalid={"int": 3, "label": "skip"}).columns
+    assert [c.invalid for c in columns] == [("error",), ("fill", 3), ("skip",)]
+    # A validation column decides where a row goes: a null there is an error in any case.
+    columns = check(["int"], validation="double", handle_invalid="skip").columns
+    assert [c.invalid for c in columns] == [("skip",), ("skip",), ("error",)]

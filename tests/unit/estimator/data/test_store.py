@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.store import LEASE_S, Lease, Store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(tmp_path / "store")
+
+
+@pytest.fixture
+def memory_store() -> Store:
+    return Store.create(f"memory://bucket-{os.urandom(4).hex()}/prefix")
+
+
+@pytest.fixture(params=["local", "memory"])
+def any_store(request: pytest.FixtureRequest) -> Store:
+    name = {"local": "store", "memory": "memory_store"}[request.param]
+    found: Store = request.getfixturevalue(name)
+    return found
+
+
+def test_create_makes_the_folder_and_leaves_nothing_in_it(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path / "a" / "b"))
+    assert (tmp_path / "a" / "b").is_dir()
+    assert os.listdir(tmp_path / "a" / "b") == []
+    assert store.url == f"file://{tmp_path}/a/b"
+    assert store.local_path("runs/1/x") == f"{tmp_path}/a/b/runs/1/x"
+
+
+def test_create_takes_path_and_file_url_as_the_same_store(tmp_path: Path) -> None:
+    by_path = Store.create(tmp_path / "with space")
+    by_url = Store.create(f"file://{tmp_path}/with%20space/")
+    assert by_path == by_url
+    assert hash(by_path) == hash(by_url)
+
+
+def test_create_refuses_a_relative_path() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Store.create("some/where")
+    assert str(caught.value) == (
+        "Store.create('some/where'): the path is relative, so each process would see another folder. "
+        f"Give an absolute path, for example '{os.getcwd()}/some/where'."
+    )
+
+
+def test_create_refuses_an_unknown_scheme() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"unknown scheme 'gopher'\. Known are absolute"):
+        Store.create("gopher://host/path")
+
+
+@pytest.mark.parametrize("given", ["", "  ", "/", "file://host/path", "s3:bucket"])
+def test_create_refuses_what_names_no_folder(given: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"Store\.create"):
+        Store.create(given)
+
+
+def test_create_refuses_dbfs_outside_databricks() -> None:
+    with pytest.raises(InvalidArgumentError, match="there is no /dbfs here"):
+        Store.create("dbfs:/store")
+
+
+def test_create_refuses_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InvalidArgumentError) as caught:
+        Store.create(tmp_path / "file" / "store")
+    assert "the place cannot be written: NotADirectoryError" in str(caught.value)
+    assert "Give a folder that this user may write" in str(caught.value)
+
+
+def test_errors_and_repr_hide_secrets() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Store.create("gopher://user:secret@host/path?key=secret")
+    assert "secret" not in str(caught.value)
+    store = Store("s3://bucket/prefix", {"secret_key": "secret"})
+    assert repr(store) == "Store('s3://bucket/prefix', storage_options=<hidden>)"
+
+
+def test_bytes_come_back(any_store: Store) -> None:
+    assert not any_store.exists("runs/1/a")
+    any_store.write_bytes("runs/1/a", b"one")
+    any_store.write_bytes("runs/1/a", b"two")
+    assert any_store.exists("runs/1/a")
+    assert any_store.read_bytes("runs/1/a") == b"two"
+    with any_store.open_input("runs/1/a") as source:
+        source.seek(1)
+        assert source.read() == b"wo"
+
+
+def test_reading_what_is_not_there_raises(any_store: Store) -> None:
+    with pytest.raises(FileNotFoundError):
+        any_store.read_bytes("runs/none")
+
+
+def test_list_and_delete(any_store: Store) -> None:
+    assert any_store.list("runs") == []
+    for path in ("runs/1/a", "runs/1/deep/b", "runs/2/c"):
+        any_store.write_bytes(path, b"x")
+    assert any_store.list("runs") == ["runs/1", "runs/2"]
+    assert any_store.list("runs", recursive=True) == ["runs/1/a", "runs/1/deep/b", "runs/2/c"]
+    any_store.delete("runs/1")
+    any_store.delete("runs/never")
+    any_store.delete("runs/2/c")
+    assert any_store.list("runs", recursive=True) == []
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "../up", "a/../../b", "a\\b"])
+def test_paths_outside_the_store_are_refused(store: Store, path: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="is not a path inside a store"):
+        store.read_bytes(path)
+
+
+def test_deleting_the_whole_store_is_refused(store: Store) -> None:
+    with pytest.raises(InvalidArgumentError, match="would delete the whole store"):
+        store.delete("")
+
+
+def test_a_file_appears_whole_or_not_at_all(store: Store, tmp_path: Path) -> None:
+    store.write_bytes("runs/a", b"old")
+    with pytest.raises(RuntimeError, match="midway"), store.open_output("runs/a") as sink:  # noqa: PT012
+        sink.write(b"half")
+        assert store.read_bytes("runs/a") == b"old"
+        assert store.list("runs") == ["runs/a"]
+        raise RuntimeError("midway")
+    assert store.read_bytes("runs/a") == b"old"
+    assert os.listdir(tmp_path / "store" / "runs") == ["a"]
+
+
+def test_readers_never_see_a_mixture_while_writers_race(store: Store) -> None:
+    size = 1 << 16
+    stop = threading.Event()
+    store.write_bytes("runs/a", b"0" * size)
+
+    def write(letter: bytes) -> None:
+        while not stop.is_set():
+            store.write_bytes("runs/a", letter * size)
+
+    writers = [threading.Thread(target=write, args=(c,)) for c in (b"1", b"2")]
+    for thread in writers:
+        thread.start()
+    try:
+        for _ in range(200):
+            seen = store.read_bytes("runs/a")
+            assert len(seen) == size
+            assert len(set(seen)) == 1
+    finally:
+        stop.set()
+        for thread in writers:
+            thread.join()
+
+
+def test_a_store_pickles_with_what_it_has_opened_left_behind(store: Store) -> None:
+    store.write_bytes("models/x", b"m")
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy == store
+    assert copy.read_bytes("models/x") == b"m"
+
+
+def test_clean_deletes_kept_and_abandoned_data_only(store: Store) -> None:
+    now = time.time()
+    store.write_lease("data/k/alive", Lease("alive", now))
+    store.write_lease("data/k/kept", Lease("kept", now - 9 * LEASE_S, keep=True))
+    store.write_lease("data/k/gone", Lease("gone", now - 2 * LEASE_S))
+    store.write_bytes("data/k/unknown/part-0.parquet", b"x")
+    store.write_bytes("models/abc", b"m")
+    store.write_bytes("runs/1/metrics.jsonl", b"{}")
+
+    assert store.clean(now=now) == ["data/k/gone", "data/k/kept"]
+    assert store.data_directories() == ["data/k/alive", "data/k/unknown"]
+    assert store.exists("runs/1/metrics.jsonl")
+
+    assert store.clean(runs=True, now=now) == ["runs/1"]
+    assert store.exists("models/abc")

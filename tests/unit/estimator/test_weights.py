@@ -1,0 +1,74 @@
+"""Files of weights: one name for equal weights, whole or an error, and mapped if large."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparkhvd import InvalidArgumentError, Store
+from sparkhvd.errors import InternalError
+from sparkhvd.estimator import weights
+from sparkhvd.estimator.weights import Weights
+
+TENSORS = {
+    "a": torch.arange(6.0).reshape(2, 3),
+    "n": torch.tensor(7),
+    "half": torch.ones(2).bfloat16(),
+}
+
+
+def assert_equal(found: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype
+
+
+def test_equal_weights_have_one_name(tmp_path: Path) -> None:
+    sink = io.BytesIO()
+    name = weights.dump(TENSORS, sink)
+    assert name == hashlib.sha256(sink.getvalue()).hexdigest()
+    assert weights.dump({n: t.clone() for n, t in TENSORS.items()}) == name
+    assert weights.dump({**TENSORS, "n": torch.tensor(8)}) != name
+    assert_equal(Weights(name, sink.getvalue()).load())
+    assert_equal(torch.load(io.BytesIO(sink.getvalue()), weights_only=True))
+
+
+@pytest.mark.parametrize("url", ["{}", "memory://weights{}"])
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_weights_of_a_store(
+    tmp_path: Path, url: str, is_mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "MAPPED_BYTES", 0 if is_mapped else 1 << 30)
+    store = Store.create(url.format(tmp_path))
+    name = weights.dump(TENSORS)
+    stored = weights.store_weights(TENSORS, name, store)
+    assert store.list("models") == [f"models/{name}"]
+    loaded = stored.load()
+    assert_equal(loaded)
+    assert_equal(weights.store_weights(TENSORS, name, store).load())
+    loaded["a"] += 1  # private: the file stays as it is
+    assert_equal(stored.load())
+    store.delete(stored.path)
+    loaded["a"] -= 1
+    assert_equal(loaded)
+    with pytest.raises(InvalidArgumentError) as missing:
+        stored.load()
+    assert str(missing.value) == (
+        f"The weights {store.full_url(stored.path)} are not there for this executor. Give a store that all executors "
+        "share, and keep it for as long as the model is used."
+    )
+
+
+def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
+    store = Store.create(tmp_path)
+    with pytest.raises(InternalError, match="changed while they were written"):
+        weights.store_weights(TENSORS, "0" * 64, store)
+    assert store.list("models") == []
+    store.write_bytes(f"models/{'0' * 64}", b"other")
+    with pytest.raises(InternalError, match="is not what its name says"):
+        Weights("0" * 64, None, store).load()

@@ -1,0 +1,193 @@
+"""Checkpoints in the store: what stays, what goes, and what a killed writer leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+
+RUN = "runs/r"
+# (epochs, steps), as a run writes them.
+POSITIONS = [(0, 7), (0, 12), (1, 0), (1, 5), (2, 0)]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(tmp_path / "store")
+
+
+def checkpoint(epoch: int, step: int) -> Checkpoint:
+    number = float(100 * epoch + step)
+    return Checkpoint(
+        epoch=epoch,
+        model={"weight": torch.full((300,), number)},
+        optimizer={"state": {0: {"step": torch.tensor(number)}}, "param_groups": []},
+        scheduler=None,
+        history=[{"epoch": e + 1, "loss": 1.0} for e in range(epoch)],
+        fingerprint="{}",
+        step=step,
+        ranks=[{"totals": {"values": torch.ones(3)}}] * 2 if step else [],
+    )
+
+
+def files(store: Store) -> set[str]:
+    folder = Path(store.local_path(f"{RUN}/checkpoints") or "")
+    return {p.name for p in folder.iterdir()} - {"latest.json"}
+
+
+def test_the_last_two_stay_and_those_to_keep(store: Store) -> None:
+    checkpoints = Checkpoints(store, RUN)
+    for position in POSITIONS:
+        checkpoints.save(checkpoint(*position), keep=(1,))
+        assert checkpoints.latest_position() == position
+    assert files(store) == {"epoch-1.pt", "epoch-1-step-5.pt", "epoch-2.pt"}
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.position == (2, 0)
+    assert [r["epoch"] for r in checkpoints.history()] == [1, 2]
+    # Another process goes on: it knows what is there.
+    again = Checkpoints(store, RUN)
+    again.save(checkpoint(2, 9), keep=(1,))
+    assert files(store) == {"epoch-1.pt", "epoch-2.pt", "epoch-2-step-9.pt"}
+
+
+def test_a_file_that_changed_is_refused(store: Store) -> None:
+    checkpoints = Checkpoints(store, RUN)
+    checkpoints.save(checkpoint(0, 7))
+    path = Path(store.local_path(checkpoints.path(0, 7)) or "")
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(InvalidArgumentError) as refused:
+        checkpoints.latest()
+    assert str(refused.value) == (
+        f"{store.full_url(checkpoints.path(0, 7))}: the file is not what was written. Delete the run's folder, or "
+        "give another run_id."
+    )
+
+
+class KillingStore(Store):
+    """Ends this process with SIGKILL at one of the moments at which it changes the store."""
+
+    left = 0
+
+    def moment(self) -> None:
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+
+    @contextlib.contextmanager
+    def open_output(self, path: str) -> Iterator[Any]:
+        self.moment()
+        with super().open_output(path) as sink:
+            yield _HalfWritten(sink, self.moment)
+            sink.flush()
+            self.moment()  # all is written, nothing is renamed
+        self.moment()
+
+    def delete(self, path: str) -> None:
+        super().delete(path)
+        self.moment()
+
+
+class _HalfWritten:
+    def __init__(self, sink: Any, moment: Any) -> None:
+        self.sink, self.moment, self.is_first = sink, moment, True
+
+    def write(self, data: Any) -> None:
+        middle = len(data) // 2
+        self.sink.write(data[:middle])
+        if self.is_first:
+            self.sink.flush()
+            self.moment()
+            self.is_first = False
+        self.sink.write(data[middle:])
+
+
+def killed_at(moment: int, folder: Path) -> bool:
+    """Whether a process that writes `POSITIONS` was killed at this moment; False if there is no such moment."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store = KillingStore(folder.as_uri())
+            store.left = moment
+            checkpoints = Checkpoints(store, RUN)
+            for position in POSITIONS:
+                checkpoints.save(checkpoint(*position))
+                (folder / "done").write_text(repr(position))
+            os._exit(0)
+        except BaseException:  # noqa: BLE001 - a fork must not return into pytest
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFEXITED(status):
+        assert os.WEXITSTATUS(status) == 0
+        return False
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    return True
+
+
+def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
+    tmp_path: Path,
+) -> None:
+    num_moments = 0
+    while True:
+        folder = tmp_path / f"{num_moments}"
+        folder.mkdir()
+        was_killed = killed_at(num_moments, folder)
+        store = Store(folder.as_uri())
+        done = folder / "done"
+        least = eval(done.read_text()) if done.exists() else (0, 0)  # noqa: S307 - written above
+        found = Checkpoints(store, RUN).latest()
+        position = found.position if found is not None else (0, 0)
+        following = [p for p in POSITIONS if p > least][:1]
+        assert position in [least, *following]
+        if found is not None:
+            expected = checkpoint(*position)
+            assert torch.equal(found.model["weight"], expected.model["weight"])
+            assert len(found.ranks) == len(expected.ranks)
+        # The next attempt goes on, and nothing of the killed one stays.
+        checkpoints = Checkpoints(store, RUN)
+        for later in [p for p in [*POSITIONS, (2, 3), (3, 0)] if p > position]:
+            checkpoints.save(checkpoint(*later))
+        assert files(store) == {"epoch-2-step-3.pt", "epoch-3.pt"}
+        if not was_killed:
+            break
+        num_moments += 1
+    assert num_moments > 40
+
+
+def test_a_checkpoint_that_is_replaced_can_be_read_at_every_moment(tmp_path: Path) -> None:
+    class Killed(Store):
+        """Fails to write the pointer after so many times."""
+
+        left = 99
+
+        def write_bytes(self, path: str, data: bytes) -> None:
+            if path.endswith("latest.json"):
+                if not self.left:
+                    raise OSError("killed")
+                self.left -= 1
+            super().write_bytes(path, data)
+
+    for left in (1, 2):
+        store = Killed((tmp_path / str(left)).as_uri())
+        store.left = left
+        checkpoints = Checkpoints(store, "runs/r")
+        old, new = (
+            Checkpoint(0, {"w": torch.full((3,), value)}, {}, None, [], "{}")
+            for value in (1.0, 2.0)
+        )
+        checkpoints.save(old)
+        with pytest.raises(OSError, match="killed"):
+            checkpoints.save(new)
+        found = Checkpoints(store, "runs/r").latest()
+        assert found is not None
+        assert torch.equal(found.model["w"], (old if left == 1 else new).model["w"])

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.training.metrics import Forward, Metric, Totals, resolve_metrics
+
+
+def own(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ([], []),
+        ("accuracy", ["accuracy"]),
+        (["mse", own], ["mse", "own"]),
+        ([[own]], ["own"]),
+        ({"a": own, "b": "mae"}, ["a", "b"]),
+        (own, ["own"]),
+    ],
+)
+def test_metrics_have_names(given: Any, names: list[str]) -> None:
+    assert [m.name for m in resolve_metrics(given, ["y"], ["identity"])] == names
+
+
+def test_several_labels_have_each_metric() -> None:
+    metrics = resolve_metrics("mse", ["a", "b"], ["identity", "softmax"])
+    assert [(m.name, m.label, m.link) for m in metrics] == [
+        ("a_mse", 0, "identity"),
+        ("b_mse", 1, "softmax"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ["auc"],
+            "metrics names 'auc', which is not built in. Give one of accuracy, mse, mae, or a function of (output, "
+            "label).",
+        ),
+        ([3], "metrics holds 3. Every entry must be a name or a function of (output, label)."),
+        (
+            ["mse", "mse"],
+            "metrics: the name 'mse' is taken. Give a dict from other names to functions.",
+        ),
+        (
+            {"epoch": own},
+            "metrics: the name 'epoch' is taken. Give a dict from other names to functions.",
+        ),
+    ],
+)
+def test_bad_metrics_are_named(given: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as failed:
+        resolve_metrics(given, ["y"], ["identity"])
+    assert str(failed.value) == message
+
+
+@pytest.mark.parametrize(
+    ("output", "label", "link", "expected"),
+    [
+        ([[0.1, 0.9], [0.8, 0.2]], [1, 1], "softmax", 0.5),
+        ([[-0.1], [0.2]], [[0.0], [1.0]], "sigmoid", 1.0),
+        ([[0.4], [0.6]], [[0.0], [1.0]], "identity", 1.0),
+        ([[1.0, -1.0]], [[1.0, 1.0]], "sigmoid", 0.5),
+    ],
+)
+def test_accuracy(output: Any, label: Any, link: str, expected: float) -> None:
+    (metric,) = resolve_metrics("accuracy", ["y"], [link])
+    found = metric.row_sum(torch.tensor(output), torch.tensor(label))
+    assert float(found) == pytest.approx(expected * len(output))
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(InvalidArgumentError) as failed:
+        Metric("mse", "mse", 0, "identity").row_sum(torch.ones(4, 3), torch.ones(4))
+    assert str(failed.value) == (
+        "metric 'mse' compares an output of shape (4, 3) with a label of shape (4,). Give a metric that fits this label, "
+        "for example 'accuracy' for classes."
+    )
+    with pytest.raises(InvalidArgumentError, match=r"returned shape \(2,\) for 4 rows"):
+        Metric("m", lambda o, t: torch.ones(2), 0, "identity").row_sum(torch.ones(4), torch.ones(4))
+
+
+def test_totals_of_batches_are_those_of_all_rows() -> None:
+    metrics = resolve_metrics("mae", ["y"], ["identity"])
+    generator = torch.Generator().manual_seed(0)
+    output, label = torch.rand(10, 1, generator=generator), torch.rand(10, 1, generator=generator)
+    totals = Totals(metrics)
+    for part in (slice(0, 7), slice(7, 10)):
+        o, t = output[part], label[part]
+        totals.add(Forward((o,), (t,), (o - t).square().mean(), float(len(o)), False, len(o)))
+    means = totals.means("val_")
+    assert means["val_loss"] == pytest.approx(float((output - label).square().mean()), rel=1e-6)
+    assert means["val_mae"] == pytest.approx(float((output - label).abs().mean()), rel=1e-6)
+
+
+def test_a_mean_over_nothing_adds_nothing() -> None:
+    totals = Totals(())
+    rows, nan = torch.ones(2, 1), torch.tensor(float("nan"))
+    totals.add(Forward((rows,), (rows,), torch.tensor(3.0), 2.0, True, 2))
+    totals.add(Forward((rows,), (rows,), nan, 0.0, True, 2))
+    assert totals.means() == {"loss": 3.0}
+    assert totals.values.tolist() == [6.0, 2.0, 4.0]

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from sparkhvd.estimator.training.progress import EpochReporter, format_epoch
+
+
+def record(epoch: int) -> dict[str, Any]:
+    return {
+        "epoch": epoch,
+        "loss": 0.12345,
+        "accuracy": 0.96,
+        "rows": 100,
+        "seconds": 0.1,
+        "rows_per_s": 12345.6,
+        "lr": 0.1,
+        "val_loss": 0.2,
+    }
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(Store.create(tmp_path / "store"), "runs/r")
+
+
+def save(checkpoints: Checkpoints, epochs: int) -> None:
+    history = [record(e + 1) for e in range(epochs)]
+    checkpoints.save(Checkpoint(epochs, {}, {}, None, history, "{}"))
+
+
+def test_a_line_per_epoch() -> None:
+    assert format_epoch(record(3), 10) == (
+        "epoch  3/10  loss 0.1235  accuracy 0.9600  val_loss 0.2000  12,346 rows/s"
+    )
+
+
+def test_a_line_of_a_record_of_the_users_own() -> None:
+    own = {"epoch": 1, "seconds": 0.1, "note": "good", "hits": 3, "none": None}
+    assert format_epoch(own, 2) == "epoch 1/2  note good  hits 3.0000  none None"
+
+
+def test_every_epoch_is_reported_once_as_it_happens(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(checkpoints, 1)  # of an earlier fit that this one resumes
+    seen: list[int] = []
+    reporter = EpochReporter(
+        checkpoints, epochs=4, verbose=1, progress=lambda r: seen.append(r["epoch"])
+    )
+    with reporter:
+        save(checkpoints, 2)
+        deadline = time.monotonic() + 10
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert seen == [2]
+        save(checkpoints, 4)
+    assert seen == [2, 3, 4]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:9] for line in lines] == ["epoch 2/4", "epoch 3/4", "epoch 4/4"]
+
+
+def test_a_failing_callback_is_called_no_more_and_ends_nothing(checkpoints: Checkpoints) -> None:
+    calls = []
+
+    def progress(given: dict[str, Any]) -> None:
+        calls.append(given)
+        raise ValueError("no")
+
+    reporter = EpochReporter(checkpoints, epochs=2, verbose=0, progress=progress)
+    with (
+        pytest.warns(
+            UserWarning, match="progress raised ValueError: no; it is not called any more"
+        ),
+        reporter,
+    ):
+        save(checkpoints, 2)
+    assert len(calls) == 1

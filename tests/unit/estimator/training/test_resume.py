@@ -1,0 +1,227 @@
+"""Ranks that are processes, killed at random steps: the run goes on inside the epoch and ends as an undisturbed one."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from sparkhvd.errors import InvalidArgumentError, RankError
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from sparkhvd.estimator.training.spec import TrainResult
+from sparkhvd.estimator.training.train import train
+from sparkhvd.runner import context, run_local
+from tests.harness import faults
+from tests.harness.ranks import RanksFailed
+from tests.harness.soak import amount
+from tests.unit.estimator.training.ranks import RUN_DIR, Case, linear, without_times
+
+pytestmark = pytest.mark.timeout(
+    300
+)  # processes start several times, on a machine that may do other things too
+SIZE, BATCH_SIZE, ROWS, EPOCHS = 2, 4, 1200, 2
+NUM_STEPS = EPOCHS * ROWS // (SIZE * BATCH_SIZE)
+STEP_S = 0.01
+INTERVAL_S = 1.0
+
+
+class Restless(nn.Module):
+    """Draws random numbers of every kind, keeps statistics that differ by rank, and may be killed at a step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(
+            nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        )
+        self.register_buffer("seen", torch.zeros(3), persistent=False)
+        self.folder = str(folder)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.note_step()
+            self.seen.mul_(0.9).add_(x.mean(0))
+            x = x + 0.01 * random.random() + 0.01 * np.random.random() + 0.01 * self.seen
+        return self.layers(x)
+
+    def note_step(self) -> None:
+        place = context()
+        assert place is not None
+        with (Path(self.folder) / f"steps-{place.rank}").open("a") as log:
+            log.write(f"{time.monotonic()}\n")  # one clock for all processes of a machine
+        kill = Path(self.folder) / f"kill-{place.rank}"
+        if kill.exists() and self.step == int(kill.read_text()):
+            kill.unlink()
+            faults.kill_self()
+        self.step += 1
+        time.sleep(STEP_S)
+
+
+def case(folder: Path, **options: Any) -> Case:
+    folder.mkdir()
+    model = Restless(folder)
+    return Case(
+        Store.create(folder / "store"),
+        model,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        rows=ROWS,
+        metrics=["mse"],
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=NUM_STEPS),
+        options={
+            "batch_size": BATCH_SIZE,
+            "epochs": EPOCHS,
+            "seed": 9,
+            "lr_scheduler_interval": "step",
+            "checkpoint_interval_s": INTERVAL_S,
+            "shuffle_bytes": 100
+            * 16,  # windows of 100 rows: the reader starts in the middle of one
+            **options,
+        },
+    )
+
+
+def run(one: Case) -> TrainResult:
+    results = run_local(train, (one.spec(),), num_proc=SIZE, verbose=0)
+    assert len({repr(without_times(r)) for r in results}) == 1
+    result: TrainResult = results[0]
+    return result
+
+
+def steps(one: Case, rank: int) -> list[float]:
+    """When the rank began each step, of all attempts."""
+    folder = Path(one.store.local_path("") or "").parent
+    path = folder / f"steps-{rank}"
+    return [float(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Checkpoint]:
+    one = case(tmp_path_factory.mktemp("whole") / "run", checkpoint_interval_s=300.0)
+    result = run(one)
+    assert len(steps(one, 0)) == NUM_STEPS
+    return without_times(result), Checkpoints(one.store, RUN_DIR).load(EPOCHS)
+
+
+@pytest.mark.parametrize("round_", range(amount(1, 10)))
+def test_a_run_killed_at_random_steps_equals_an_undisturbed_one_bit_by_bit(
+    tmp_path: Path, undisturbed: tuple[Any, Checkpoint], round_: int
+) -> None:
+    one = case(tmp_path / "run")
+    seed = time.time_ns()
+    print(f"seed {seed}")
+    generator = random.Random(seed)
+    position = 0
+    # Rank 0 writes the checkpoints, so it is killed at least once.
+    for victim in [0, generator.randrange(SIZE)]:
+        kill_after = generator.randrange(110, 140)  # of this attempt
+        if position + kill_after >= NUM_STEPS:
+            break
+        (tmp_path / "run" / f"kill-{victim}").write_text(str(kill_after))
+        before = len(steps(one, victim))
+        with pytest.raises(RankError) as killed:
+            run(one)
+        assert (killed.value.rank, killed.value.exit) == (victim, "signal SIGKILL")
+        began = steps(one, victim)[before:]
+        assert len(began) == kill_after + 1
+        epoch, step = Checkpoints(one.store, RUN_DIR).latest_position()
+        safe = epoch * (NUM_STEPS // EPOCHS) + step
+        assert position < safe <= position + kill_after
+        # The first step that will be repeated began no longer than the interval before the kill.
+        assert began[-1] - began[safe - position] <= INTERVAL_S
+        position = safe
+    before = len(steps(one, 0))
+    result = run(one)
+    assert len(steps(one, 0)) - before == NUM_STEPS - position  # nothing else is repeated
+    assert without_times(result) == undisturbed[0]
+    assert_same(Checkpoints(one.store, RUN_DIR).load(EPOCHS), undisturbed[1])
+
+
+def assert_same(found: Checkpoint, expected: Checkpoint) -> None:
+    for part in ("model", "optimizer", "scheduler", "buffers"):
+        assert_equal(getattr(found, part), getattr(expected, part), part)
+
+
+def assert_equal(found: Any, expected: Any, where: str) -> None:
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_equal(found[key], value, f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(a, b, f"{where}[{i}]")
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_checkpoint_of_every_step_changes_nothing(tmp_path: Path, size: int) -> None:
+    """The same weights with a checkpoint after nearly every step as with none inside the epoch."""
+
+    def weights(name: str, interval_s: float) -> dict[str, torch.Tensor]:
+        model = linear()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        options = {"batch_size": 4, "epochs": 2, "checkpoint_interval_s": interval_s}
+        one = Case(Store.create(tmp_path / name), model, optimizer, rows=100, options=options)
+        one.train(size)
+        return one.weights(2)
+
+    often = weights("often", 1e-6)
+    for name, value in weights("never", 300.0).items():
+        assert torch.equal(value, often[name]), name
+
+
+def test_training_does_not_wait_for_a_slow_store(tmp_path: Path) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"batch_size": 4, "epochs": 1, "checkpoint_interval_s": 0.01}
+    store = SlowStore((tmp_path / "store").as_uri())
+    one = Case(store, model, optimizer, rows=400, options=options)
+    result = one.train(1)
+    assert result.history[0]["seconds"] < SlowStore.SECONDS
+    assert Checkpoints(store, RUN_DIR).latest_epoch() == 1  # the last one was waited for
+
+
+class SlowStore(Store):
+    """Takes long to write a checkpoint."""
+
+    SECONDS = 2.0
+
+    def open_output(self, path: str) -> Any:
+        if path.endswith(".pt"):
+            time.sleep(self.SECONDS)
+        return super().open_output(path)
+
+
+def test_weights_to_start_from_must_fit(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "store")
+    one = Case(store, linear(), lambda p: torch.optim.SGD(p, lr=0.0))
+    one.train(2)
+    first = Checkpoints(store, RUN_DIR).path(1)
+    started = Case(store, linear(seed=5), lambda p: torch.optim.SGD(p, lr=0.0))
+    program = started.spec()
+    store.write_bytes("runs/warm/program.pkl", store.read_bytes(f"{RUN_DIR}/program.pkl"))
+    started.train(2, run_dir="runs/warm", start_from=first)
+    warm = Checkpoints(store, "runs/warm").load(1).model
+    assert_equal(warm, linear().state_dict(), "model")
+    assert program.start_from == ""
+
+    wider = Case(store, linear(outputs=2), lambda p: torch.optim.SGD(p, lr=0.0), label="class")
+    wider.spec()
+    store.write_bytes("runs/wider/program.pkl", store.read_bytes(f"{RUN_DIR}/program.pkl"))
+    with pytest.raises(RanksFailed) as failed:
+        wider.train(2, run_dir="runs/wider", start_from=first)
+    assert set(failed.value.errors) == {0, 1}
+    for error in failed.value.errors.values():
+        assert isinstance(error, InvalidArgumentError)
+        assert str(error).startswith(f"warm_start: the weights of {first} do not fit this model: ")
+        assert "size mismatch for 2.weight" in str(error)
