@@ -33,6 +33,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sparkhvd.runner import allocator
+
 __all__ = ["JobFrame", "Prologue", "dump_program", "read_frame", "thread_variables", "write_frame"]
 
 _LENGTH = struct.Struct("!Q")
@@ -48,6 +50,7 @@ class Prologue:
         sys_path: the parent's module search path.
         cwd: working directory.
         num_threads: threads for OpenMP, MKL and the like.
+        keep_freed_memory: whether the process keeps what it frees, for its next allocations.
         preload: modules to import while the ranks find each other; a failure is ignored here.
         spark_files: root of `SparkFiles`; "" outside Spark.
         listener: file descriptors of the bound listener (TCP, Unix).
@@ -58,6 +61,7 @@ class Prologue:
     sys_path: list[str] = field(default_factory=list)
     cwd: str = ""
     num_threads: int = 1
+    keep_freed_memory: bool = False
     preload: list[str] = field(default_factory=list)
     spark_files: str = ""
     listener: tuple[int, int] = (-1, -1)
@@ -187,6 +191,8 @@ def _line_buffer() -> None:
 
 
 def _enter(prologue: Prologue) -> None:
+    if prologue.keep_freed_memory:
+        allocator.keep_freed_memory()
     variables = {**thread_variables(prologue.num_threads), **prologue.env}
     os.environ.update(variables)  # noqa: TID251 - OpenMP's, and the user's own
     if prologue.sys_path:
@@ -224,13 +230,11 @@ def _watch_parent(fd: int) -> None:
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
     from sparkhvd import rendezvous
-    from sparkhvd.runner import allocator, rank_context
+    from sparkhvd.runner import rank_context
     from sparkhvd.settings import Settings
 
     os.environ.update(frame.env)  # noqa: TID251 - torch's own
     settings = Settings.from_json(frame.settings)
-    if settings.keep_freed_memory:
-        allocator.keep_freed_memory()
     job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)
     listener = rendezvous.Listener.from_filenos(*prologue.listener, endpoint)

@@ -72,6 +72,7 @@ def launch_local(
                     sys_path=list(sys.path),
                     cwd=os.getcwd(),
                     num_threads=threads,
+                    keep_freed_memory=settings.keep_freed_memory,
                     preload=modules,
                     listener=listener.filenos(),
                     endpoint=listener.endpoint().to_dict(),

@@ -233,6 +233,7 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
         sys_path=list(sys.path),
         cwd=os.getcwd(),
         num_threads=threads,
+        keep_freed_memory=Settings.from_json(spec.settings).keep_freed_memory,
         preload=list(spec.preload),
         spark_files=SparkFiles.getRootDirectory(),
         listener=listener.filenos(),

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from sparkhvd.errors import InternalError
+from sparkhvd.runner import allocator
 from sparkhvd.runner.child import (
     JobFrame,
     Prologue,
@@ -96,6 +97,8 @@ class Trainer:
         theirs = [fd for fd in prologue.listener if fd >= 0] + [spec_read, result_write]
         inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
         environ = {**inherited, **loader_variables(prologue.env)}
+        if prologue.keep_freed_memory:
+            environ.update(allocator.start_variables(environ))
         # The package must be found before the trainer has set its own path.
         path = [entry for entry in prologue.sys_path if entry]
         environ["PYTHONPATH"] = os.pathsep.join(path) or environ.get("PYTHONPATH", "")
