@@ -23,9 +23,16 @@ from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.sampler import split_validation
 from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.inputs import FitData, check_inputs, prepare_inputs, row_functions
+from sparkhvd.estimator.inputs import (
+    FitData,
+    check_inputs,
+    prepare_inputs,
+    reader_packages,
+    row_functions,
+)
 from sparkhvd.estimator.labels import bind_labels, is_class_index
 from sparkhvd.estimator.model import Fitted, TorchModel, fitted_widths
+from sparkhvd.estimator.on_parquet import FitOnParquet
 from sparkhvd.estimator.params import TrainParams, with_signature
 from sparkhvd.estimator.predict import output_widths
 from sparkhvd.estimator.runs import Run, new_run_id, open_run
@@ -87,7 +94,9 @@ class _Request:
 
 
 @with_signature
-class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable["TorchEstimator"]):
+class TorchEstimator(
+    FitOnParquet, TrainParams, Estimator[TorchModel], MLWritable, MLReadable["TorchEstimator"]
+):
     """Trains a PyTorch module on a Spark DataFrame, one rank per Spark task, all started together.
 
         estimator = TorchEstimator(
@@ -127,6 +136,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             data_key=request.data_key,
             validation_key=self._validation_key(),
             keep_data=self.getOrDefault("keep_data"),
+            run_dir=request.run.run_dir,
         )
         spec, widths = self._specify(request, data)
         request.run.check(spec.fingerprint, spec.epochs)
@@ -312,6 +322,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             checkpoint_interval_s=self.getOrDefault("checkpoint_interval_s"),
             program_sha256=request.sha256,
             data_dir=data.training.data_dir,
+            data_store=data.training.files,
             inputs=inputs,
             labels=bind_labels(schema, request.losses, self._get("label_shapes")),
             sample_weight=weight.name if weight is not None else None,
@@ -326,6 +337,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             has_validation=bool(validation),
             validation=float(validation) if is_fraction else None,
             validation_dir=held_out.data_dir if held_out is not None else None,
+            validation_store=held_out.files if held_out is not None else None,
             num_workers=self.getOrDefault("num_workers"),
             val_num_workers=self._get("val_reader_num_workers") or self.getOrDefault("num_workers"),
             **request.training,
@@ -345,7 +357,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     def _transformed(self, request: _Request, data: FitData) -> DataSchema:
         return transformed_by(
             request.program.user.transformations,
-            request.store,
+            data.training.files or request.store,
             data.manifest,
             data.schema,
             request.program.functions,
@@ -380,7 +392,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             shared=request.store,
             run_dir=spec.run_dir,
             progress=checkpoints.latest_position,
-            requirements=("torch", "pyarrow", "numpy", "cloudpickle"),
+            requirements=("torch", "pyarrow", "numpy", "cloudpickle", *reader_packages(self._get)),
         )
         reporter = EpochReporter(
             checkpoints, epochs=spec.epochs, verbose=cluster.verbose, progress=self._get("progress")
@@ -483,6 +495,8 @@ def _check_split(manifest: Manifest, validation: float | str | None, full: int) 
     total, held_out = manifest.num_rows, manifest.num_validation or 0
     if validation and not isinstance(validation, str):
         held_out = len(split_validation(total, validation, 0)[1])
+    if isinstance(validation, str) and manifest.num_validation is None:
+        return  # nobody has counted: the ranks will see
     if validation and held_out == 0:
         raise InvalidArgumentError(
             f"validation: column {validation!r} marks none of {total:,} rows. A row with true, or a number above 0, is "

@@ -1,7 +1,8 @@
-"""What a fit reads: the columns of its DataFrames, checked before any job, and materialized after."""
+"""What a fit reads: the columns of its DataFrames or Parquet files, checked before any job, and made ready after."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,23 +10,48 @@ from typing import Any
 import numpy as np
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.dataset import ParquetDataset, fingerprint, read_manifest
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import RowSource
 from sparkhvd.estimator.data.prepare import PreparedData, prepare
 from sparkhvd.estimator.data.schema import DataSchema, check_schema
+from sparkhvd.estimator.data.sources import open_source
 from sparkhvd.estimator.data.store import Store
 
-__all__ = ["FitData", "check_inputs", "is_dataframe", "prepare_inputs", "row_functions"]
+__all__ = [
+    "FitData",
+    "ParquetTable",
+    "check_inputs",
+    "is_dataframe",
+    "prepare_inputs",
+    "reader_packages",
+    "row_functions",
+]
+
+
+READERS = ("pyarrow", "petastorm")
+
+
+@dataclass(frozen=True)
+class ParquetTable:
+    """Parquet that others wrote, in the place of a DataFrame: it has columns and a session, and ranks read it as it is."""
+
+    dataset: ParquetDataset
+    sparkSession: Any  # noqa: N815 - as of a DataFrame
+
+    @property
+    def schema(self) -> Any:
+        """The columns as a Spark StructType."""
+        return self.dataset.schema
 
 
 @dataclass(frozen=True)
 class FitData:
-    """The materialized data of a fit.
+    """The data of a fit.
 
     Attributes:
-        training: data of the DataFrame given to `fit`.
-        validation: data of a second DataFrame, or None.
+        training: data of the DataFrame given to `fit`, or of the files given to `fit_on_parquet`.
+        validation: data of a second DataFrame or folder, or None.
         schema: of the training data, with shape and dtype of decoded columns.
         examples: collated columns for two rows, to try the model on.
     """
@@ -53,17 +79,39 @@ class FitData:
             "columns": self.schema.to_dict(),
             "files": [f.rows for f in self.manifest.files],
             "validation rows": [f.rows for m in manifests[1:] for f in m.files],
+            **{
+                f"Parquet files of {role}": fingerprint(data.manifest)
+                for role, data in (("training", self.training), ("validation", self.validation))
+                if data is not None and data.files is not None
+            },
         }
 
 
 def is_dataframe(value: Any) -> bool:
-    """Whether a value is a DataFrame, classic or Connect."""
+    """Whether a value is a DataFrame, classic or Connect, or Parquet in the place of one."""
     return hasattr(value, "sparkSession") and hasattr(value, "schema")
 
 
 def row_functions(get: Callable[[str], Any]) -> RowFunctions:
     """The user's decoders and collate functions from the Params."""
     return RowFunctions(get("decoders") or {}, get("collate_fn") or {})
+
+
+def reader_packages(get: Callable[[str], Any]) -> tuple[str, ...]:
+    """What the executors need to read the data, besides what every fit needs."""
+    return ("petastorm",) if get("reader") == "petastorm" else ()
+
+
+def _check_reader(reader: str, dataset: Any) -> None:
+    if reader not in READERS:
+        raise InvalidArgumentError(
+            f"reader is {reader!r}; expected one of {', '.join(map(repr, READERS))}."
+        )
+    if reader == "petastorm" and not isinstance(dataset, ParquetTable):
+        raise InvalidArgumentError(
+            "reader='petastorm' reads data sets that are there, and fit(df) writes its own, which petastorm cannot read. Give "
+            "the data set to fit_on_parquet(path), or leave reader out."
+        )
 
 
 def check_inputs(
@@ -84,8 +132,10 @@ def check_inputs(
         class_labels: label columns that hold class indices.
 
     Raises:
-        InvalidArgumentError: a column cannot be used, or `validation` is a DataFrame with other columns.
+        InvalidArgumentError: a column cannot be used, `validation` is a DataFrame with other columns, or `reader` is
+            none for these data.
     """
+    _check_reader(get("reader"), dataset)
     validation, sparse_cols = get("validation"), get("sparse_cols")
     if sparse_cols is None and get("input_shapes") is not None:
         sparse_cols = []  # a shape is one of a dense tensor
@@ -103,16 +153,21 @@ def check_inputs(
         "handle_invalid": get("handle_invalid") or "error",
     }
     has_frame = is_dataframe(validation)
-    schema = check_schema(dataset.schema, validation=None if has_frame else validation, **options)
+    schema = check_schema(
+        dataset.schema,
+        validation=None if has_frame else validation,
+        data_name=_kind(dataset),
+        **options,
+    )
     if has_frame:
         try:
-            other = check_schema(validation.schema, **options)
+            other = check_schema(validation.schema, data_name=_kind(validation), **options)
         except InvalidArgumentError as e:
-            raise InvalidArgumentError(f"The DataFrame given as validation: {e}") from e
+            raise InvalidArgumentError(f"The {_kind(validation)} given as validation: {e}") from e
         for ours, theirs in zip(schema.columns, other.columns, strict=True):
             if (ours.kind, ours.dtype) != (theirs.kind, theirs.dtype):
                 raise InvalidArgumentError(
-                    f"The DataFrame given as validation has column {ours.name!r} of type {theirs.source}; in the training "
+                    f"The {_kind(validation)} given as validation has column {ours.name!r} of type {theirs.source}; in the training "
                     f"data it is {ours.source}. Cast one of them."
                 )
     return schema
@@ -129,42 +184,56 @@ def prepare_inputs(
     data_key: str | None,
     validation_key: str | None,
     keep_data: bool,
+    run_dir: str,
 ) -> FitData:
     """Materialize the DataFrame, and the second one if `validation` is one; or reuse what there is.
 
-    `validation_key` is to the second DataFrame what `data_key` is to the first.
+    `validation_key` is to the second DataFrame what `data_key` is to the first. Of Parquet only a list of its files is
+    written, into the run's folder.
 
     Raises:
         InvalidArgumentError: the data cannot be used, see `materialize`; or a decoder fails on the first row.
     """
-    training = prepare(
-        dataset, schema, store, app_id=app_id, data_key=data_key, keep_data=keep_data
-    )
+
+    def ready(data: Any, columns: DataSchema, key: str | None, data_dir: str) -> PreparedData:
+        if isinstance(data, ParquetTable):
+            return _listed(data.dataset, columns, store, f"{run_dir}/{data_dir}")
+        return prepare(data, columns, store, app_id=app_id, data_key=key, keep_data=keep_data)
+
+    training = ready(dataset, schema, data_key, "data")
     held_out = None
     if is_dataframe(validation):
         plain = DataSchema(schema.features, schema.labels, schema.sample_weight)
         try:
-            held_out = prepare(
-                validation,
-                plain,
-                store,
-                app_id=app_id,
-                data_key=validation_key,
-                keep_data=keep_data,
-            )
+            held_out = ready(validation, plain, validation_key, "validation")
         except InvalidArgumentError as e:
-            raise InvalidArgumentError(f"The DataFrame given as validation: {e}") from e
-        _check_shapes(training.manifest.schema, held_out.manifest.schema)
-    seen, examples = _look(training.manifest, functions, store)
+            raise InvalidArgumentError(f"The {_kind(validation)} given as validation: {e}") from e
+        _check_shapes(training.manifest.schema, held_out.manifest.schema, _kind(validation))
+    seen, examples = _look(training.manifest, functions, training.files or store)
     return FitData(training, held_out, seen, examples)
 
 
-def _check_shapes(training: DataSchema, validation: DataSchema) -> None:
+def _listed(
+    dataset: ParquetDataset, schema: DataSchema, store: Store, data_dir: str
+) -> PreparedData:
+    """Parquet as it is: a manifest of its files."""
+    began = time.monotonic()
+    manifest = read_manifest(dataset, schema)
+    manifest.save(store, data_dir)
+    seconds = time.monotonic() - began
+    return PreparedData(manifest, data_dir, True, seconds, "read as it is", dataset.store)
+
+
+def _kind(data: Any) -> str:
+    return f"Parquet at {data.dataset.url!r}" if isinstance(data, ParquetTable) else "DataFrame"
+
+
+def _check_shapes(training: DataSchema, validation: DataSchema, kind: str) -> None:
     pairs = zip(training.features + training.labels, validation.columns, strict=False)
     for ours, theirs in pairs:
         if (ours.kind, ours.shape) != (theirs.kind, theirs.shape):
             raise InvalidArgumentError(
-                f"The DataFrame given as validation has shape {theirs.shape} per row in column {ours.name!r}; the "
+                f"The {kind} given as validation has shape {theirs.shape} per row in column {ours.name!r}; the "
                 f"training data have {ours.shape}. Both must have one shape."
             )
 
@@ -176,8 +245,8 @@ def _look(
     names = functions.needs_example(manifest.schema)
     if not names:
         return manifest.schema, {}
-    with RowSource(store, manifest) as source:
-        first = source.read(names, np.zeros(1, np.int64))
+    with open_source(store, manifest) as source:
+        first = source.read(names, source.examples(1))
     schema = functions.with_decoded(manifest.schema, first)
     columns = [c for c in schema.columns if c.is_collated]
     # Two rows, so that an output with one entry in all is told from one entry per row.

@@ -355,6 +355,11 @@ class TrainParams(HorovodParams, PredictParams):
         _any,
         "fraction of the rows, column that is true for validation rows, or DataFrame",
     )
+    reader = _p(
+        "reader",
+        TypeConverters.toString,
+        "of fit_on_parquet: 'pyarrow', or 'petastorm' for data sets that it encoded",
+    )
     num_workers = _p("num_workers", _whole, "threads per rank that run decoders")
     val_reader_num_workers = _p(
         "val_reader_num_workers", _whole, "the same for validation; default num_workers"
@@ -464,6 +469,7 @@ class TrainParams(HorovodParams, PredictParams):
             batch_size=32,
             epochs=1,
             metrics=[],
+            reader="pyarrow",
             num_workers=1,
             shuffle=True,
             shuffle_bytes=1 << 30,

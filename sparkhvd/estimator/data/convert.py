@@ -9,7 +9,7 @@ so that the user learns of all problems at once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ __all__ = [
     "Findings",
     "column_to_numpy",
     "numpy_to_array",
+    "problems",
     "shape_text",
     "text_to_array",
     "usable_rows",
@@ -150,6 +151,43 @@ def usable_rows(array: pa.Array, column: Column) -> Array | None:
 def shape_text(shape: tuple[int, ...]) -> str:
     """A row's shape in words: "3", "2 x 3", or "2 x ?" where lengths differ inside the row."""
     return " x ".join("?" if n < 0 else str(n) for n in shape)
+
+
+def problems(column: Column, found: Findings, num_rows: int) -> Iterator[str]:
+    """What is wrong with a column of so many rows, in sentences with counts and what to do."""
+    where = f"column {column.name!r} ({column.source})"
+    of = f"of {num_rows:,} rows"
+    if found.nulls:
+        yield (
+            f"{where}: {found.nulls:,} {of} are null or hold a null. Every row needs a value: df.na.drop() or "
+            "df.na.fill(...), an Imputer, or handle_invalid='skip' or {column: value}."
+        )
+    if found.nans:
+        yield f"{where}: {found.nans:,} {of} hold NaN. Every value must be a number: drop or replace them."
+    if found.overflows:
+        yield (
+            f"{where}: {found.overflows:,} {of} hold a number that {column.dtype} cannot hold. Scale the column, or "
+            f"choose a wider type with feature_dtypes or label_dtypes."
+        )
+    if found.fractions:
+        yield (
+            f"{where}: {found.fractions:,} {of} hold a number that is not whole, but it is to be stored as "
+            f"{column.dtype}. Choose a floating type, or round the column."
+        )
+    if len(found.shapes) > 1:
+        usual, count = found.shapes.most_common(1)[0]
+        others = ", ".join(
+            f"{n:,} of {shape_text(w)}" for w, n in sorted(found.shapes.items())[:6] if w != usual
+        )
+        remedy = "pad or cut them"
+        if column.kind == "array":
+            remedy += f", or give collate_fn={{{column.name!r}: pad(0)}} (sparkhvd.estimator.pad)"
+        yield (
+            f"{where}: rows have different lengths: {count:,} rows of {shape_text(usual)} elements, but {others}. Every row "
+            f"must have the same number of elements: {remedy}."
+        )
+    elif any(0 in shape for shape in found.shapes):
+        yield f"{where}: every row is empty. At least one element per row is expected."
 
 
 def numpy_to_array(values: Array) -> pa.Array:

@@ -1,4 +1,4 @@
-"""The list of what was materialized: only files named in it exist for a reader."""
+"""The list of files that make the data of a fit: only files named in it exist for a reader."""
 
 from __future__ import annotations
 
@@ -10,36 +10,54 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.data.store import Store
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "DataFile", "Manifest"]
+__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "PACKED", "PARQUET", "DataFile", "Manifest"]
 
 # 1 knew only rows of one size; what it wrote is read as ever.
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
 # Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
 MANIFEST_NAME = "_manifest.json"
+PACKED, PARQUET = "packed", "parquet"
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One packed Parquet file: its path in the store, its rows, and the rows of each row group."""
+    """One Parquet file: its path in the store, its rows, and the rows of each row group.
+
+    Of files that others wrote also what tells whether they have changed, and the values of columns that only the
+    names of their folders hold.
+
+    Attributes:
+        path: in the store.
+        rows: of the file.
+        row_groups: rows of each.
+        size: bytes; 0 for packed files.
+        modified_ns: time of change in ns since 1970; 0 for packed files, or where nothing tells.
+        partition: (column, value) of every folder `column=value` that it lies in.
+    """
 
     path: str
     rows: int
     row_groups: tuple[int, ...]
+    size: int = 0
+    modified_ns: int = 0
+    partition: tuple[tuple[str, int | float | str | None], ...] = ()
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a materialization wrote, in row order: partition index, then position in the partition.
+    """The data of a fit in row order. Of materialized data: partition index, then position in the partition.
 
     Attributes:
         files: in that order.
         schema: the columns with their shapes.
         num_rows: of all files.
-        num_validation: rows that the validation column marks; None if there is no such column.
-        variable_bytes: bytes of all values of each column whose rows differ in length.
+        num_validation: rows that the validation column marks; None if there is no such column, or nobody counted.
+        variable_bytes: bytes of all values of each column whose rows differ in length; of Parquet that others wrote an
+            estimate.
         num_skipped: rows of the DataFrame that `handle_invalid="skip"` left out.
         format_version: of the files.
+        layout: "packed", or "parquet" for files that others wrote.
     """
 
     files: tuple[DataFile, ...]
@@ -49,6 +67,7 @@ class Manifest:
     variable_bytes: Mapping[str, int] = field(default_factory=dict)
     num_skipped: int = 0
     format_version: int = FORMAT_VERSION
+    layout: str = PACKED
 
     @property
     def num_bytes(self) -> int:
@@ -70,6 +89,7 @@ class Manifest:
             "num_validation": self.num_validation,
             "variable_bytes": dict(self.variable_bytes),
             "num_skipped": self.num_skipped,
+            "layout": self.layout,
             "schema": self.schema.to_dict(),
             "files": [asdict(f) for f in self.files],
         }
@@ -89,7 +109,15 @@ class Manifest:
                 f"{' and '.join(map(str, READABLE_VERSIONS))}. Materialize them again."
             )
         files = tuple(
-            DataFile(f["path"], f["rows"], tuple(f["row_groups"])) for f in values["files"]
+            DataFile(
+                f["path"],
+                f["rows"],
+                tuple(f["row_groups"]),
+                f.get("size", 0),
+                f.get("modified_ns", 0),
+                tuple((name, value) for name, value in f.get("partition", ())),
+            )
+            for f in values["files"]
         )
         schema = DataSchema.from_dict(values["schema"])
         return cls(
@@ -100,6 +128,7 @@ class Manifest:
             variable_bytes=values.get("variable_bytes", {}),
             num_skipped=values.get("num_skipped", 0),
             format_version=values["format_version"],
+            layout=values.get("layout", PACKED),
         )
 
     def save(self, store: Store, data_dir: str) -> None:

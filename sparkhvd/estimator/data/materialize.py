@@ -16,7 +16,7 @@ from sparkhvd.estimator.data.convert import (
     Findings,
     column_to_numpy,
     numpy_to_array,
-    shape_text,
+    problems,
     text_to_array,
     usable_rows,
 )
@@ -210,7 +210,7 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     for outcome in outcomes:
         for name, values in outcome["columns"].items():
             found[name].add(Findings.from_dict(values))
-    problems = [line for c in schema.columns for line in _problems(c, found[c.name], num_rows)]
+    problems = [line for c in schema.columns for line in problems(c, found[c.name], num_rows)]
     if (negative := sum(o["negative"] for o in outcomes)) and schema.sample_weight is not None:
         problems.append(
             f"column {schema.sample_weight.name!r} ({schema.sample_weight.source}): {negative:,} of {num_rows:,} rows hold a "
@@ -240,42 +240,6 @@ def _found_shape(column: Column, found: Findings) -> tuple[int, ...]:
         return ()
     shape = next(iter(found.shapes), ())
     return shape if column.kind in ("array", "vector", "sparse") else (-1, *shape)
-
-
-def _problems(column: Column, found: Findings, num_rows: int) -> Iterator[str]:
-    where = f"column {column.name!r} ({column.source})"
-    of = f"of {num_rows:,} rows"
-    if found.nulls:
-        yield (
-            f"{where}: {found.nulls:,} {of} are null or hold a null. Every row needs a value: df.na.drop() or "
-            "df.na.fill(...), an Imputer, or handle_invalid='skip' or {column: value}."
-        )
-    if found.nans:
-        yield f"{where}: {found.nans:,} {of} hold NaN. Every value must be a number: drop or replace them."
-    if found.overflows:
-        yield (
-            f"{where}: {found.overflows:,} {of} hold a number that {column.dtype} cannot hold. Scale the column, or "
-            f"choose a wider type with feature_dtypes or label_dtypes."
-        )
-    if found.fractions:
-        yield (
-            f"{where}: {found.fractions:,} {of} hold a number that is not whole, but it is to be stored as "
-            f"{column.dtype}. Choose a floating type, or round the column."
-        )
-    if len(found.shapes) > 1:
-        usual, count = found.shapes.most_common(1)[0]
-        others = ", ".join(
-            f"{n:,} of {shape_text(w)}" for w, n in sorted(found.shapes.items())[:6] if w != usual
-        )
-        remedy = "pad or cut them"
-        if column.kind == "array":
-            remedy += f", or give collate_fn={{{column.name!r}: pad(0)}} (sparkhvd.estimator.pad)"
-        yield (
-            f"{where}: rows have different lengths: {count:,} rows of {shape_text(usual)} elements, but {others}. Every row "
-            f"must have the same number of elements: {remedy}."
-        )
-    elif any(0 in shape for shape in found.shapes):
-        yield f"{where}: every row is empty. At least one element per row is expected."
 
 
 def _check_visible(store: Store, data_dir: str, manifest: Manifest) -> None:

@@ -377,7 +377,10 @@ class _Span:
 
 
 class RowSource:
-    """Reads rows by number from the files of a manifest; not for several threads at once."""
+    """Reads rows by number from the packed files of a manifest; not for several threads at once."""
+
+    # Any row can be read alone.
+    block_edges: Rows | None = None
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store = store
@@ -441,6 +444,10 @@ class RowSource:
                 self._fill(span, group, column.name, first - base)
                 np.take(span, rows[start:stop] - first, axis=0, out=target, mode="clip")
         return out
+
+    def examples(self, count: int) -> Rows:
+        """Numbers of the first `count` rows, or of all if there are fewer."""
+        return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
 
     # -- rows of any length --------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ class PreparedData:
         reused: whether an earlier materialization served.
         seconds: how long it took to have them.
         reason: why they were or were not reused, for the user.
+        files: the store that the files of the manifest are in; None means the one that `data_dir` is in.
     """
 
     manifest: Manifest
@@ -47,6 +48,7 @@ class PreparedData:
     reused: bool
     seconds: float
     reason: str = ""
+    files: Store | None = None
 
 
 @dataclass

@@ -20,9 +20,9 @@ import numpy as np
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import RowSource
 from sparkhvd.estimator.data.sampler import Plan, Rows, Window, cuts, epoch_plan, split_validation
 from sparkhvd.estimator.data.schema import Column
+from sparkhvd.estimator.data.sources import open_source
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.data.values import Ragged, SparseRows, take
 
@@ -91,6 +91,7 @@ class Reader:
         prefetch_bytes: int = 16 << 20,
         functions: RowFunctions | None = None,
         num_workers: int = 1,
+        usable: Rows | None = None,
     ) -> None:
         """Open the data for one rank; reads nothing but what decides the subset.
 
@@ -113,6 +114,7 @@ class Reader:
             prefetch_bytes: bound on the batches that the background thread prepares ahead.
             functions: the user's decoders and collate functions.
             num_workers: threads that run decoders; 1 is the background thread itself.
+            usable: ascending numbers of the rows that count, see `usable_rows`; None means all.
 
         Raises:
             InvalidArgumentError: an argument is out of range, a decoder fails on the first row, or the subset cannot be told apart.
@@ -125,7 +127,8 @@ class Reader:
         names = [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
         self._names = list(columns) if columns is not None else names
         self._row_bytes = manifest.row_bytes(self._names)
-        self._source = RowSource(store, manifest)
+        self._source = open_source(store, manifest)
+        self._usable = usable
         self._functions = functions or RowFunctions()
         self._columns = self._seen_columns()
         self._batch_row_bytes = max(self._row_bytes, sum(map(_batch_bytes, self._columns)))
@@ -192,20 +195,22 @@ class Reader:
         schema, names = self._manifest.schema, self._names
         decoded = [n for n in names if schema.column(n).has_decoder]
         if decoded and self._manifest.num_rows:
-            first = self._source.read(decoded, np.zeros(1, np.int64))
+            first = self._source.read(decoded, self._source.examples(1))
             schema = self._functions.with_decoded(schema, first)
         return [schema.column(n) for n in names]
 
     # -- which rows ----------------------------------------------------------------------------------
 
     def _select(self, subset: str, validation: float | None) -> Rows | int:
-        total = self._manifest.num_rows
+        usable = self._usable
+        total: Rows | int = self._manifest.num_rows if usable is None else usable
         if subset == "all":
             return total
         column = self._manifest.schema.validation
         if column is not None:
-            flags = self._source.read([column.name])[column.name] != 0
-            return np.flatnonzero(flags if subset == "validation" else ~flags)
+            flags = self._source.read([column.name], usable)[column.name] != 0
+            chosen = np.flatnonzero(flags if subset == "validation" else ~flags)
+            return chosen if usable is None else usable[chosen]
         if not validation:
             if subset == "train":
                 return total
@@ -213,14 +218,19 @@ class Reader:
                 "Reader(subset='validation'): the data have no validation column and no fraction was given. Give "
                 "validation=0.1, or read subset='all'."
             )
-        train, held_out = split_validation(total, validation, self._seed)
-        return train if subset == "train" else held_out
+        count = total if isinstance(total, int) else len(total)
+        train, held_out = split_validation(count, validation, self._seed)
+        chosen = train if subset == "train" else held_out
+        return chosen if usable is None else usable[chosen]
 
     def _plan(self, epoch: int, rows: Rows | int | None = None) -> Plan:
         resident = self._is_resident
         if rows is None:
             # In memory the subset is numbered from 0.
             rows = self.num_rows if resident else self._rows
+        block_rows = min(
+            max(1, _BLOCK_BYTES // max(1, self._row_bytes)), max(1, self._window_rows // 16)
+        )
         return epoch_plan(
             rows,
             size=self._size,
@@ -230,10 +240,22 @@ class Reader:
             shuffle=self._shuffle,
             drop_last=self._drop_last,
             window_rows=None if resident else self._file_window(),
-            block_rows=min(
-                max(1, _BLOCK_BYTES // max(1, self._row_bytes)), max(1, self._window_rows // 16)
-            ),
+            block_rows=block_rows,
+            block_edges=None if resident else self._block_edges(block_rows),
         )
+
+    def _block_edges(self, block_rows: int) -> Rows | None:
+        """Where the source wants blocks to begin, as positions in the subset; small ones are read together."""
+        edges = self._source.block_edges
+        if edges is None:
+            return None
+        if not isinstance(self._rows, int):
+            edges = np.searchsorted(self._rows, edges)
+        kept = [0]
+        for edge in edges[:-1]:
+            if edge - kept[-1] >= block_rows:
+                kept.append(int(edge))
+        return np.array([*kept, self.num_rows], np.int64)
 
     def _file_window(self) -> int:
         """Rows to hold at once beyond memory: all the bound allows to shuffle, a few chunks to just read."""

@@ -245,13 +245,16 @@ class _Blocks(_Order):
     epoch: int
     window_rows: int
     block_rows: int
+    block_edges: Rows | None = None
 
     def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
         num_rows = self.rows if isinstance(self.rows, int) else len(self.rows)
-        num_blocks = -(-num_rows // self.block_rows)
-        blocks = _generator(self.seed, _ORDER, self.epoch).permutation(num_blocks)
-        first_row = blocks * self.block_rows
-        ends = np.cumsum(np.minimum(first_row + self.block_rows, num_rows) - first_row)
+        edges = self.block_edges
+        if edges is None:
+            edges = np.append(np.arange(0, num_rows, self.block_rows, dtype=np.int64), num_rows)
+        blocks = _generator(self.seed, _ORDER, self.epoch).permutation(len(edges) - 1)
+        first_row = edges[blocks]
+        ends = np.cumsum(edges[blocks + 1] - first_row)
         begin, end, last = _shard(plan, rank)
         # Whole batches per window, so that no batch spans two.
         window = max(1, self.window_rows // plan.batch_size) * plan.batch_size
@@ -291,6 +294,7 @@ def epoch_plan(
     drop_last: bool = False,
     window_rows: int | None = None,
     block_rows: int | None = None,
+    block_edges: Rows | None = None,
 ) -> Plan:
     """The plan of one epoch.
 
@@ -304,6 +308,8 @@ def epoch_plan(
         drop_last: leave out the final global batch if it is not full.
         window_rows: memory bound in rows per rank, for data beyond it; None means that they fit in memory.
         block_rows: neighbouring rows that are read together; None means a 16th of the window.
+        block_edges: where blocks begin, from 0 on and with the number of rows at the end, instead of blocks of
+            `block_rows`: for files that are read best in pieces of their own.
     """
     if size < 1 or batch_size < 1:
         raise InvalidArgumentError(
@@ -322,6 +328,6 @@ def epoch_plan(
         order = _Uniform(rows, seed, epoch)
     else:
         block = block_rows if block_rows is not None else max(1, window_rows // 16)
-        order = _Blocks(rows, seed, epoch, window_rows, max(1, block))
+        order = _Blocks(rows, seed, epoch, window_rows, max(1, block), block_edges)
     used = full_steps * size * batch_size + sum(last)
     return Plan(size, batch_size, used, full_steps, last, order)

@@ -264,6 +264,7 @@ def check_schema(
     collated: Collection[str] = (),
     sparse_cols: Sequence[str] | None = None,
     handle_invalid: str | Mapping[str, Any] = "error",
+    data_name: str = "DataFrame",
 ) -> DataSchema:
     """Decide how every column is stored, or say what is wrong with it. Runs on the driver, starts no job.
 
@@ -286,6 +287,7 @@ def check_schema(
         collated: columns whose rows a function of the user's turns into a batch.
         sparse_cols: vector features that are kept sparse; None means those of more than `DENSE_WIDTH` dimensions.
         handle_invalid: "error", "skip" (rows with a null or NaN), or by column "error", "skip" or a value to fill in.
+        data_name: what has the columns, for messages.
 
     Raises:
         InvalidArgumentError: a column is missing, ambiguous, of a type that cannot become a tensor, or has two
@@ -319,7 +321,7 @@ def check_schema(
             )
         roles[name] = role
         floating = "int64" if role.startswith("label_cols") and name in class_labels else default
-        field = _field(by_name, name, role)
+        field = _field(by_name, name, role, data_name)
         if only_scalar:
             column = _column(field, name, role, (default, floating), override, only_scalar)
         elif name in decoders or name in collated:
@@ -416,7 +418,7 @@ def _fields_by_name(df_schema: Any) -> dict[str, list[Any]]:
     return by_name
 
 
-def _field(by_name: Mapping[str, list[Any]], name: str, role: str) -> Any:
+def _field(by_name: Mapping[str, list[Any]], name: str, role: str, data_name: str) -> Any:
     found = by_name.get(name)
     if not found:
         close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)
@@ -427,12 +429,12 @@ def _field(by_name: Mapping[str, list[Any]], name: str, role: str) -> Any:
             else ""
         )
         raise InvalidArgumentError(
-            f"{role} names column {name!r}, which the DataFrame does not have.{hint} "
+            f"{role} names column {name!r}, which the {data_name} does not have.{hint} "
             f"Its columns are: {_listing(list(by_name))}."
         )
     if len(found) > 1:
         raise InvalidArgumentError(
-            f"{role} names column {name!r}, which the DataFrame has {len(found)} times. "
+            f"{role} names column {name!r}, which the {data_name} has {len(found)} times. "
             "Rename or drop the others first, so that the name is unique."
         )
     return found[0]

@@ -30,7 +30,7 @@ import pyarrow.fs as pafs
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["LEASE_NAME", "LEASE_S", "Lease", "Store"]
+__all__ = ["LEASE_NAME", "LEASE_S", "Lease", "Store", "StoredFile"]
 
 LEASE_NAME = "_lease.json"
 # An owner that has not renewed its lease for a day is gone: a fit renews it every hour.
@@ -55,6 +55,15 @@ class Lease:
     def is_expired(self, now: float) -> bool:
         """Whether the owner has been silent for so long that it must be gone."""
         return not self.keep and now - self.renewed > LEASE_S
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of a store: its path, its bytes, and when it changed in ns since 1970; 0 where nothing tells."""
+
+    path: str
+    size: int
+    modified_ns: int
 
 
 class Store:
@@ -155,6 +164,24 @@ class Store:
             found.append(posixpath.relpath(info.path, self._root))
         return sorted(found)
 
+    def files(self) -> tuple[StoredFile, ...]:
+        """Every file below the root, sorted by path; the root itself, as ".", if that is a file.
+
+        Raises:
+            FileNotFoundError: there is nothing.
+        """
+        root = self._fs.get_file_info(self._root)
+        if root.type == pafs.FileType.File:
+            infos = [root]
+        else:
+            infos = self._fs.get_file_info(pafs.FileSelector(self._root, recursive=True))
+        found = [
+            StoredFile(posixpath.relpath(i.path, self._root), i.size or 0, i.mtime_ns or 0)
+            for i in infos
+            if i.type == pafs.FileType.File
+        ]
+        return tuple(sorted(found, key=lambda f: f.path))
+
     def local_path(self, path: str) -> str | None:
         """The path of a file on this host, or None if the store is not a local folder."""
         return self._full(path) if self.is_local else None
@@ -162,6 +189,12 @@ class Store:
     def full_url(self, path: str) -> str:
         """The URL of a path in the store, for messages and for Spark."""
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
+
+    def below(self, path: str) -> Store:
+        """A folder of this store, or a file, as a store of its own with the same options."""
+        self._full(path)
+        url, mark, query = self.url.partition("?")
+        return Store(f"{url.rstrip('/')}/{path}{mark}{query}", self._options)
 
     # -- writing -------------------------------------------------------------------------------------
 

@@ -6,13 +6,14 @@ Taking and slicing rows moves no values; only what a batch needs is gathered, wi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ragged", "SparseRows", "Values", "keep_mask", "num_bytes", "take"]
+__all__ = ["Ragged", "SparseRows", "Values", "joined", "keep_mask", "num_bytes", "take"]
 
 Array = npt.NDArray[Any]
 
@@ -148,6 +149,25 @@ def take(values: Values, rows: Array) -> Values:
         # Indices come from a permutation, so they are in range: "clip" skips the check and a buffer.
         return np.take(values, rows, axis=0, mode="clip")
     return values.take(rows)
+
+
+def joined(parts: Sequence[Any], empty: Ragged | SparseRows) -> Ragged | SparseRows:
+    """The rows of packed parts in one piece; `empty` if there are none."""
+    if not parts:
+        return empty
+    if len(parts) == 1:
+        return parts[0]  # type: ignore[no-any-return]  # parts are of the type of `empty`
+    if isinstance(empty, SparseRows):
+        indices = joined([p.indices for p in parts], empty.indices)
+        values = joined([p.values for p in parts], empty.values)
+        assert isinstance(indices, Ragged)
+        assert isinstance(values, Ragged)
+        return SparseRows(indices, values, empty.width)
+    return Ragged.from_lengths(
+        np.concatenate([p.values for p in parts]),
+        np.concatenate([p.lengths for p in parts]),
+        empty.inner,
+    )
 
 
 def num_bytes(values: Values) -> int:

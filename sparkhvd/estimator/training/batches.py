@@ -8,11 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
+
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.functions import RowFunctions
-from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.estimator.data.manifest import PARQUET, Manifest
+from sparkhvd.estimator.data.parquet import ParquetSource
 from sparkhvd.estimator.data.reader import Batch, Reader
+from sparkhvd.estimator.data.sampler import Rows
+from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.spec import TrainSpec
 
 __all__ = ["Data", "StepPlan", "step_plans"]
@@ -42,7 +47,7 @@ class Data:
     """
 
     def __init__(self, spec: TrainSpec, functions: RowFunctions | None = None) -> None:
-        """Open the materialized data; nothing large is read yet.
+        """Open the data; nothing large is read yet. All ranks must do it: they may share looking for usable rows.
 
         Args:
             spec: what the rank got.
@@ -52,13 +57,21 @@ class Data:
         manifest = Manifest.load(spec.store, spec.data_dir)
         self.schema = spec.transformed or manifest.schema
         subset = "train" if spec.has_validation and spec.validation_dir is None else "all"
-        self.training = _reader(spec, manifest, subset, functions)
+        files = spec.data_store or spec.store
+        usable = usable_rows(files, manifest)
+        self.training = _reader(spec, files, manifest, subset, functions, usable)
         self.validation: Reader | None = None
         if spec.validation_dir is not None:
             held_out = Manifest.load(spec.store, spec.validation_dir)
-            self.validation = _reader(spec, held_out, "all", functions, is_training=False)
+            theirs = spec.validation_store or spec.store
+            rows = usable_rows(theirs, held_out)
+            self.validation = _reader(
+                spec, theirs, held_out, "all", functions, rows, is_training=False
+            )
         elif spec.has_validation:
-            self.validation = _reader(spec, manifest, "validation", functions, is_training=False)
+            self.validation = _reader(
+                spec, files, manifest, "validation", functions, usable, is_training=False
+            )
         self.num_steps = len(step_plans(spec, self.training, 0))
         for name, reader, steps in (
             ("training", self.training, self.num_steps),
@@ -127,16 +140,40 @@ def step_plans(spec: TrainSpec, reader: Reader, epoch: int) -> list[StepPlan]:
     return plans
 
 
+def usable_rows(store: Store, manifest: Manifest) -> Rows | None:
+    """Numbers of the rows that `handle_invalid="skip"` leaves; None if it leaves all. A collective call.
+
+    Materialized data hold no others. Of files that others wrote each rank looks at its share of the files, and all
+    ranks get the same numbers.
+    """
+    skipping = [c for c in manifest.schema.columns if c.invalid[0] == "skip"]
+    if manifest.layout != PARQUET or not skipping:
+        return None
+    mine = range(hvd.rank(), len(manifest.files), hvd.size())
+    with ParquetSource(store, manifest) as source:
+        masks = source.usable(skipping, mine)
+    shares = hvd.allgather_object(
+        {number: np.packbits(mask) for number, mask in masks.items()}, name="usable_rows"
+    )
+    bits = {number: packed for share in shares for number, packed in share.items()}
+    every = [
+        np.unpackbits(bits[number], count=file.rows) for number, file in enumerate(manifest.files)
+    ]
+    return np.flatnonzero(np.concatenate(every)).astype(np.int64)
+
+
 def _reader(
     spec: TrainSpec,
+    store: Store,
     manifest: Manifest,
     subset: str,
     functions: RowFunctions | None,
+    usable: Rows | None,
     *,
     is_training: bool = True,
 ) -> Reader:
     return Reader(
-        spec.store,
+        store,
         manifest,
         rank=hvd.rank(),
         size=hvd.size(),
@@ -149,4 +186,5 @@ def _reader(
         shuffle_bytes=spec.shuffle_bytes,
         functions=functions,
         num_workers=spec.num_workers if is_training else spec.val_num_workers,
+        usable=usable,
     )

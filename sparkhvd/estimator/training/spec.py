@@ -25,7 +25,8 @@ class TrainSpec:
         start_from: file in the store with the weights to start from; "" for those of the program.
         checkpoint_interval_s: no more than this many seconds of steps are lost with a rank.
         program_sha256: of `<run_dir>/program.pkl`; checked before it is unpickled.
-        data_dir: folder of the materialized data.
+        data_dir: folder of the materialized data, or of the list of files that are read as they are.
+        data_store: where those files are; None means in `store`.
         inputs: which columns become which argument of the model.
         labels: how label columns meet outputs.
         sample_weight: column with a weight per row, or None.
@@ -39,7 +40,8 @@ class TrainSpec:
         drop_last: leave out the last step of an epoch if it is not full.
         has_validation: whether there are validation rows.
         validation: their fraction; None if a column tells, or if they are data of their own.
-        validation_dir: folder of materialized validation data, or None.
+        validation_dir: folder of validation data of their own, or None.
+        validation_store: as `data_store`, for them.
         num_workers: threads that run decoders.
         val_num_workers: the same for validation.
         overrides: of the optimizer's groups.
@@ -80,6 +82,8 @@ class TrainSpec:
     validation: float | None = None
     overrides: Overrides = Overrides()
     validation_dir: str | None = None
+    data_store: Store | None = None
+    validation_store: Store | None = None
     num_workers: int = 1
     val_num_workers: int = 1
     precision: str = "32"

@@ -25,8 +25,8 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.binding import InputBinding
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import RowSource
 from sparkhvd.estimator.data.schema import Column, DataSchema, stored_dtype
+from sparkhvd.estimator.data.sources import open_source
 from sparkhvd.estimator.data.store import Store
 
 __all__ = [
@@ -206,8 +206,8 @@ def transformed_by(
                 f"{functions.name} cannot be used with column {column.name!r}, whose rows are sparse, of different "
                 "lengths or collated. Do both in a collate function, or make the rows dense and of one length."
             )
-    with RowSource(store, manifest) as source, _own_random_numbers():
-        rows = np.arange(min(PROBED_ROWS, manifest.num_rows), dtype=np.int64)
+    with open_source(store, manifest) as source, _own_random_numbers():
+        rows = source.examples(PROBED_ROWS)
         values = decoders.decode(columns, source.read([c.name for c in columns], rows))
         found = functions.run(values, is_training=True)
     return transformed_schema(functions, found, schema, inputs=inputs, model_dtype=model_dtype)

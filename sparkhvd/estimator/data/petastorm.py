@@ -1,0 +1,89 @@
+"""Data sets that petastorm wrote: its codecs become decoders of our reader.
+
+Such a data set is Parquet whose `_common_metadata` holds a Unischema: for each column a numpy type, a shape, and the codec
+that made bytes of arrays and images. petastorm reads the Unischema and decodes values; files are read by sparkhvd, so
+that every row still comes once per epoch, in an order that a resumed run finds again.
+
+petastorm unpickles the Unischema that it finds in the data: only from a data set that you trust. It is imported here and
+nowhere else, and only on request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["UNISCHEMA_KEY", "CodecDecoder", "codec_decoders"]
+
+# In the key-value metadata of `_common_metadata`.
+UNISCHEMA_KEY = b"dataset-toolkit.unischema.v1"
+_SCALAR = "ScalarCodec"  # these columns are plain in the files
+
+
+@dataclass(frozen=True)
+class CodecDecoder:
+    """A decoder of one column: petastorm's codec, then the user's own function, if there is one.
+
+    Attributes:
+        field: petastorm's UnischemaField.
+        then: the user's function of what the codec returns, or a mapping from it; or None.
+    """
+
+    field: Any
+    then: Callable[[Any], Any] | Mapping[Any, Any] | None = None
+
+    def __call__(self, value: bytes) -> Any:
+        """The array or number that the bytes of a row stand for."""
+        decoded = self.field.codec.decode(self.field, value)
+        if self.then is None:
+            return decoded
+        return self.then[decoded] if isinstance(self.then, Mapping) else self.then(decoded)
+
+
+def codec_decoders(
+    metadata: Mapping[bytes, bytes], names: Sequence[str], decoders: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The user's decoders, and before them petastorm's for the columns that it has encoded.
+
+    Args:
+        metadata: of `_common_metadata`; without a Unischema the data are plain, and the user's decoders come back.
+        names: columns of the fit.
+        decoders: the user's, by column.
+
+    Raises:
+        InvalidArgumentError: petastorm is not there, or cannot read the Unischema.
+    """
+    get_schema = _import_get_schema()
+    if UNISCHEMA_KEY not in metadata:
+        return dict(decoders)
+    try:
+        schema = get_schema(SimpleNamespace(common_metadata=SimpleNamespace(metadata=metadata)))
+    except Exception as e:  # whatever a foreign pickle raises
+        raise InvalidArgumentError(
+            f"reader='petastorm': petastorm cannot read the Unischema of the data: {type(e).__name__}: {e}. Write it again "
+            "with petastorm-generate-metadata.py, or leave reader out and give decoders."
+        ) from e
+    found = dict(decoders)
+    for name in names:
+        field = schema.fields.get(name)
+        codec = type(getattr(field, "codec", None)).__name__
+        if codec not in ("NoneType", _SCALAR):
+            found[name] = CodecDecoder(field, decoders.get(name))
+    return found
+
+
+def _import_get_schema() -> Callable[[Any], Any]:
+    try:
+        from petastorm.etl.dataset_metadata import get_schema
+    except (ImportError, AttributeError) as e:
+        # With a newer pyarrow it is there and cannot be imported.
+        raise InvalidArgumentError(
+            f"reader='petastorm' needs petastorm, which this Python cannot import: {type(e).__name__}: {e}. Install it on the "
+            "driver and the executors with `pip install 'sparkhvd[petastorm]'`: petastorm 0.13.1 with pyarrow 14, numpy "
+            "1.26, setuptools below 70, and so pyspark 3.5. Plain Parquet needs no petastorm: leave reader out."
+        ) from e
+    return get_schema  # type: ignore[no-any-return]  # petastorm has no types

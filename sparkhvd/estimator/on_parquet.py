@@ -1,0 +1,174 @@
+"""`TorchEstimator.fit_on_parquet(path)`: training on Parquet that is there, with no Spark job over the data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.dataset import ParquetDataset, open_dataset
+from sparkhvd.estimator.data.petastorm import UNISCHEMA_KEY, codec_decoders
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.inputs import ParquetTable, is_dataframe
+from sparkhvd.runner.spark_shim import SparkShim, active_session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from sparkhvd.estimator.model import TorchModel
+
+__all__ = ["FitOnParquet"]
+
+# Where Horovod's estimator keeps the data of a store; an index follows after a dot.
+_HOROVOD_TRAINING = "intermediate_train_data"
+_HOROVOD_VALIDATION = "intermediate_val_data"
+
+PathLike = str | os.PathLike[str]
+
+
+class FitOnParquet:
+    """The part of an estimator that trains on files."""
+
+    if TYPE_CHECKING:  # of the estimator
+
+        def copy(self, extra: Any = None) -> Any:  # noqa: D102
+            ...
+
+    def fit_on_parquet(
+        self,
+        path: PathLike | Mapping[Any, Any] | Sequence[Any] | None = None,
+        params: Mapping[Any, Any] | Sequence[Any] | None = None,
+        *,
+        validation_path: PathLike | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        dataset_idx: int | None = None,
+        spark: SparkSession | None = None,
+    ) -> TorchModel | list[TorchModel]:
+        """Train on Parquet files as they are: the ranks read them, and Spark only starts the ranks.
+
+        Columns of numbers, lists, ML vectors, decimals, binary and text (with decoders), and folders `column=value`. Every row
+        comes once per epoch, whatever files and row groups there are. Nobody may change the files during the fit.
+
+        Horovod's call without a path reads the data below the estimator's store: `intermediate_train_data`, and with
+        `validation` set `intermediate_val_data`.
+
+        Args:
+            path: a file, or a folder with files and folders in it, as a path or URL that the driver and all executors
+                can read. A dict or list here is taken as `params`.
+            params: a param map to fit with, or a list of them, which gives a list of models.
+            validation_path: rows to validate with, instead of `validation`.
+            storage_options: credentials and such for both paths, as for `Store.create`.
+            dataset_idx: Horovod's index of the data in the store.
+            spark: the session whose tasks become ranks; None means the active one.
+
+        Raises:
+            InvalidArgumentError: a param or column is wrong, or the data cannot be used (before any rank starts, where footers
+                or the first rows tell).
+            RankError: a rank failed, or found values that cannot be used; the message names file, column and count.
+        """
+        if isinstance(path, (Mapping, list, tuple)):
+            if params is not None:
+                raise InvalidArgumentError(
+                    f"fit_on_parquet: path is {path!r:.100}, and params are given too. Give a path, then params."
+                )
+            path, params = None, path
+        if isinstance(params, Sequence):
+            places: dict[str, Any] = {
+                "validation_path": validation_path,
+                "storage_options": storage_options,
+                "dataset_idx": dataset_idx,
+                "spark": spark,
+            }
+            return [self.fit_on_parquet(path, one, **places) for one in params]  # type: ignore[misc]  # one model per map
+        session = active_session() if spark is None else spark
+        SparkShim(session)
+        estimator = self.copy(params)
+        _check(estimator, validation_path)
+        training, validation = _locate(
+            estimator, _Places(path, validation_path, storage_options, dataset_idx)
+        )
+        names = [*(estimator._get("feature_cols") or []), *(estimator._get("label_cols") or [])]
+        decoders = estimator._get("decoders") or {}
+        if estimator.getOrDefault("reader") == "petastorm":
+            estimator._set(decoders=codec_decoders(training.metadata, names, decoders))
+        else:
+            _hint(training, [name for name in names if name not in decoders])
+        if validation is not None:
+            estimator._set(validation=ParquetTable(validation, session))
+        model: TorchModel = estimator._fit(ParquetTable(training, session))
+        return model
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The arguments that say where data are."""
+
+    path: Any
+    validation_path: Any
+    storage_options: Mapping[str, Any] | None
+    dataset_idx: int | None
+
+
+def _check(estimator: Any, validation_path: Any) -> None:
+    """Refuse params that are about materialized data."""
+    for name in ("data_key", "keep_data"):
+        if estimator._get(name):
+            raise InvalidArgumentError(
+                f"{name} is {estimator._get(name)!r}; it is about data that fit(df) writes, and fit_on_parquet reads the files as "
+                f"they are. Clear it: estimator.clear(estimator.{name})."
+            )
+    validation = estimator._get("validation")
+    if is_dataframe(validation):
+        raise InvalidArgumentError(
+            "validation is a DataFrame, which Spark would have to write first, and fit_on_parquet runs no job over data. Give "
+            "validation_path=<Parquet>, a fraction or a column."
+        )
+    if validation and validation_path is not None:
+        raise InvalidArgumentError(
+            f"validation is {validation!r} and validation_path is {validation_path!r}; both say which rows validate. Give one."
+        )
+
+
+def _locate(estimator: Any, places: _Places) -> tuple[ParquetDataset, ParquetDataset | None]:
+    """The training data, and the validation data if they are files of their own."""
+    options, index = places.storage_options, places.dataset_idx
+    if places.path is not None:
+        if index is not None:
+            raise InvalidArgumentError(
+                f"dataset_idx is {index}, which counts data below the store, and path is {places.path!r}. Give one."
+            )
+        training = open_dataset(places.path, options)
+        held_out = places.validation_path
+        return training, open_dataset(held_out, options) if held_out is not None else None
+    store = estimator._get("store")
+    if store is None:
+        raise InvalidArgumentError(
+            "fit_on_parquet: path is not given, and there is no store whose data could be meant. Give the path of a Parquet "
+            "file or folder."
+        )
+    store = store if isinstance(store, Store) else Store.create(store)
+    end = "" if index is None else f".{index}"
+    training = open_dataset(store.below(_HOROVOD_TRAINING + end))
+    if places.validation_path is not None:
+        return training, open_dataset(places.validation_path, options)
+    return training, (
+        open_dataset(store.below(_HOROVOD_VALIDATION + end))
+        if estimator._get("validation")
+        else None
+    )
+
+
+def _hint(dataset: ParquetDataset, names: Sequence[str]) -> None:
+    """Say how columns that petastorm has encoded can be read."""
+    if UNISCHEMA_KEY not in dataset.metadata:
+        return
+    encoded = [
+        f.name for f in dataset.schema if f.name in names and f.dataType.typeName() == "binary"
+    ]
+    if encoded:
+        raise InvalidArgumentError(
+            f"fit_on_parquet({dataset.url!r}): the data were written by petastorm, and {', '.join(map(repr, encoded))} "
+            f"{'are' if len(encoded) > 1 else 'is'} encoded. Give reader='petastorm', or decoders of your own."
+        )

@@ -1,0 +1,151 @@
+"""What the driver finds out about Parquet that others wrote, and how it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.dataset import fingerprint, open_dataset, read_manifest
+from sparkhvd.estimator.data.parquet import ParquetSource
+from sparkhvd.estimator.data.schema import check_schema
+from sparkhvd.estimator.data.store import Store
+
+
+def write(path: Path, **columns: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns or {"x": [1.0, 2.0]}), path)
+
+
+def manifest_of(path: Any, *features: str, **options: Any) -> Any:
+    dataset = open_dataset(path)
+    schema = check_schema(dataset.schema, feature_cols=list(features), label_cols=[], **options)
+    return read_manifest(dataset, schema)
+
+
+def test_hidden_and_empty_files_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "b.parquet")
+    write(tmp_path / "deep" / "er" / "a.parquet")
+    for hidden in ("_SUCCESS", ".b.parquet.crc", "_temporary/0/a.parquet", ".git/x", "deep/_x"):
+        (tmp_path / hidden).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / hidden).write_text("no Parquet")
+    (tmp_path / "empty").touch()
+    dataset = open_dataset(tmp_path)
+    assert [f.path for f in dataset.files] == ["b.parquet", "deep/er/a.parquet"]
+    assert [f.path for f in open_dataset(tmp_path / "b.parquet").files] == ["."]
+    assert manifest_of(tmp_path / "b.parquet", "x").num_rows == 2
+
+
+def test_partition_columns_come_from_the_names_of_folders(tmp_path: Path) -> None:
+    for day, part, name in ((2, "0.5", "a%2Fb"), (1, "2", "__HIVE_DEFAULT_PARTITION__")):
+        write(tmp_path / f"day={day}" / f"part={part}" / f"name={name}" / "x.parquet")
+    dataset = open_dataset(tmp_path)
+    kinds = {f.name: f.dataType.simpleString() for f in dataset.schema}
+    assert kinds == {"x": "double", "day": "bigint", "part": "double", "name": "string"}
+    manifest = manifest_of(tmp_path, "x", "day", "part")
+    with ParquetSource(dataset.store, manifest) as source:
+        found = source.read(["day", "part", "x"], np.arange(1, 4))
+        alone = source.read(["day"])
+    np.testing.assert_array_equal(found["day"], [1, 2, 2])
+    np.testing.assert_array_equal(found["part"], np.float32([2, 0.5, 0.5]))
+    np.testing.assert_array_equal(found["x"], [2, 1, 2])
+    np.testing.assert_array_equal(alone["day"], [1, 1, 2, 2])
+    with pytest.raises(
+        InvalidArgumentError, match=r"column 'name' \(string\): 2 of 4 rows are null"
+    ):
+        manifest_of(tmp_path, "x", "name", decoders=["name"])
+
+
+def test_folders_of_different_partition_columns_are_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "day=1" / "x.parquet")
+    write(tmp_path / "month=1" / "x.parquet")
+    with pytest.raises(InvalidArgumentError) as raised:
+        open_dataset(tmp_path)
+    assert "folders of 'day', and 'month=1/x.parquet' in folders of 'month'" in str(raised.value)
+
+
+def test_what_is_no_data_set_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="there is no such file or folder"):
+        open_dataset(tmp_path / "missing")
+    with pytest.raises(InvalidArgumentError, match="there are no files"):
+        open_dataset(tmp_path)
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    with pytest.raises(InvalidArgumentError, match=r"a\.csv' is no Parquet file"):
+        open_dataset(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="unknown scheme"):
+        open_dataset("nosuch://bucket/data")
+
+
+def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", x=pa.array([1, 2], pa.int32()), y=[1.0, 2.0])
+    write(tmp_path / "b.parquet", x=pa.array([3, 4], pa.int64()), y=[1.0, 2.0], more=[1, 2])
+    assert manifest_of(tmp_path, "x", "y").num_rows == 4
+    write(tmp_path / "c.parquet", x=["3", "4"], y=[1.0, 2.0])
+    with pytest.raises(InvalidArgumentError) as raised:
+        manifest_of(tmp_path, "x")
+    assert "column 'x' is string in 'c.parquet' and int32 in 'a.parquet'" in str(raised.value)
+    write(tmp_path / "c.parquet", x=[1, 2])
+    with pytest.raises(InvalidArgumentError) as raised:
+        manifest_of(tmp_path, "x", "y")
+    assert "'c.parquet' has column 'y' 0 times" in str(raised.value)
+
+
+def test_footers_tell_nulls_before_any_row_is_read(tmp_path: Path) -> None:
+    for number in range(3):
+        values = [1.0] * 1000 + [None] * number
+        write(tmp_path / f"{number}.parquet", x=values, y=[[1.0]] * len(values))
+    with pytest.raises(
+        InvalidArgumentError, match=r"column 'x' \(double\): 3 of 3,003 rows are null"
+    ):
+        manifest_of(tmp_path, "x", "y")
+    assert manifest_of(tmp_path, "x", handle_invalid={"x": 0}).num_rows == 3003
+    write(tmp_path / "t" / "a.parquet", t=pa.array([1], pa.timestamp("us")))
+    with pytest.raises(InvalidArgumentError, match="type timestamp, which cannot become a tensor"):
+        manifest_of(tmp_path / "t", "t")
+
+
+def test_no_rows_are_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", x=pa.array([], pa.float64()))
+    with pytest.raises(InvalidArgumentError, match="have no rows"):
+        manifest_of(tmp_path, "x")
+    write(tmp_path / "b.parquet", x=pa.array([None, np.nan], pa.float64()))
+    with pytest.raises(InvalidArgumentError, match="All 2 rows"):
+        manifest_of(tmp_path, "x", handle_invalid="skip")
+
+
+def test_fingerprint_follows_size_and_time(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    before = fingerprint(manifest_of(tmp_path, "x"))
+    assert before == fingerprint(manifest_of(tmp_path, "x"))
+    write(tmp_path / "a.parquet", x=[3.0, 4.0])
+    assert fingerprint(manifest_of(tmp_path, "x")) != before
+
+
+def test_any_file_system_of_fsspec_will_do(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", x=[1.0, 2.0, 3.0])
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/bucket/data/k=7/a.parquet", (tmp_path / "a.parquet").read_bytes())
+    dataset = open_dataset("memory://bucket/data")
+    manifest = manifest_of("memory://bucket/data", "x", "k")
+    with ParquetSource(dataset.store, manifest) as source:
+        found = source.read(["x", "k"])
+    np.testing.assert_array_equal(found["x"], [1, 2, 3])
+    np.testing.assert_array_equal(found["k"], [7, 7, 7])
+    below = Store("memory://bucket").below("data")
+    assert [f.path for f in below.files()] == ["k=7/a.parquet"]
+
+
+def test_packed_files_are_told_from_ordinary_ones(tmp_path: Path) -> None:
+    from sparkhvd.estimator.data.packed import write_packed
+    from sparkhvd.estimator.data.schema import Column
+
+    column = Column("x", "scalar", "float32", (), "float", "float32")
+    write_packed(Store(str(tmp_path)), "a.parquet", [column], {"x": np.zeros(3, np.float32)})
+    with pytest.raises(InvalidArgumentError, match="packed files that a fit wrote"):
+        open_dataset(tmp_path)
