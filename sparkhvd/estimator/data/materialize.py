@@ -210,14 +210,14 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     for outcome in outcomes:
         for name, values in outcome["columns"].items():
             found[name].add(Findings.from_dict(values))
-    problems = [line for c in schema.columns for line in problems(c, found[c.name], num_rows)]
+    wrong = [line for c in schema.columns for line in problems(c, found[c.name], num_rows)]
     if (negative := sum(o["negative"] for o in outcomes)) and schema.sample_weight is not None:
-        problems.append(
+        wrong.append(
             f"column {schema.sample_weight.name!r} ({schema.sample_weight.source}): {negative:,} of {num_rows:,} rows hold a "
             "sample weight below 0. A weight is at least 0."
         )
-    if problems:
-        listed = "\n".join(f"  {p}" for p in problems)
+    if wrong:
+        listed = "\n".join(f"  {p}" for p in wrong)
         raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
     shapes = {c.name: _found_shape(c, found[c.name]) for c in schema.columns}
     files = tuple(
