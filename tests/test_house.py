@@ -35,7 +35,7 @@ UNPICKLING = {
     "sparkhvd/torch/broadcast.py": "object functions: authenticated peers of the same job",
     "sparkhvd/estimator/training/program.py": "a rank: the program whose SHA-256 came in the driver's closure",
     "sparkhvd/estimator/architecture.py": "shells of modules: the driver's closure, or trusted files",
-    "sparkhvd/estimator/persistence.py": "saved models, behind the trust rules",
+    "sparkhvd/estimator/encoding.py": "saved models, behind the trust rules",
     "sparkhvd/estimator/training/checkpoint.py": "weights and optimizer state, by weights_only=True",
     "sparkhvd/estimator/weights.py": "weights, by weights_only=True",
 }

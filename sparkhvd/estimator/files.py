@@ -1,7 +1,7 @@
 """Files where Spark resolves a path, written from and read into files of this host.
 
-Classic Spark: the driver's JVM copies them, through whatever file system the path has; nothing passes through its
-heap or through an executor.
+Classic Spark: on this host's own file system a file is moved into its place; else the driver's JVM copies it, through
+whatever file system the path has. Nothing passes through its heap or through an executor.
 
 Spark Connect: the client has no JVM, so a file is written as a text file and read as a table of bytes. Spark's text
 writer puts the bytes of a string as they are and one newline after each row: rows are cut at newlines, and the one
@@ -25,7 +25,7 @@ from sparkhvd.runner.spark_shim import SparkShim
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
-__all__ = ["read_file", "scratch_file", "write_file"]
+__all__ = ["read_file", "staging_folder", "write_file"]
 
 # One file of the text writer is one row when read, and a row must be well below 2 GiB.
 MAX_CONNECT_BYTES = 1 << 30
@@ -34,19 +34,37 @@ CHUNK_BYTES = 16 << 20
 
 
 @contextlib.contextmanager
-def scratch_file() -> Iterator[str]:
-    """A path on this host for a file that goes when the block ends."""
-    with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as folder:
-        yield f"{folder}/content"
+def staging_folder(spark: Any, path: str) -> Iterator[str]:
+    """A folder on this host for files that `write_file` will put below `path`; it goes when the block ends.
+
+    Where it can be it is on the file system of `path`, so that nothing is copied.
+    """
+    with contextlib.ExitStack() as stack:
+        near = _local_path(spark, os.path.dirname(path.rstrip("/")))
+        while near and not os.path.isdir(near):
+            near = os.path.dirname(near)
+        folder = ""
+        if near:
+            with contextlib.suppress(OSError):  # not ours to write to
+                made = tempfile.TemporaryDirectory(prefix=".sparkhvd-tmp-", dir=near)
+                folder = stack.enter_context(made)
+        if not folder:
+            made = tempfile.TemporaryDirectory(prefix="sparkhvd-file-")
+            folder = stack.enter_context(made)
+        yield folder
 
 
 def write_file(spark: Any, folder: str, path: str) -> None:
-    """Copy a file of this host to be the one file of a folder, which does not exist yet.
+    """Make a file of this host the one file of a folder, which does not exist yet; the file may be gone afterwards.
 
     Raises:
         InvalidArgumentError: it is larger than this kind of session can write.
     """
     if not SparkShim(spark).is_connect:
+        if local := _local_path(spark, folder):
+            os.makedirs(local)
+            shutil.move(path, f"{local}/part-00000")
+            return
         system, target = _hadoop(spark, f"{folder}/part-00000")
         hadoop = spark._jvm.org.apache.hadoop.fs
         system.copyFromLocalFile(False, False, hadoop.Path(f"file://{path}"), target)
@@ -61,7 +79,7 @@ def write_file(spark: Any, folder: str, path: str) -> None:
     with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as scratch:
         # Artifacts of a session are known by their names. As rows of the query they would pass through the server's heap.
         name = f"sparkhvd-{uuid.uuid4().hex}"
-        shutil.copyfile(path, f"{scratch}/{name}")
+        shutil.move(path, f"{scratch}/{name}")
         spark.addArtifacts(f"{scratch}/{name}", file=True)
     df = spark.range(0, 1, 1, 1).mapInArrow(functools.partial(_artifact, name), "data binary")
     df.selectExpr("cast(data AS string) AS value").write.text(folder)
@@ -85,7 +103,8 @@ def read_file(spark: Any, folder: str) -> Iterator[str]:
     Raises:
         InvalidArgumentError: the folder holds none, or several.
     """
-    with scratch_file() as path:
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as scratch:
+        path = f"{scratch}/content"
         if SparkShim(spark).is_connect:
             _read_table(spark, folder, path)
         else:
@@ -104,6 +123,21 @@ def _hadoop(spark: Any, path: str) -> tuple[Any, Any]:
     target = spark._jvm.org.apache.hadoop.fs.Path(path)
     conf = spark._jsparkSession.sessionState().newHadoopConf()
     return target.getFileSystem(conf), target
+
+
+def _local_path(spark: Any, path: str) -> str:
+    """The path on this host that Spark means by `path`, through mount tables too; "" if it is elsewhere."""
+    if SparkShim(spark).is_connect:
+        return ""
+    system, target = _hadoop(spark, path)
+    rest: list[str] = []
+    while not system.exists(target):
+        if target.getParent() is None:
+            return ""
+        rest.insert(0, target.getName())
+        target = target.getParent()
+    found = system.resolvePath(target).toUri()
+    return os.path.join(found.getPath(), *rest) if found.getScheme() == "file" else ""
 
 
 def _rows(data: bytes) -> Iterator[bytes]:

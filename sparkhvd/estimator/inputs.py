@@ -71,6 +71,14 @@ class FitData:
         """How long it took to have the data."""
         return self.training.seconds + (self.validation.seconds if self.validation else 0.0)
 
+    @property
+    def skipped(self) -> dict[str, tuple[int, int]]:
+        """By DataFrame, "training" and "validation", rows that `handle_invalid` left out, and rows in all."""
+        manifests = {"training": self.manifest}
+        if self.validation:
+            manifests["validation"] = self.validation.manifest
+        return {n: (m.num_skipped, m.num_skipped + m.num_rows) for n, m in manifests.items()}
+
     def describe(self) -> dict[str, Any]:
         """What two fits must share so that one can go on where the other stopped."""
         manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]

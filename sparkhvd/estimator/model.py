@@ -21,7 +21,7 @@ from sparkhvd.estimator.architecture import dump_shell, tensors_of
 from sparkhvd.estimator.binding import InputBinding
 from sparkhvd.estimator.data.defaults import default_store
 from sparkhvd.estimator.data.functions import RowFunctions
-from sparkhvd.estimator.data.schema import Column, check_schema
+from sparkhvd.estimator.data.schema import RAW_TYPES, Column, check_schema
 from sparkhvd.estimator.params import PredictParams, with_signature
 from sparkhvd.estimator.predict import Output, PredictSpec, output_widths, predict
 from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump, store_weights
@@ -168,6 +168,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """
         fitted = self._require_fitted()
         outputs = self._outputs(fitted, dataset)
+        _check_passing(dataset)
         spec = PredictSpec(
             shell=fitted.shell,
             weights=self._weights(fitted, dataset.sparkSession),
@@ -224,12 +225,19 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         sources = self._sources(fitted)
         pairs = list(zip(sources, fitted.columns, strict=True))
         policy = self._get("handle_invalid") or "error"
-        if isinstance(policy, Mapping):  # labels are not looked at here
-            policy = {name: value for name, value in policy.items() if name in sources}
+        if isinstance(policy, Mapping):
+            # By the name here, else by that in training; labels are not looked at.
+            policy = {
+                name: policy.get(name, policy.get(c.name))
+                for name, c in pairs
+                if name in policy or (c.name in policy and c.name not in sources)
+            }
+        self._check_untransformed(pairs, dataset)
         found = check_schema(
             dataset.schema,
             feature_cols=sources,
             label_cols=[],
+            feature_dtypes={name: c.tensor_dtype for name, c in pairs if c.tensor_dtype},
             decoders=[name for name, c in pairs if c.has_decoder],
             collated=[name for name, c in pairs if c.is_collated],
             handle_invalid=policy,
@@ -259,6 +267,23 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             )
             for here, trained in zip(found, fitted.columns, strict=True)
         )
+
+    def _check_untransformed(self, pairs: Sequence[tuple[str, Column]], dataset: DataFrame) -> None:
+        """Refuse what a decoder reads where the model gets what a transformation made of it."""
+        decoders = self._get("decoders") or {}
+        for name, trained in pairs:
+            if trained.source not in ("transformation_fn", "batch_transform_fn"):
+                continue
+            found = next((f for f in dataset.schema.fields if f.name == name), None)
+            if found is None or trained.name not in decoders:
+                continue
+            if type(found.dataType).__name__ in RAW_TYPES:
+                shape = list(trained.shape or ())
+                raise InvalidArgumentError(
+                    f"transform: column {name!r} is of type {found.dataType.simpleString()}. In training {trained.source} "
+                    f"changed what decoders[{trained.name!r}] gave, and transform calls no transformations. Give a column "
+                    f"of numbers as the model gets them: {shape} per row, {trained.tensor_dtype}."
+                )
 
     def _row_functions(self, fitted: Fitted) -> RowFunctions:
         """The user's functions by the names of the training columns."""
@@ -294,13 +319,18 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             if name
         ]
         outputs += self._spark_outputs(fitted)
-        existing = set(dataset.columns)
-        for number, output in enumerate(outputs):
-            if output.name in existing or output.name in {o.name for o in outputs[:number]}:
+        conf = dataset.sparkSession.conf
+        minds_case = (conf.get("spark.sql.caseSensitive", "false") or "").lower() == "true"
+        existing = {n if minds_case else n.lower(): n for n in dataset.columns}
+        for output in outputs:
+            key = output.name if minds_case else output.name.lower()
+            if key in existing:
+                other = f" as {existing[key]!r}" if existing[key] != output.name else ""
                 raise InvalidArgumentError(
-                    f"transform would add column {output.name!r}, which exists already. Drop it first, or "
+                    f"transform would add column {output.name!r}, which exists already{other}. Drop it first, or "
                     "set another name (outputCols, predictionCol, probabilityCol, rawPredictionCol)."
                 )
+            existing[key] = output.name
         return tuple(outputs)
 
     def _spark_outputs(self, fitted: Fitted) -> list[Output]:
@@ -368,6 +398,29 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         loaded: TorchModel = ModelReader(cls, trusted=trust).load(path)
         return loaded
+
+
+# Spark's types that it sends to no Python function, whatever the function does with them.
+_NOT_SENT = ("CalendarIntervalType", "YearMonthIntervalType", "NullType", "VariantType")
+
+
+def _check_passing(dataset: DataFrame) -> None:
+    """Refuse columns that cannot pass through a Python function, also where the model does not look at them."""
+    for column in dataset.schema.fields:
+        if any(type(part).__name__ in _NOT_SENT for part in _parts(column.dataType)):
+            raise InvalidArgumentError(
+                f"transform: column {column.name!r} is of type {column.dataType.simpleString()}, which Spark cannot send "
+                "through a Python function. Drop it before, or cast it (for example to string) and back."
+            )
+
+
+def _parts(data_type: Any) -> Iterator[Any]:
+    """A Spark type and all types inside it."""
+    yield data_type
+    inside = [getattr(data_type, n, None) for n in ("elementType", "keyType", "valueType")]
+    for part in [*inside, *(f.dataType for f in getattr(data_type, "fields", ()))]:
+        if part is not None:
+            yield from _parts(part)
 
 
 def _layout(column: Column) -> str:

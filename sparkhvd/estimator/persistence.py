@@ -6,37 +6,31 @@ A saved directory lies wholly where Spark resolves its path, because Spark write
     weights/      one file, which torch.load(..., weights_only=True) reads: tensors by name
     code/         one file, a pickle; only if there are classes or functions that JSON cannot name. Needs trust.
 
-JSON names what belongs to torch itself: modules made of `torch.nn`, functions of `torch.nn.functional`, classes of
-`torch.optim` and optimizers of these classes. Reading them runs no code of the file.
-
-How the files get where Spark resolves the path: `files.py`.
+What JSON can name: `encoding.py`. How the files get where Spark resolves the path: `files.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pickle
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
-from torch import Tensor, nn
+from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import architecture, weights
 from sparkhvd.estimator.binding import Argument, InputBinding
 from sparkhvd.estimator.data.schema import Column
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.files import read_file, scratch_file, write_file
+from sparkhvd.estimator.encoding import Archive, Decoder
+from sparkhvd.estimator.files import staging_folder, write_file
 from sparkhvd.estimator.inputs import is_dataframe
-from sparkhvd.estimator.trusting import check_trusted
 from sparkhvd.runner.spark_shim import SparkShim
-from sparkhvd.settings import Settings
 
 if TYPE_CHECKING:
     from sparkhvd.estimator.model import Fitted
@@ -48,248 +42,17 @@ FORMAT_VERSION = 1
 KEY = "sparkhvd"
 
 
-# --- values as JSON ---------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Encoded:
+    """What a save writes.
 
+    Attributes:
+        content: our part of the metadata.
+        files: name of the part -> file on this host.
+    """
 
-class Archive:
-    """What JSON cannot hold: tensors by name, and values that need a pickle."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.code: dict[str, Any] = {}
-        # What the names of a module's tensors begin with, where that is not its name.
-        self.prefixes: dict[str, str] = {}
-        # The estimator's module, whose tensors a pickled optimizer names.
-        self.module: nn.Module | None = None
-
-    def encode(self, name: str, value: Any) -> Any:
-        """The value as JSON-able data; what has none goes to `code` under `name`."""
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        if isinstance(value, Store):
-            return {"store": value.url}
-        if isinstance(value, Settings):
-            return {"settings": json.loads(value.to_json())}
-        if isinstance(value, (list, tuple)):
-            return [self.encode(f"{name}.{i}", v) for i, v in enumerate(value)]
-        if isinstance(value, bytes):
-            return {"bytes": value.hex()}
-        # Other mappings, such as a defaultdict, do more than hold entries.
-        if type(value) in (dict, OrderedDict):
-            return self._encode_dict(name, value)
-        if isinstance(value, nn.Module):
-            return self._encode_module(name, value)
-        if isinstance(value, torch.optim.Optimizer):
-            return self._encode_optimizer(name, value)
-        if (reference := _torch_name(value)) is not None:
-            return {"torch": reference}
-        return self._pickled(name, value)
-
-    def _encode_dict(self, name: str, value: Mapping[Any, Any]) -> Any:
-        if all(isinstance(k, str) for k in value):
-            return {"dict": {k: self.encode(f"{name}.{k}", v) for k, v in value.items()}}
-        if all(isinstance(k, (str, bytes, bool, int, float)) for k in value):
-            items = value.items()
-            return {
-                "pairs": [[self.encode(name, k), self.encode(f"{name}.{k}", v)] for k, v in items]
-            }
-        return self._pickled(name, value)
-
-    def _encode_module(self, name: str, module: nn.Module) -> Any:
-        if name == "model":
-            self.module = module
-        tensors = architecture.tensors_of(module)
-        prefix = self.prefixes.get(name, f"{name}.")
-        if not prefix or not self.prefixes:
-            self.tensors.update({prefix + n: t for n, t in tensors.items()})
-        elif tensors:  # a model's file of weights holds nothing but its weights
-            return self._pickled(name, module)
-        description = architecture.describe(module)
-        if description is not None:
-            return {"module": description}
-        return self._pickled(name, module, what=architecture.foreign_class(module))
-
-    def _encode_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> Any:
-        reference = _torch_name(type(optimizer))
-        if reference is None or self.module is None:
-            return self._pickled(name, optimizer)
-        index = {id(p): i for i, p in enumerate(self.module.parameters())}
-        # New dicts: those of `state_dict` are the optimizer's own.
-        state: dict[str, dict[str, Any]] = {}
-        for number, entries in optimizer.state_dict()["state"].items():
-            state[str(number)] = {}
-            for key, value in entries.items():
-                full = f"{name}.{number}.{key}"
-                is_tensor = isinstance(value, Tensor)
-                state[str(number)][key] = {"tensor": full} if is_tensor else value
-                if is_tensor:
-                    self.tensors[full] = value
-        groups = [
-            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-        ]
-        data = {
-            "class": reference,
-            "params": [[index.get(id(p), -1) for p in g["params"]] for g in optimizer.param_groups],
-            "groups": groups,
-            "state": state,
-        }
-        if not _is_json(data) or any(-1 in group for group in data["params"]):
-            return self._pickled(name, optimizer)
-        return {"optimizer": _mark_tuples(data)}
-
-    def _pickled(self, name: str, value: Any, what: str | None = None) -> dict[str, str]:
-        self.code[name] = value
-        kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
-        return {"code": name, "what": what or f"{kind.__module__}.{kind.__qualname__}"}
-
-
-def _torch_name(value: Any) -> str | None:
-    """The name under which torch itself exports a value, for example "torch.optim.Adam"; else None."""
-    name = getattr(value, "__name__", "")
-    for home, module in (("torch.optim", torch.optim), ("torch.nn.functional", nn.functional)):
-        if (
-            name
-            and not name.startswith("_")
-            and getattr(module, name, None) is value
-            and callable(value)
-        ):
-            return f"{home}.{name}"
-    return None
-
-
-def _torch_value(reference: str) -> Any:
-    home, _, name = reference.rpartition(".")
-    module = {"torch.optim": torch.optim, "torch.nn.functional": nn.functional}.get(home)
-    value = getattr(module, name, None)
-    if module is None or name.startswith("_") or _torch_name(value) != reference:
-        raise InvalidArgumentError(
-            f"The saved file names {reference!r}, which torch does not have."
-        )
-    return value
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _mark_tuples(value: Any) -> Any:
-    """Tuples (such as Adam's betas) survive JSON as {"tuple": [...]}."""
-    if isinstance(value, tuple):
-        return {"tuple": [_mark_tuples(v) for v in value]}
-    if isinstance(value, list):
-        return [_mark_tuples(v) for v in value]
-    if isinstance(value, dict):
-        return {k: _mark_tuples(v) for k, v in value.items()}
-    return value
-
-
-class Decoder:
-    """From JSON and files back to values."""
-
-    def __init__(self, path: str, spark: Any, *, trusted: bool) -> None:
-        self.path = path
-        self.spark = spark
-        self.trusted = trusted
-        # As in `Archive`.
-        self.prefixes: dict[str, str] = {}
-        self._tensors: dict[str, Tensor] | None = None
-        self.module: nn.Module | None = None
-        self._code: dict[str, Any] | None = None
-
-    def decode(self, name: str, value: Any) -> Any:
-        """The value that `Archive.encode` wrote under this name."""
-        if isinstance(value, list):
-            return [self.decode(f"{name}.{i}", v) for i, v in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
-        ((kind, content), *_) = value.items()
-        if kind == "dict":
-            return {k: self.decode(f"{name}.{k}", v) for k, v in content.items()}
-        if kind == "pairs":
-            pairs = [(self.decode(name, k), v) for k, v in content]
-            return {k: self.decode(f"{name}.{k}", v) for k, v in pairs}
-        if kind == "module":
-            result: Any = architecture.rebuild(content, self.tensors(name))
-        elif kind == "code":
-            result = self._from_code(content, value["what"])
-        else:
-            return self._plain(kind, content)
-        if name == "model":
-            self.module = result
-        return result
-
-    def _plain(self, kind: str, content: Any) -> Any:
-        if kind == "store":
-            return Store(content)
-        if kind == "bytes":
-            return bytes.fromhex(content)
-        if kind == "settings":
-            return Settings(**content)
-        if kind == "torch":
-            return _torch_value(content)
-        if kind == "optimizer":
-            return self._optimizer(content)
-        raise InvalidArgumentError(
-            f"{self.path!r} holds an entry of kind {kind!r}, which this version of sparkhvd does not know."
-        )
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The saved tensors whose names begin with `name`, without it."""
-        if self._tensors is None:
-            with read_file(self.spark, f"{self.path}/weights") as file:
-                self._tensors = weights.load(file)
-        start = self.prefixes.get(name, f"{name}." if name else "")
-        return {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
-
-    def _optimizer(self, saved: dict[str, Any]) -> Any:
-        data = _unmark(saved)
-        assert self.module is not None
-        parameters = list(self.module.parameters())
-        groups = [
-            {**options, "params": [parameters[i] for i in members]}
-            for options, members in zip(data["groups"], data["params"], strict=True)
-        ]
-        optimizer = _torch_value(data["class"])(groups)
-        tensors = self.tensors("")
-        state = {
-            int(number): {
-                k: tensors[v["tensor"]] if isinstance(v, dict) and "tensor" in v else v
-                for k, v in entries.items()
-            }
-            for number, entries in data["state"].items()
-        }
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        return optimizer
-
-    def _from_code(self, name: str, what: str) -> Any:
-        check_trusted(self.path, what, self.spark, trusted=self.trusted)
-        if self._code is None:
-            with read_file(self.spark, f"{self.path}/code") as file:
-                self._code = pickle.loads(Path(file).read_bytes())
-        # What refers to the module's parameters gets these, not copies.
-        tensors = self.tensors("model") if self.module is None else _of_module(self.module)
-        return architecture.load_shell(self._code[name], tensors)
-
-
-def _of_module(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
-
-
-def _unmark(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unmark(v) for v in value]
-    if isinstance(value, dict):
-        if set(value) == {"tuple"}:
-            return tuple(_unmark(v) for v in value["tuple"])
-        return {k: _unmark(v) for k, v in value.items()}
-    return value
-
-
-# --- Spark ML's writers and readers ---------------------------------------------------------------------------------
+    content: dict[str, Any]
+    files: dict[str, str]
 
 
 class _Writer(MLWriter):
@@ -309,27 +72,45 @@ class _Writer(MLWriter):
 
         JavaWrapper(java_obj=ML_CONNECT_HELPER_ID)._call_java("handleOverwrite", path, True)
 
+    def save(self, path: str) -> None:
+        """Write everything below `path`. What fails before it is encoded leaves an older save as it is."""
+        with self._encoded(path) as encoded:
+            if self.shouldOverwrite:
+                self._handleOverwrite(path)
+            self._write(path, encoded)
+
     def saveImpl(self, path: str) -> None:  # noqa: N802 - overrides Spark's
         """Write everything below `path`, which must not exist."""
+        with self._encoded(path) as encoded:
+            self._write(path, encoded)
+
+    @contextlib.contextmanager
+    def _encoded(self, path: str) -> Iterator[_Encoded]:
+        """Everything that is to be saved below `path`, in files of this host."""
         archive = Archive()
         content = {"format_version": FORMAT_VERSION, **self._content(archive)}
+        json.dumps(content)
+        with staging_folder(self.sparkSession, path) as folder:
+            files = {"weights": f"{folder}/weights"}
+            with open(files["weights"], "wb") as sink:
+                weights.dump(archive.tensors, sink)
+            if archive.code:
+                module = archive.module or nn.Module()
+                code = {n: architecture.dump_shell(module, v) for n, v in archive.code.items()}
+                files["code"] = f"{folder}/code"
+                Path(files["code"]).write_bytes(pickle.dumps(code))
+            yield _Encoded(content, files)
+
+    def _write(self, path: str, encoded: _Encoded) -> None:
         # What Spark writes as plain JSON must hold no objects: the values are ours, in `content`.
         bare = copy.copy(self.instance)
         bare._paramMap, bare._defaultParamMap = {}, {}
         spark = self.sparkSession
         DefaultParamsWriter.saveMetadata(
-            bare, path, spark, extraMetadata={KEY: content}, paramMap={}
+            bare, path, spark, extraMetadata={KEY: encoded.content}, paramMap={}
         )
-        with scratch_file() as file:
-            with open(file, "wb") as sink:
-                weights.dump(archive.tensors, sink)
-            write_file(spark, f"{path}/weights", file)
-        if archive.code:
-            module = archive.module or nn.Module()
-            code = {n: architecture.dump_shell(module, v) for n, v in archive.code.items()}
-            with scratch_file() as file:
-                Path(file).write_bytes(pickle.dumps(code))
-                write_file(spark, f"{path}/code", file)
+        for name, file in encoded.files.items():
+            write_file(spark, f"{path}/{name}", file)
 
     def _content(self, archive: Archive) -> dict[str, Any]:
         """The instance as JSON-able data. The module comes first: others refer to its tensors."""

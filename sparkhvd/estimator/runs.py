@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError
@@ -21,7 +23,7 @@ from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.fingerprint import differences
 
-__all__ = ["Run", "new_run_id", "open_run"]
+__all__ = ["Folds", "Run", "new_run_id", "open_run"]
 
 _FINISHED = "finished.json"
 _FINGERPRINT = "fingerprint.json"
@@ -106,6 +108,31 @@ class Run:
 def new_run_id(uid: str) -> str:
     """A name that no other fit has."""
     return f"{uid}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+class Folds:
+    """Names the fits of several `fitMultiple` with one run_id: a CrossValidator calls it once per fold."""
+
+    def __init__(self) -> None:
+        """No fold is known yet."""
+        self._lock = threading.Lock()
+        self._seen: dict[str, list[Hashable]] = {}
+
+    def names(self, run_id: str, data: Hashable, count: int) -> list[str]:
+        """The run ids of so many param maps: mine-0, mine-1; of the second fold mine-fold2-0, mine-fold2-1.
+
+        Args:
+            run_id: that the estimator or the param map has.
+            data: equal for equal data; equal data are one fold.
+            count: number of param maps.
+        """
+        with self._lock:
+            seen = self._seen.setdefault(run_id, [])
+            if data not in seen:
+                seen.append(data)
+            number = seen.index(data) + 1
+        fold = f"fold{number}-" if number > 1 else ""
+        return [f"{run_id}-{fold}{index}" for index in range(count)]
 
 
 def open_run(store: Store, run_id: str, *, warm_start: bool) -> Run:

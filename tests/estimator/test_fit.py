@@ -14,6 +14,7 @@ import torchmetrics
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator
 from sparkhvd.estimator.training.checkpoint import Checkpoints
@@ -200,7 +201,7 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
     df = numbers(spark, 40, 3, 2).select(F.array("a0", "a1", "a2").alias("x"), "y")
     model = mlp(3)
     options: dict[str, Any] = {"optimizer": torch.optim.Adam, "keep_data": True, "data_key": "d"}
-    options |= {"run_id": "mine", "epochs": 2}
+    options |= {"run_id": "mine", "epochs": 2, "lr_scheduler": lambda o: StepLR(o, 2, 0.5)}
     first = estimator(model, store, **options).fit(df).getModel().state_dict()
 
     with pytest.raises(InvalidArgumentError) as refused:
@@ -236,6 +237,11 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
         (df, {"optimizer": torch.optim.Adagrad}, 'optimizer was "Adam" and is "Adagrad"'),
         (df, {"loss": nn.L1Loss()}, 'loss was ["MSELoss"] and is ["L1Loss"]'),
         (df, {"num_proc": 1}, "num_proc was 2 and is 1"),
+        (
+            df,
+            {"lr_scheduler": lambda o: StepLR(o, 2, 0.1)},
+            'lr_scheduler: "gamma" was 0.5 and is 0.1',
+        ),
         (df, {"epochs": 1}, "it has 2 epochs, and epochs is 1"),
         (df, {"model": wider}, change),
     ):
@@ -263,7 +269,12 @@ def test_cross_validation_and_param_maps(spark: SparkSession, store: Store, tmp_
 
     df = numbers(spark, 40, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
     est = estimator(
-        mlp(2), store, predictionCol="prediction", num_proc=1, optimizer=torch.optim.SGD
+        mlp(2),
+        store,
+        predictionCol="prediction",
+        num_proc=1,
+        optimizer=torch.optim.SGD,
+        run_id="cv",
     )
     est.setEpochs(2)
     grid = ParamGridBuilder().addGrid(est.learning_rate, [1e-7, 0.05]).build()
@@ -279,6 +290,8 @@ def test_cross_validation_and_param_maps(spark: SparkSession, store: Store, tmp_
     assert converging < 0.9 * still  # RMSE
     assert best.bestModel.getModel()[0].weight.ne(mlp(2)[0].weight).all()
     assert best.bestModel.uid == est.uid
+    runs = {path.split("/")[1] for path in store.list("runs", recursive=True)}
+    assert runs == {"cv", "cv-0", "cv-1", "cv-fold2-0", "cv-fold2-1"}
     # One set of data per fold, whatever the param maps, and one for the best model.
     assert len(store.data_directories()) == 3
     best.write().overwrite().save(str(tmp_path / "cv"))
@@ -298,6 +311,10 @@ def test_param_maps_share_data_and_have_runs_of_their_own(
     assert [store.exists(f"runs/mine-{i}/program.pkl") for i in (0, 1)] == [True, True]
     assert len(store.data_directories()) == 1
     assert est.getRunId() == "mine"
+    # The same data are the same fold, also for a copy.
+    other, same = df.limit(19).semanticHash(), df.semanticHash()
+    for data, names in ((other, ["mine-fold2-0"]), (same, ["mine-0"]), (other, ["mine-fold2-0"])):
+        assert est.copy()._folds.names("mine", data, 1) == names
 
 
 def test_fit_leaves_no_process(spark: SparkSession) -> None:

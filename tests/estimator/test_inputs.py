@@ -169,7 +169,9 @@ def test_every_kind_of_input_trains_and_predicts(spark: SparkSession, tmp_path: 
     np.testing.assert_allclose(found, expected.reshape(-1).numpy(), rtol=1e-4, atol=1e-5)
 
 
-def test_rows_with_holes_are_left_out_or_filled(spark: SparkSession, tmp_path: Path) -> None:
+def test_rows_with_holes_are_left_out_or_filled(
+    spark: SparkSession, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     rows = [
         ([1.0, 2.0], 1.0),
         ([3.0, None], 2.0),
@@ -179,9 +181,15 @@ def test_rows_with_holes_are_left_out_or_filled(spark: SparkSession, tmp_path: P
     ]
     df = spark.createDataFrame(rows * 4, "x array<double>, y double").coalesce(2)
     model = estimator(
-        mlp(2), Store.create(tmp_path / "store"), num_proc=1, handle_invalid="skip"
+        mlp(2),
+        Store.create(tmp_path / "store"),
+        num_proc=1,
+        handle_invalid="skip",
+        verbose=1,
     ).fit(df)
     assert model.history[-1]["rows"] == 8
+    said = "handle_invalid left out 12 of 20 training rows with a null or NaN"
+    assert capfd.readouterr().out.count(said) == 1
     # Transform looks at features only.
     assert model.transform(df).count() == 12
     filled = model.copy().setHandleInvalid({"x": 0.0}).transform(df.filter("x IS NOT NULL"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from pyspark.ml.functions import array_to_vector
 from torch import nn
 
 import sparkhvd
+import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, TorchModel, UntrustedError
 from tests.estimator.fits import estimator, fitted, mlp
 from tests.harness.spark import run_on
@@ -118,6 +120,24 @@ def _moved(path: str, tmp_path: Path) -> str:
     return str(outside)
 
 
+def test_a_save_that_fails_leaves_the_older_one(
+    plain: TorchModel, df: DataFrame, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    plain.save(str(path))
+    lock = threading.Lock()
+    broken = plain.copy().setOutputFn(lambda output: output if lock.locked() else -output)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        broken.write().overwrite().save(str(path))
+    assert outputs(TorchModel.load(str(path)), df) == outputs(plain, df)
+    assert list(tmp_path.iterdir()) == [path]  # nothing lies beside it
+    assert sorted(p.name for p in path.iterdir()) == ["metadata", "weights"]
+    # A model that was loaded from where it is saved to.
+    loaded = TorchModel.load(str(path))
+    loaded.write().overwrite().save(f"file://{path}/")
+    assert outputs(TorchModel.load(str(path)), df) == outputs(plain, df)
+
+
 def test_a_pipeline_model_holds_a_torch_model(
     own: TorchModel, plain: TorchModel, df: DataFrame, tmp_path: Path
 ) -> None:
@@ -138,7 +158,13 @@ def test_estimators_come_back_ready_to_fit(df: DataFrame, store: Store, tmp_path
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     fit = estimator(
-        model, store, optimizer=optimizer, metrics=["mse"], num_proc=1, inputs={"input": ["x"]}
+        model,
+        Path(store.local_path("") or ""),
+        optimizer=optimizer,
+        metrics=["mse"],
+        num_proc=1,
+        inputs={"input": ["x"]},
+        gradient_compression=hvd.Compression.fp16,
     )
     fit.save(str(tmp_path / "plain"))
     assert sorted(p.name for p in (tmp_path / "plain").iterdir()) == ["metadata", "weights"]

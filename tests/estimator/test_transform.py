@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -209,6 +210,80 @@ def test_columns_that_cannot_be_used_are_named_before_a_job(df: DataFrame) -> No
         Exception, match="column 'x' has 3 elements per row in a batch; the model was"
     ):
         model.transform(df.select(F.array(*[F.lit(1.0)] * 3).alias("x"))).collect()
+
+
+def test_names_are_compared_as_spark_compares_them(df: DataFrame) -> None:
+    taken = df.withColumnRenamed("k", "Y__OUTPUT")
+    model = fitted(mlp(2))
+    with pytest.raises(InvalidArgumentError) as wrong:
+        model.transform(taken)
+    assert str(wrong.value) == (
+        "transform would add column 'y__output', which exists already as 'Y__OUTPUT'. Drop it first, or set another "
+        "name (outputCols, predictionCol, probabilityCol, rawPredictionCol)."
+    )
+    with pytest.raises(InvalidArgumentError, match="add column 'Y__Output', which exists already"):
+        model.copy().setPredictionCol("Y__Output").transform(df)
+    try:
+        df.sparkSession.conf.set("spark.sql.caseSensitive", "true")
+        assert model.transform(taken).columns[-1] == "y__output"
+    finally:
+        df.sparkSession.conf.unset("spark.sql.caseSensitive")
+
+
+@pytest.mark.parametrize(
+    ("expression", "kind"),
+    [
+        ("make_interval(1)", "interval"),
+        ("INTERVAL '1' MONTH", "interval month"),
+        ("NULL", "void"),
+        ("array(NULL)", "array<void>"),
+        ("map('a', struct(make_interval(1) AS b))", "map<string,struct<b:interval>>"),
+        ("parse_json('1')", "variant"),
+    ],
+)
+def test_columns_that_cannot_pass_are_named(df: DataFrame, expression: str, kind: str) -> None:
+    if kind == "variant" and df.sparkSession.version < "4":
+        pytest.skip("Spark 3 has no variants")
+    with pytest.raises(InvalidArgumentError) as wrong:
+        fitted(mlp(2)).transform(df.withColumn("odd", F.expr(expression)))
+    assert str(wrong.value) == (
+        f"transform: column 'odd' is of type {kind}, which Spark cannot send through a Python function. Drop it before, "
+        "or cast it (for example to string) and back."
+    )
+
+
+def test_other_types_pass(df: DataFrame) -> None:
+    more = df.limit(3).selectExpr(
+        "x",
+        "INTERVAL '1' DAY AS a",
+        "date'2024-01-01' AS b",
+        "struct(array(1Y)) AS c",
+        "X'00' AS d",
+    )
+    assert fitted(mlp(2)).transform(more).drop("y__output").collect() == more.collect()
+
+
+def test_what_fills_holes_follows_a_renamed_column(df: DataFrame) -> None:
+    holes = df.selectExpr("array(1.0D, if(k < 3, NULL, 2.0D)) AS z")
+    model = fitted(mlp(2)).setFeatureCols(["z"]).setHandleInvalid({"x": 2.0})
+    assert len({row.y__output for row in model.transform(holes).collect()}) == 1
+    # A name of this DataFrame goes before one of the training.
+    model.setHandleInvalid({"x": 2.0, "z": 5.0})
+    assert len({row.y__output for row in model.transform(holes).collect()}) == 2
+
+
+def test_a_decoder_before_a_transformation_is_named(df: DataFrame) -> None:
+    model = fitted(mlp(2)).setDecoders({"x": len})
+    (column,) = model._fitted.columns
+    transformed = replace(column, kind="array", source="transformation_fn")
+    model._fitted = replace(model._fitted, columns=(transformed,))
+    with pytest.raises(InvalidArgumentError) as wrong:
+        model.transform(df.selectExpr("X'00' AS x"))
+    assert str(wrong.value) == (
+        "transform: column 'x' is of type binary. In training transformation_fn changed what decoders['x'] gave, and "
+        "transform calls no transformations. Give a column of numbers as the model gets them: [2] per row, float32."
+    )
+    assert model.transform(df.selectExpr("array(1.0D, 2.0D) AS x").limit(2)).count() == 2
 
 
 def test_many_batches_pass(spark: SparkSession) -> None:

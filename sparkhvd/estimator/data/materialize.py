@@ -118,7 +118,7 @@ class _WriteTask:
         columns = self.schema.columns
         flag = self.schema.validation
         found = {c.name: Findings() for c in columns}
-        rows = marked = skipped = negative = 0
+        rows = marked = skipped = negative = weighty = 0
         sizes = dict.fromkeys((c.name for c in columns), 0)
         groups: tuple[int, ...] = ()
         writer: PackedWriter | None = None
@@ -142,6 +142,7 @@ class _WriteTask:
                         marked += int(np.count_nonzero(array))
                     if column is self.schema.sample_weight and isinstance(array, np.ndarray):
                         negative += int(np.count_nonzero(array < 0))
+                        weighty += int(np.count_nonzero(array))
                 if not all(f.is_clean for f in found.values()):
                     continue
                 arrays = [v for v in values if v is not None]
@@ -162,6 +163,7 @@ class _WriteTask:
             "marked": marked,
             "skipped": skipped,
             "negative": negative,
+            "weighty": weighty,
             "bytes": {name: size for name, size in sizes.items() if size},
             "row_groups": groups,
             "columns": {name: f.to_dict() for name, f in found.items()},
@@ -215,6 +217,11 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
         wrong.append(
             f"column {schema.sample_weight.name!r} ({schema.sample_weight.source}): {negative:,} of {num_rows:,} rows hold a "
             "sample weight below 0. A weight is at least 0."
+        )
+    elif not wrong and schema.sample_weight and not sum(o["weighty"] for o in outcomes):
+        wrong.append(
+            f"column {schema.sample_weight.name!r} ({schema.sample_weight.source}): all {num_rows:,} rows hold the sample "
+            "weight 0. There is no mean over such rows."
         )
     if wrong:
         listed = "\n".join(f"  {p}" for p in wrong)

@@ -17,7 +17,14 @@ import numpy as np
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["Column", "DataSchema", "check_schema", "dtype_name", "stored_dtype"]
+__all__ = [
+    "RAW_TYPES",
+    "Column",
+    "DataSchema",
+    "check_schema",
+    "dtype_name",
+    "stored_dtype",
+]
 
 # Spark type -> the numpy type of its values. The narrow integers widen when stored.
 NUMERIC_TYPES: Mapping[str, str] = {
@@ -335,7 +342,10 @@ def check_schema(
                 raise InvalidArgumentError(
                     f"sparse_cols names column {name!r} of type {column.source}; only Spark ML vectors can be kept sparse."
                 )
-        return replace(column, invalid=policies.get(name, ("error",)))
+        invalid = policies.get(name, ("error",))
+        if invalid[0] == "fill":
+            _check_fill(column, invalid[1])
+        return replace(column, invalid=invalid)
 
     weight = None
     split = None
@@ -382,6 +392,35 @@ def _policies(given: str | Mapping[str, Any], columns: Sequence[str]) -> dict[st
                 "column of 'error', 'skip' or a number that takes the place of nulls and NaN."
             )
     return policies
+
+
+def _check_fill(column: Column, value: bool | int | float) -> None:
+    """Raise InvalidArgumentError unless the number can take the place of nulls in the stored column."""
+    where = (
+        f"handle_invalid fills column {column.name!r} of type {column.source} with {value!r:.50}"
+    )
+    if column.kind in ("binary", "string"):
+        raise InvalidArgumentError(
+            f"{where}. Bytes and strings cannot be filled with a number: give 'skip' or 'error', or df.na.fill before."
+        )
+    if value != value:
+        raise InvalidArgumentError(f"{where}, and NaN is what is to be replaced. Give a number.")
+    if not _holds(column, value):
+        raise InvalidArgumentError(
+            f"{where}, which {column.tensor_dtype} cannot hold. Give another number, or another type with "
+            "feature_dtypes or label_dtypes."
+        )
+
+
+def _holds(column: Column, value: bool | int | float) -> bool:
+    """Whether the stored type can hold a number that is not NaN."""
+    if column.dtype not in FLOATS:
+        limits = np.iinfo(column.dtype)
+        low, high = (0, 1) if column.tensor_dtype == "bool" else (limits.min, limits.max)
+        return low <= value <= high and value == int(value)
+    if isinstance(value, float) and math.isinf(value):
+        return True
+    return abs(value) <= float(np.finfo(column.dtype).max)
 
 
 def check_fraction(validation: Any) -> None:

@@ -25,6 +25,14 @@ if TYPE_CHECKING:  # it imports what imports this
 __all__ = ["Callback", "CallbackContext", "Callbacks", "check_callbacks"]
 
 
+# Methods without an epoch whose record could get a number, and what to do instead.
+_OUTSIDE = {
+    "on_train_begin": "no epoch has begun. Log in on_epoch_begin",
+    "on_checkpoint": "the record of the epoch is written already. Log in on_epoch_end, or write to ctx.store",
+    "on_train_end": "all records are written already. Log in on_epoch_end, or write to ctx.store",
+}
+
+
 class CallbackContext(Context):
     """The `ctx` of callbacks: a `Context` that can log and stop."""
 
@@ -33,13 +41,18 @@ class CallbackContext(Context):
         super().__init__(spec, state, moment)
         self.logs = Logs()
         self.stop_reason = ""  # asked for on this rank
+        self.method = ""  # of the callback that is being called
 
     def log(self, name: str, value: Any) -> None:
         """Report a number: the epoch's record gets its mean over all calls on all ranks.
 
         Raises:
-            InvalidArgumentError: the name is taken, or the value is not one number.
+            InvalidArgumentError: the name is taken, the value is not one number, or no epoch is going on.
         """
+        if self.method in _OUTSIDE:
+            raise InvalidArgumentError(
+                f"ctx.log({name!r}, ...) in {self.method}: {_OUTSIDE[self.method]}."
+            )
         self.logs.add(name, value, 1.0)
 
     def stop_training(self, reason: str = "a callback asked for it") -> None:
@@ -169,6 +182,7 @@ class Callbacks:
         Raises:
             RuntimeError: one raised; it is the cause, and the message names the callback.
         """
+        self.ctx.method = hook
         for callback in self._own:
             try:
                 getattr(callback, hook)(self.ctx, *values)

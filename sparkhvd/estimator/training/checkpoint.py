@@ -47,6 +47,7 @@ class Checkpoint:
         step: steps that are done of the epoch that runs; 0 between epochs.
         buffers: the model's buffers that its state dict leaves out.
         ranks: what each rank has of its own, inside an epoch; empty between epochs, where all ranks are alike.
+        compression: what the compression of gradients remembers, see `gather_compression`.
     """
 
     epoch: int
@@ -60,6 +61,7 @@ class Checkpoint:
     step: int = 0
     buffers: dict[str, Any] = field(default_factory=dict, repr=False)
     ranks: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    compression: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def position(self) -> tuple[int, int]:

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.training.metrics import Forward
+from sparkhvd.estimator.training.metrics import Forward, Totals
 from sparkhvd.estimator.training.program import Program
 from sparkhvd.estimator.training.spec import TrainSpec
+from sparkhvd.estimator.training.state import fail_together
 
-__all__ = ["mean_loss", "weighted_loss"]
+__all__ = ["check_weights", "mean_loss", "weighted_loss"]
 
 
 def mean_loss(
@@ -66,6 +67,26 @@ def weighted_loss(
     assert total is not None
     mean = total / sum_of_weights if sum_of_weights else total * 0.0
     return Forward(outputs, labels, mean, sum_of_weights, True, len(weights))
+
+
+def check_weights(spec: TrainSpec, totals: Totals, part: str, num_steps: int | None) -> None:
+    """Refuse rows whose sample weights are all 0: there is no mean over them.
+
+    Args:
+        spec: of the run.
+        totals: of all ranks, after a pass over the rows.
+        part: "training" or "validation".
+        num_steps: to which the pass was cut, or None; then other passes may have weights.
+
+    Raises:
+        InvalidArgumentError: they are; on all ranks.
+    """
+    if spec.sample_weight is None or num_steps is not None or totals.weight:
+        return
+    fail_together(
+        f"sample_weight_col: column {spec.sample_weight!r} is 0 in all {totals.num_rows:,} {part} rows, so there is no "
+        "mean loss. Give weights above 0, or leave such rows out of the DataFrame."
+    )
 
 
 def _check_scalar(value: Any, output: Tensor, label: Tensor) -> None:

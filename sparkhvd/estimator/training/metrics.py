@@ -183,6 +183,11 @@ class Totals:
         self.values = torch.zeros(3 + len(self._means), dtype=torch.float64)
 
     @property
+    def weight(self) -> float:
+        """What the mean loss counts: rows, sample weights, or what the loss says."""
+        return float(self.values[1])
+
+    @property
     def num_rows(self) -> int:
         """Rows that were counted."""
         return int(self.values[2])

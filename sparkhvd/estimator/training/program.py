@@ -21,6 +21,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.training.metrics import Metric, StateMetric
+from sparkhvd.estimator.training.schedulers import describe_scheduler
 from sparkhvd.estimator.training.user_code import UserCode
 from sparkhvd.torch.powersgd import PowerSGD
 
@@ -328,8 +329,18 @@ def describe_program(program: Program) -> dict[str, Any]:
         else None,
         "loss": [_loss_name(loss) for loss in program.losses],
         "gradient_compression": _compression_name(program.compression),
+        "lr_scheduler": _scheduler(program),
         **program.user.describe(),
     }
+
+
+def _scheduler(program: Program) -> Any:
+    if program.lr_scheduler is None:
+        return None
+    optimizer = program.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = build_optimizer(optimizer, copy.deepcopy(program.model))
+    return describe_scheduler(program.lr_scheduler, optimizer)
 
 
 def _compression_name(compression: Any) -> str:

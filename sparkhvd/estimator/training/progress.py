@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkhvd.estimator.data.prepare import renew_leases
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 
-__all__ = ["EpochReporter", "format_epoch"]
+__all__ = ["EpochReporter", "format_epoch", "report_skipped"]
 
 # An epoch of less than this is reported together with the next; a look costs one small read.
 POLL_S = 0.25
@@ -37,6 +37,21 @@ def format_epoch(record: dict[str, Any], epochs: int) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, (int, float)) else str(value)
+
+
+def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
+    """Print what handle_invalid left out: "handle_invalid left out 3 of 40 training rows with a null or NaN".
+
+    Args:
+        skipped: by name of the rows, how many were left out, and how many there are with them.
+        verbose: 0 prints nothing.
+    """
+    for name, (count, total) in skipped.items():
+        if verbose and count:
+            sys.stdout.write(
+                f"handle_invalid left out {count:,} of {total:,} {name} rows with a null or NaN\n"
+            )
+            sys.stdout.flush()
 
 
 class EpochReporter:

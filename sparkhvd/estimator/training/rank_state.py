@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.estimator.training.module_state import extra_states
 
-__all__ = ["gather_rank_states", "load_buffers", "load_rng", "unsaved_buffers"]
+__all__ = ["gather_rank_states", "load_rng"]
 
 
 def gather_rank_states(
@@ -32,33 +33,27 @@ def gather_rank_states(
 
     Cost: a digest of every buffer, one allgather of about 15 KB per rank, and one of the buffers that differ.
     """
-    buffers = _buffers(model)
-    mine = {"rng": _rng(), "totals": totals, "seconds": seconds, "stop_reason": stop_reason}
+    buffers = dict(model.named_buffers())
+    mine = {
+        "rng": _rng(),
+        "totals": totals,
+        "seconds": seconds,
+        "stop_reason": stop_reason,
+        "extra": extra_states(model),
+    }
     said = hvd.allgather_object(
         (mine, {name: _digest(value) for name, value in buffers.items()}), name="checkpoint.ranks"
     )
     reference = said[0][1]
-    changed = {n for _, digests in said for n, digest in digests.items() if digest != reference[n]}
-    own: list[dict[str, Tensor]] = [{}] * len(said)
+    names = {name for _, digests in said for name in digests}
+    changed = {n for n in names if any(own.get(n) != reference.get(n) for _, own in said)}
+    own: list[dict[str, Tensor | None]] = [{}] * len(said)
     if changed:
-        kept = {} if hvd.rank() == 0 else {n: buffers[n].detach().cpu() for n in changed}
+        # One that a rank does not have is None there.
+        values = {n: buffers[n].detach().cpu() if n in buffers else None for n in changed}
+        kept = {} if hvd.rank() == 0 else values
         own = hvd.allgather_object(kept, name="checkpoint.buffers")
     return [{**state, "buffers": kept} for (state, _), kept in zip(said, own, strict=True)]
-
-
-def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that the model's state dict leaves out (`persistent=False`), by name."""
-    saved = model.state_dict()
-    return {name: value for name, value in _buffers(model).items() if name not in saved}
-
-
-def load_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Give buffers the values that a checkpoint holds for them."""
-    buffers = _buffers(model)
-    with torch.no_grad():
-        for name, value in values.items():
-            if name in buffers:
-                buffers[name].copy_(value)
 
 
 def load_rng(state: dict[str, Any]) -> None:
@@ -89,10 +84,7 @@ def _rng() -> dict[str, Any]:
     }
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return dict(model.named_buffers())
-
-
 def _digest(value: Tensor) -> bytes:
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=16).digest()
+    kind = f"{tuple(value.shape)} {value.dtype} ".encode()
+    return hashlib.blake2b(kind + flat.numpy().tobytes(), digest_size=16).digest()

@@ -21,6 +21,7 @@ from torch import Tensor
 import sparkhvd.torch as hvd
 from sparkhvd.estimator.training.cadence import Cadence
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from sparkhvd.estimator.training.compression_state import gather_compression
 from sparkhvd.estimator.training.metrics import Totals
 from sparkhvd.estimator.training.monitor import best_epoch
 from sparkhvd.estimator.training.rank_state import gather_rank_states
@@ -63,13 +64,16 @@ class Saver:
         ranks = gather_rank_states(
             self._state.model, totals.state_dict(), seconds, stop_reason=asked
         )
-        if self._is_writer:
-            self._save(take(self._spec, self._state, history, step=step, ranks=ranks))
+        self._take(history, step=step, ranks=ranks)
 
     def after_epoch(self, history: list[dict[str, Any]]) -> None:
-        """Take the checkpoint of an epoch. All ranks may call it; rank 0 writes."""
+        """Take the checkpoint of an epoch. All ranks must call it; rank 0 writes."""
+        self._take(history)
+
+    def _take(self, history: list[dict[str, Any]], **inside: Any) -> None:
+        compression = gather_compression(self._state.compression)
         if self._is_writer:
-            self._save(take(self._spec, self._state, history))
+            self._save(take(self._spec, self._state, history, **inside), compression)
 
     def _is_due(self) -> bool:
         self._until_asked -= 1
@@ -83,11 +87,14 @@ class Saver:
         is_due, self._until_asked = hvd.broadcast(answer, 0, name="checkpoint.ask").tolist()
         return bool(is_due)
 
-    def _save(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint and write the copy in the background; waits for the one before."""
+    def _save(self, checkpoint: Checkpoint, compression: dict[str, Any]) -> None:
+        """Copy a checkpoint and write the copy in the background; waits for the one before.
+
+        `compression` is part of it and is not copied: nobody else has it.
+        """
         self.wait()
         taken = time.monotonic()
-        copied = Checkpoint(**snapshot(vars(checkpoint)))
+        copied = Checkpoint(**{**snapshot(vars(checkpoint)), "compression": compression})
         keep: tuple[int, ...] = ()
         if self._spec.return_best:
             keep = (best_epoch(checkpoint.history, self._spec.monitor),)

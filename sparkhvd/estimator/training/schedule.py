@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
 from sparkhvd.estimator.training.monitor import Monitor
+from sparkhvd.estimator.training.schedulers import make_scheduler
 from sparkhvd.estimator.training.state import fail_together
 
 __all__ = ["Schedule"]
@@ -51,11 +51,7 @@ class Schedule:
         if function is None:
             return
         total = epochs * steps_per_epoch if self._is_per_step else epochs
-        self.scheduler = (
-            function(optimizer, total_steps=total)
-            if _wants_total(function)
-            else function(optimizer)
-        )
+        self.scheduler = make_scheduler(function, optimizer, total)
         if self._is_per_step and isinstance(self.scheduler, _Plateau):
             fail_together(
                 "lr_scheduler_interval is 'step' and lr_scheduler makes a ReduceLROnPlateau, which looks at a number of "
@@ -75,12 +71,3 @@ class Schedule:
             self.scheduler.step(self._monitor.value(record))
         else:
             self.scheduler.step()
-
-
-def _wants_total(function: Any) -> bool:
-    """Whether a function has an argument `total_steps` that must be given."""
-    try:
-        parameter = inspect.signature(function).parameters.get("total_steps")
-    except (TypeError, ValueError):
-        return False
-    return parameter is not None and parameter.default is inspect.Parameter.empty

@@ -17,14 +17,21 @@ from sparkhvd.estimator.training.callbacks import Callbacks
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from sparkhvd.estimator.training.fingerprint import differences
 from sparkhvd.estimator.training.metrics import Totals
-from sparkhvd.estimator.training.rank_state import load_buffers, load_rng, unsaved_buffers
+from sparkhvd.estimator.training.module_state import (
+    extra_states,
+    load_buffers,
+    load_extra_states,
+    unsaved_buffers,
+)
+from sparkhvd.estimator.training.rank_state import load_rng
 from sparkhvd.estimator.training.spec import TrainSpec
 
 __all__ = [
     "Position",
+    "Start",
     "TrainingState",
-    "broadcast_buffers",
     "fail_together",
+    "find_start",
     "resume",
     "seed_everything",
     "take",
@@ -41,6 +48,7 @@ class TrainingState:
         scheduler: of the learning rate, or None.
         scaler: of the loss, for float16; else None.
         callbacks: the user's; some have a state.
+        compression: of gradients; some have a memory.
     """
 
     model: nn.Module
@@ -48,6 +56,24 @@ class TrainingState:
     scheduler: Any
     scaler: torch.amp.GradScaler | None
     callbacks: Callbacks | None = None
+    compression: Any = None
+
+
+@dataclass
+class Start:
+    """What a run begins with, besides the model's weights.
+
+    Attributes:
+        is_new: whether there is no checkpoint to go on from.
+        said: by name what all ranks know of the checkpoint.
+        optimizer: the optimizer's state; on rank 0 only.
+        compression: the state of the compression of gradients; on rank 0 only.
+    """
+
+    is_new: bool
+    said: dict[str, Any]
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    compression: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -77,25 +103,43 @@ class Position:
         return float(self.own["seconds"])
 
 
-def resume(spec: TrainSpec, checkpoints: Checkpoints, state: TrainingState) -> Position:
-    """Give every rank rank 0's state: the newest checkpoint's, or the one to start from. All ranks must call it."""
+def find_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> Start:
+    """Look for a checkpoint to go on from, or weights to start from; rank 0's model gets the weights.
+
+    All ranks must call it, before the optimizer is built.
+
+    Raises:
+        InvalidArgumentError: what was found does not fit this run; on all ranks.
+    """
     found: Checkpoint | None = None
     said: dict[str, Any] = {"history": [], "step": 0, "ranks": [], "buffers": {}, "problem": ""}
     if hvd.rank() == 0:
         found = checkpoints.latest()
         if found is not None:
-            said["problem"] = _misfit(spec, found)
+            said["problem"] = _misfit(spec, found) or _load(
+                model, found.model, f"The checkpoint in {spec.run_dir} does"
+            )
             said |= {n: getattr(found, n) for n in _SAID}
         elif spec.start_from:
-            said["problem"] = _start(spec, checkpoints, state.model)
+            weights = checkpoints.load_weights(spec.start_from)
+            where = f"warm_start: the weights of {spec.start_from} do"
+            said["problem"] = _load(model, weights, where)
+        said["is_new"] = found is None
+        said["extra"] = extra_states(model)
     said = hvd.broadcast_object(said, 0, name="resume")
     if said["problem"]:
         fail_together(said["problem"])
-    if found is not None:
-        state.model.load_state_dict(found.model)
-        if state.optimizer is not None:
-            state.optimizer.load_state_dict(found.optimizer)
-    hvd.broadcast_parameters(_tensors(state.model.state_dict()), 0)
+    if found is None:
+        return Start(said["is_new"], said)
+    return Start(False, said, found.optimizer, found.compression)
+
+
+def resume(start: Start, state: TrainingState) -> Position:
+    """Give every rank rank 0's state: the checkpoint's, or the model's own. All ranks must call it."""
+    said, model = start.said, state.model
+    if start.optimizer and state.optimizer is not None:  # on rank 0
+        state.optimizer.load_state_dict(start.optimizer)
+    hvd.broadcast_parameters(_tensors(model.state_dict()), 0)
     if state.optimizer is not None:
         hvd.broadcast_optimizer_state(state.optimizer, 0)
     parts = {
@@ -109,7 +153,11 @@ def resume(spec: TrainSpec, checkpoints: Checkpoints, state: TrainingState) -> P
     own = said["ranks"][hvd.rank()] if said["step"] else {}
     if state.callbacks is not None:
         state.callbacks.ctx.stop_reason = own.get("stop_reason", "")
-    load_buffers(state.model, said["buffers"] | own.get("buffers", {}))
+    load_extra_states(model, said["extra"] | own.get("extra", {}))
+    if not start.is_new:
+        # What was empty then is so again.
+        gone = unsaved_buffers(model).keys() - said["buffers"].keys()
+        load_buffers(model, {**dict.fromkeys(gone), **said["buffers"], **own.get("buffers", {})})
     return Position(said["history"], said["step"], own)
 
 
@@ -130,22 +178,22 @@ def _misfit(spec: TrainSpec, found: Checkpoint) -> str:
     )
 
 
-def _start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> str:
-    """Give the model the weights to start from; returns why that is impossible, or ""."""
+def _load(model: nn.Module, weights: dict[str, Any], what: str) -> str:
+    """Give the model these weights; returns why that is impossible, or ""."""
     try:
-        model.load_state_dict(checkpoints.load_weights(spec.start_from))
+        model.load_state_dict(weights)
     except RuntimeError as e:  # names and shapes, one per line
-        return (
-            f"warm_start: the weights of {spec.start_from} do not fit this model: {e}. Give the same model, or "
-            "another run_id."
-        )
+        return f"{what} not fit this model: {e}. Give the same model, or another run_id."
     return ""
 
 
 def take(
-    spec: TrainSpec, state: TrainingState, history: list[dict[str, Any]], **inside: Any
+    spec: TrainSpec, state: TrainingState, history: list[dict[str, Any]], **more: Any
 ) -> Checkpoint:
-    """The checkpoint of the epoch that has ended or, with `step` and `ranks`, of a step. Called by rank 0."""
+    """The checkpoint of the epoch that has ended or, with `step` and `ranks`, of a step. Called by rank 0.
+
+    `more` are fields of the checkpoint that ranks have gathered.
+    """
     return Checkpoint(
         epoch=len(history),
         model=state.model.state_dict(),
@@ -156,7 +204,7 @@ def take(
         scaler=state.scaler.state_dict() if state.scaler is not None else None,
         callbacks=state.callbacks.state_dict() if state.callbacks is not None else None,
         buffers=unsaved_buffers(state.model),
-        **inside,
+        **more,
     )
 
 
@@ -176,12 +224,10 @@ def fail_together(message: str, cause: Exception | None = None) -> NoReturn:
     raise InvalidArgumentError(message) from cause
 
 
-def broadcast_buffers(model: nn.Module) -> None:
-    """Give all ranks rank 0's buffers: running statistics are of its rows, in validation and checkpoint alike."""
-    buffers = _tensors(dict(model.named_buffers()))
-    if buffers:
-        hvd.broadcast_parameters(buffers, 0)
-
-
-def _tensors(named: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Parameters and buffers of a state dict; a module's extra state may be a tensor too."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name.rpartition(".")[2] != "_extra_state"
+    }

@@ -32,9 +32,12 @@ from sparkhvd.estimator.training.building import build_model
 from sparkhvd.estimator.training.callbacks import CallbackContext, Callbacks
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.compiling import compile_model
+from sparkhvd.estimator.training.compression_state import load_compression
 from sparkhvd.estimator.training.contexts import Moment
 from sparkhvd.estimator.training.logs import Logs
+from sparkhvd.estimator.training.losses import check_weights
 from sparkhvd.estimator.training.metrics import Totals
+from sparkhvd.estimator.training.module_state import broadcast_module_state
 from sparkhvd.estimator.training.monitor import best_epoch, reason_to_stop
 from sparkhvd.estimator.training.precision import loss_scaler
 from sparkhvd.estimator.training.program import Program, build_optimizer, load_program
@@ -44,7 +47,7 @@ from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
 from sparkhvd.estimator.training.state import (
     Position,
     TrainingState,
-    broadcast_buffers,
+    find_start,
     resume,
     seed_everything,
 )
@@ -76,11 +79,13 @@ def train(spec: TrainSpec) -> TrainResult:
     call = compile_model(program.model) if spec.compile else program.model
     checkpoints = Checkpoints(spec.store, spec.run_dir)
     with Data(spec, program.functions) as data:
+        start = find_start(spec, checkpoints, program.model)
+        load_compression(program.compression, start.compression)
         state, schedule = build(spec, program, data)
         moment = Moment()
         callbacks = Callbacks(program.user.callbacks, CallbackContext(spec, state, moment))
         state.callbacks = callbacks
-        position = resume(spec, checkpoints, state)
+        position = resume(start, state)
         history = position.history
         stopped = ""
         with Saver(spec, checkpoints, state) as saver:
@@ -119,7 +124,7 @@ def train_epochs(
         callbacks.ctx.logs = step.user.ctx.logs = Logs()
         callbacks.call("on_epoch_begin")
         record = train_epoch(step, data, schedule, callbacks, saver, position)
-        broadcast_buffers(step.model)
+        broadcast_module_state(step.model)
         record |= validate(step, data)
         asked = callbacks.epoch_end(record)
         # What is decided by it must be decided alike, and ranks may compute on different machines.
@@ -156,7 +161,10 @@ def build(spec: TrainSpec, program: Program, data: Data) -> tuple[TrainingState,
         epochs=spec.epochs,
     )
     scaler = loss_scaler(spec.precision, next(model.parameters()).device)
-    return TrainingState(model, optimizer, schedule.scheduler, scaler), schedule
+    state = TrainingState(
+        model, optimizer, schedule.scheduler, scaler, compression=program.compression
+    )
+    return state, schedule
 
 
 def train_epoch(
@@ -179,6 +187,8 @@ def train_epoch(
         callbacks.step_end(*step.last_loss)
         saver.after_step(position.history, plan.number + 1, totals, time.monotonic() - began)
     totals.combine()
+    if not step.user.takes(is_training=True):
+        check_weights(step.spec, totals, "training", step.spec.train_steps_per_epoch)
     seconds = time.monotonic() - began
     return {
         "epoch": epoch + 1,
@@ -203,6 +213,8 @@ def validate(step: Step, data: Data) -> dict[str, float]:
             if batch.num_rows:
                 totals.add(step.forward(batch))
     totals.combine()
+    if not own:
+        check_weights(step.spec, totals, "validation", step.spec.validation_steps_per_epoch)
     return totals.means("val_")
 
 

@@ -30,11 +30,11 @@ from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.training.batches import Data
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.contexts import Context, Moment
+from sparkhvd.estimator.training.module_state import broadcast_module_state
 from sparkhvd.estimator.training.saver import Saver
 from sparkhvd.estimator.training.spec import TrainSpec
 from sparkhvd.estimator.training.state import (
     TrainingState,
-    broadcast_buffers,
     seed_everything,
 )
 from sparkhvd.estimator.training.transformations import Transformations
@@ -191,7 +191,7 @@ class TrainFnContext(Context):
         A run that is interrupted goes on from the last one with `start_epoch` = the records it had. It is named by
         the number of records, so a second one without a new record replaces the first.
         """
-        broadcast_buffers(self.model)
+        broadcast_module_state(self.model)
         self._saver.after_epoch(self.history)
         self._is_saved = True
 

@@ -34,6 +34,16 @@ _NOT_WITH_TRAIN_FN = (
 )
 
 
+# Params that act on the estimator's optimizer.
+_OF_THE_OPTIMIZER = (
+    "learning_rate",
+    "weight_decay",
+    "lr_scaling",
+    "lr_scheduler",
+    "gradient_compression",
+)
+
+
 @dataclass(frozen=True)
 class UserCode:
     """What the user gave; all of it is pickled with the model.
@@ -115,6 +125,12 @@ def _check_effect(params: Mapping[str, Any]) -> None:
             raise InvalidArgumentError(
                 f"train_fn is the whole training loop, so these params would have no effect: {', '.join(ignored)}. "
                 "Leave them out and do it in train_fn, or use train_step."
+            )
+        ignored = [name for name in _OF_THE_OPTIMIZER if name in params]
+        if ignored and "optimizer" not in params:
+            raise InvalidArgumentError(
+                f"train_fn is given without optimizer, so these params would have no effect: {', '.join(ignored)}. Give "
+                "optimizer and step ctx.optimizer, or leave them out and do it in train_fn."
             )
         return
     validates, own = bool(params.get("validation")), "validation_step" in params

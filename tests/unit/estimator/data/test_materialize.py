@@ -154,11 +154,18 @@ def test_empty_arrays_are_an_error(spark: SparkSession, store: Store) -> None:
         materialize(df, schema_of(df, ["x"]), store, DATA_DIR)
 
 
-def test_weights_below_0_are_an_error(spark: SparkSession, store: Store) -> None:
-    df = spark.range(6).selectExpr("id", "1 AS label", "id - 2.0D AS w")
-    with pytest.raises(
-        InvalidArgumentError, match=r"'w' \(double\): 2 of 6 rows hold a sample weight below 0"
-    ):
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        ("id - 2.0D", r"'w' \(double\): 2 of 6 rows hold a sample weight below 0"),
+        ("0.0D", r"'w' \(double\): all 6 rows hold the sample weight 0"),
+    ],
+)
+def test_weights_below_0_or_without_one_above_are_an_error(
+    spark: SparkSession, store: Store, weight: str, message: str
+) -> None:
+    df = spark.range(6).selectExpr("id", "1 AS label", f"{weight} AS w")
+    with pytest.raises(InvalidArgumentError, match=message):
         materialize(df, schema_of(df, ["id"], sample_weight_col="w"), store, DATA_DIR)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -256,6 +257,39 @@ def test_functions_make_room_for_rows_that_differ() -> None:
             {"handle_invalid": {"z": 0}},
             "handle_invalid names column 'z', which is not among 'double', 'text', 'label'.",
         ),
+        (
+            {"handle_invalid": {"double": math.nan}},
+            "handle_invalid fills column 'double' of type double with nan, and NaN is what is to be replaced.",
+        ),
+        (
+            {"handle_invalid": {"double": 1e300}},
+            "handle_invalid fills column 'double' of type double with 1e+300, which float32 cannot hold. Give another "
+            "number, or another type with feature_dtypes or label_dtypes.",
+        ),
+        (
+            {"handle_invalid": {"double": 10**400}},
+            "handle_invalid fills column 'double' of type double with 1000",
+        ),
+        (
+            {"handle_invalid": {"label": 0.5}, "decoders": ["text"]},
+            "handle_invalid fills column 'label' of type bigint with 0.5, which int64 cannot hold.",
+        ),
+        (
+            {"handle_invalid": {"double": 256}, "feature_dtypes": {"double": "uint8"}},
+            "handle_invalid fills column 'double' of type double with 256, which uint8 cannot hold.",
+        ),
+        (
+            {"handle_invalid": {"double": 2}, "feature_dtypes": {"double": "bool"}},
+            "handle_invalid fills column 'double' of type double with 2, which bool cannot hold.",
+        ),
+        (
+            {"handle_invalid": {"double": math.inf}, "feature_dtypes": {"double": "int64"}},
+            "handle_invalid fills column 'double' of type double with inf, which int64 cannot hold.",
+        ),
+        (
+            {"handle_invalid": {"text": 0}, "decoders": ["text"]},
+            "handle_invalid fills column 'text' of type string with 0. Bytes and strings cannot be filled with a number",
+        ),
     ],
 )
 def test_params_by_column_are_checked(options: dict[str, Any], message: str) -> None:
@@ -267,6 +301,11 @@ def test_params_by_column_are_checked(options: dict[str, Any], message: str) -> 
 def test_what_happens_to_nulls_is_a_columns_own() -> None:
     columns = check(["double", "int"], handle_invalid={"int": 3, "label": "skip"}).columns
     assert [c.invalid for c in columns] == [("error",), ("fill", 3), ("skip",)]
+    for value in (1e300, math.inf, True, 0):
+        (column, _) = check(
+            ["double"], handle_invalid={"double": value}, feature_dtypes={"double": "float64"}
+        ).columns
+        assert column.invalid == ("fill", value)
     # A validation column decides where a row goes: a null there is an error in any case.
     columns = check(["int"], validation="double", handle_invalid="skip").columns
     assert [c.invalid for c in columns] == [("skip",), ("skip",), ("error",)]

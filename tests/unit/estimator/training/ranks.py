@@ -83,8 +83,12 @@ class Case:
         if self.second_label:
             columns.append(Column("z", "scalar", self.dtype, (), "double", self.dtype))
         self.schema = DataSchema((columns[0],), tuple(columns[1:]), weight)
-        stored = [*columns, *([weight] if weight else [])]
         self.store.write_bytes("keep", b"")
+        self.write()
+
+    def write(self) -> None:
+        """Write `values` as packed data."""
+        stored = self.schema.columns
         cut = self.rows // 3
         files = [
             write_packed(

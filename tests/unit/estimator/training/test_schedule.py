@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from torch.optim import lr_scheduler
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.sampler import split_validation
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.fingerprint import differences
 from sparkhvd.estimator.training.monitor import EarlyStopping, Monitor
+from sparkhvd.estimator.training.schedulers import describe_scheduler
 from tests.harness.ranks import RanksFailed
 from tests.unit.estimator.training.ranks import Case, assert_close, linear
 
@@ -180,3 +184,65 @@ def test_a_rate_of_numpy_can_be_read_back(store: Store) -> None:
     ranks.train(2)  # goes on from what was saved
     assert_close(ranks.weights(2), ranks.reference(2, 2)[1], 1e-10)
     assert type(ranks.checkpoint(2).scheduler["_last_lr"][0]) is float
+
+
+class Twice:
+    """A scheduler of the user's own, with a number of numpy."""
+
+    def __init__(self, optimizer: Any, factor: float) -> None:
+        self.factor = np.float64(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+def fails(optimizer: Any) -> Any:
+    raise ValueError("not here")
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "difference"),
+    [
+        (None, lambda o: lr_scheduler.StepLR(o, 1), "lr_scheduler was null and is {"),
+        (
+            lambda o: lr_scheduler.StepLR(o, 1),
+            lambda o: lr_scheduler.StepLR(o, 2),
+            "lr_scheduler: 'step_size' was 1 and is 2",
+        ),
+        (
+            lambda o: lr_scheduler.ConstantLR(o),
+            lambda o: lr_scheduler.ExponentialLR(o, 0.5),
+            'lr_scheduler: \'kind\' was "ConstantLR" and is "ExponentialLR"',
+        ),
+        (one_cycle, one_cycle, ""),
+        (
+            one_cycle,
+            lambda o, total_steps: lr_scheduler.OneCycleLR(o, 0.4, total_steps=total_steps),
+            "lr_scheduler: 'max_lr of group 0' was 0.5 and is 0.4",
+        ),
+        (
+            lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.5**epoch),
+            lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+            "lr_scheduler: 'factors' differs",
+        ),
+        (
+            lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.5)]),
+            lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.4)]),
+            "lr_scheduler: 'schedulers' differs",
+        ),
+        (
+            lambda o: Twice(o, 2),
+            lambda o: Twice(o, 3),
+            "lr_scheduler: 'factor' was 2.0 and is 3.0",
+        ),
+        (fails, fails, ""),
+    ],
+)
+def test_two_runs_are_compared_by_their_schedulers(before: Any, now: Any, difference: str) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = copy.deepcopy((optimizer.state_dict(), sorted(vars(optimizer))))
+    texts = [json.dumps({"lr_scheduler": describe_scheduler(f, optimizer)}) for f in (before, now)]
+    found = differences(*texts)
+    assert found.startswith(difference) if difference else not found
+    assert (optimizer.state_dict(), sorted(vars(optimizer))) == state  # nothing hangs on it

@@ -6,12 +6,14 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.sampler import split_validation
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.train import train
@@ -183,6 +185,25 @@ def test_a_step_whose_rows_weigh_nothing_is_left_out(store: Store) -> None:
     case = Case(store, model, optimizer, loss=nothing_counts, label="class")
     case.train(2)
     assert_close(case.weights(1), model.state_dict(), 0)
+
+
+@pytest.mark.parametrize("part", ["training", "validation"])
+def test_rows_that_all_weigh_nothing_are_named(store: Store, part: str) -> None:
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"has_validation": True, "validation": 0.25, "seed": 3}
+    case = Case(store, model, optimizer, weighted=True, options=options)
+    held_out = split_validation(case.rows, 0.25, 3)[1]
+    weightless = np.isin(np.arange(case.rows), held_out) == (part == "validation")
+    case.values["w"][weightless] = 0
+    case.write()
+    with pytest.raises(RanksFailed) as failed:
+        case.train(2)
+    rows = {"training": 75, "validation": 25}[part]
+    assert [str(e) for e in failed.value.errors.values()] == [
+        f"sample_weight_col: column 'w' is 0 in all {rows} {part} rows, so there is no mean loss. Give weights above 0, "
+        "or leave such rows out of the DataFrame."
+    ] * 2
 
 
 def nothing_counts(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, float]:

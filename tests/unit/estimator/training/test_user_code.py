@@ -323,6 +323,33 @@ def test_a_callback_that_raises_is_named(store: Store) -> None:
     assert set(errors) == {0, 1}  # the other one does not wait
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("on_train_begin", "no epoch has begun. Log in on_epoch_begin."),
+        (
+            "on_checkpoint",
+            "the record of the epoch is written already. Log in on_epoch_end, or write to ctx.store.",
+        ),
+        (
+            "on_train_end",
+            "all records are written already. Log in on_epoch_end, or write to ctx.store.",
+        ),
+    ],
+)
+def test_a_number_that_no_record_would_get_is_refused(
+    store: Store, method: str, message: str
+) -> None:
+    def log(self: Any, ctx: Any, *_: Any) -> None:
+        ctx.log("mine", 1.0)
+
+    callback = type("Logs", (Callback,), {method: log})()
+    errors = failures(case(store, user={"callbacks": [callback]}))
+    assert str(errors[0]) == (
+        f"The callback Logs raised InvalidArgumentError in {method}: ctx.log('mine', ...) in {method}: {message}"
+    )
+
+
 class Begins(Callback):
     """Draws and logs at the beginning of an epoch; may fail at a step."""
 
@@ -601,6 +628,11 @@ def three(model: Any, batch: Any, ctx: Any) -> None: ...
             {"train_fn": one, "callbacks": [Broken()], "metrics": ["mse"], "epochs": 3},
             "train_fn is the whole training loop, so these params would have no effect: callbacks, metrics. Leave them "
             "out and do it in train_fn, or use train_step.",
+        ),
+        (
+            {"train_fn": one, "learning_rate": 0.1, "lr_scheduler": one},
+            "train_fn is given without optimizer, so these params would have no effect: learning_rate, lr_scheduler. Give "
+            "optimizer and step ctx.optimizer, or leave them out and do it in train_fn.",
         ),
         (
             {"validation_step": three},

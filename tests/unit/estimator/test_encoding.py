@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import sparkhvd.torch as hvd
 from sparkhvd.errors import UntrustedError
-from sparkhvd.estimator.persistence import Archive, Decoder
+from sparkhvd.estimator.data.functions import pad
+from sparkhvd.estimator.encoding import Archive, Decoder
 
 SPARK = SimpleNamespace(conf=SimpleNamespace(get=lambda _name, default: default))
 
@@ -33,6 +36,30 @@ def round_trip(value: Any) -> Any:
 )
 def test_plain_dicts_come_back_as_they_were(value: Any) -> None:
     assert round_trip(value) == value
+
+
+def test_what_is_ours_needs_no_trust() -> None:
+    for value in (
+        {"tokens": pad(0), "image": pad(-1.5, length=7)},
+        hvd.Compression.none,
+        hvd.Compression.fp16,
+        hvd.Compression.bf16,
+        Path("/shared/store"),
+    ):
+        assert round_trip(value) == value
+    assert repr(round_trip(hvd.Compression.powersgd(rank=2, warm_up_steps=5))) == (
+        "Compression.powersgd(rank=2, warm_up_steps=5)"
+    )
+
+
+class Own(hvd.Compression.fp16):
+    """Another class, with code of its own."""
+
+
+@pytest.mark.parametrize("value", [Own, pad(Own)])  # type: ignore[arg-type]
+def test_what_only_looks_like_ours_needs_trust(value: Any) -> None:
+    with pytest.raises(UntrustedError):
+        round_trip(value)
 
 
 def test_a_dict_that_answers_for_other_keys_stays_one() -> None:
