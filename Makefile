@@ -161,6 +161,7 @@ soak: test test-sanitizers fuzz-if-clang test-aarch64 test-wheels
 bench: env
 	@$(WITH_JAVA) $(PY) benchmarks/estimator.py
 	@$(WITH_JAVA) $(PY) benchmarks/launch.py
+	@$(WITH_JAVA) $(PY) benchmarks/materialize.py
 	@$(PY) benchmarks/reader.py
 	@$(PY) benchmarks/allreduce.py
 	@$(PY) benchmarks/timeline.py

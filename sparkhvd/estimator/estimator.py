@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,10 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.architecture import copy_with
 from sparkhvd.estimator.binding import model_dtype
 from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.estimator.data.prepare import Scope
 from sparkhvd.estimator.data.sampler import split_validation
 from sparkhvd.estimator.data.schema import DataSchema
+from sparkhvd.estimator.folds import FoldModels
 from sparkhvd.estimator.inputs import FitData, prepare_inputs, reader_packages
 from sparkhvd.estimator.labels import bind_labels
 from sparkhvd.estimator.model import Fitted, TorchModel
@@ -62,9 +64,7 @@ class TorchEstimator(
 
     def __init__(self, *positional: Any, **keywords: Any) -> None:
         super().__init__()
-        self._is_shared = (
-            False  # whether several fits with this data_key may have other validation DataFrames
-        )
+        self._scope: Scope | None = None  # what the fits of a fitMultiple share
         self._folds = Folds()  # copies have the same
         self._set_keywords(positional, keywords)
 
@@ -79,23 +79,24 @@ class TorchEstimator(
                 run_id goes on from it.
         """
         request = check_request(self, dataset)
-        data = prepare_inputs(
-            dataset,
-            self._get("validation"),
-            request.schema,
-            request.program.functions,
-            request.store,
-            app_id=SparkShim(request.spark).application(),
-            data_key=request.data_key,
-            validation_key=self._validation_key(),
-            keep_data=self.getOrDefault("keep_data"),
-            run_dir=request.run.run_dir,
-        )
-        report_skipped(data.skipped, request.cluster.verbose)
-        spec, widths = self._specify(request, data)
-        request.run.check(spec.fingerprint, spec.epochs)
-        request.store.write_bytes(f"{spec.run_dir}/{PROGRAM_NAME}", request.pickled)
-        report = self._launch(request, spec)
+        with contextlib.nullcontext(self._scope) if self._scope else Scope() as scope:
+            data = prepare_inputs(
+                dataset,
+                self._get("validation"),
+                request.schema,
+                request.program.functions,
+                request.store,
+                app_id=SparkShim(request.spark).application(),
+                data_key=request.data_key,
+                keep_data=self.getOrDefault("keep_data"),
+                run_dir=request.run.run_dir,
+                scope=scope,
+            )
+            report_skipped(data.skipped, request.cluster.verbose)
+            spec, widths = self._specify(request, data)
+            request.run.check(spec.fingerprint, spec.epochs)
+            request.store.write_bytes(f"{spec.run_dir}/{PROGRAM_NAME}", request.pickled)
+            report = self._launch(request, spec)
         model = self._collect(request, spec, data, report, widths)
         request.run.finish(report.results[0].epoch)
         return model
@@ -107,13 +108,14 @@ class TorchEstimator(
     ) -> Iterator[tuple[int, TorchModel]]:
         """Fit with each of several param maps; they share the materialized data.
 
+        Data that no plan names (see `prepare`) go when the last of the models is there, or the iterator is dropped.
         A `run_id` gets the index of the param map: `mine-0`, `mine-1`; with the second DataFrame and this run_id, as in
         the second fold of a CrossValidator, `mine-fold2-0`, `mine-fold2-1`. `data_key` is not used: a CrossValidator
         calls this once per fold, with other rows each time.
         """
         shared = self.copy()
-        shared._set(data_key=f"fold-{uuid.uuid4().hex}")
-        shared._is_shared = True
+        shared.clear(shared.data_key)
+        shared._scope = scope = Scope()
         maps = []
         for index, given in enumerate(paramMaps):
             run_id = given.get(self.run_id, self._get("run_id"))
@@ -121,16 +123,7 @@ class TorchEstimator(
                 names = self._folds.names(run_id, dataset.semanticHash(), len(paramMaps))
                 given = {**given, self.run_id: names[index]}
             maps.append(given)
-        return Estimator.fitMultiple(shared, dataset, maps)
-
-    def _validation_key(self) -> str | None:
-        """What names a second DataFrame: one data_key names both of a fit."""
-        key = self._get("data_key")
-        if key is None:
-            return None
-        # The param maps of a fitMultiple keep their DataFrames alive, so that ids tell them apart.
-        which = f"-{id(self._get('validation'))}" if self._is_shared else ""
-        return f"{key}/validation{which}"
+        return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)
 
     # -- run ------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.dataset import ParquetDataset, fingerprint, read_manifest
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.prepare import PreparedData, prepare
+from sparkhvd.estimator.data.prepare import PreparedData, Scope, prepare
 from sparkhvd.estimator.data.schema import DataSchema, check_schema
 from sparkhvd.estimator.data.sources import open_source
 from sparkhvd.estimator.data.store import Store
@@ -190,14 +190,14 @@ def prepare_inputs(
     *,
     app_id: str,
     data_key: str | None,
-    validation_key: str | None,
     keep_data: bool,
     run_dir: str,
+    scope: Scope,
 ) -> FitData:
     """Materialize the DataFrame, and the second one if `validation` is one; or reuse what there is.
 
-    `validation_key` is to the second DataFrame what `data_key` is to the first. Of Parquet only a list of its files is
-    written, into the run's folder.
+    One `data_key` names both; `scope` is the fit, or the fits of a fold, see `prepare`. Of Parquet only a list of its
+    files is written, into the run's folder.
 
     Raises:
         InvalidArgumentError: the data cannot be used, see `materialize`; or a decoder fails on the first row.
@@ -206,13 +206,15 @@ def prepare_inputs(
     def ready(data: Any, columns: DataSchema, key: str | None, data_dir: str) -> PreparedData:
         if isinstance(data, ParquetTable):
             return _listed(data.dataset, columns, store, f"{run_dir}/{data_dir}")
-        return prepare(data, columns, store, app_id=app_id, data_key=key, keep_data=keep_data)
+        options: dict[str, Any] = {"app_id": app_id, "data_key": key, "keep_data": keep_data}
+        return prepare(data, columns, store, **options, scope=scope)
 
     training = ready(dataset, schema, data_key, "data")
     held_out = None
     if is_dataframe(validation):
         plain = DataSchema(schema.features, schema.labels, schema.sample_weight)
         try:
+            validation_key = None if data_key is None else f"{data_key}/validation"
             held_out = ready(validation, plain, validation_key, "validation")
         except InvalidArgumentError as e:
             raise InvalidArgumentError(f"The {_kind(validation)} given as validation: {e}") from e

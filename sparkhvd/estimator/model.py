@@ -83,7 +83,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     `probabilityCol` and `rawPredictionCol` vectors. An empty name leaves a column out.
 
     Attributes:
-        history: one record per epoch: epoch, loss, metrics, val_..., rows, seconds, rows_per_s, lr.
+        history: one record per epoch: epoch, loss, metrics, val_..., rows, seconds, rows_per_s, data_wait_s (seconds
+            in which rank 0 waited for batches), lr.
         timings: seconds of the fit's phases: materialize, launch, train.
     """
 

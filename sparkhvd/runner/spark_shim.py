@@ -50,6 +50,18 @@ class SparkShim:
             return str(self.session.conf.get("spark.app.id", "connect"))
         return str(self.session.sparkContext.applicationId)
 
+    def session_key(self) -> str:
+        """What names the session: two objects of one session have one key."""
+        if self.is_connect:
+            return str(self.session.session_id)
+        return str(self.session._jsparkSession.sessionUUID())
+
+    def is_over(self) -> bool:
+        """Whether the session (on classic: its application) has been stopped."""
+        if self.is_connect:
+            return bool(getattr(self.session, "is_stopped", False))
+        return self.session.sparkContext._jsc is None
+
     def registered_slots(self, profile: Any = None) -> int | None:
         """Barrier tasks that the executors now registered can run at once; None where Spark does not say."""
         if self.is_connect:

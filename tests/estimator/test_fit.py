@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator
+from sparkhvd.estimator.data import prepare as prepare_module
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process
 from tests.harness.processes import wait_for_no_trainers
@@ -80,6 +81,7 @@ def test_fit_equals_one_process(
         epochs=2,
         num_proc=ranks,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
+        keep_data=True,
     ).fit(df)
     assert capfd.readouterr().out == ""  # verbose=0
     expected = one_process(
@@ -263,7 +265,23 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
         assert torch.equal(value, first[name])
 
 
-def test_cross_validation_and_param_maps(spark: SparkSession, store: Store, tmp_path: Path) -> None:
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The data directories that have been materialized."""
+    folders: list[str] = []
+    materialize = prepare_module.materialize
+
+    def counted(df: Any, schema: Any, store: Any, data_dir: str, **options: Any) -> Any:
+        folders.append(data_dir)
+        return materialize(df, schema, store, data_dir, **options)
+
+    monkeypatch.setattr(prepare_module, "materialize", counted)
+    return folders
+
+
+def test_cross_validation_and_param_maps(
+    spark: SparkSession, store: Store, tmp_path: Path, written: list[str]
+) -> None:
     from pyspark.ml.evaluation import RegressionEvaluator
     from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 
@@ -292,8 +310,9 @@ def test_cross_validation_and_param_maps(spark: SparkSession, store: Store, tmp_
     assert best.bestModel.uid == est.uid
     runs = {path.split("/")[1] for path in store.list("runs", recursive=True)}
     assert runs == {"cv", "cv-0", "cv-1", "cv-fold2-0", "cv-fold2-1"}
-    # One set of data per fold, whatever the param maps, and one for the best model.
-    assert len(store.data_directories()) == 3
+    # One set of data per fold, whatever the param maps, and one for the best model. Nothing names them later.
+    assert len(set(written)) == len(written) == 3
+    assert store.list("data", recursive=True) == []
     best.write().overwrite().save(str(tmp_path / "cv"))
     loaded = CrossValidatorModel.load(str(tmp_path / "cv"))
     assert loaded.bestModel.transform(df).collect() == best.bestModel.transform(df).collect()
@@ -301,15 +320,19 @@ def test_cross_validation_and_param_maps(spark: SparkSession, store: Store, tmp_
 
 
 def test_param_maps_share_data_and_have_runs_of_their_own(
-    spark: SparkSession, store: Store
+    spark: SparkSession, store: Store, written: list[str]
 ) -> None:
     df = numbers(spark, 20, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
     est = estimator(mlp(2), store, num_proc=1, optimizer=torch.optim.SGD, run_id="mine")
     models = [lambda: nn.Linear(2, 1), lambda: nn.Sequential(nn.Linear(2, 1))]
-    fitted = dict(est.fitMultiple(df, [{est.model: m} for m in models]))
+    left = est.fitMultiple(df, [{est.model: m} for m in models])
+    fitted = dict([next(left)])
+    assert len(store.data_directories()) == 1
+    fitted |= dict(left)
     assert [type(fitted[i].getModel()) for i in (0, 1)] == [nn.Linear, nn.Sequential]
     assert [store.exists(f"runs/mine-{i}/program.pkl") for i in (0, 1)] == [True, True]
-    assert len(store.data_directories()) == 1
+    assert len(written) == 1
+    assert store.data_directories() == []
     assert est.getRunId() == "mine"
     # The same data are the same fold, also for a copy.
     other, same = df.limit(19).semanticHash(), df.semanticHash()

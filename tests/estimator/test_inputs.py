@@ -146,7 +146,7 @@ def test_every_kind_of_input_trains_and_predicts(spark: SparkSession, tmp_path: 
     trained = fit.fit(df)
     assert trained.history[-1]["loss"] < trained.history[0]["loss"]
     assert all(np.isfinite(r["val_loss"]) for r in trained.history)
-    assert len(store.data_directories()) == 2
+    assert store.data_directories() == []  # nothing tells that another fit would have the same rows
     # The same rows through the module in plain PyTorch.
     rows = df.collect()
     module = trained.getModel()

@@ -22,6 +22,9 @@ __all__ = ["RowFunctions", "pad"]
 
 Array = npt.NDArray[Any]
 
+# Pieces into which the rows of a chunk are divided for the threads that decode: enough to share them evenly.
+_TASKS = 64
+
 
 @dataclass(frozen=True)
 class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
@@ -150,7 +153,13 @@ class RowFunctions:
             raw = _raw(column, values, number)
             return self._decode_one(column, raw) if column.has_decoder else raw
 
-        rows = list(pool.map(one, range(count)) if pool is not None else map(one, range(count)))
+        if pool is None:
+            rows = list(map(one, range(count)))
+        else:
+            # A task of its own for every row would cost more than many decoders.
+            step = max(1, count // _TASKS)
+            shares = (range(i, min(i + step, count)) for i in range(0, count, step))
+            rows = [r for share in pool.map(lambda rs: list(map(one, rs)), shares) for r in share]
         if column.is_collated:
             if not column.has_decoder:
                 return rows

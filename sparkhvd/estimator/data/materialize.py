@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.estimator.data.arrow_limits import bounded_batches
 from sparkhvd.estimator.data.convert import (
     Findings,
     column_to_numpy,
@@ -25,11 +28,15 @@ from sparkhvd.estimator.data.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.estimator.data.schema import Column, DataSchema
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.data.values import Ragged, SparseRows, Values, num_bytes
+from sparkhvd.runner.spark_shim import SparkShim
 
 __all__ = ["materialize"]
 
 _RESULT = pa.schema([("partition", pa.int64()), ("outcome", pa.string())])
 _RESULT_DDL = "partition bigint, outcome string"
+# Lies in the folder while its materialization goes on. A task that outlives it (Spark tells a cancelled task to stop,
+# but does not wait for it) takes back what it wrote. Readers of Parquet pass over names that begin with "_".
+_WRITING = "_writing"
 
 
 def materialize(
@@ -45,8 +52,9 @@ def materialize(
 
     One Spark job, one pass; every check that needs the values happens in it. Rows are ordered by partition index
     and position in the partition. Every task writes one file named after its attempt and reports it; only the
-    attempts that Spark counted get into the manifest, so retries and speculation cannot duplicate rows. The
-    manifest is written last; if anything fails, the folder is removed.
+    attempts that Spark counted get into the manifest, so retries and speculation cannot duplicate rows, and what the
+    others wrote is deleted. The manifest is written last; if anything fails, the job is cancelled and the folder removed.
+    Arrow batches are bounded in bytes, see `bounded_batches`.
 
     Null and NaN are errors unless a column's `invalid` says otherwise; infinity that stood in the data is kept, infinity that comes from narrowing is an error.
 
@@ -62,24 +70,30 @@ def materialize(
     Raises:
         InvalidArgumentError: the data hold nulls, NaN, rows of different lengths or numbers that the stored type
             cannot hold (each column is named with its count), or there are no rows.
-        PreflightError: this process does not see what the executors wrote.
+        PreflightError: this process and the executors do not see each other's files.
     """
+    marker = f"{data_dir}/{_WRITING}"
+    store.write_bytes(marker, b"")
     is_done = False
     try:
         selected = _select(df, schema)
         if num_partitions is not None:
             selected = selected.coalesce(num_partitions)
         task = _WriteTask(store, schema, data_dir, row_group_bytes)
-        rows = selected.mapInArrow(task, _RESULT_DDL).collect()
+        stage = selected.mapInArrow(task, _RESULT_DDL)
+        with bounded_batches(selected):
+            rows = SparkShim(df.sparkSession).collect(stage, f"sparkhvd-{uuid.uuid4().hex}")
         outcomes = [
             json.loads(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
         ]
         manifest = _merge(outcomes, schema)
-        _check_visible(store, data_dir, manifest)
+        _settle(store, data_dir, manifest)
         manifest.save(store, data_dir)
         is_done = True
         return manifest
     finally:
+        # First the marker: a task either finds it gone, or has ended its file before the rest is deleted.
+        store.delete(marker)
         if not is_done:
             store.delete(data_dir)
 
@@ -107,11 +121,27 @@ class _WriteTask:
         assert context is not None
         partition, attempt = context.partitionId(), context.taskAttemptId()
         path = f"{self.data_dir}/part-{partition:05d}-{attempt}.parquet"
+        self.check_wanted()
         outcome = self.write(batches, path)
+        try:
+            self.check_wanted()
+        except BaseException:
+            self.store.delete(path)
+            raise
         yield pa.RecordBatch.from_arrays(
             [numpy_to_array(np.array([partition])), text_to_array(json.dumps(outcome))],
             schema=_RESULT,
         )
+
+    def check_wanted(self) -> None:
+        """Raise unless the driver still waits for this folder."""
+        marker = f"{self.data_dir}/{_WRITING}"
+        if not self.store.exists(marker):
+            raise PreflightError(
+                f"Host {socket.gethostname()} does not see {self.store.full_url(marker)}, which the driver wrote before "
+                "this task began: the materialization has been given up, or the store is not on a file system that the "
+                "driver and all executors share."
+            )
 
     def write(self, batches: Iterator[pa.RecordBatch], path: str) -> dict[str, Any]:
         """Write one file from Arrow batches, unless a row cannot be used; then count to the end."""
@@ -249,7 +279,8 @@ def _found_shape(column: Column, found: Findings) -> tuple[int, ...]:
     return shape if column.kind in ("array", "vector", "sparse") else (-1, *shape)
 
 
-def _check_visible(store: Store, data_dir: str, manifest: Manifest) -> None:
+def _settle(store: Store, data_dir: str, manifest: Manifest) -> None:
+    """Check that this process sees every file of the manifest, and delete what other attempts left beside them."""
     seen = set(store.list(data_dir))
     missing = [f.path for f in manifest.files if f.path not in seen]
     if missing:
@@ -258,3 +289,8 @@ def _check_visible(store: Store, data_dir: str, manifest: Manifest) -> None:
             f"not see {len(missing)} of them, for example {missing[0]!r}. The store must be on a file system that "
             "the driver and all executors share."
         )
+    counted = {f.path for f in manifest.files}
+    for path in seen:
+        if path.endswith(".parquet") and path not in counted:
+            store.delete(path)
+    store.delete_unfinished(data_dir)

@@ -15,9 +15,24 @@ __all__ = ["PlanFacts", "plan_facts"]
 
 # Every source file is looked at to see whether it changed; beyond this many that costs more than it saves.
 _MAX_INPUT_FILES = 5000
-# Leaves whose content is told by the state of files, or by the plan itself.
-_FILE_LEAVES = frozenset({"LogicalRelation"})
+# Leaves whose content is told by the plan itself.
 _VALUE_LEAVES = frozenset({"LocalRelation", "Range", "OneRowRelation"})
+# A LogicalRelation is anything that a data source of Spark's first interface reads, JDBC too. Its content is told by the
+# state of its files if it reads files, and nothing but those: a table format's log may say that rows in them are deleted.
+_FILE_RELATION = "HadoopFsRelation"
+_FILE_INDEXES = frozenset({"InMemoryFileIndex", "CatalogFileIndex"})
+# Code that may read anything (Spark's names; not every version has all).
+_CODE_PATTERNS = (
+    "PYTHON_UDF",
+    "EVAL_PYTHON_UDF",
+    "EVAL_PYTHON_UDTF",
+    "TRANSPILED_PYTHON_UDF",
+    "EXTERNAL_UDF",
+    "USER_DEFINED_AGGREGATION",
+    "DESERIALIZE_TO_OBJECT",
+)
+# Transformers of Spark ML are Scala functions of its own.
+_ML_PACKAGES = ("org.apache.spark.ml.", "org.apache.spark.sql.ml.")
 
 
 @dataclass(frozen=True)
@@ -39,8 +54,8 @@ def plan_facts(df: Any) -> PlanFacts:
     if "pyspark.sql.connect" in type(df).__module__:
         return PlanFacts("a Spark Connect client does not see what a plan reads")
     plan = df._jdf.queryExecution().analyzed()
-    leaves = {_class_name(leaf) for leaf in _items(plan.collectLeaves())}
-    others = sorted(leaves - _FILE_LEAVES - _VALUE_LEAVES)
+    leaves = [_leaf(leaf) for leaf in _items(plan.collectLeaves())]
+    others = sorted({name for name, is_known in leaves if not is_known})
     if others:
         return PlanFacts(f"the plan reads {', '.join(others)}")
     patterns = df.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern
@@ -49,8 +64,12 @@ def plan_facts(df: Any) -> PlanFacts:
         return PlanFacts("the plan gives other values each time")
     if plan.containsPattern(patterns.PLAN_EXPRESSION()):
         return PlanFacts("the plan has a subquery")
+    if any(_contains(plan, patterns, name) for name in _CODE_PATTERNS) or (
+        plan.containsPattern(patterns.SCALA_UDF()) and not _is_ml_code(plan, patterns)
+    ):
+        return PlanFacts("the plan calls a user-defined function, which may read anything")
     files: list[tuple[str, int, int]] = []
-    if leaves & _FILE_LEAVES:
+    if any(name == _FILE_RELATION for name, _ in leaves):
         urls = sorted(df.inputFiles())
         if len(urls) > _MAX_INPUT_FILES:
             return PlanFacts(f"the plan reads more than {_MAX_INPUT_FILES} files")
@@ -60,7 +79,7 @@ def plan_facts(df: Any) -> PlanFacts:
                 return PlanFacts(f"the state of {url!r} is unknown")
             files.append((url, *state))
     # semanticHash has 32 bits; the canonical text tells more plans apart.
-    canonical = f"{df.semanticHash()} {plan.canonicalized().toString()}"
+    canonical = f"{df.semanticHash()} {plan.canonicalized().toString()} {_caches(df)}"
     return PlanFacts("", canonical, tuple(files))
 
 
@@ -71,6 +90,60 @@ def _class_name(java_object: Any) -> str:
 def _items(sequence: Any) -> Iterator[Any]:
     for i in range(sequence.size()):
         yield sequence.apply(i)
+
+
+def _leaf(leaf: Any) -> tuple[str, bool]:
+    """(what a leaf reads, whether its content can be told)."""
+    name = _class_name(leaf)
+    if name != "LogicalRelation":
+        return name, name in _VALUE_LEAVES
+    relation = leaf.relation()
+    source = _class_name(relation)
+    if source != _FILE_RELATION:
+        return source, False
+    index = _class_name(relation.location())
+    return (source, True) if index in _FILE_INDEXES else (index, False)
+
+
+def _contains(plan: Any, patterns: Any, name: str) -> bool:
+    from py4j.protocol import Py4JError
+
+    try:
+        pattern = getattr(patterns, name)()
+    except (Py4JError, TypeError):  # of another version
+        return False
+    return bool(plan.containsPattern(pattern))
+
+
+def _is_ml_code(plan: Any, patterns: Any) -> bool:
+    """Whether every Scala function in a plan belongs to Spark ML."""
+    scala = patterns.SCALA_UDF()
+
+    def is_ml(expression: Any) -> bool:
+        if _class_name(expression) == "ScalaUDF" and not (
+            str(expression.function().getClass().getName()).startswith(_ML_PACKAGES)
+        ):
+            return False
+        below = _items(expression.children())
+        return all(is_ml(child) for child in below if child.containsPattern(scala))
+
+    own = (e for e in _items(plan.expressions()) if e.containsPattern(scala))
+    below = (child for child in _items(plan.children()) if child.containsPattern(scala))
+    return all(map(is_ml, own)) and all(_is_ml_code(child, patterns) for child in below)
+
+
+def _caches(df: Any) -> list[str | int]:
+    """Which caches the plan is answered from: they hold what the sources were when they were filled.
+
+    A cache is named by the identity of its object, which nothing outside this application shares.
+    """
+    session = df.sparkSession
+    leaves = _items(df._jdf.queryExecution().withCachedData().collectLeaves())
+    builders = [leaf.cacheBuilder() for leaf in leaves if _class_name(leaf) == "InMemoryRelation"]
+    if not builders:
+        return []
+    own = [session._jvm.java.lang.System.identityHashCode(b) for b in builders]
+    return [session.sparkContext.applicationId, *own]
 
 
 def _file_state(df: Any, url: str) -> tuple[int, int] | None:

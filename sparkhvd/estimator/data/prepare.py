@@ -1,8 +1,9 @@
 """When materialized data can be used again, who owns them, and when they go.
 
 A data directory `data/<key>/<app>` belongs to one application. Its lease file says so; whoever sees a lease that
-has not been renewed for a day may delete the directory. The owner deletes its directories when its process ends,
-unless the user asked to keep them.
+has not been renewed for a day may delete the directory. Unless the user asked to keep them, the owner deletes its
+directories when its process ends, or finds that the application has; those that nothing can name again (no plan
+tells what they hold, and no `data_key`) go with the `Scope` of the fit, or of the fits of one fold, that made them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +25,9 @@ from sparkhvd.estimator.data.materialize import materialize
 from sparkhvd.estimator.data.plan import plan_facts
 from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.data.store import Lease, Store
+from sparkhvd.runner.spark_shim import SparkShim
 
-__all__ = ["PreparedData", "prepare", "release", "renew_leases"]
+__all__ = ["PreparedData", "Scope", "prepare", "release", "renew_leases"]
 
 _RENEW_S = 3600.0
 
@@ -60,11 +62,60 @@ class _Owned:
     # (store, data_dir) -> its lease
     directories: dict[tuple[Store, str], Lease] = field(default_factory=dict)
     key_locks: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
+    # application -> whether it has ended
+    applications: dict[str, Callable[[], bool]] = field(default_factory=dict)
     is_registered: bool = False
 
 
 # One per process, because "until the process ends" is about the process: atexit has no other owner.
 _owned = _Owned()
+
+
+class Scope:
+    """Fits that share data which nothing could name again: one fit, or those of one `fitMultiple`.
+
+    A context manager; when it is closed, the data go, except those that the user keeps. Any thread may close it.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is written before data are prepared in it."""
+        self._name = f"once-{os.urandom(8).hex()}"
+        self._lock = threading.Lock()
+        self._frames: list[Any] = []
+        self._directories: set[tuple[Store, str]] = set()
+
+    def key(self, df: Any, schema: DataSchema) -> str:
+        """The key of data of one DataFrame and these columns, inside this scope only."""
+        with self._lock:
+            # Kept alive, so that no other DataFrame takes its place in memory.
+            if not any(df is frame for frame in self._frames):
+                self._frames.append(df)
+            number = next(i for i, frame in enumerate(self._frames) if df is frame)
+        return f"{self._name}-{_digest({'frame': number, 'columns': schema.to_dict()})[:8]}"
+
+    def add(self, store: Store, data_dir: str) -> None:
+        """Take care of a data directory."""
+        with self._lock:
+            self._directories.add((store, data_dir))
+
+    def close(self) -> None:
+        """Delete what was made in it; nothing of it may be in use."""
+        if os.getpid() != _owned.pid:  # a forked child inherits the scope but owns nothing
+            return
+        with self._lock:
+            going, self._directories = self._directories, set()
+            self._frames.clear()
+        for store, data_dir in going:
+            with _owned.lock:
+                lease = _owned.directories.get((store, data_dir))
+            if lease is not None and not lease.keep:
+                _disown(store, data_dir)
+
+    def __enter__(self) -> Scope:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def prepare(
@@ -76,12 +127,14 @@ def prepare(
     data_key: str | None = None,
     keep_data: bool = False,
     num_partitions: int | None = None,
+    scope: Scope | None = None,
 ) -> PreparedData:
     """Materialize `df`, or reuse what the same plan over the same files gave before.
 
     Data are reused if every leaf of the plan is a file scan, local data or `range`, and plan, source files (path,
     size, time of change), columns, dtypes, format version and session time zone are the same; or if the user gave
-    the same `data_key` for the same columns. Fits of one process with one key wait for each other.
+    the same `data_key` for the same columns; or, of anything else, inside one `scope`. Fits of one process with one key
+    wait for each other.
 
     Args:
         df: the DataFrame, classic or Connect. (What a Connect plan reads is not visible to the client, so there
@@ -92,23 +145,33 @@ def prepare(
         data_key: the user's word that data of this key are the same; None lets the plan decide.
         keep_data: leave the data in the store until `Store.clean()`.
         num_partitions: see `materialize`.
+        scope: the fits among which data are shared that neither their plan nor a `data_key` names; such data go
+            with it. None means that they are not shared, and stay until this process ends.
 
     Raises:
         InvalidArgumentError: the data cannot be used; see `materialize`.
     """
     started = time.monotonic()
+    with _owned.lock:
+        _owned.applications[app_id] = SparkShim(df.sparkSession).is_over
+    _release_ended()
     sweep(store, now=time.time())
     key, reason = plan_key(df, schema, data_key)
-    unique = f"once-{os.urandom(8).hex()}"
-    name = key if key is not None else unique
+    is_scoped = key is None and scope is not None
+    if scope is not None and key is None:
+        key = scope.key(df, schema)
+    name = key if key is not None else f"once-{os.urandom(8).hex()}"
     own = f"data/{name}/{_safe(app_id)}"
     with _key_lock(store, name):
+        if is_scoped and scope is not None:
+            scope.add(store, own)
         found = _find(store, name, own) if key is not None else None
         if found is not None:
             data_dir, manifest = found
             if data_dir == own:
                 _own(store, own, Lease(app_id, time.time(), keep_data or _is_kept(store, own)))
-            return PreparedData(manifest, data_dir, True, time.monotonic() - started, reason)
+            why = f"the same DataFrame of one fold ({reason})" if is_scoped else reason
+            return PreparedData(manifest, data_dir, True, time.monotonic() - started, why)
         lease = Lease(app_id, time.time(), keep_data)
         _own(store, own, lease)
         try:
@@ -116,7 +179,7 @@ def prepare(
         except BaseException:
             _disown(store, own)
             raise
-    why = "no earlier data of this key" if key is not None else reason
+    why = reason if key is None or is_scoped else "no earlier data of this key"
     return PreparedData(manifest, own, False, time.monotonic() - started, why)
 
 
@@ -151,6 +214,16 @@ def release(app_id: str | None = None) -> list[str]:
     for store, data_dir in going:
         _remove(store, data_dir)
     return [data_dir for _, data_dir in going]
+
+
+def _release_ended() -> None:
+    """Delete the data of this process's applications that have been stopped."""
+    with _owned.lock:
+        ended = [app_id for app_id, is_over in _owned.applications.items() if is_over()]
+        for app_id in ended:
+            del _owned.applications[app_id]
+    for app_id in ended:
+        release(app_id)
 
 
 def sweep(store: Store, *, now: float) -> list[str]:

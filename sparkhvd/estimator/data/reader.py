@@ -1,8 +1,9 @@
 """From a manifest to the batches of one rank.
 
-Threads: the caller iterates an epoch; one background thread per running epoch reads and gathers ahead of it.
+Threads: the caller iterates an epoch; one background thread reads and gathers ahead of it. When it has read all of the
+epoch, another begins with the epoch that follows, so that this one's order and first rows are there in time.
 Ownership: the thread owns the open files and the rows in memory; batches belong to the caller once handed over.
-Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits for it.
+Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits for it; `close` stops both.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Reader:
         prefetch_bytes: int = 16 << 20,
         functions: RowFunctions | None = None,
         num_workers: int = 1,
+        pin_memory: bool = False,
         usable: Rows | None = None,
     ) -> None:
         """Open the data for one rank; reads nothing but what decides the subset.
@@ -111,9 +113,12 @@ class Reader:
                 batch size * batch_size would see. Beyond it each rank reads its own part, about 1/size of the data:
                 a contiguous shard, or (shuffled) blocks in random order with rows permuted inside windows of this
                 size.
-            prefetch_bytes: bound on the batches that the background thread prepares ahead.
+            prefetch_bytes: bound on the batches that the background thread prepares ahead; at the end of an epoch that
+                another follows, half as much again.
             functions: the user's decoders and collate functions.
             num_workers: threads that run decoders; 1 is the background thread itself.
+            pin_memory: put batches into page-locked memory, from which a GPU copies beside its work. Needs CUDA. Columns
+                that a decoder or collate function makes are where it makes them.
             usable: ascending numbers of the rows that count, see `usable_rows`; None means all.
 
         Raises:
@@ -132,6 +137,7 @@ class Reader:
         self._functions = functions or RowFunctions()
         self._columns = self._seen_columns()
         self._batch_row_bytes = max(self._row_bytes, sum(map(_batch_bytes, self._columns)))
+        self._empty = _pinned if pin_memory else np.empty
         self._pool: ThreadPoolExecutor | None = None
         if num_workers > 1 and any(c.has_decoder for c in self._columns):
             self._pool = ThreadPoolExecutor(num_workers, "sparkhvd-decoder")
@@ -143,30 +149,49 @@ class Reader:
         self._chunk_bytes = min(_CHUNK_BYTES, prefetch_bytes // 4)
         self._resident: dict[str, Any] | None = None
         self._running: _Prefetch | None = None
+        # The epoch that is prepared, and its thread.
+        self._prepared: tuple[int, _Prefetch] | None = None
         self.num_steps = self._plan(0).num_steps
         self.description = self._describe()
 
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+    def prepare(self, epoch: int = 0) -> None:
+        """Begin to read what an epoch needs first, before it is asked for.
+
+        Nothing happens where data are beyond memory: the windows that an epoch needs first may be large, and for nothing
+        if it begins at another step.
+        """
+        if self._is_resident and self._running is None and self._prepared is None:
+            self._prepare(epoch)
+
+    def epoch(
+        self, epoch: int, start_step: int = 0, *, following: int | None = None
+    ) -> Iterator[Batch]:
         """The batches of an epoch in order; one epoch at a time.
 
         Args:
             epoch: counts from 0.
             start_step: the first step to yield. What the steps before it hold is not read, unless the data fit in
                 memory, where all of them are read once.
+            following: the epoch that will be asked for next, prepared towards the end of this one; None if there is
+                none.
 
         Raises:
             OSError: a file could not be read; the message says which rank and step.
         """
-        self._stop()
         plan = self._plan(epoch)
         if not 0 <= start_step <= plan.num_steps:
             raise InvalidArgumentError(
                 f"Step {start_step} does not exist: the epoch has {plan.num_steps} steps."
             )
-        prefetch = _Prefetch(self._chunks(plan, start_step), self._queue_length())
+        prefetch: _Prefetch | None = None
+        if self._prepared is not None and (epoch, 0) == (self._prepared[0], start_step):
+            prefetch, self._prepared = self._prepared[1], None
+        self._stop()
+        if prefetch is None:
+            prefetch = _Prefetch(self._chunks(plan, start_step), self._queue_length())
         self._running = prefetch
         try:
-            yield from self._batches(plan, prefetch, epoch, start_step)
+            yield from self._batches(plan, prefetch, epoch, start_step, following)
         finally:
             prefetch.stop()
             if self._running is prefetch:
@@ -177,7 +202,7 @@ class Reader:
         return self._plan(epoch, self._rows)
 
     def close(self) -> None:
-        """Stop the background thread and release files and memory."""
+        """Stop the background threads and release files and memory."""
         self._stop()
         if self._pool is not None:
             self._pool.shutdown()
@@ -282,7 +307,7 @@ class Reader:
             values, order = self._load(window)
             for start, stop in cuts(len(order), chunk_rows, last):
                 part = order[start:stop]
-                chunk = {n: take(v, part) for n, v in values.items()}
+                chunk = {n: take(v, part, self._empty) for n, v in values.items()}
                 if self._functions.decoders or self._functions.collate:
                     chunk = self._functions.decode(self._columns, chunk, self._pool)
                 # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
@@ -309,13 +334,17 @@ class Reader:
 
     # -- the caller's side ---------------------------------------------------------------------------
 
-    def _batches(self, plan: Plan, prefetch: _Prefetch, epoch: int, step: int) -> Iterator[Batch]:
+    def _batches(
+        self, plan: Plan, prefetch: _Prefetch, epoch: int, step: int, following: int | None
+    ) -> Iterator[Batch]:
         while step < plan.num_steps:
             if plan.rows_per_rank(step)[self._rank] == 0:
                 yield Batch(self._no_rows(), 0, plan.rows_per_rank(step), step)
                 step += 1
                 continue
             chunk = prefetch.get()
+            if following is not None and self._prepared is None and prefetch.is_nearly_empty:
+                self._prepare(following)
             if isinstance(chunk, _Failure):
                 raise self._explain(chunk.error, epoch, step) from chunk.error
             length = len(chunk[self._names[0]])
@@ -344,10 +373,17 @@ class Reader:
             )
         return InternalError(f"Reading the data failed at {where}: {type(error).__name__}: {error}")
 
+    def _prepare(self, epoch: int) -> None:
+        chunks = self._chunks(self._plan(epoch), 0)
+        self._prepared = epoch, _Prefetch(chunks, self._queue_length())
+
     def _stop(self) -> None:
         if self._running is not None:
             self._running.stop()
             self._running = None
+        if self._prepared is not None:
+            self._prepared[1].stop()
+            self._prepared = None
 
 
 def _batch_bytes(column: Column) -> int:
@@ -357,6 +393,15 @@ def _batch_bytes(column: Column) -> int:
     if column.kind == "sparse" or -1 in column.row_shape:
         return 0
     return math.prod(column.row_shape) * column.row_dtype.itemsize
+
+
+def _pinned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An array in page-locked memory; torch keeps what is freed for the next."""
+    import torch
+
+    num_bytes = math.prod(shape) * dtype.itemsize
+    flat = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return flat.view(dtype).reshape(shape)
 
 
 def _own(values: Any) -> Any:
@@ -376,9 +421,16 @@ class _Prefetch:
     def __init__(self, items: Iterator[dict[str, Any]], length: int) -> None:
         self._items = items
         self._queue: queue.Queue[dict[str, Any] | _Failure] = queue.Queue(maxsize=length)
+        self._length = length
+        self._has_all = False  # nothing is read any more
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sparkhvd-reader", daemon=True)
         self._thread.start()
+
+    @property
+    def is_nearly_empty(self) -> bool:
+        """Whether everything has been read, and at most half of the room for it is taken."""
+        return self._has_all and 2 * self._queue.qsize() <= self._length + 1
 
     def get(self) -> dict[str, Any] | _Failure:
         """The next item, or what the thread died of."""
@@ -404,6 +456,7 @@ class _Prefetch:
                 number += 1
                 if self._stopping.is_set():
                     return
+            self._has_all = True
             failure = _Failure(
                 InternalError("The reader ran out of rows before the epoch's end."), number
             )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
@@ -44,6 +46,7 @@ class Data:
     Attributes:
         num_steps: optimizer steps of an epoch.
         schema: of the columns that the model and the loss get.
+        waited_s: seconds that the loop has waited for training batches since `steps` began.
     """
 
     def __init__(self, spec: TrainSpec, functions: RowFunctions | None = None) -> None:
@@ -54,6 +57,7 @@ class Data:
             functions: the user's decoders and collate functions.
         """
         self._spec = spec
+        self.waited_s = 0.0
         manifest = Manifest.load(spec.store, spec.data_dir)
         self.schema = spec.transformed or manifest.schema
         subset = "train" if spec.has_validation and spec.validation_dir is None else "all"
@@ -73,6 +77,7 @@ class Data:
                 spec, files, manifest, "validation", functions, usable, is_training=False
             )
         self.num_steps = len(step_plans(spec, self.training, 0))
+        self.training.prepare()  # while model and optimizer are made
         for name, reader, steps in (
             ("training", self.training, self.num_steps),
             ("validation", self.validation, None),
@@ -96,11 +101,23 @@ class Data:
         """
         first_batch = start_step * self._spec.accumulate
         plans = step_plans(self._spec, self.training, epoch)[start_step:]
+        self.waited_s = 0.0
         if not plans:
             return
-        with _closing(self.training.epoch(epoch, first_batch)) as batches:
+        following = epoch + 1 if epoch + 1 < self._spec.epochs else None
+        with _closing(self.training.epoch(epoch, first_batch, following=following)) as batches:
+            timed = self._timed(batches)
             for plan in plans:
-                yield plan, itertools.islice(batches, plan.num_batches)
+                yield plan, itertools.islice(timed, plan.num_batches)
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.waited_s += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
 
     def validation_batches(self) -> Iterator[Batch]:
         """This rank's validation batches; none if there is no validation."""
@@ -186,5 +203,6 @@ def _reader(
         shuffle_bytes=spec.shuffle_bytes,
         functions=functions,
         num_workers=spec.num_workers if is_training else spec.val_num_workers,
+        pin_memory=torch.cuda.is_available(),
         usable=usable,
     )

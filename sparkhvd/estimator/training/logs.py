@@ -12,7 +12,7 @@ from sparkhvd.errors import InvalidArgumentError
 __all__ = ["RESERVED", "Logs", "combined"]
 
 # Names in an epoch's record that are the loop's own.
-RESERVED = ("epoch", "loss", "seconds", "rows", "rows_per_s", "lr")
+RESERVED = ("epoch", "loss", "seconds", "rows", "rows_per_s", "data_wait_s", "lr")
 
 
 class Logs:

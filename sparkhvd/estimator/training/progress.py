@@ -26,7 +26,7 @@ def format_epoch(record: dict[str, Any], epochs: int) -> str:
     shown = {
         name: value
         for name, value in record.items()
-        if name not in ("epoch", "rows", "seconds", "rows_per_s", "lr")
+        if name not in ("epoch", "rows", "seconds", "rows_per_s", "data_wait_s", "lr")
     }
     numbers = "".join(f"  {name} {_short(value)}" for name, value in shown.items())
     width = len(str(epochs))

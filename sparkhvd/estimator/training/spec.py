@@ -107,7 +107,8 @@ class TrainResult:
     """What rank 0 reports; equal on all ranks but for times.
 
     Attributes:
-        history: one record per epoch: epoch, loss, metrics, val_..., rows_per_s, seconds, lr.
+        history: one record per epoch: epoch, loss, metrics, val_..., rows_per_s, seconds, data_wait_s (what rank 0 waited for
+            batches), lr.
         epoch: whose checkpoint holds the result: the last, or the best with `return_best`.
         order: in which order rows came, in words.
         stopped: why the fit ended before its last epoch, in words; "" if it did not.

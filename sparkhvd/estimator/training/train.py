@@ -196,6 +196,7 @@ def train_epoch(
         "rows": totals.num_rows,
         "seconds": seconds,
         "rows_per_s": totals.num_rows / max(seconds, 1e-9),
+        "data_wait_s": data.waited_s,
         "lr": learning_rate(step.optimizer),
     }
 

@@ -143,7 +143,7 @@ def test_empty_data_are_an_error(spark: SparkSession, store: Store, partitions: 
     df = spark.range(0, 10, 1, partitions).select("id", F.lit(1).alias("label")).filter("id > 100")
     with pytest.raises(InvalidArgumentError, match="The DataFrame has no rows"):
         materialize(df, schema_of(df, ["id"]), store, DATA_DIR)
-    assert store.list("data") == []
+    assert store.list("data", recursive=True) == []
 
 
 def test_empty_arrays_are_an_error(spark: SparkSession, store: Store) -> None:
@@ -190,6 +190,7 @@ def test_files_of_other_attempts_do_not_count(spark: SparkSession, store: Store)
     df = spark.range(10).select("id", F.lit(1).alias("label"))
     manifest = materialize(df, schema_of(df, ["id"]), store, DATA_DIR)
     assert "part-00000-999" not in manifest.to_json()
+    assert store.list(DATA_DIR) == [f"{DATA_DIR}/_manifest.json", *(f.path for f in manifest.files)]
     np.testing.assert_array_equal(rows_of(store, manifest)["id"], np.arange(10))
 
 

@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data import prepare as prepare_module
 from sparkhvd.estimator.data.packed import read_packed
-from sparkhvd.estimator.data.prepare import PreparedData, prepare, release, renew_leases
+from sparkhvd.estimator.data.prepare import PreparedData, Scope, prepare, release, renew_leases
 from sparkhvd.estimator.data.schema import check_schema
-from sparkhvd.estimator.data.store import LEASE_S, Lease, Store
+from sparkhvd.estimator.data.store import LEASE_NAME, LEASE_S, Lease, Store
 from tests.harness.ranks import run_threads
 from tests.harness.spark import run_on
 
@@ -77,12 +80,118 @@ def test_a_source_that_changed_is_read_again(
     assert set(read_packed(store.full_url(changed.data_dir))["label"]) == {9.0}
 
 
+def test_a_second_preparation_writes_nothing(
+    spark: SparkSession, store: Store, tmp_path: Path
+) -> None:
+    root = tmp_path / "store"
+    numbers(spark).write.parquet(str(tmp_path / "source"))
+    prepared(spark.read.parquet(str(tmp_path / "source")), store)
+
+    def files() -> dict[Path, tuple[int, int]]:
+        every = (p for p in root.rglob("*") if p.is_file() and p.name != LEASE_NAME)
+        states = ((p, p.stat()) for p in every)
+        return {p: (s.st_ino, s.st_mtime_ns) for p, s in states}
+
+    before = files()
+    # Another DataFrame of the same plan.
+    assert prepared(spark.read.parquet(str(tmp_path / "source")), store).reused
+    assert files() == before
+
+
+def labels(store: Store, data: PreparedData) -> list[float]:
+    return sorted(read_packed(store.full_url(data.data_dir))["label"].tolist())
+
+
+def test_rows_that_were_appended_are_read(
+    spark: SparkSession, store: Store, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "source")
+    numbers(spark, 4).coalesce(1).write.parquet(path)
+    prepared(spark.read.parquet(path), store)
+    numbers(spark, 2).coalesce(1).write.mode("append").parquet(path)
+    again = prepared(spark.read.parquet(path), store)
+    assert not again.reused
+    assert labels(store, again) == [0, 0, 0.5, 0.5, 1, 1.5]
+
+
+def test_a_file_rewritten_in_place_is_read_again(
+    spark: SparkSession, store: Store, tmp_path: Path
+) -> None:
+    file = tmp_path / "source" / "part-0.parquet"
+    file.parent.mkdir()
+
+    def write(label: float) -> int:
+        table = pa.table({"id": [1, 2], "label": [label, label]})
+        pq.write_table(table, file)
+        return file.stat().st_size
+
+    size = write(1.0)
+    first = prepared(spark.read.parquet(str(file.parent)), store)
+    # The same name and the same size: only the time tells.
+    assert write(2.0) == size
+    spark.catalog.refreshByPath(str(file.parent))
+    again = prepared(spark.read.parquet(str(file.parent)), store)
+    assert (first.reused, again.reused) == (False, False)
+    assert (labels(store, first), labels(store, again)) == ([1, 1], [2, 2])
+
+
+def test_a_cached_source_is_its_cache(spark: SparkSession, store: Store, tmp_path: Path) -> None:
+    path = str(tmp_path / "source")
+    numbers(spark, 3).coalesce(1).write.parquet(path)
+    held = spark.read.parquet(path).cache()
+    assert held.count() == 3
+    try:
+        # Rows of the cache, whatever becomes of the files.
+        assert not prepared(held, store).reused
+        assert prepared(held, store).reused
+    finally:
+        held.unpersist(blocking=True)
+    changed = F.lit(9.0).alias("label")
+    numbers(spark, 3).select("id", changed).coalesce(1).write.mode("overwrite").parquet(path)
+    held = spark.read.parquet(path).cache()
+    try:
+        again = prepared(held, store)
+        assert not again.reused
+        assert labels(store, again) == [9, 9, 9]
+    finally:
+        held.unpersist(blocking=True)
+
+
+def from_jdbc(spark: SparkSession) -> DataFrame:
+    """Rows of a table in Derby, the database that comes with Spark."""
+    url = "jdbc:derby:memory:sparkhvd;create=true"
+    driver = "org.apache.derby.iapi.jdbc.AutoloadedDriver"
+    options = {"url": url, "dbtable": "numbers", "driver": driver}
+    numbers(spark, 5).write.format("jdbc").options(**options).mode("overwrite").save()
+    return spark.read.format("jdbc").options(**options).load().toDF("id", "label")
+
+
+def by_python(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    yield from batches
+
+
+def test_functions_of_spark_ml_are_part_of_the_plan(spark: SparkSession, store: Store) -> None:
+    columns = vector_to_array(array_to_vector(F.array("label")))
+    df = numbers(spark).select("id", columns.getItem(0).alias("label"))
+    assert not prepared(df, store).reused
+    assert prepared(df, store).reused
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (
             lambda s: s.createDataFrame([(1, 2.0)], "id int, label double"),
             "the plan reads LogicalRDD",
+        ),
+        (from_jdbc, "the plan reads JDBCRelation"),
+        (
+            lambda s: numbers(s).withColumn("label", F.udf(float, "double")("label")),
+            "the plan calls a user-defined function",
+        ),
+        (
+            lambda s: numbers(s).mapInArrow(by_python, "id long, label double"),
+            "the plan calls a user-defined function",
         ),
         (lambda s: numbers(s).withColumn("label", F.rand(1)), "other values each time"),
         (
@@ -111,6 +220,30 @@ def test_data_key_is_the_users_word(spark: SparkSession, store: Store) -> None:
     assert prepared(df, store, data_key="mine").reused
     assert not prepared(df, store, data_key="other").reused
     assert not prepared(df, store, data_key="mine", model_dtype="float64").reused
+
+
+def test_what_nothing_names_is_shared_in_a_scope_and_goes_with_it(
+    spark: SparkSession, store: Store
+) -> None:
+    df = spark.createDataFrame([(1, 2.0)], "id int, label double")
+    other = spark.createDataFrame([(1, 3.0)], "id int, label double")
+    with Scope() as scope:
+        first = prepared(df, store, scope=scope)
+        again = prepared(df, store, scope=scope)
+        assert (first.reused, again.reused, again.data_dir) == (False, True, first.data_dir)
+        assert again.reason.startswith("the same DataFrame of one fold (the plan reads LogicalRDD")
+        assert not prepared(other, store, scope=scope).reused
+        assert not prepared(df, store, scope=scope, model_dtype="float64").reused
+        kept = prepared(other.select("*"), store, scope=scope, keep_data=True)
+        with Scope() as beside:
+            assert not prepared(df, store, scope=beside).reused
+            assert len(store.data_directories()) == 5
+        assert len(store.data_directories()) == 4
+        # What the plan names outlives the scope.
+        named = prepared(numbers(spark), store, scope=scope)
+    assert store.data_directories() == sorted([kept.data_dir, named.data_dir])
+    assert prepared(numbers(spark), store).reused
+    store.delete(kept.data_dir)
 
 
 def test_fits_at_the_same_time_materialize_once(spark: SparkSession, store: Store) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -342,6 +343,38 @@ def test_an_epoch_that_is_left_ends_its_thread(store: Store) -> None:
     assert reader_threads() == []
 
 
+@pytest.mark.parametrize("shuffle_bytes", [1 << 30, 100 * ROW_BYTES])
+def test_an_epoch_prepared_ahead_is_the_same(store: Store, shuffle_bytes: int) -> None:
+    manifest = make(store, [300, 200])
+    options: dict[str, Any] = {
+        "rank": 1,
+        "size": 2,
+        "batch_size": 16,
+        "prefetch_bytes": 40 * ROW_BYTES,
+    }
+    options["shuffle_bytes"] = shuffle_bytes
+    with Reader(store, manifest, **options) as reader:
+        plain = [ids(epoch_of(reader, e)) for e in range(4)]
+    with Reader(store, manifest, **options) as reader:
+        reader.prepare()
+        assert len(reader_threads()) == (shuffle_bytes == 1 << 30)
+        for epoch in range(2):
+            batches = [ids([b])[0] for b in reader.epoch(epoch, following=epoch + 1)]
+            assert batches == plain[epoch]
+            assert len(reader_threads()) == 1  # the next epoch's
+        # Another epoch than was prepared, a later step of it, and one that is left early.
+        assert ids(list(reader.epoch(3))) == plain[3]
+        assert reader_threads() == []
+        list(reader.epoch(1, following=2))
+        assert ids(list(reader.epoch(2, 5))) == plain[2][5:]
+        left = reader.epoch(0, following=1)
+        next(left)
+        left.close()
+        assert ids(list(reader.epoch(1))) == plain[1]
+        list(reader.epoch(1, following=2))
+    assert reader_threads() == []
+
+
 def test_close_ends_a_running_epoch(store: Store) -> None:
     manifest = make(store, [500_000], group_rows=500_000)
     reader = Reader(store, manifest, rank=0, size=1, batch_size=10, prefetch_bytes=1)
@@ -424,3 +457,11 @@ def test_memory_is_bounded_when_streaming(store: Store) -> None:
 def test_bad_arguments_are_named(store: Store, options: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         Reader(store, make(store, [10]), **options)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
+def test_batches_are_in_page_locked_memory_if_asked_for(store: Store) -> None:
+    manifest = make(store, [300, 200])
+    with Reader(store, manifest, rank=0, size=1, batch_size=16, pin_memory=True) as reader:
+        for batch in epoch_of(reader):
+            assert all(torch.from_numpy(v).is_pinned() for v in batch.columns.values())

@@ -19,6 +19,7 @@ def record(epoch: int) -> dict[str, Any]:
         "rows": 100,
         "seconds": 0.1,
         "rows_per_s": 12345.6,
+        "data_wait_s": 0.01,
         "lr": 0.1,
         "val_loss": 0.2,
     }

@@ -1,0 +1,141 @@
+"""Bounds on the Arrow batches that Spark sends to Python workers.
+
+Spark reads the bound from the session's conf while a query runs (with adaptive execution more than once), so ours
+stands there for that long. Queries that a user runs beside it get smaller batches, and the same rows.
+
+Threads: fits of one session may run at once. The first writes the conf, the last puts back what was there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkhvd.estimator.data.schema import NUMERIC_TYPES
+from sparkhvd.runner.spark_shim import SparkShim
+
+__all__ = ["BATCH_BYTES", "arrow_row_bytes", "bounded_batches"]
+
+# A batch exists about four times in a Python worker (as bytes, as Arrow, converted, and in the row group), and
+# once in the JVM. Larger ones are no faster: 10,000 rows of 32 doubles have 2.5 MiB.
+BATCH_BYTES = 32 << 20
+BYTES_KEY = "spark.sql.execution.arrow.maxBytesPerBatch"
+RECORDS_KEY = "spark.sql.execution.arrow.maxRecordsPerBatch"
+# What a value takes whose length the schema does not tell: a thousand rows per batch, which costs little where
+# they are short, and stays in bounds up to this size.
+_UNKNOWN_BYTES = 32 << 10
+
+
+@contextlib.contextmanager
+def bounded_batches(
+    df: Any, *, batch_bytes: int = BATCH_BYTES, by_records: bool | None = None
+) -> Iterator[None]:
+    """Inside the block, queries of `df`'s session send Arrow batches of at most about `batch_bytes`.
+
+    Where Spark knows a bound in bytes (4.1 and later) it is set, unless the user has set one. Else the bound on records
+    becomes what that many bytes hold of `df`'s rows, if it is larger. After the block the conf is as it was.
+
+    Args:
+        df: the DataFrame whose columns are sent, classic or Connect.
+        batch_bytes: bytes of a batch; a row that is larger comes alone.
+        by_records: bound the records; None where Spark knows no bound in bytes.
+    """
+    spark = df.sparkSession
+    if by_records is None:
+        by_records = not spark.conf.isModifiable(BYTES_KEY)
+    if by_records:
+        name, value = RECORDS_KEY, max(1, batch_bytes // arrow_row_bytes(df.schema))
+    else:
+        name, value = BYTES_KEY, batch_bytes
+    key = SparkShim(spark).session_key(), name
+    _bounds.enter(key, spark.conf, value)
+    try:
+        yield
+    finally:
+        _bounds.leave(key, spark.conf, value)
+
+
+def arrow_row_bytes(schema: Any) -> int:
+    """About how many bytes a row takes as Arrow, as far as the types tell.
+
+    A vector's length is in its column's metadata where a VectorAssembler wrote it; other lengths nobody knows beforehand.
+    """
+    return max(1, sum(_value_bytes(f.dataType, f.metadata or {}) for f in schema.fields))
+
+
+def _value_bytes(kind: Any, metadata: Mapping[str, Any]) -> int:
+    name = type(kind).__name__
+    if name == "VectorUDT":
+        attributes = metadata.get("ml_attr")
+        width = attributes.get("num_attrs") if isinstance(attributes, Mapping) else None
+        return 16 + 8 * width if isinstance(width, int) and width > 0 else _UNKNOWN_BYTES
+    # The longest of these is a decimal.
+    return 16 if name in NUMERIC_TYPES else _UNKNOWN_BYTES
+
+
+@dataclass
+class _Bound:
+    """One conf that is ours for now.
+
+    Attributes:
+        given: what the user had set, or None.
+        written: what stands there now, because of us; None if the user's was left.
+        wanted: the bounds of all blocks that are open.
+    """
+
+    given: str | None
+    written: str | None = None
+    wanted: list[int] = field(default_factory=list)
+
+    def apply(self, conf: Any, name: str) -> None:
+        """Write the smallest bound that anybody wants."""
+        if self.given is not None and name == BYTES_KEY:
+            return
+        bounds = list(self.wanted)
+        if self.given is not None and int(self.given) > 0:  # Spark: 0 and less mean no bound
+            bounds.append(int(self.given))
+        value = str(min(bounds))
+        if value not in (self.written, self.given):
+            conf.set(name, value)
+            self.written = value
+
+
+class _Bounds:
+    """The bounds in force, by session and name of the conf."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str, str], _Bound] = {}
+
+    def enter(self, key: tuple[str, str], conf: Any, value: int) -> None:
+        with self._lock:
+            bound = self._held.get(key)
+            if bound is None:
+                bound = self._held[key] = _Bound(conf.get(key[1], None))
+            bound.wanted.append(value)
+            bound.apply(conf, key[1])
+
+    def leave(self, key: tuple[str, str], conf: Any, value: int) -> None:
+        with self._lock:
+            bound = self._held[key]
+            bound.wanted.remove(value)
+            if bound.wanted:
+                return
+            del self._held[key]
+            if bound.written is None:
+                return
+            # The session may have ended, and then the query's own error is what counts.
+            with contextlib.suppress(Exception):
+                if conf.get(key[1], None) != bound.written:
+                    return  # the user has set another meanwhile
+                if bound.given is None:
+                    conf.unset(key[1])
+                else:
+                    conf.set(key[1], bound.given)
+
+
+# One per process, because a session's conf is.
+_bounds = _Bounds()
