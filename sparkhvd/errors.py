@@ -23,6 +23,7 @@ __all__ = [
     "PreflightError",
     "RankError",
     "SparkhvdError",
+    "StoreError",
     "UntrustedError",
 ]
 
@@ -75,6 +76,13 @@ class PeerLostError(CollectiveError, ConnectionError):
 
 HorovodInternalError = CollectiveError
 """Horovod's name for `CollectiveError`."""
+
+
+class StoreError(SparkhvdError, OSError):
+    """The store cannot be read or written now: it is full, gone, unreachable, or closed to this user.
+
+    What was written before stays: a fit with the same `run_id` goes on from the last checkpoint. Never retried.
+    """
 
 
 class EngineUnavailableError(SparkhvdError, ImportError):

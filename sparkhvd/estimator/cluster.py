@@ -39,6 +39,7 @@ class Cluster:
         start_timeout: longest wait for task slots in seconds; None means `settings.start_timeout_s`.
         verbose: 0 prints nothing on the driver.
         settings: of the engine.
+        slots: tasks that the configuration can run at once; None where nothing bounds them.
     """
 
     num_proc: int
@@ -46,6 +47,7 @@ class Cluster:
     start_timeout: float | None
     verbose: int
     settings: Settings
+    slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def resolve_cluster(spark: Any, given: Given) -> Cluster:
         ranks = f"{num_proc} rank{'s' * (num_proc != 1)}"
         sys.stdout.write(f"num_proc is not given: {ranks}, one per task slot ({slots.reason}).\n")
         sys.stdout.flush()
-    return Cluster(**{**values, "num_proc": num_proc}, settings=settings)
+    given_values = {**values, "num_proc": num_proc}
+    return Cluster(**given_values, settings=settings, slots=slots.maximum)
 
 
 def _param(name: str, given: Given, conf: Mapping[str, str]) -> Any:

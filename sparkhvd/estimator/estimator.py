@@ -29,7 +29,7 @@ from sparkhvd.estimator.training.building import OVERRIDES
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.options import FINGERPRINTED
 from sparkhvd.estimator.training.program import describe_program
-from sparkhvd.estimator.training.progress import EpochReporter, report_skipped
+from sparkhvd.estimator.training.progress import EpochReporter, poll_interval, report_skipped
 from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
 from sparkhvd.estimator.training.train import PROGRAM_NAME, train
 from sparkhvd.estimator.training.transformations import (
@@ -226,7 +226,11 @@ class TorchEstimator(
             requirements=("torch", "pyarrow", "numpy", "cloudpickle", *reader_packages(self._get)),
         )
         reporter = EpochReporter(
-            checkpoints, epochs=spec.epochs, verbose=cluster.verbose, progress=self._get("progress")
+            checkpoints,
+            epochs=spec.epochs,
+            verbose=cluster.verbose,
+            progress=self._get("progress"),
+            poll_s=poll_interval(request.store, cluster.num_proc, cluster.slots, cluster.verbose),
         )
         with reporter:
             report = launch(request.spark, train, (spec,), {}, cluster.num_proc, options)

@@ -100,7 +100,7 @@ class Run:
         """The file with the weights of a finished run, relative to the store; "" if it has not finished."""
         try:
             finished = json.loads(self.store.read_bytes(f"{self.run_dir}/{_FINISHED}"))
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # none, or cut off by a kill
             return ""
         return Checkpoints(self.store, self.run_dir).path(finished["epoch"])
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
 import time
 import uuid
 from pathlib import Path
@@ -76,3 +78,23 @@ def wait_for_no_trainers(timeout_s: float = 10) -> set[int]:
             break
         time.sleep(0.05)
     return left
+
+
+def free_port() -> int:
+    """A port of loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a server listens; fail with its log if it ends."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.1)
+    raise AssertionError(f"nothing listens on {port}:\n{log.read_text(errors='replace')}")

@@ -10,19 +10,18 @@ import contextlib
 import io
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.harness.processes import TAG, TAG_VARIABLE
+from tests.harness.processes import TAG, TAG_VARIABLE, free_port, wait_for_port
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -67,11 +66,26 @@ def make_session():
     builder = SparkSession.builder.appName("sparkhvd-script")
     if {remote!r}:
         builder = builder.remote({master!r})
+        if not {master!r}.startswith("sc://"):
+            any_port(builder)
     else:
         builder = builder.master({master!r})
     for key, value in {conf!r}.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
+
+def any_port(builder):
+    # The server that pyspark starts in this process takes a free port, and its client asks which: two tests at once
+    # would meet at 15002. (pyspark does so by itself under SPARK_TESTING, which changes other things too.)
+    from pyspark.sql.connect.client.core import DefaultChannelBuilder
+    from pyspark.sql.session import SparkSession as Classic
+
+    def port():
+        service = "org.apache.spark.sql.connect.service.SparkConnectService$"
+        return getattr(getattr(Classic._instantiatedSession._jvm, service), "MODULE$").localPort()
+
+    builder.config("spark.connect.grpc.binding.port", "0")
+    DefaultChannelBuilder.default_port = staticmethod(port)
 
 if __name__ == "__main__":
     spark = make_session()
@@ -108,7 +122,7 @@ def write_script(
 
 @contextlib.contextmanager
 def started_script(
-    path: Path, *args: str, env: dict[str, str] | None = None
+    path: Path, *args: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a script as its own process group with this checkout on its path; ends the group on exit."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
@@ -117,7 +131,7 @@ def started_script(
         filter(None, [str(ROOT), environ.get("PYTHONPATH", "")])
     )
     process = subprocess.Popen(
-        [sys.executable, str(path), *args],
+        [*prefix, sys.executable, str(path), *args],
         cwd=path.parent,
         env=environ,
         stdout=subprocess.PIPE,
@@ -136,11 +150,15 @@ def started_script(
 
 
 def run_script(
-    path: Path, *args: str, env: dict[str, str] | None = None, timeout_s: float = 100
+    path: Path,
+    *args: str,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 100,
+    prefix: Sequence[str] = (),
 ) -> ScriptResult:
     """Run a script to its end; past `timeout_s` it is killed and the test fails with its output."""
     began = time.monotonic()
-    with started_script(path, *args, env=env) as process:
+    with started_script(path, *args, env=env, prefix=prefix) as process:
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as e:
@@ -159,30 +177,13 @@ def run_on(
     conf: Mapping[str, str | None] | None = None,
     env: dict[str, str] | None = None,
     timeout_s: float = 100,
+    prefix: Sequence[str] = (),
 ) -> str:
     """Run `body` with `spark` on `master` in a fresh process; return what it printed, or fail with it."""
     script = write_script(directory / "script.py", body, master=master, remote=remote, conf=conf)
-    result = run_script(script, env=env, timeout_s=timeout_s)
+    result = run_script(script, env=env, timeout_s=timeout_s, prefix=prefix)
     assert result.returncode == 0, f"exit {result.returncode}:\n{result.output}"
     return result.output
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def _wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        if process.poll() is not None:
-            break
-        time.sleep(0.1)
-    raise AssertionError(f"nothing listens on {port}:\n{log.read_text(errors='replace')}")
 
 
 @contextlib.contextmanager
@@ -193,7 +194,7 @@ def standalone_cluster(directory: Path, *, workers: int = 2, cores: int = 1) -> 
     home = Path(pyspark.__file__).parent
     spark_class = str(home / "bin" / "spark-class")
     environ = {**os.environ, "SPARK_HOME": str(home), "PYTHONPATH": str(ROOT)}
-    port, web = _free_port(), _free_port()
+    port, web = free_port(), free_port()
     started: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *command: str) -> subprocess.Popen[bytes]:
@@ -216,7 +217,7 @@ def standalone_cluster(directory: Path, *, workers: int = 2, cores: int = 1) -> 
             f"{deploy}.master.Master",
             *("--host", "127.0.0.1", "--port", str(port), "--webui-port", str(web)),
         )
-        _wait_for_port(port, master, directory / "master.log")
+        wait_for_port(port, master, directory / "master.log")
         for index in range(workers):
             work = directory / f"worker-{index}"
             work.mkdir()
@@ -224,7 +225,7 @@ def standalone_cluster(directory: Path, *, workers: int = 2, cores: int = 1) -> 
                 f"worker-{index}",
                 f"{deploy}.worker.Worker",
                 *("--host", "127.0.0.1", "--cores", str(cores), "--memory", "1g"),
-                *("--work-dir", str(work), "--webui-port", str(_free_port())),
+                *("--work-dir", str(work), "--webui-port", str(free_port())),
                 f"spark://127.0.0.1:{port}",
             )
         yield f"spark://127.0.0.1:{port}"
@@ -240,9 +241,112 @@ def standalone_cluster(directory: Path, *, workers: int = 2, cores: int = 1) -> 
                 process.wait()
 
 
+@contextlib.contextmanager
+def connect_server(directory: Path, master: str = "local[2]") -> Iterator[str]:
+    """A Spark Connect server of its own on loopback, with `directory` as its working directory; yields its address."""
+    import pyspark
+
+    directory.mkdir(parents=True)
+    home = Path(pyspark.__file__).parent
+    environ = {**os.environ, "SPARK_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    port = free_port()
+    conf = {**CONF, "spark.connect.grpc.binding.address": "127.0.0.1"}
+    conf["spark.connect.grpc.binding.port"] = str(port)
+    log = directory / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                str(home / "bin" / "spark-submit"),
+                *("--class", "org.apache.spark.sql.connect.service.SparkConnectServer"),
+                *("--master", master),
+                *(word for item in conf.items() for word in ("--conf", "=".join(item))),
+                "spark-internal",
+            ],
+            cwd=directory,
+            env=environ,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_for_port(port, process, log)
+        yield f"sc://127.0.0.1:{port}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+# A folder that every process has under this name, each its own.
+OWN_FOLDER = Path("/proc/self/cwd")
+
+
+def hiding(folder: Path) -> list[str] | None:
+    """What to put before a command for which a folder is another one, empty; None if this user may not mount."""
+    flags = "-m" if os.geteuid() == 0 else "-rm"
+    mount = 'mount -t tmpfs none "$0" && exec "$@"'
+    prefix = ["unshare", flags, "sh", "-c", mount, str(folder)]
+    try:
+        probe = subprocess.run([*prefix, "true"], capture_output=True, check=False)
+    except FileNotFoundError:
+        return None
+    return prefix if probe.returncode == 0 else None
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A Spark Connect server, and a folder that it sees and its clients do not.
+
+    Attributes:
+        remote: address of the server.
+        folder: as the server sees it.
+    """
+
+    remote: str
+    folder: Path
+
+    def run(self, body: str, directory: Path, timeout_s: float = 600) -> str:
+        """Run a client whose FOLDER is not the server's of the same name; returns what it printed.
+
+        The client is in a mount namespace of its own, or (where that is not allowed) names a folder below the working
+        directory of whoever looks.
+        """
+        client = directory / f"client-{len(list(directory.iterdir()))}"
+        client.mkdir()
+        prefix = hiding(self.folder)
+        folder = OWN_FOLDER if prefix is None else self.folder
+        # Nothing of that name was made silently.
+        after = (
+            "assert [n for n in os.listdir(FOLDER) if n != 'script.py'] == [], os.listdir(FOLDER)\n"
+        )
+        return run_on(
+            self.remote,
+            f"{_with_folder(body, folder)}\n{after}",
+            client,
+            remote=True,
+            conf=dict.fromkeys(CONF),
+            timeout_s=timeout_s,
+            prefix=prefix or (),
+        )
+
+
+@pytest.fixture(scope="module")
+def unseen_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unseen]:
+    """A Connect server of its own whose clients do not see the folder."""
+    directory = tmp_path_factory.mktemp("unseen")
+    folder = directory / "folder"
+    folder.mkdir()
+    with connect_server(directory / "server") as remote:
+        yield Unseen(remote, folder)
+
+
 # --- Every Spark mode, through one fixture. ---
 
-MODES = ("local", "local-cluster", "standalone", "connect")
+MODES = ("local", "local-cluster", "standalone", "connect", "connect-unseen")
 
 
 @pytest.fixture(params=MODES)
@@ -263,6 +367,9 @@ def spark_mode(
             yield lambda body, folder: run_on(
                 master, _with_folder(body, folder), tmp_path, conf=conf, timeout_s=600
             )
+    elif mode == "connect-unseen":
+        unseen: Unseen = request.getfixturevalue("unseen_store")
+        yield lambda body, folder: unseen.run(body, tmp_path)
     else:
         yield lambda body, folder: run_on(
             "local-cluster[2,1,1024]",

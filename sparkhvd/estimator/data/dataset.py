@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.addresses import without_secrets
 from sparkhvd.estimator.data.arrow_types import num_leaves, spark_type
 from sparkhvd.estimator.data.convert import Findings, column_to_numpy, problems
 from sparkhvd.estimator.data.manifest import PARQUET, DataFile, Manifest
@@ -104,6 +105,7 @@ def open_dataset(
         text = os.fspath(path)
         url = text if ":" in text.partition("/")[0] else os.path.abspath(text)
         store = Store(url, storage_options)
+        text = without_secrets(text)
     try:
         found = store.files()
     except FileNotFoundError as e:
@@ -113,7 +115,7 @@ def open_dataset(
         ) from e
     except (OSError, pa.ArrowException) as e:
         raise InvalidArgumentError(
-            f"fit_on_parquet({text!r}): the data cannot be listed: {type(e).__name__}: {e}"
+            f"fit_on_parquet({text!r}): the data cannot be listed: {type(e).__name__}: {store.hide(str(e))}"
         ) from e
     files = tuple(f for f in found if f.size and not _is_hidden(f.path))
     if not files:

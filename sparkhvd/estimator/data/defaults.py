@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import shutil
 import tempfile
 import threading
 from dataclasses import dataclass, field
-from os import PathLike
+from os import PathLike, fspath
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.remote_store import as_seen_by
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.runner.spark_shim import SparkShim
 
@@ -41,13 +43,18 @@ _temporary = _Temporary()
 def default_store(spark: Any, given: Any = None) -> Store:
     """The store given (also as a path or URL), else the conf's, else a temporary folder on a local master.
 
+    For a Spark Connect session that is the store as this client reaches it, see `remote_store`.
+
     Raises:
-        InvalidArgumentError: there is none, and the master is not local.
+        InvalidArgumentError: there is none, and the master is not local; or it cannot be written.
     """
     if isinstance(given, Store):
-        return given
+        store = as_seen_by(spark, given)
+        if store.is_local and not store.exists(""):  # of a saved estimator, for example
+            store.prove_writable()
+        return store
     if isinstance(given, (str, PathLike)):
-        return Store.create(given)
+        return _created(spark, given)
     if given is not None:
         raise InvalidArgumentError(
             f"store is {given!r:.100}; it must be a Store, for example Store.create('/shared/folder')."
@@ -55,11 +62,27 @@ def default_store(spark: Any, given: Any = None) -> Store:
     shim = SparkShim(spark)
     conf = shim.conf((STORE_CONF, "spark.master"))
     if conf.get(STORE_CONF):
-        return Store.create(conf[STORE_CONF])
+        return _created(spark, conf[STORE_CONF])
     master = conf.get("spark.master", "")
     if not master.startswith("local"):
         raise InvalidArgumentError(
             f"store is not given, and the master is {master!r}: driver and executors need a folder that they "
             f"share. Give store=Store.create('<path or URL>'), or set {STORE_CONF}."
         )
-    return Store.create(_temporary.folder(shim.application()))
+    store = _created(spark, _temporary.folder(shim.application()))
+    if not store.is_seen:
+        atexit.register(_destroy, store)
+    return store
+
+
+def _created(spark: Any, given: str | PathLike[str]) -> Store:
+    if SparkShim(spark).is_connect:
+        return as_seen_by(spark, Store(fspath(given)))
+    return Store.create(given)
+
+
+def _destroy(store: Store) -> None:
+    # The session may be over.
+    with contextlib.suppress(Exception):
+        for path in store.list():
+            store.delete(path)

@@ -6,14 +6,14 @@ import json
 import socket
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError
 from sparkhvd.estimator.data.arrow_limits import bounded_batches
 from sparkhvd.estimator.data.convert import (
     Findings,
@@ -27,6 +27,7 @@ from sparkhvd.estimator.data.manifest import DataFile, Manifest
 from sparkhvd.estimator.data.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.estimator.data.schema import Column, DataSchema
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.data.store_errors import raised_by_tasks, telling_the_driver
 from sparkhvd.estimator.data.values import Ragged, SparseRows, Values, num_bytes
 from sparkhvd.runner.spark_shim import SparkShim
 
@@ -81,7 +82,7 @@ def materialize(
             selected = selected.coalesce(num_partitions)
         task = _WriteTask(store, schema, data_dir, row_group_bytes)
         stage = selected.mapInArrow(task, _RESULT_DDL)
-        with bounded_batches(selected):
+        with raised_by_tasks(store), bounded_batches(selected):
             rows = SparkShim(df.sparkSession).collect(stage, f"sparkhvd-{uuid.uuid4().hex}")
         outcomes = [
             json.loads(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
@@ -93,9 +94,10 @@ def materialize(
         return manifest
     finally:
         # First the marker: a task either finds it gone, or has ended its file before the rest is deleted.
-        store.delete(marker)
-        if not is_done:
-            store.delete(data_dir)
+        with suppress(StoreError):  # what failed before it says more
+            store.delete(marker)
+            if not is_done:
+                store.delete(data_dir)
 
 
 def _select(df: Any, schema: DataSchema) -> Any:
@@ -121,13 +123,14 @@ class _WriteTask:
         assert context is not None
         partition, attempt = context.partitionId(), context.taskAttemptId()
         path = f"{self.data_dir}/part-{partition:05d}-{attempt}.parquet"
-        self.check_wanted()
-        outcome = self.write(batches, path)
-        try:
+        with telling_the_driver():
             self.check_wanted()
-        except BaseException:
-            self.store.delete(path)
-            raise
+            outcome = self.write(batches, path)
+            try:
+                self.check_wanted()
+            except BaseException:
+                self.store.delete(path)
+                raise
         yield pa.RecordBatch.from_arrays(
             [numpy_to_array(np.array([partition])), text_to_array(json.dumps(outcome))],
             schema=_RESULT,

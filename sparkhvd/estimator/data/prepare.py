@@ -16,10 +16,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparkhvd.errors import StoreError
 from sparkhvd.estimator.data.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from sparkhvd.estimator.data.materialize import materialize
 from sparkhvd.estimator.data.plan import plan_facts
@@ -212,7 +213,8 @@ def release(app_id: str | None = None) -> list[str]:
         for key in going:
             del _owned.directories[key]
     for store, data_dir in going:
-        _remove(store, data_dir)
+        with suppress(StoreError):  # one that is gone: the data of others go all the same
+            _remove(store, data_dir)
     return [data_dir for _, data_dir in going]
 
 
@@ -288,7 +290,10 @@ def _find(store: Store, name: str, own: str) -> tuple[str, Manifest] | None:
             continue
         if data_dir != own and not _is_kept(store, data_dir):
             continue
-        manifest = Manifest.load(store, data_dir)
+        try:
+            manifest = Manifest.load(store, data_dir)
+        except ValueError:  # of another version, or cut off by a kill
+            continue
         seen = set(store.list(data_dir))
         if all(f.path in seen for f in manifest.files):
             return data_dir, manifest
@@ -312,7 +317,8 @@ def _own(store: Store, data_dir: str, lease: Lease) -> None:
 def _disown(store: Store, data_dir: str) -> None:
     with _owned.lock:
         _owned.directories.pop((store, data_dir), None)
-    _remove(store, data_dir)
+    with suppress(StoreError):  # what failed before it says more
+        _remove(store, data_dir)
 
 
 def _remove(store: Store, data_dir: str) -> None:

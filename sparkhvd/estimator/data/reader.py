@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError
+from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.sampler import Plan, Rows, Window, cuts, epoch_plan, split_validation
@@ -132,6 +132,7 @@ class Reader:
         names = [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
         self._names = list(columns) if columns is not None else names
         self._row_bytes = manifest.row_bytes(self._names)
+        self._store = store
         self._source = open_source(store, manifest)
         self._usable = usable
         self._functions = functions or RowFunctions()
@@ -176,7 +177,7 @@ class Reader:
                 none.
 
         Raises:
-            OSError: a file could not be read; the message says which rank and step.
+            StoreError: a file could not be read; the message says which rank and step.
         """
         plan = self._plan(epoch)
         if not 0 <= start_step <= plan.num_steps:
@@ -367,9 +368,9 @@ class Reader:
         if isinstance(error, SparkhvdError):
             return error
         if isinstance(error, OSError):
-            return OSError(
-                error.errno,
-                f"Reading the materialized data failed at {where}: {type(error).__name__}: {error}",
+            what = self._store.hide(f"{type(error).__name__}: {error}")
+            return StoreError(
+                f"Reading the materialized data in the store {self._store.url} failed at {where}: {what}"
             )
         return InternalError(f"Reading the data failed at {where}: {type(error).__name__}: {error}")
 

@@ -6,29 +6,33 @@ Layout below the store's root:
     runs/<run_id>/               checkpoints/, logs/, attempts/, metrics.jsonl of one fit
     models/<sha256>              immutable files; no cleanup of data or runs touches them
 
-A file appears whole or not at all: local files and HDFS are written under a temporary name and renamed, an
-object store shows an object only when its upload has ended.
+A file appears whole or not at all (`writing.py`). What the store refuses is a `StoreError` that names it; no message
+and no `repr` holds a password, key or token (`addresses.py`). How a Spark Connect client uses a store that it cannot
+see: `remote_store.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import posixpath
 import shutil
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
+from sparkhvd.estimator.data import addresses, writing
 
 __all__ = ["LEASE_NAME", "LEASE_S", "Lease", "Store", "StoredFile"]
 
@@ -38,10 +42,7 @@ LEASE_S = 24 * 3600.0
 Paths = list[str]  # inside Store, `list` is a method
 # Names that begin so are files being written; nobody lists or reads them.
 TEMPORARY = ".sparkhvd-tmp-"
-
-# Schemes that pyarrow.fs opens itself; all others go through fsspec.
-_PYARROW_SCHEMES = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
-_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,15 @@ class Store:
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         """Use `Store.create`, which also checks that the place can be written."""
         self._options = dict(storage_options or {})
-        self.url, self._root, self._scheme = _parse(url)
+        self._address = addresses.parse(url)
+        # Without secrets: for messages, manifests and saved models.
+        self.url = self._address.url
         self._filesystem: pafs.FileSystem | None = None
+        self._opened = threading.local()
+        self._device: int | None = None
+        self._is_sequential: bool | None = None
+        # The topmost folder that `create` has made, if it has.
+        self._made = ""
 
     @classmethod
     def create(cls, path_or_url: str | os.PathLike[str], **storage_options: Any) -> Store:
@@ -87,7 +95,11 @@ class Store:
             path_or_url: an absolute path ("/data/store", "/Volumes/main/default/store", "dbfs:/store") or a URL
                 ("file:///...", "s3://bucket/prefix", "gs://", "hdfs://", "abfss://", or any scheme of fsspec).
             **storage_options: credentials and such, handed to the file system (pyarrow.fs where it knows the
-                scheme, else fsspec). They never appear in `repr` or in an error.
+                scheme, else fsspec). They travel to the executors with the program. They never appear in `repr`,
+                in an error or in a saved model.
+
+        With an active Spark Connect session the folder is the one that the executors see. If this process does not
+        see the same one, nothing is made here, and every access becomes a small Spark task.
 
         Raises:
             InvalidArgumentError: the path is relative, the scheme unknown, or the place cannot be written.
@@ -99,7 +111,11 @@ class Store:
                 "'s3://bucket/prefix'."
             )
         store = cls(given, storage_options)
-        store._prove_writable(given)
+        if (session := _connect_session()) is not None:
+            from sparkhvd.estimator.data.remote_store import as_seen_by
+
+            return as_seen_by(session, store)
+        store.prove_writable()
         return store
 
     def __repr__(self) -> str:
@@ -109,13 +125,13 @@ class Store:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Store):
             return NotImplemented
-        return (self.url, self._options) == (other.url, other._options)
+        return (self._address, self._options) == (other._address, other._options)
 
     def __hash__(self) -> int:
         return hash(self.url)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "options": self._options}
+        return {"url": self._address.full, "options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"], state["options"])  # type: ignore[misc]  # rebuilds lazily opened parts
@@ -123,29 +139,55 @@ class Store:
     @property
     def is_local(self) -> bool:
         """Whether the store is a folder that this process sees as a path."""
-        return self._scheme == "file"
+        return self._address.scheme == "file"
+
+    @property
+    def direct(self) -> Store:
+        """The store as a process that sees it uses it: this one, except for a client that does not."""
+        return self
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether this process reads and writes the store itself."""
+        return True
 
     # -- reading -------------------------------------------------------------------------------------
 
     def exists(self, path: str) -> bool:
         """Whether a file or folder is there."""
-        info = self._fs.get_file_info(self._full(path))
+        with self._explained("read", path):
+            info = self._fs.get_file_info(self._full(path))
         return bool(info.type != pafs.FileType.NotFound)
+
+    def num_bytes(self, path: str) -> int:
+        """The size of a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        with self._explained("read", path):
+            info = self._fs.get_file_info(self._full(path))
+        if info.type != pafs.FileType.File:
+            raise FileNotFoundError(f"{self.full_url(path)} is not there.")
+        return int(info.size)
 
     def read_bytes(self, path: str) -> bytes:
         """The whole content of a file.
 
         Raises:
             FileNotFoundError: there is none.
+            StoreError: it cannot be read.
         """
-        if self.is_local:
-            return Path(self._full(path)).read_bytes()
-        with self.open_input(path) as source:
-            return bytes(source.read())
+        with self._explained("read", path):
+            if self.is_local:
+                return Path(self._full(path)).read_bytes()
+            with self.open_input(path) as source:
+                return bytes(source.read())
 
     def open_input(self, path: str) -> pa.NativeFile:
         """Open a file for random access; the caller closes it."""
-        return self._fs.open_input_file(self._full(path))
+        with self._explained("read", path):
+            return self._fs.open_input_file(self._full(path))
 
     def list(self, path: str = "", *, recursive: bool = False) -> Paths:
         """Paths in a folder, sorted; empty if it does not exist.
@@ -156,7 +198,9 @@ class Store:
         """
         selector = pafs.FileSelector(self._full(path), recursive=recursive, allow_not_found=True)
         found = []
-        for info in self._fs.get_file_info(selector):
+        with self._explained("read", path):
+            infos = self._fs.get_file_info(selector)
+        for info in infos:
             if info.base_name.startswith(TEMPORARY):
                 continue
             if recursive and info.type != pafs.FileType.File:
@@ -170,11 +214,12 @@ class Store:
         Raises:
             FileNotFoundError: there is nothing.
         """
-        root = self._fs.get_file_info(self._root)
-        if root.type == pafs.FileType.File:
-            infos = [root]
-        else:
-            infos = self._fs.get_file_info(pafs.FileSelector(self._root, recursive=True))
+        with self._explained("read", ""):
+            root = self._fs.get_file_info(self._root)
+            if root.type == pafs.FileType.File:
+                infos = [root]
+            else:
+                infos = self._fs.get_file_info(pafs.FileSelector(self._root, recursive=True))
         found = [
             StoredFile(posixpath.relpath(i.path, self._root), i.size or 0, i.mtime_ns or 0)
             for i in infos
@@ -193,7 +238,7 @@ class Store:
     def below(self, path: str) -> Store:
         """A folder of this store, or a file, as a store of its own with the same options."""
         self._full(path)
-        url, mark, query = self.url.partition("?")
+        url, mark, query = self._address.full.partition("?")
         return Store(f"{url.rstrip('/')}/{path}{mark}{query}", self._options)
 
     # -- writing -------------------------------------------------------------------------------------
@@ -205,30 +250,66 @@ class Store:
 
     @contextlib.contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
-        """Open a file for sequential writing; it appears under its name when the block ends without error."""
-        full = self._full(path)
-        parent, name = posixpath.split(full)
-        if self.is_local:
-            Path(parent).mkdir(parents=True, exist_ok=True)
-        elif self._has_folders:
-            self._fs.create_dir(parent, recursive=True)
-        temporary = posixpath.join(parent, f"{TEMPORARY}{uuid.uuid4().hex}-{name}")
-        target = temporary if self._has_rename else full
-        # Nothing is flushed to the device: a store outlives processes, and a lost machine loses the run anyway.
-        sink = open(target, "wb") if self.is_local else self._fs.open_output_stream(target)  # noqa: SIM115
+        """Open a file for sequential writing; it appears under its name when the block ends without error.
+
+        Raises:
+            StoreError: the store refuses it: it is full, gone, unreachable or closed to this user.
+        """
+        sink: writing.Sink | None = None
         try:
-            yield sink
-        except BaseException:
-            with contextlib.suppress(OSError):
-                sink.close()
-            with contextlib.suppress(OSError):
-                self._fs.delete_file(target)
+            full = self._full(path)
+            self._make_folder(posixpath.dirname(full))
+            with self._output(full) as sink:
+                yield sink
+        except SparkhvdError:
             raise
-        sink.close()
+        except Exception as e:
+            cause = e if sink is None or sink.is_whole else sink.error
+            if cause is None:  # the caller's own
+                raise
+            place = sink.place if sink is not None and not sink.is_whole else ""
+            raise self._error("written", path, cause, place) from self._cause(cause)
+
+    def _output(self, full: str) -> contextlib.AbstractContextManager[writing.Sink]:
+        parent, name = posixpath.split(full)
+        temporary = posixpath.join(parent, f"{TEMPORARY}{uuid.uuid4().hex}-{name}")
         if self.is_local:
-            os.replace(target, full)
-        elif self._has_rename:
-            self._fs.move(target, full)
+            if self._is_sequential is None:
+                self._is_sequential = addresses.is_sequential(self._root)
+            if self._is_sequential:
+                return writing.staged_output(lambda file: writing.copy_in(file, full, temporary))
+            return writing.local_output(full, temporary)
+        filesystem = self._fs
+        if not addresses.has_atomic_writes(self._address.scheme):
+            return writing.remote_output(filesystem, full, temporary)
+        if filesystem.get_file_info(full).type == pafs.FileType.File:
+            # Whoever fails half-way still completes the upload: not over what is there.
+            return writing.staged_output(lambda file: writing.upload(file, filesystem, full))
+        return writing.remote_output(filesystem, full, None)
+
+    def _make_folder(self, folder: str) -> None:
+        if self.is_local:
+            self._check_root()
+            writing.make_local_folder(folder, self._root)
+        elif not addresses.has_atomic_writes(self._address.scheme):
+            writing.make_folder(self._fs, folder)
+
+    def _check_root(self) -> None:
+        """Refuse to make a folder of the store's name where the store has been: a file system that is mounted no more."""
+        try:
+            device = os.stat(f"{self._root}/.").st_dev  # the dot makes automounters mount
+        except FileNotFoundError:
+            raise StoreError(
+                f"The store {self.url} is not there: {self._root} does not exist on this host. If it has vanished, mount "
+                "it again; a new one is made by Store.create."
+            ) from None
+        if self._device is None:
+            self._device = device
+        elif device != self._device:
+            raise StoreError(
+                f"The store {self.url} has vanished: another file system is mounted at {self._root} than before. Mount "
+                "it again; a fit with the same run_id goes on from the last checkpoint."
+            )
 
     def delete(self, path: str) -> None:
         """Delete a file, or a folder with all it holds; nothing happens if there is none."""
@@ -244,16 +325,19 @@ class Store:
             else:
                 Path(full).unlink(missing_ok=True)
             return
-        kind = self._fs.get_file_info(full).type
-        if kind == pafs.FileType.Directory:
-            self._fs.delete_dir(full)
-        elif kind != pafs.FileType.NotFound:
-            self._fs.delete_file(full)
+        with self._explained("cleaned", path):
+            kind = self._fs.get_file_info(full).type
+            if kind == pafs.FileType.Directory:
+                self._fs.delete_dir(full)
+            elif kind != pafs.FileType.NotFound:
+                self._fs.delete_file(full)
 
     def delete_unfinished(self, path: str) -> None:
         """Delete what writers that were killed left directly in a folder; only for a folder with no writer now."""
         selector = pafs.FileSelector(self._full(path), allow_not_found=True)
-        for info in self._fs.get_file_info(selector):
+        with self._explained("read", path):
+            infos = self._fs.get_file_info(selector)
+        for info in infos:
             if info.base_name.startswith(TEMPORARY) and info.type == pafs.FileType.File:
                 self.delete(posixpath.relpath(info.path, self._root))
 
@@ -292,7 +376,7 @@ class Store:
         """The lease of a data directory, or None if it has none (yet)."""
         try:
             return Lease(**json.loads(self.read_bytes(f"{data_dir}/{LEASE_NAME}")))
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # none, or cut off by a kill
             return None
 
     def write_lease(self, data_dir: str, lease: Lease) -> None:
@@ -303,18 +387,25 @@ class Store:
 
     @property
     def _fs(self) -> pafs.FileSystem:
-        if self._filesystem is None:
-            self._filesystem = _open_filesystem(self._scheme, self.url, self._options)
-        return self._filesystem
+        if self._address.root is not None:
+            if self._filesystem is None:
+                self._filesystem, _ = addresses.open_filesystem(self._address, self._options)
+            return self._filesystem
+        # One per thread: connections of fsspec are not shared between threads.
+        filesystem = getattr(self._opened, "filesystem", None)
+        if filesystem is None:
+            filesystem, root = addresses.open_filesystem(self._address, self._options)
+            self._opened.filesystem, self._opened.root = filesystem, root
+        filesystem.handler.fs.invalidate_cache()  # other processes write, too
+        return filesystem
 
     @property
-    def _has_rename(self) -> bool:
-        """Whether a rename is one atomic step; in object stores it is a copy."""
-        return self._scheme in ("file", "hdfs", "viewfs")
-
-    @property
-    def _has_folders(self) -> bool:
-        return self._scheme not in ("s3", "gs", "abfs", "abfss")
+    def _root(self) -> str:
+        if self._address.root is not None:
+            return self._address.root
+        self._fs  # noqa: B018 - opens it
+        root: str = self._opened.root
+        return root
 
     def _full(self, path: str) -> str:
         parts = path.split("/")
@@ -329,114 +420,81 @@ class Store:
             else self._root
         )
 
-    def _prove_writable(self, given: str) -> None:
+    @contextlib.contextmanager
+    def _explained(self, doing: str, path: str) -> Iterator[None]:
+        """Turn what a file system raises into a `StoreError`; that a file is not there stays what it is."""
+        try:
+            yield
+        except (SparkhvdError, FileNotFoundError, NotADirectoryError):
+            raise
+        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
+            raise self._error(doing, path, e) from self._cause(e)
+
+    def _error(self, doing: str, path: str, cause: Exception, place: str = "") -> StoreError:
+        number = getattr(cause, "errno", None)
+        where = f", on this host's disk in {place}, from where it would be copied" if place else ""
+        remedy = (
+            f"It is full: free space in {place or 'it'}"
+            if number in _FULL
+            else "Look whether it is there and may be written from this host"
+        )
+        error = StoreError(
+            f"The store {self.url} cannot be {doing} ({path or 'its folder'}{where}): {type(cause).__name__}: "
+            f"{self.hide(str(cause))}. {remedy}; a fit with the same run_id goes on from the last checkpoint."
+        )
+        error.errno = number
+        return error
+
+    def _cause(self, error: Exception) -> Exception | None:
+        """The error to show as the cause: none if it holds a secret."""
+        return error if self.hide(str(error)) == str(error) else None
+
+    def hide(self, text: str) -> str:
+        """The text without this store's passwords, keys and tokens."""
+        for secret in addresses.secrets_of(self._address.full, self._options):
+            text = text.replace(secret, "***")
+        return text
+
+    def prove_writable(self) -> None:
+        """Make the folder, and write and delete a file in it.
+
+        Raises:
+            InvalidArgumentError: that is not possible.
+        """
+        root = self._address.root
+        if self.is_local:
+            assert root is not None
+            addresses.check_databricks(root, self.url)
         probe = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
         try:
+            if self.is_local:
+                self._made = _make_all(self._root)
             self.write_bytes(probe, b"sparkhvd")
             self.delete(probe)
-        except (OSError, pa.ArrowException, ImportError) as error:
+        except InvalidArgumentError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            cause = error.__cause__ if isinstance(error, StoreError) and error.__cause__ else error
             raise InvalidArgumentError(
-                f"Store.create({_without_secret(given)!r}): the place cannot be written: "
-                f"{type(error).__name__}: {error}. Give a folder that this user may write, on a file system "
+                f"Store.create({self.url!r}): the place cannot be written: {type(cause).__name__}: "
+                f"{self.hide(str(cause))}. Give a folder that this user may write, on a file system "
                 "that the driver and all executors share."
-            ) from error
+            ) from self._cause(error)
 
 
-def _parse(url: str) -> tuple[str, str, str]:
-    """(url without secrets or trailing slash, root path for the file system, scheme)."""
-    scheme, colon, rest = url.partition(":")
-    if url.startswith("/") or not colon or "/" in scheme:
-        return _parse_local(url, url)
-    scheme = _ALIASES.get(scheme.lower(), scheme.lower())
-    if scheme == "file":
-        parts = urlsplit(url)
-        if parts.netloc not in ("", "localhost"):
-            raise InvalidArgumentError(
-                f"Store.create({url!r}): {parts.netloc!r} stands where a host would. Give three slashes: "
-                f"'file:///{parts.netloc}{parts.path}'."
-            )
-        return _parse_local(unquote(parts.path), url)
-    if scheme == "dbfs":
-        path = "/" + rest.lstrip("/")
-        # Databricks shows its file system as a folder; Volumes are folders of their own.
-        return _parse_local(path if path.startswith("/Volumes/") else f"/dbfs{path}", url)
-    if not rest.startswith("//"):
-        raise InvalidArgumentError(
-            f"Store.create({_without_secret(url)!r}): this is neither an absolute path nor a URL like "
-            "'s3://bucket/prefix'."
-        )
-    parts = urlsplit(url)
-    if scheme not in _PYARROW_SCHEMES and not _fsspec_knows(scheme):
-        raise InvalidArgumentError(
-            f"Store.create({_without_secret(url)!r}): unknown scheme {scheme!r}. Known are absolute paths, "
-            f"file, dbfs, {', '.join(sorted(_PYARROW_SCHEMES))} and the schemes of fsspec (pip install fsspec "
-            "and its driver for yours)."
-        )
-    query = f"?{parts.query}" if parts.query else ""
-    path = unquote(parts.path).rstrip("/")
-    if scheme in ("hdfs", "viewfs"):
-        root = path or "/"
-    elif "@" in parts.netloc and scheme in ("abfs", "abfss"):
-        root = parts.netloc.split("@")[0] + path
-    elif scheme == "memory":
-        root = f"/{parts.netloc}{path}"
-    else:
-        root = parts.netloc.split("@")[-1] + path
-    return f"{scheme}://{parts.netloc}{path}{query}", root, scheme
+def _make_all(root: str) -> str:
+    """Make a folder with those above it; returns the topmost that was made, or ""."""
+    missing = ""
+    here = root
+    while here != "/" and not os.path.lexists(here):
+        missing, here = here, posixpath.dirname(here)
+    Path(root).mkdir(parents=True, exist_ok=True)
+    return missing
 
 
-def _parse_local(path: str, given: str) -> tuple[str, str, str]:
-    if not path.startswith("/"):
-        raise InvalidArgumentError(
-            f"Store.create({given!r}): the path is relative, so each process would see another folder. Give an "
-            f"absolute path, for example {os.path.abspath(path)!r}."
-        )
-    root = posixpath.normpath(path)
-    if root == "/":
-        raise InvalidArgumentError(
-            f"Store.create({given!r}): this is the root of the file system. Give a folder for the store."
-        )
-    if root.startswith("/dbfs/") and not os.path.isdir("/dbfs"):
-        raise InvalidArgumentError(
-            f"Store.create({given!r}): there is no /dbfs here, so this is not a Databricks cluster with the "
-            "DBFS folder. Give a path or URL that this machine can reach."
-        )
-    return Path(root).as_uri(), root, "file"
-
-
-def _open_filesystem(scheme: str, url: str, options: Mapping[str, Any]) -> pafs.FileSystem:
-    if scheme == "file":
-        return pafs.LocalFileSystem()
-    if scheme in _PYARROW_SCHEMES:
-        if scheme == "s3" and options:
-            return pafs.S3FileSystem(**options)
-        if scheme == "gs" and options:
-            return pafs.GcsFileSystem(**options)
-        if scheme in ("hdfs", "viewfs") and options:
-            parts = urlsplit(url)
-            return pafs.HadoopFileSystem(parts.hostname or "default", parts.port or 8020, **options)
-        if scheme in ("abfs", "abfss") and options:
-            return pafs.AzureFileSystem(**options)
-        return pafs.FileSystem.from_uri(url)[0]
-    import fsspec
-
-    return pafs.PyFileSystem(pafs.FSSpecHandler(fsspec.filesystem(scheme, **options)))
-
-
-def _fsspec_knows(scheme: str) -> bool:
-    try:
-        import fsspec
-    except ImportError:
-        return False
-    return scheme in fsspec.available_protocols()
-
-
-def _without_secret(url: str) -> str:
-    """The URL with "user:password@" and the query removed: both may hold a key."""
-    parts = urlsplit(url)
-    if not parts.scheme or ("@" not in parts.netloc and not parts.query):
-        return url
-    host = (
-        parts.netloc.rpartition("@")[2] if ":" in parts.netloc.rpartition("@")[0] else parts.netloc
-    )
-    return f"{parts.scheme}://{host}{parts.path}"
+def _connect_session() -> Any:
+    """The active session of Spark Connect in this process, or None."""
+    module = sys.modules.get("pyspark.sql.connect.session")
+    if module is None:
+        return None
+    return module.SparkSession.getActiveSession() or module.SparkSession._get_default_session()

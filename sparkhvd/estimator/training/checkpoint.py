@@ -12,6 +12,7 @@ holds those of each rank.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -140,8 +141,7 @@ class Checkpoints:
     def _take_over(self) -> None:
         """Look at what an attempt before this one has left, and delete what it did not finish."""
         self._store.delete_unfinished(self._folder)
-        found = (_NAME.fullmatch(p.rpartition("/")[2]) for p in self._store.list(self._folder))
-        self._files = {(int(m[1]), int(m[2] or 0)) for m in found if m}
+        self._files = self._positions()
         self._previous = self.latest_position() if self._pointer() else None
 
     def write_history(self, history: Sequence[dict[str, Any]]) -> None:
@@ -208,7 +208,22 @@ class Checkpoints:
     def _pointer(self) -> dict[str, Any] | None:
         try:
             pointer = json.loads(self._store.read_bytes(f"{self._folder}/latest.json"))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            # Where a rename cannot replace a file, or there is none, a writer may have been killed between the two.
+            return self._newest_whole()
         assert isinstance(pointer, dict)
         return {"step": 0, **pointer}
+
+    def _newest_whole(self) -> dict[str, Any] | None:
+        """What the pointer would say, from the files alone."""
+        for epoch, step in sorted(self._positions(), reverse=True):
+            with contextlib.suppress(
+                Exception
+            ):  # torch raises many kinds for a file that is cut off
+                self.load(epoch, step)
+                return {"epoch": epoch, "step": step, "sha256": None}
+        return None
+
+    def _positions(self) -> set[tuple[int, int]]:
+        found = (_NAME.fullmatch(p.rpartition("/")[2]) for p in self._store.list(self._folder))
+        return {(int(m[1]), int(m[2] or 0)) for m in found if m}

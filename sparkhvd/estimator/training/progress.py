@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparkhvd.estimator.data.prepare import renew_leases
+from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 
-__all__ = ["EpochReporter", "format_epoch", "report_skipped"]
+__all__ = ["EpochReporter", "format_epoch", "poll_interval", "report_skipped"]
 
 # An epoch of less than this is reported together with the next; a look costs one small read.
 POLL_S = 0.25
+# Where a look costs a Spark task.
+TASK_POLL_S = 2.0
 
 
 def format_epoch(record: dict[str, Any], epochs: int) -> str:
@@ -54,6 +57,21 @@ def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None
             sys.stdout.flush()
 
 
+def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) -> float | None:
+    """Seconds between two looks; None, and a line that says why, where a look needs a task slot that ranks hold."""
+    if store.is_seen:
+        return POLL_S
+    if slots is None or slots > num_proc:
+        return TASK_POLL_S
+    if verbose:
+        sys.stdout.write(
+            f"Epochs are printed when the training ends: this client does not see {store.url}, and a task that looks "
+            f"needs a slot beyond the ranks' {num_proc} of {slots}.\n"
+        )
+        sys.stdout.flush()
+    return None
+
+
 class EpochReporter:
     """Prints one line per epoch and calls the user's function; a context manager around the launch."""
 
@@ -64,12 +82,22 @@ class EpochReporter:
         epochs: int,
         verbose: int,
         progress: Callable[[dict[str, Any]], Any] | None,
+        poll_s: float | None = POLL_S,
     ) -> None:
-        """Nothing runs before `with`."""
+        """Nothing runs before `with`.
+
+        Args:
+            checkpoints: of the run.
+            epochs: that it will have.
+            verbose: 0 prints nothing.
+            progress: called with the record of each epoch, or None.
+            poll_s: seconds from one look to the next; None looks only when the training has ended.
+        """
         self._checkpoints = checkpoints
         self._epochs = epochs
         self._verbose = verbose
         self._progress = progress
+        self._poll_s = poll_s
         self._reported = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
@@ -92,7 +120,9 @@ class EpochReporter:
             sys.stdout.flush()
 
     def _run(self) -> None:
-        while not self._stopping.wait(POLL_S):
+        if self._poll_s is None:
+            return
+        while not self._stopping.wait(self._poll_s):
             self._look()
             renew_leases()
 

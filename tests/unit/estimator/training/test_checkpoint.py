@@ -15,6 +15,7 @@ import torch
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from tests.harness.sequential_mount import sequential_mount
 
 RUN = "runs/r"
 # (epochs, steps), as a run writes them.
@@ -114,11 +115,16 @@ class _HalfWritten:
 
 def killed_at(moment: int, folder: Path) -> bool:
     """Whether a process that writes `POSITIONS` was killed at this moment; False if there is no such moment."""
+    store = KillingStore(folder.as_uri())
+    store.left = moment
+    return was_killed(store, folder)
+
+
+def was_killed(store: Store, folder: Path) -> bool:
+    """Whether a process that writes `POSITIONS` into the store was killed; it notes in the folder how far it came."""
     pid = os.fork()
     if pid == 0:
         try:
-            store = KillingStore(folder.as_uri())
-            store.left = moment
             checkpoints = Checkpoints(store, RUN)
             for position in POSITIONS:
                 checkpoints.save(checkpoint(*position))
@@ -164,6 +170,36 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
     assert num_moments > 40
 
 
+@pytest.mark.parametrize("renames", [True, False])
+@pytest.mark.usefixtures("mounts")
+def test_a_kill_at_any_change_of_a_mount_leaves_a_checkpoint_that_can_be_read(
+    tmp_path: Path, renames: bool
+) -> None:
+    """The mount itself kills the writer, at each folder, file, write, rename and removal."""
+    num_changes = 0
+    while True:
+        here = tmp_path / f"{num_changes}"
+        here.mkdir()
+        with sequential_mount(
+            here / "folder", here / "mount", renames=renames, kill_at=num_changes
+        ) as place:
+            died = was_killed(Store(place.as_uri()), here)
+        with sequential_mount(here / "folder", here / "mount", renames=renames) as place:
+            done = here / "done"
+            least = eval(done.read_text()) if done.exists() else (0, 0)  # noqa: S307 - written above
+            found = Checkpoints(Store(place.as_uri()), RUN).latest()
+            position = found.position if found is not None else (0, 0)
+            assert position in [least, *[p for p in POSITIONS if p > least][:1]]
+            if found is not None:
+                assert torch.equal(found.model["weight"], checkpoint(*position).model["weight"])
+            Checkpoints(Store(place.as_uri()), RUN).save(checkpoint(3, 0))
+            assert Checkpoints(Store(place.as_uri()), RUN).latest_position() == (3, 0)
+        if not died:
+            break
+        num_changes += 1
+    assert num_changes > 40
+
+
 def test_a_checkpoint_that_is_replaced_can_be_read_at_every_moment(tmp_path: Path) -> None:
     class Killed(Store):
         """Fails to write the pointer after so many times."""
@@ -178,6 +214,7 @@ def test_a_checkpoint_that_is_replaced_can_be_read_at_every_moment(tmp_path: Pat
             super().write_bytes(path, data)
 
     for left in (1, 2):
+        (tmp_path / str(left)).mkdir()
         store = Killed((tmp_path / str(left)).as_uri())
         store.left = left
         checkpoints = Checkpoints(store, "runs/r")

@@ -1,0 +1,113 @@
+"""A Spark Connect client that does not see the store: all of it is reached through tasks, and nothing is made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness.spark import Unseen
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
+
+STORE = """
+import os, pickle, warnings
+from sparkhvd import Store
+from sparkhvd.errors import InvalidArgumentError
+
+store = Store.create(FOLDER + "/store")
+assert not store.is_seen and not store.is_local and store.local_path("x") is None
+assert pickle.loads(pickle.dumps(store)).is_seen  # what executors get
+# Above what travels in a closure, and above what one job brings back.
+data = os.urandom(70 << 20)
+store.write_bytes("runs/big", data)
+assert store.read_bytes("runs/big") == data and store.num_bytes("runs/big") == len(data)
+with store.open_input("runs/big") as file:
+    file.seek(66 << 20)
+    assert file.read(5 << 20) == data[66 << 20:]
+    file.seek(10)
+    assert file.read(3) == data[10:13]
+store.write_bytes("runs/1/small", b"one")
+store.write_bytes("runs/1/small", b"two")
+assert store.read_bytes("runs/1/small") == b"two" and store.exists("runs/1") and not store.exists("runs/2")
+assert store.list("runs") == ["runs/1", "runs/big"] and store.list("runs", recursive=True)[0] == "runs/1/small"
+try:
+    with store.open_output("runs/1/small") as sink:
+        sink.write(b"half")
+        raise KeyError("midway")
+except KeyError:
+    assert store.read_bytes("runs/1/small") == b"two"
+store.delete("runs/big")
+store.delete("runs/1")
+for wrong, kind in (("runs/none", FileNotFoundError), ("../up", InvalidArgumentError)):
+    try:
+        store.read_bytes(wrong)
+        raise AssertionError(wrong)
+    except kind as e:
+        print("REFUSED", type(e).__name__, e)
+try:
+    Store.create("/proc/no/store")
+    raise AssertionError("made")
+except InvalidArgumentError as e:
+    print("REFUSED", e)
+# One that was made before there was a session.
+early = Store(FOLDER + "/early")
+early.prove_writable()
+assert os.listdir(FOLDER + "/early") == []
+from sparkhvd.estimator.data.defaults import default_store
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    again = default_store(spark, early)
+assert not again.is_seen and not os.path.exists(FOLDER + "/early")
+print("WARNED", [str(w.message) for w in caught if "Store.create" in str(w.message)])
+"""
+
+FIT = """
+import os, torch
+from torch import nn
+from sparkhvd import Store, TorchEstimator
+
+torch.manual_seed(0)
+rows = [([float(i % 5), float(i % 3)], float(i % 7)) for i in range(40)]
+df = spark.createDataFrame(rows, "x array<double>, y double")
+seen = []
+estimator = TorchEstimator(
+    model=nn.Linear(2, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
+    label_cols=["y"], batch_size=4, epochs=2, num_proc=NUM_PROC, max_retries=0, random_seed=1, run_id="r",
+    warm_start=True, progress=lambda record: seen.append(record["epoch"]), store=GIVEN and Store.create(GIVEN))
+model = estimator.fit(df)
+assert seen == [1, 2], seen
+assert [r["epoch"] for r in model.history] == [1, 2]
+assert model.transform(df).count() == 40
+print("RUNS", model.getStore().list("runs/r"))
+"""
+
+
+def test_a_client_reaches_all_of_a_store_that_it_does_not_see(
+    unseen_store: Unseen, tmp_path: Path
+) -> None:
+    output = unseen_store.run(STORE, tmp_path)
+    refused = [line for line in output.splitlines() if line.startswith("REFUSED")]
+    assert refused[0].startswith("REFUSED FileNotFoundError")
+    assert refused[1].startswith(
+        "REFUSED InvalidArgumentError '../up' is not a path inside a store"
+    )
+    assert "Store.create('file:///proc/no/store'): the place cannot be written" in refused[2]
+    assert "Store.create was called before the Spark Connect session" in output
+
+
+def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
+    unseen_store: Unseen, tmp_path: Path
+) -> None:
+    """Two ranks on two slots, then one rank, whose epochs are seen as they happen; then no store is given."""
+    given = 'GIVEN = FOLDER + "/runs-of-others"\n'
+    first = unseen_store.run(f"{given}NUM_PROC = 2\n{FIT}", tmp_path)
+    assert "Epochs are printed when the training ends: this client does not see file://" in first
+    second = unseen_store.run(f"{given}NUM_PROC = 2\n{FIT}", tmp_path)
+    third = unseen_store.run(f'GIVEN = ""\nNUM_PROC = 1\n{FIT}', tmp_path)
+    assert "Epochs are printed when the training ends" not in third
+    if (unseen_store.folder / "runs-of-others").exists():  # else every session has one of its own
+        assert "warm-1" in second
+        assert (unseen_store.folder / "runs-of-others/runs/r/warm-1/finished.json").exists()
+        # What was materialized went with the clients.
+        assert list((unseen_store.folder / "runs-of-others").glob("data/*")) == []

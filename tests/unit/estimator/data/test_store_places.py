@@ -1,0 +1,198 @@
+"""Stores in hard places: mounts that take one sequential pass, full and vanished ones, and what stays secret."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.estimator.data import addresses
+from sparkhvd.estimator.data.packed import read_packed, write_packed
+from sparkhvd.estimator.data.schema import Column
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from tests.harness.mounts import tmpfs, unmount
+from tests.harness.sequential_mount import sequential_mount
+
+SECRET = "sw0rdfish/+="
+QUOTED = "sw0rdfish%2F%2B%3D"
+
+
+# --- mounts that take one sequential pass --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("renames", [True, False])
+@pytest.mark.usefixtures("mounts")
+def test_a_mount_that_neither_appends_nor_seeks_holds_a_store(
+    tmp_path: Path, renames: bool
+) -> None:
+    with sequential_mount(tmp_path / "folder", tmp_path / "mount", renames=renames) as mount:
+        for mode in ("ab", "r+b"):
+            (mount / "probe").write_bytes(b"x")
+            with pytest.raises(OSError, match="not supported"):
+                open(mount / "probe", mode).close()
+        store = Store.create(mount / "store")
+        store.write_bytes("runs/r/a", b"one" * 1000)
+        store.write_bytes("runs/r/a", b"two")
+        assert store.read_bytes("runs/r/a") == b"two"
+        with pytest.raises(RuntimeError), store.open_output("runs/r/a") as sink:  # noqa: PT012
+            sink.write(b"half")
+            raise RuntimeError("midway")
+        assert store.read_bytes("runs/r/a") == b"two"
+        column = Column("x", "scalar", "float32", (), "float", "float32")
+        values = {"x": np.arange(100_000, dtype=np.float32)}
+        write_packed(store, "data/k/a/part.parquet", [column], values)
+        assert np.array_equal(read_packed(f"{mount}/store/data/k/a/part.parquet")["x"], values["x"])
+        checkpoints = Checkpoints(store, "runs/r")
+        for epoch in range(4):
+            checkpoints.save(Checkpoint(epoch, {}, {}, None, [], "{}"))
+        assert checkpoints.latest_position() == (3, 0)
+        found = sorted(p.name for p in (tmp_path / "folder" / "store").rglob("*") if p.is_file())
+        assert found == [
+            "a",
+            "epoch-2.pt",
+            "epoch-3.pt",
+            "latest.json",
+            "metrics.jsonl",
+            "part.parquet",
+        ]
+
+
+def test_databricks_folders_are_written_in_one_pass() -> None:
+    assert addresses.is_sequential("/Volumes/main/default/volume/store")
+    assert addresses.is_sequential("/dbfs/store")
+    assert not addresses.is_sequential("/")
+
+
+@pytest.mark.parametrize(
+    "given", ["/Volumes/no/such/volume/store", "dbfs:/Volumes/no/such/volume/store"]
+)
+def test_create_makes_no_volume(given: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Store.create(given)
+    assert str(caught.value) == (
+        "Store.create('file:///Volumes/no/such/volume/store'): there is no Volume /Volumes/no/such/volume here. Give "
+        "a folder in an existing one, /Volumes/<catalog>/<schema>/<volume>/<folder>, on a Databricks cluster that "
+        "may use it."
+    )
+    assert not os.path.exists("/Volumes")
+
+
+# --- full, and gone ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("mounts")
+def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
+    import torch
+
+    with tmpfs(tmp_path / "small", 1 << 20) as place:
+        store = Store.create(place / "store")
+        checkpoints = Checkpoints(store, "runs/r")
+
+        def save(epoch: int, elements: int) -> None:
+            model = {"w": torch.full((elements,), float(epoch))}
+            checkpoints.save(Checkpoint(epoch, model, {}, None, [], "{}"))
+
+        save(1, 1000)
+        with pytest.raises(StoreError) as caught:
+            save(2, 1 << 19)
+        assert caught.value.errno == errno.ENOSPC
+        assert str(caught.value) == (
+            f"The store {store.url} cannot be written (runs/r/checkpoints/epoch-2.pt): OSError: [Errno 28] No space "
+            "left on device. It is full: free space in it; a fit with the same run_id goes on from the last "
+            "checkpoint."
+        )
+        found = Checkpoints(store, "runs/r").latest()
+        assert found is not None
+        assert found.epoch == 1
+        # What could not be written is gone, so that there is room again.
+        save(2, 2000)
+        assert os.listdir(place / "store" / "runs/r/checkpoints") != []
+        assert checkpoints.latest_position() == (2, 0)
+
+
+@pytest.mark.parametrize("below", ["", "store"])
+@pytest.mark.usefixtures("mounts")
+def test_a_store_that_is_mounted_no_more_is_not_made_again(tmp_path: Path, below: str) -> None:
+    with tmpfs(tmp_path / "mount", 1 << 20) as place:
+        store = Store.create(place / below)
+        store.write_bytes("runs/r/a", b"x")
+        unmount(place)
+        with pytest.raises(StoreError, match=f"The store {store.url} (is not there|has vanished)"):
+            store.write_bytes("runs/r/b", b"y")
+        assert os.listdir(place) == []
+        # A process that comes later looks for what must be there.
+        late = pickle.loads(pickle.dumps(store))
+        with pytest.raises(FileNotFoundError):
+            late.read_bytes("runs/r/a")
+
+
+def test_a_store_that_was_not_made_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"does not exist on this host\. If it has vanished"):
+        Store(str(tmp_path / "no")).write_bytes("a", b"x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_hdfs_without_hadoops_library_says_what_to_set() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Store.create("hdfs://namenode:8020/store")
+    text = str(caught.value)
+    assert text.startswith(
+        "Store.create('hdfs://namenode:8020/store'): the place cannot be written: OSError: "
+    )
+    for name in ("HADOOP_HOME", "libhdfs.so", "JAVA_HOME", "CLASSPATH", "hadoop classpath --glob"):
+        assert name in text
+    assert len(text.splitlines()) == 1
+
+
+# --- secrets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "shown"),
+    [
+        (f"s3://AKIA:{QUOTED}@bucket/p", {}, "s3://bucket/p"),
+        (
+            f"s3://bucket/p?secret_key={SECRET}&region=us-east-1&endpoint_override=localhost:1",
+            {},
+            "s3://bucket/p?region=us-east-1&endpoint_override=localhost:1",
+        ),
+        ("s3://bucket/p/", {"access_key": "AKIA", "secret_key": SECRET}, "s3://bucket/p"),
+        (f"ftp://user:{QUOTED}@host:21/p", {}, "ftp://host:21/p"),
+        ("ftp://user@host:21/p", {"client": {"password": SECRET}}, "ftp://user@host:21/p"),
+        ("abfss://container@account.dfs.core.windows.net/p", {"sas_token": SECRET}, None),
+    ],
+)
+def test_neither_url_nor_repr_nor_error_holds_a_secret(
+    url: str, options: dict[str, object], shown: str | None
+) -> None:
+    store = Store(url, options)
+    assert store.url == (shown or url)
+    assert SECRET not in repr(store) + store.full_url("runs/r")
+    assert store.hide(f"403 for {SECRET}, {url}").count("sw0rdfish") == 0
+    copy = pickle.loads(pickle.dumps(store))
+    assert copy == store
+    assert copy.hide(SECRET) == "***"
+
+
+def test_a_password_that_is_not_quoted_is_refused_and_hidden() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Store.create(f"s3://AKIA:{SECRET}@bucket/p")
+    assert str(caught.value) == (
+        "Store.create('s3://<hidden>'): the user or password before the '@' holds a character that ends it. Write it as "
+        "urllib.parse.quote(password, safe='') does, or give it as a storage option."
+    )
+
+
+def test_an_error_that_would_tell_a_secret_does_not_chain() -> None:
+    url = f"ftp://user:{QUOTED}@localhost:1/p"
+    with pytest.raises(InvalidArgumentError) as caught:
+        Store.create(url)
+    assert "ftp://localhost:1/p" in str(caught.value)
+    assert "cannot be written: ConnectionRefusedError" in str(caught.value)
+    assert SECRET not in str(caught.value)

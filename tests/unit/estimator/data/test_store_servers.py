@@ -1,0 +1,102 @@
+"""Stores behind servers on loopback: S3 through pyarrow, FTP through fsspec, and when they are gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.estimator.data.packed import RowSource, write_packed
+from sparkhvd.estimator.data.schema import Column, DataSchema
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from tests.harness.servers import S3, SECRET, cable
+
+pytestmark = pytest.mark.leaks("file systems keep their connections open")
+
+
+@pytest.fixture(params=["s3", "ftp", "fsspec"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Store]:
+    if request.param == "s3":
+        server: S3 = request.getfixturevalue("s3")
+        yield Store.create(f"s3://bucket/unit-{time.monotonic_ns()}", **server.options())
+    elif request.param == "ftp":
+        yield Store.create(f"{request.getfixturevalue('ftp')}/deep/store")
+    else:
+        yield Store.create(f"local://{tmp_path_factory.mktemp('fsspec')}/deep/store")
+
+
+def test_a_served_store_reads_writes_lists_and_deletes(served: Store) -> None:
+    assert SECRET not in served.url
+    assert served.list("runs") == []
+    assert not served.exists("runs/1/a")
+    for path in ("runs/1/a", "runs/1/deep/b", "runs/2/c"):
+        served.write_bytes(path, b"one")
+    served.write_bytes("runs/1/a", b"two")
+    assert served.read_bytes("runs/1/a") == b"two"
+    assert served.list("runs") == ["runs/1", "runs/2"]
+    assert served.list("runs", recursive=True) == ["runs/1/a", "runs/1/deep/b", "runs/2/c"]
+    with pytest.raises(FileNotFoundError):
+        served.read_bytes("runs/none")
+    with pytest.raises(RuntimeError), served.open_output("runs/1/a") as sink:  # noqa: PT012
+        sink.write(b"half")
+        raise RuntimeError("midway")
+    assert served.read_bytes("runs/1/a") == b"two"
+    served.delete("runs/1")
+    served.delete("runs/never")
+    served.delete("runs/2/c")
+    assert served.list("runs", recursive=True) == []
+
+
+def test_rows_and_checkpoints_come_back_from_a_served_store(served: Store) -> None:
+    column = Column("x", "scalar", "float32", (), "float", "float32")
+    values = np.arange(200_000, dtype=np.float32)
+    file = write_packed(
+        served, "data/k/a/part.parquet", [column], {"x": values}, row_group_bytes=1 << 18
+    )
+    manifest = Manifest((file,), DataSchema((column,), ()), len(values))
+    with RowSource(served, manifest) as source:
+        rows = np.array([0, 77_777, 199_999], np.int64)
+        assert np.array_equal(source.read(["x"], rows)["x"], values[rows])
+        assert np.array_equal(source.read(["x"])["x"], values)
+    checkpoints = Checkpoints(served, "runs/r")
+    for epoch in range(4):
+        checkpoints.save(Checkpoint(epoch, {}, {}, None, [{"epoch": 1}], "{}"))
+    found = Checkpoints(served, "runs/r").latest()
+    assert found is not None
+    assert found.epoch == 3
+    assert checkpoints.history() == [{"epoch": 1}]
+
+
+def test_a_server_that_is_gone_is_named_without_the_key(s3: S3) -> None:
+    with cable(s3.port) as line:
+        store = Store.create("s3://bucket/gone", **s3.options(line.port))
+        store.write_bytes("runs/r/a", b"x")
+        line.cut()
+        with pytest.raises(StoreError) as caught:
+            store.write_bytes("runs/r/b", b"y")
+        assert str(caught.value).startswith(
+            "The store s3://bucket/gone cannot be written (runs/r/b): "
+        )
+        assert "a fit with the same run_id goes on from the last checkpoint" in str(caught.value)
+        with pytest.raises(StoreError, match="The store s3://bucket/gone cannot be read"):
+            store.read_bytes("runs/r/a")
+        with pytest.raises(InvalidArgumentError, match="the place cannot be written"):
+            Store.create("s3://bucket/gone", **s3.options(line.port))
+
+
+def test_a_bucket_that_is_not_there_and_options_that_nobody_takes_are_said(s3: S3) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"Store\.create\('s3://none/p'\): the place cannot be written"
+    ):
+        Store.create("s3://none/p", **s3.options())
+    with pytest.raises(InvalidArgumentError) as caught:
+        Store.create("s3://bucket/p", secret=SECRET, key="AKIA")
+    assert "the place cannot be written: TypeError" in str(caught.value)
+    assert SECRET not in str(caught.value)
