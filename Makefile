@@ -1,7 +1,7 @@
 # Build, test, measure. `make env` is what everything else stands on; CONTRIBUTING.md says more.
 #
 #   make demo     train on handwritten digits with two Spark tasks
-#   make test     lint, C++ tests, Python tests (what .ci/run runs)
+#   make test     lint, C++ tests, Python tests, those with petastorm (what .ci/run runs)
 #   make soak     the same with the long legs
 #   make wheel    the wheels, into dist/
 #   make fuzz     bytes of a peer through libFuzzer, where there is clang
@@ -45,7 +45,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time: the machine's cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: wheel test-wheels test-aarch64
+.PHONY: wheel test-wheels test-aarch64 test-petastorm
 .PHONY: env native test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -68,7 +68,7 @@ native: $(NATIVE)
 java:
 	@tools/java.sh >/dev/null
 
-test: lint test-native test-races test-memory test-python
+test: lint test-native test-races test-memory test-python test-petastorm
 
 lint: $(PACKAGES)
 	$(VENV)/bin/ruff check .
@@ -128,6 +128,19 @@ fuzz-if-clang:
 
 test-python: env
 	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest $(PYTEST_FLAGS)
+
+# Data sets of petastorm, and the oldest pyspark, pyarrow and numpy that are supported, in an environment of their own.
+PETASTORM_ENV := build/petastorm-env
+PETASTORM_TESTS := tests/petastorm tests/unit/estimator/data/test_dataset.py tests/unit/estimator/data/test_parquet.py \
+  tests/unit/estimator/data/test_packed.py
+
+$(PETASTORM_ENV)/.stamp: tools/petastorm_env.sh | $(PACKAGES)
+	@tools/petastorm_env.sh $(PY) $(PETASTORM_ENV) || test $$? -eq 3
+	@mkdir -p $(@D) && touch $@
+
+test-petastorm: env $(PETASTORM_ENV)/.stamp
+	@test ! -x $(PETASTORM_ENV)/bin/python || { $(WITH_JAVA) $(PETASTORM_ENV)/bin/python -c "import petastorm" && \
+	  timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PETASTORM_ENV)/bin/python -m pytest -W ignore::FutureWarning $(PYTEST_FLAGS) $(PETASTORM_TESTS); }
 
 # Wheels are compiled by zig for old and other machines; it has an environment of its own.
 WHEEL_ENV := build/wheel-env

@@ -26,6 +26,8 @@ from sparkhvd.estimator.data.schema import check_schema
 from tests.harness.soak import amount
 
 ROW_BYTES = 8 + 3 * 4
+# pyarrow 14 reads half-precision numbers and null lists of a fixed length, and cannot write them.
+WRITES_ALL = int(pa.__version__.split(".")[0]) >= 15
 
 
 def table(first: int, rows: int) -> pa.Table:
@@ -166,7 +168,7 @@ def test_every_kind_of_column_is_what_arrow_has(tmp_path: Path) -> None:
     columns = {
         "byte": pa.array(numbers, pa.uint8()),
         "wide": pa.array(numbers, pa.uint64()),
-        "half": pa.array(numbers.astype(np.float16)),
+        "half": pa.array(numbers.astype(np.float16 if WRITES_ALL else np.float32)),
         "exact": pa.array(numbers).cast(pa.decimal128(24, 2)),
         "yes": pa.array(numbers % 2 == 0),
         "fixed": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(rows * 2) / 2), 2),
@@ -224,6 +226,7 @@ def test_every_kind_of_column_is_what_arrow_has(tmp_path: Path) -> None:
         assert [found[name].row(k).tobytes() for k in range(len(wanted))] == [of(i) for i in wanted]
 
 
+@pytest.mark.skipif(not WRITES_ALL, reason="this pyarrow cannot write them")
 def test_lists_of_a_fixed_length_with_nulls_are_counted(tmp_path: Path) -> None:
     values = pa.array([[1.0, 2.0]] * 300 + [None, [3.0, 4.0]], pa.list_(pa.float32(), 2))
     pq.write_table(pa.table({"x": values}), tmp_path / "a.parquet")
