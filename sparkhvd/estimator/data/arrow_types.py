@@ -80,7 +80,7 @@ def plain(array: Any) -> Any:
     if pa.types.is_dictionary(kind):
         return plain(array.dictionary_decode())
     if pa.types.is_fixed_size_binary(kind):
-        return array.cast(pa.binary())
+        return _fixed_bytes(array)
     if pa.types.is_fixed_size_list(kind):
         return _fixed_lists(array)
     if _is_any_list(kind) and _needs_change(kind.value_type):
@@ -128,6 +128,23 @@ def _fixed_lists(array: Any) -> Any:
     return _lists(plain(values), lengths, nulls)
 
 
+def _fixed_bytes(array: Any) -> Any:
+    """Values of a fixed number of bytes, with offsets. pyarrow 14 crashes when it casts a part of such an array."""
+    width, rows = array.type.byte_width, len(array)
+    offsets = np.arange(rows + 1, dtype=np.int64) * width
+    is_small = offsets[-1] < 2**31
+    data = array.buffers()[1]
+    return pa.Array.from_buffers(
+        pa.binary() if is_small else pa.large_binary(),
+        rows,
+        [
+            _validity(_nulls(array)),
+            pa.py_buffer(offsets.astype(np.int32 if is_small else np.int64)),
+            data.slice(array.offset * width, rows * width) if data is not None else None,
+        ],
+    )
+
+
 def _tensor(array: Any, shape: Any) -> Any:
     """Arrow's fixed-shape tensors as nested lists; of any other extension the storage."""
     lists = plain(array.storage)
@@ -150,8 +167,12 @@ def _lists(values: Any, lengths: Any, nulls: Any) -> Any:
     np.cumsum(lengths, out=offsets[1:])
     is_small = offsets[-1] < 2**31
     kind = (pa.list_ if is_small else pa.large_list)(values.type)
-    validity = pa.py_buffer(np.packbits(~nulls, bitorder="little")) if nulls is not None else None
     data = pa.py_buffer(offsets.astype(np.int32 if is_small else np.int64))
     return pa.Array.from_buffers(
-        kind, len(lengths), [validity, data], -1 if nulls is not None else 0, 0, [values]
+        kind, len(lengths), [_validity(nulls), data], -1 if nulls is not None else 0, 0, [values]
     )
+
+
+def _validity(nulls: Any) -> Any:
+    """Arrow's bits of the rows that are not null; None if none is."""
+    return None if nulls is None else pa.py_buffer(np.packbits(~nulls, bitorder="little"))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data import parquet
+from sparkhvd.estimator.data.arrow_types import plain
 from sparkhvd.estimator.data.dataset import open_dataset, read_manifest
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.parquet import ParquetSource
@@ -224,6 +225,14 @@ def test_every_kind_of_column_is_what_arrow_has(tmp_path: Path) -> None:
         ("long", lambda i: f"{i}".encode()),
     ):
         assert [found[name].row(k).tobytes() for k in range(len(wanted))] == [of(i) for i in wanted]
+
+
+def test_bytes_of_a_fixed_number_with_nulls_are_plain_in_parts() -> None:
+    values = pa.array([b"ab", None, b"cd", b"ef", None], pa.binary(2))
+    for part in (values, values.slice(2), values.slice(1, 3), values.slice(0, 0)):
+        found = plain(part)
+        assert found.type == pa.binary()
+        assert found.to_pylist() == part.to_pylist()
 
 
 @pytest.mark.skipif(not WRITES_ALL, reason="this pyarrow cannot write them")
