@@ -22,6 +22,7 @@ from sparkhvd.estimator.binding import InputBinding
 from sparkhvd.estimator.data.defaults import default_store
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.schema import RAW_TYPES, Column, check_schema
+from sparkhvd.estimator.data.vectors import join_vectors, split_vectors, vector_columns
 from sparkhvd.estimator.params import PredictParams, with_signature
 from sparkhvd.estimator.predict import Output, PredictSpec, output_widths, predict
 from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump, store_weights
@@ -183,8 +184,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             functions=self._row_functions(fitted),
         )
 
+        is_vector = vector_columns(dataset.schema)
+
         def run(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-            return predict(spec, batches)
+            return predict(spec, (join_vectors(batch, is_vector) for batch in batches))
 
         fields = [
             *dataset.schema.fields,
@@ -201,7 +204,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
                 for name, f in zip(plain, fields, strict=True)
             ]
         )
-        sent = dataset.toDF(*plain[: len(dataset.columns)])
+        sent: DataFrame = split_vectors(dataset.toDF(*plain[: len(dataset.columns)]), is_vector)
         return sent.mapInArrow(run, schema).toDF(*[f.name for f in fields])
 
     def _require_fitted(self) -> Fitted:

@@ -29,6 +29,7 @@ from sparkhvd.estimator.data.schema import Column, DataSchema
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.data.store_errors import raised_by_tasks, telling_the_driver
 from sparkhvd.estimator.data.values import Ragged, SparseRows, Values, num_bytes
+from sparkhvd.estimator.data.vectors import join_vectors, split_vectors, vector_columns
 from sparkhvd.runner.spark_shim import SparkShim
 
 __all__ = ["materialize"]
@@ -80,8 +81,9 @@ def materialize(
         selected = _select(df, schema)
         if num_partitions is not None:
             selected = selected.coalesce(num_partitions)
-        task = _WriteTask(store, schema, data_dir, row_group_bytes)
-        stage = selected.mapInArrow(task, _RESULT_DDL)
+        is_vector = vector_columns(selected.schema)
+        task = _WriteTask(store, schema, data_dir, row_group_bytes, is_vector)
+        stage = split_vectors(selected, is_vector).mapInArrow(task, _RESULT_DDL)
         with raised_by_tasks(store), bounded_batches(selected):
             rows = SparkShim(df.sparkSession).collect(stage, f"sparkhvd-{uuid.uuid4().hex}")
         outcomes = [
@@ -115,6 +117,7 @@ class _WriteTask:
     schema: DataSchema
     data_dir: str
     row_group_bytes: int
+    is_vector: tuple[bool, ...]
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from pyspark import TaskContext
@@ -123,9 +126,10 @@ class _WriteTask:
         assert context is not None
         partition, attempt = context.partitionId(), context.taskAttemptId()
         path = f"{self.data_dir}/part-{partition:05d}-{attempt}.parquet"
+        joined = (join_vectors(batch, self.is_vector) for batch in batches)
         with telling_the_driver():
             self.check_wanted()
-            outcome = self.write(batches, path)
+            outcome = self.write(joined, path)
             try:
                 self.check_wanted()
             except BaseException:
