@@ -24,6 +24,7 @@ __all__ = [
     "describe",
     "dump_shell",
     "foreign_class",
+    "light_copy",
     "load_shell",
     "rebuild",
     "tensors_of",
@@ -63,6 +64,16 @@ def copy_with(module: nn.Module, state: Mapping[str, Any]) -> nn.Module:
     copied = copy.deepcopy(module, memo)
     copied.load_state_dict(state)
     return copied
+
+
+def light_copy(module: nn.Module) -> nn.Module:
+    """A copy for looking at, whose parameters are objects of their own over the same memory."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach(), p.requires_grad)
+        for p in module.parameters()
+        if type(p) is nn.Parameter
+    }
+    return copy.deepcopy(module, memo)
 
 
 def foreign_class(module: nn.Module) -> str | None:
@@ -234,9 +245,11 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
 
     def persistent_id(self, value: Any) -> Any:
         name = self._names.get(id(value))
-        return (
-            None if name is None else (name, isinstance(value, nn.Parameter), value.requires_grad)
-        )
+        if name is None:
+            return None
+        pid = (name, isinstance(value, nn.Parameter), value.requires_grad)
+        # What the user wrote on it, for example for groups of an optimizer.
+        return (*pid, dict(vars(value))) if vars(value) else pid
 
 
 class _ShellUnpickler(pickle.Unpickler):
@@ -246,11 +259,13 @@ class _ShellUnpickler(pickle.Unpickler):
         self._made: dict[str, Tensor] = {}
 
     def persistent_load(self, pid: Any) -> Any:
-        name, is_parameter, requires_grad = pid
+        name, is_parameter, requires_grad, *attributes = pid
         if name not in self._made:
             tensor = self._weights[name]
             if is_parameter and not isinstance(tensor, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad)
+            for found in attributes:
+                vars(tensor).update(found)
             self._made[name] = tensor
         return self._made[name]
 

@@ -218,7 +218,7 @@ class Decoder:
             result = self._from_code(content, value["what"])
         else:
             return self._plain(kind, content)
-        if name == "model":
+        if name == "model" and isinstance(result, nn.Module):  # else a function that makes one
             self.module = result
         return result
 

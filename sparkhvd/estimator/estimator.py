@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
@@ -28,10 +29,10 @@ from sparkhvd.estimator.runs import Folds
 from sparkhvd.estimator.training.building import OVERRIDES
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.options import FINGERPRINTED
-from sparkhvd.estimator.training.program import describe_program
+from sparkhvd.estimator.training.program import describe_program, store_program
 from sparkhvd.estimator.training.progress import EpochReporter, poll_interval, report_skipped
 from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
-from sparkhvd.estimator.training.train import PROGRAM_NAME, train
+from sparkhvd.estimator.training.train import train
 from sparkhvd.estimator.training.transformations import (
     bind_transformed,
     flat_columns,
@@ -95,7 +96,9 @@ class TorchEstimator(
             report_skipped(data.skipped, request.cluster.verbose)
             spec, widths = self._specify(request, data)
             request.run.check(spec.fingerprint, spec.epochs)
-            request.store.write_bytes(f"{spec.run_dir}/{PROGRAM_NAME}", request.pickled)
+            given = self._get("model")
+            written = store_program(request.store, spec.run_dir, request.pickled, given)
+            spec = replace(spec, program_weights=written)
             report = self._launch(request, spec)
         model = self._collect(request, spec, data, report, widths)
         request.run.finish(report.results[0].epoch)
@@ -116,13 +119,12 @@ class TorchEstimator(
         shared = self.copy()
         shared.clear(shared.data_key)
         shared._scope = scope = Scope()
-        maps = []
-        for index, given in enumerate(paramMaps):
-            run_id = given.get(self.run_id, self._get("run_id"))
-            if run_id:
-                names = self._folds.names(run_id, dataset.semanticHash(), len(paramMaps))
-                given = {**given, self.run_id: names[index]}
-            maps.append(given)
+        run_ids = [given.get(self.run_id, self._get("run_id")) for given in paramMaps]
+        data = dataset.semanticHash() if any(run_ids) else 0
+        maps = [
+            {**given, self.run_id: self._folds.name(run_id, data, index)} if run_id else given
+            for index, (given, run_id) in enumerate(zip(paramMaps, run_ids, strict=True))
+        ]
         return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)
 
     # -- run ------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def staging_folder(spark: Any, path: str) -> Iterator[str]:
     Where it can be it is on the file system of `path`, so that nothing is copied.
     """
     with contextlib.ExitStack() as stack:
-        near = _local_path(spark, os.path.dirname(path.rstrip("/")))
+        near = os.path.dirname(_local_path(spark, path))
         while near and not os.path.isdir(near):
             near = os.path.dirname(near)
         folder = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ import torch
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import heads
+from sparkhvd.estimator.architecture import light_copy
 from sparkhvd.estimator.binding import InputBinding, bind_inputs, model_dtype
 from sparkhvd.estimator.cluster import Cluster, Given, resolve_cluster
 from sparkhvd.estimator.data.defaults import default_store
@@ -267,6 +267,6 @@ def try_model(
     Raises:
         InvalidArgumentError: it fails, or has another number of outputs.
     """
-    trial = copy.deepcopy(model).eval()
+    trial = light_copy(model).eval()
     widths = output_widths(trial, inputs, schema.features, examples)
     return fitted_widths(widths, [c.name for c in schema.labels])

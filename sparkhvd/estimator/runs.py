@@ -118,21 +118,20 @@ class Folds:
         self._lock = threading.Lock()
         self._seen: dict[str, list[Hashable]] = {}
 
-    def names(self, run_id: str, data: Hashable, count: int) -> list[str]:
-        """The run ids of so many param maps: mine-0, mine-1; of the second fold mine-fold2-0, mine-fold2-1.
+    def name(self, run_id: str, data: Hashable, index: int) -> str:
+        """The run id of a param map: mine-0, mine-1; of the second fold mine-fold2-0, mine-fold2-1.
 
         Args:
             run_id: that the estimator or the param map has.
             data: equal for equal data; equal data are one fold.
-            count: number of param maps.
+            index: of the param map.
         """
         with self._lock:
             seen = self._seen.setdefault(run_id, [])
             if data not in seen:
                 seen.append(data)
             number = seen.index(data) + 1
-        fold = f"fold{number}-" if number > 1 else ""
-        return [f"{run_id}-{fold}{index}" for index in range(count)]
+        return f"{run_id}-fold{number}-{index}" if number > 1 else f"{run_id}-{index}"
 
 
 def open_run(store: Store, run_id: str, *, warm_start: bool) -> Run:

@@ -42,16 +42,18 @@ class Weights:
         sha256: of the bytes.
         data: the bytes, or None.
         store: where they are if not here.
+        name: the file in the store; "" for one that their hash names.
     """
 
     sha256: str
     data: bytes | None = field(default=None, repr=False)
     store: Store | None = None
+    name: str = ""
 
     @property
     def path(self) -> str:
         """The file in the store."""
-        return f"models/{self.sha256}"
+        return self.name or f"models/{self.sha256}"
 
     def load(self) -> dict[str, Tensor]:
         """The tensors by name.

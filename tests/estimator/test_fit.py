@@ -242,7 +242,7 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
         (
             df,
             {"lr_scheduler": lambda o: StepLR(o, 2, 0.1)},
-            'lr_scheduler: "gamma" was 0.5 and is 0.1',
+            "lr_scheduler: 'gamma' was 0.5 and is 0.1",
         ),
         (df, {"epochs": 1}, "it has 2 epochs, and epochs is 1"),
         (df, {"model": wider}, change),
@@ -336,8 +336,8 @@ def test_param_maps_share_data_and_have_runs_of_their_own(
     assert est.getRunId() == "mine"
     # The same data are the same fold, also for a copy.
     other, same = df.limit(19).semanticHash(), df.semanticHash()
-    for data, names in ((other, ["mine-fold2-0"]), (same, ["mine-0"]), (other, ["mine-fold2-0"])):
-        assert est.copy()._folds.names("mine", data, 1) == names
+    for data, name in ((other, "mine-fold2-1"), (same, "mine-1"), (other, "mine-fold2-1")):
+        assert est.copy()._folds.name("mine", data, 1) == name
 
 
 def test_fit_leaves_no_process(spark: SparkSession) -> None:

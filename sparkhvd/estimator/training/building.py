@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.architecture import light_copy
 from sparkhvd.estimator.training.program import build_optimizer
 from sparkhvd.torch import arguments
 
@@ -90,7 +90,7 @@ class Overrides:
         if self == Overrides():
             return
         if not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = build_optimizer(optimizer, copy.deepcopy(model))
+            optimizer = build_optimizer(optimizer, light_copy(model))
         for name, value in (
             ("lr", self.learning_rate),
             ("lr", self.lr_scaling),

@@ -172,16 +172,18 @@ class Checkpoints:
     def load(self, epoch: int, step: int = 0, *, sha256: str | None = None) -> Checkpoint:
         """The checkpoint after `epoch` epochs and `step` steps."""
         path = self.path(epoch, step)
+        if sha256 is None and (local := self._store.local_path(path)) is not None:
+            return self._parse(path, local)  # without the file's bytes in memory
         data = self._store.read_bytes(path)
         if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
             raise InvalidArgumentError(
                 f"{self._store.full_url(path)}: the file is not what was written. Delete the run's folder, or "
                 "give another run_id."
             )
-        return self._parse(path, data)
+        return self._parse(path, io.BytesIO(data))
 
-    def _parse(self, path: str, data: bytes) -> Checkpoint:
-        values = torch.load(io.BytesIO(data), weights_only=True)
+    def _parse(self, path: str, source: Any) -> Checkpoint:
+        values = torch.load(source, weights_only=True)
         version = values.pop("format_version")
         if version != FORMAT_VERSION:
             raise InvalidArgumentError(
@@ -192,7 +194,7 @@ class Checkpoints:
 
     def load_weights(self, path: str) -> dict[str, Any]:
         """The model's state dict in a checkpoint file of any run, relative to the store."""
-        return self._parse(path, self._store.read_bytes(path)).model
+        return self._parse(path, io.BytesIO(self._store.read_bytes(path))).model
 
     def history(self) -> list[dict[str, Any]]:
         """The records of the epochs that are done, as the metrics file has them now."""

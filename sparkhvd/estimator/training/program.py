@@ -1,7 +1,8 @@
 """What the ranks train: model, optimizer, loss and metrics, checked and pickled on the driver.
 
 All of it is one pickle, so that an optimizer instance still points at the parameters of its model on the other
-side, with its parameter groups and state.
+side, with its parameter groups and state. The weights of a large model are a file beside it, which is written and read
+without a second copy in memory.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.estimator.architecture import dump_shell, light_copy, load_shell, tensors_of
 from sparkhvd.estimator.data.functions import RowFunctions
+from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.metrics import Metric, StateMetric
 from sparkhvd.estimator.training.schedulers import describe_scheduler
 from sparkhvd.estimator.training.user_code import UserCode
+from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump
 from sparkhvd.torch.powersgd import PowerSGD
 
 __all__ = [
+    "PROGRAM_NAME",
     "Program",
     "build_optimizer",
     "check_model",
@@ -33,10 +38,14 @@ __all__ = [
     "describe_program",
     "dump_program",
     "load_program",
+    "store_program",
     "resolve_losses",
 ]
 
 Loss = Callable[..., Any]
+
+PROGRAM_NAME = "program.pkl"
+WEIGHTS_NAME = "program-weights.pt"
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def dump_program(program: Program) -> tuple[bytes, str]:
         InvalidArgumentError: a part cannot be pickled; the message names the param.
     """
     try:
-        data = cloudpickle.dumps(program)
+        data = dump_shell(_apart(program.model), program)
     except Exception as e:
         name, part = _unpicklable(program)
         raise InvalidArgumentError(
@@ -81,6 +90,41 @@ def dump_program(program: Program) -> tuple[bytes, str]:
             "it from classes and functions that pickle, without open files, locks or sessions."
         ) from e
     return data, hashlib.sha256(data).hexdigest()
+
+
+def _apart(model: Any) -> nn.Module:
+    """The module whose tensors are not part of the pickle: the model if it is large, else one without tensors."""
+    if not isinstance(model, nn.Module):
+        return nn.Module()
+    tensors = model.state_dict(keep_vars=True).values()
+    # Other kinds of tensors could not be read back without trust.
+    if not all(type(t) in (Tensor, nn.Parameter) for t in tensors if isinstance(t, Tensor)):
+        return nn.Module()
+    return (
+        model if sum(t.nbytes for t in tensors_of(model).values()) > CLOSURE_BYTES else nn.Module()
+    )
+
+
+def store_program(store: Store, run_dir: str, data: bytes, model: Any) -> Weights | None:
+    """Write what `dump_program` gave, and the weights of a large model beside it.
+
+    Args:
+        store: where the run is.
+        run_dir: its folder.
+        data: the program.
+        model: of the program: a module, or the function that makes it.
+
+    Returns:
+        Where the weights are; None if they are part of the program.
+    """
+    store.write_bytes(f"{run_dir}/{PROGRAM_NAME}", data)
+    tensors = tensors_of(_apart(model))
+    if not tensors:
+        return None
+    path = f"{run_dir}/{WEIGHTS_NAME}"
+    with store.open_output(path) as sink:
+        sha256 = dump(tensors, sink)
+    return Weights(sha256, None, store, path)
 
 
 def _unpicklable(program: Program) -> tuple[str, Any]:
@@ -99,7 +143,7 @@ def _unpicklable(program: Program) -> tuple[str, Any]:
     return "model", program.model
 
 
-def load_program(data: bytes, sha256: str) -> Program:
+def load_program(data: bytes, sha256: str, weights: Weights | None = None) -> Program:
     """The program that `dump_program` wrote, if these are the bytes that the driver meant.
 
     Raises:
@@ -111,7 +155,7 @@ def load_program(data: bytes, sha256: str) -> Program:
             f"The program in the store has SHA-256 {found}, the driver wrote {sha256}. Something else wrote to "
             "the run's folder; give every fit its own run_id."
         )
-    program = cloudpickle.loads(data)
+    program = load_shell(data, {} if weights is None else weights.load())
     assert isinstance(program, Program)
     return program
 
@@ -169,7 +213,7 @@ def check_optimizer(optimizer: Any, given: Any, model: nn.Module) -> None:
                 "model's parameters."
             )
         # A copy, because an optimizer may hang hooks on its parameters.
-        made = build_optimizer(optimizer, copy.deepcopy(model))
+        made = build_optimizer(optimizer, light_copy(model))
     elif given is not model:
         raise InvalidArgumentError(
             f"optimizer is an instance of {type(optimizer).__name__}, which holds the parameters of one model, and model is "
@@ -339,7 +383,7 @@ def _scheduler(program: Program) -> Any:
         return None
     optimizer = program.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = build_optimizer(optimizer, copy.deepcopy(program.model))
+        optimizer = build_optimizer(optimizer, light_copy(program.model))
     return describe_scheduler(program.lr_scheduler, optimizer)
 
 

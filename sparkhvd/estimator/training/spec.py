@@ -11,6 +11,7 @@ from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.labels import LabelBinding
 from sparkhvd.estimator.training.building import Overrides
 from sparkhvd.estimator.training.monitor import EarlyStopping, Monitor
+from sparkhvd.estimator.weights import Weights
 
 __all__ = ["TrainResult", "TrainSpec"]
 
@@ -25,6 +26,7 @@ class TrainSpec:
         start_from: file in the store with the weights to start from; "" for those of the program.
         checkpoint_interval_s: no more than this many seconds of steps are lost with a rank.
         program_sha256: of `<run_dir>/program.pkl`; checked before it is unpickled.
+        program_weights: the weights of a large model, beside its program; else None.
         data_dir: folder of the materialized data, or of the list of files that are read as they are.
         data_store: where those files are; None means in `store`.
         inputs: which columns become which argument of the model.
@@ -67,6 +69,7 @@ class TrainSpec:
     data_dir: str
     inputs: InputBinding
     labels: LabelBinding
+    program_weights: Weights | None = None
     start_from: str = ""
     checkpoint_interval_s: float = 300.0
     sample_weight: str | None = None

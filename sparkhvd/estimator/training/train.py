@@ -40,7 +40,12 @@ from sparkhvd.estimator.training.metrics import Totals
 from sparkhvd.estimator.training.module_state import broadcast_module_state
 from sparkhvd.estimator.training.monitor import best_epoch, reason_to_stop
 from sparkhvd.estimator.training.precision import loss_scaler
-from sparkhvd.estimator.training.program import Program, build_optimizer, load_program
+from sparkhvd.estimator.training.program import (
+    PROGRAM_NAME,
+    Program,
+    build_optimizer,
+    load_program,
+)
 from sparkhvd.estimator.training.saver import Saver
 from sparkhvd.estimator.training.schedule import Schedule
 from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
@@ -56,9 +61,7 @@ from sparkhvd.estimator.training.train_fn import TrainFnContext, run_train_fn
 from sparkhvd.estimator.training.user_step import StepContext, UserStep
 from sparkhvd.runner import context
 
-__all__ = ["PROGRAM_NAME", "train"]
-
-PROGRAM_NAME = "program.pkl"
+__all__ = ["train"]
 
 
 def train(spec: TrainSpec) -> TrainResult:
@@ -74,7 +77,7 @@ def train(spec: TrainSpec) -> TrainResult:
         torch.set_num_threads(place.num_threads)
     hvd.init()
     pickled = spec.store.read_bytes(f"{spec.run_dir}/{PROGRAM_NAME}")
-    program = load_program(pickled, spec.program_sha256)
+    program = load_program(pickled, spec.program_sha256, spec.program_weights)
     program = replace(program, model=build_model(program.model, spec.seed))
     call = compile_model(program.model) if spec.compile else program.model
     checkpoints = Checkpoints(spec.store, spec.run_dir)

@@ -15,6 +15,7 @@ from sparkhvd.estimator.architecture import (
     describe,
     dump_shell,
     foreign_class,
+    light_copy,
     load_shell,
     rebuild,
     tensors_of,
@@ -136,6 +137,17 @@ def test_a_shell_holds_no_weights_and_keeps_identities() -> None:
     x = torch.randn(3, 500)
     assert torch.equal(loaded(x), module(x))
     assert its_optimizer.param_groups[0]["params"][0] is next(loaded.parameters())
+
+
+def test_a_light_copy_shares_memory_and_nothing_else() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    copied = light_copy(module).eval()
+    assert module.training
+    for mine, theirs in zip(module.parameters(), copied.parameters(), strict=True):
+        assert mine is not theirs
+        assert mine.data_ptr() == theirs.data_ptr()
+    copied[1].running_mean.fill_(3.0)
+    assert float(module[1].running_mean.sum()) == 0.0
 
 
 def test_a_copy_holds_the_tensors_it_is_given() -> None:

@@ -24,9 +24,9 @@ from sparkhvd.estimator.labels import bind_labels
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.metrics import resolve_metrics
 from sparkhvd.estimator.training.precision import autocast, widened
-from sparkhvd.estimator.training.program import Program, dump_program, resolve_losses
+from sparkhvd.estimator.training.program import Program, dump_program, resolve_losses, store_program
 from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
-from sparkhvd.estimator.training.train import PROGRAM_NAME, train
+from sparkhvd.estimator.training.train import train
 from sparkhvd.estimator.training.transformations import transformed_by
 from sparkhvd.estimator.training.user_code import check_user_code
 from sparkhvd.torch._context import use_engine
@@ -120,7 +120,7 @@ class Case:
             user=user,
         )
         data, sha256 = dump_program(program)
-        self.store.write_bytes(f"{RUN_DIR}/{PROGRAM_NAME}", data)
+        weights = store_program(self.store, RUN_DIR, data, program.model)
         schema, transformed = self.schema, None
         if user.transformations:
             manifest = Manifest.load(self.store, DATA_DIR)
@@ -137,6 +137,7 @@ class Case:
             store=self.store,
             run_dir=RUN_DIR,
             program_sha256=sha256,
+            program_weights=weights,
             data_dir=DATA_DIR,
             inputs=bind_inputs(self.model, schema, inputs=self.inputs),
             labels=bind_labels(

@@ -17,8 +17,10 @@ from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.packed import write_packed
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training import program
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.monitor import Monitor, best_epoch
+from sparkhvd.estimator.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
 from tests.unit.estimator.training.ranks import RUN_DIR, Case, assert_close, linear
 
@@ -313,6 +315,32 @@ def test_a_program_that_the_driver_did_not_write_is_not_unpickled(store: Store) 
         case.train(1, program_sha256=spec.program_sha256)
     assert isinstance(failed.value.errors[0], InternalError)
     assert "Something else wrote to the run's folder" in str(failed.value.errors[0])
+
+
+def test_the_weights_of_a_large_model_travel_beside_the_program(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kind_of(optimizer: Any) -> Any:
+        (weight, *_) = optimizer.param_groups[0]["params"]
+        assert weight.kind == "mine"  # what the user wrote on a parameter
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+
+    model = linear()
+    model[0].weight.kind = "mine"
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    case = Case(store, model, optimizer, lr_scheduler=kind_of)
+    small = len(dump_program(Program(model, optimizer, (), (), ()))[0])
+    monkeypatch.setattr(program, "CLOSURE_BYTES", 0)
+    assert len(dump_program(Program(model, optimizer, (), (), ()))[0]) < small
+    case.train(2)
+    case.lr_scheduler = None
+    assert_close(case.weights(1), case.reference(2, 1)[0], 1e-5)
+    spec = case.spec()
+    assert spec.program_weights is not None
+    assert spec.program_weights.load().keys() == model.state_dict().keys()
+    store.write_bytes(spec.program_weights.path, b"")
+    with pytest.raises(InternalError, match="program-weights.pt is not what its name says"):
+        spec.program_weights.load()
 
 
 def test_a_split_without_validation_rows_is_named(store: Store) -> None:
