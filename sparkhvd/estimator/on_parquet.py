@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.dataset import ParquetDataset, open_dataset
+from sparkhvd.estimator.data.dataset import ParquetDataset, open_dataset, store_of
 from sparkhvd.estimator.data.petastorm import UNISCHEMA_KEY, codec_decoders
+from sparkhvd.estimator.data.remote_store import RemoteStore
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.inputs import ParquetTable, is_dataframe
 from sparkhvd.runner.spark_shim import SparkShim, active_session
@@ -75,20 +76,21 @@ class FitOnParquet:
                 )
             path, params = None, path
         if isinstance(params, Sequence):
-            places: dict[str, Any] = {
+            again: dict[str, Any] = {
                 "validation_path": validation_path,
                 "storage_options": storage_options,
                 "dataset_idx": dataset_idx,
                 "spark": spark,
             }
-            return [self.fit_on_parquet(path, one, **places) for one in params]  # type: ignore[misc]  # one model per map
+            return [self.fit_on_parquet(path, one, **again) for one in params]  # type: ignore[misc]  # one model per map
         session = active_session() if spark is None else spark
         SparkShim(session)
         estimator = self.copy(params)
         _check(estimator, validation_path)
-        training, validation = _locate(
-            estimator, _Places(path, validation_path, storage_options, dataset_idx)
-        )
+        places = _Places(path, validation_path, storage_options, dataset_idx)
+        here, own = _locate(estimator, places)
+        training = open_dataset(seen_by(session, here))
+        validation = open_dataset(seen_by(session, own)) if own is not None else None
         names = [*(estimator._get("feature_cols") or []), *(estimator._get("label_cols") or [])]
         decoders = estimator._get("decoders") or {}
         if estimator.getOrDefault("reader") == "petastorm":
@@ -131,17 +133,37 @@ def _check(estimator: Any, validation_path: Any) -> None:
         )
 
 
-def _locate(estimator: Any, places: _Places) -> tuple[ParquetDataset, ParquetDataset | None]:
-    """The training data, and the validation data if they are files of their own."""
+def seen_by(spark: Any, store: Store) -> Store:
+    """The place of a data set as the process of this session reaches it: itself, or through tasks of a Connect session.
+
+    A Connect client may see nothing there, or other files under the same name. Nothing is written to tell: it sees the
+    data if it lists the same files as an executor, with their sizes and times.
+    """
+    if not SparkShim(spark).is_connect:
+        return store
+    remote = RemoteStore(store.direct, spark)
+    try:
+        theirs = remote.files()
+    except FileNotFoundError:
+        return remote
+    try:
+        is_seen = store.direct.files() == theirs
+    except OSError:
+        is_seen = False
+    return store.direct if is_seen else remote
+
+
+def _locate(estimator: Any, places: _Places) -> tuple[Store, Store | None]:
+    """Where the training data are, and the validation data if they are files of their own."""
     options, index = places.storage_options, places.dataset_idx
     if places.path is not None:
         if index is not None:
             raise InvalidArgumentError(
                 f"dataset_idx is {index}, which counts data below the store, and path is {places.path!r}. Give one."
             )
-        training = open_dataset(places.path, options)
         held_out = places.validation_path
-        return training, open_dataset(held_out, options) if held_out is not None else None
+        own = store_of(held_out, options) if held_out is not None else None
+        return store_of(places.path, options), own
     store = estimator._get("store")
     if store is None:
         raise InvalidArgumentError(
@@ -150,14 +172,11 @@ def _locate(estimator: Any, places: _Places) -> tuple[ParquetDataset, ParquetDat
         )
     store = store if isinstance(store, Store) else Store.create(store)
     end = "" if index is None else f".{index}"
-    training = open_dataset(store.below(_HOROVOD_TRAINING + end))
+    training = store.below(_HOROVOD_TRAINING + end)
     if places.validation_path is not None:
-        return training, open_dataset(places.validation_path, options)
-    return training, (
-        open_dataset(store.below(_HOROVOD_VALIDATION + end))
-        if estimator._get("validation")
-        else None
-    )
+        return training, store_of(places.validation_path, options)
+    is_split = bool(estimator._get("validation"))
+    return training, store.below(_HOROVOD_VALIDATION + end) if is_split else None
 
 
 def _hint(dataset: ParquetDataset, names: Sequence[str]) -> None:

@@ -83,6 +83,37 @@ print("RUNS", model.getStore().list("runs/r"))
 """
 
 
+PARQUET = """
+import torch
+from torch import nn
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.errors import InvalidArgumentError
+
+df = spark.range(40).selectExpr("array(id % 5 / 5, 1.0D) AS x", "id % 7 / 7 AS y", "id % 2 AS half")
+df.write.partitionBy("half").parquet(FOLDER + "/table")
+estimator = TorchEstimator(
+    model=nn.Linear(2, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
+    label_cols=["y"], batch_size=4, num_proc=2, max_retries=0, verbose=0, store=FOLDER + "/store-of-parquet")
+model = estimator.fit_on_parquet(FOLDER + "/table", spark=spark)
+print("ROWS", model.history[0]["rows"])
+for path, column in ((FOLDER + "/none", "x"), (FOLDER + "/table", "z")):
+    try:
+        estimator.copy({estimator.feature_cols: [column]}).fit_on_parquet(path, spark=spark)
+    except InvalidArgumentError as e:
+        print("REFUSED", e)
+"""
+
+
+def test_a_client_trains_on_files_that_only_executors_see(
+    unseen_store: Unseen, tmp_path: Path
+) -> None:
+    output = unseen_store.run(PARQUET, tmp_path)
+    assert "ROWS 40" in output
+    refused = [line for line in output.splitlines() if line.startswith("REFUSED")]
+    assert "/none'): there is no such file or folder" in refused[0]
+    assert "names column 'z'" in refused[1]
+
+
 def test_a_client_reaches_all_of_a_store_that_it_does_not_see(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
@@ -18,17 +18,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.addresses import without_secrets
 from sparkhvd.estimator.data.arrow_types import num_leaves, spark_type
 from sparkhvd.estimator.data.convert import Findings, column_to_numpy, problems
 from sparkhvd.estimator.data.manifest import PARQUET, DataFile, Manifest
 from sparkhvd.estimator.data.packed import METADATA_KEY
 from sparkhvd.estimator.data.parquet import ParquetSource
+from sparkhvd.estimator.data.remote_store import RemoteStore
 from sparkhvd.estimator.data.schema import Column, DataSchema
 from sparkhvd.estimator.data.store import Store, StoredFile
 from sparkhvd.estimator.data.values import Ragged, SparseRows, Values, num_bytes
 
-__all__ = ["ParquetDataset", "fingerprint", "open_dataset", "read_manifest"]
+__all__ = ["ParquetDataset", "fingerprint", "open_dataset", "read_manifest", "store_of"]
 
 # Footers are read by so many threads: an object store answers in some ten milliseconds.
 _THREADS = 16
@@ -45,7 +45,7 @@ class ParquetDataset:
     """Ordinary Parquet at a path or URL; nothing but names and one footer has been read.
 
     Attributes:
-        url: as given, for messages.
+        url: for messages.
         store: rooted there.
         files: in the order of their rows.
         partitions: by path, the values of folders `column=value`.
@@ -99,23 +99,14 @@ def open_dataset(
     Raises:
         InvalidArgumentError: there is nothing, or something else.
     """
-    if isinstance(path, Store):
-        store, text = path, path.url
-    else:
-        text = os.fspath(path)
-        url = text if ":" in text.partition("/")[0] else os.path.abspath(text)
-        store = Store(url, storage_options)
-        text = without_secrets(text)
+    store = path if isinstance(path, Store) else store_of(path, storage_options)
+    text = store.url
     try:
         found = store.files()
     except FileNotFoundError as e:
         raise InvalidArgumentError(
             f"fit_on_parquet({text!r}): there is no such file or folder for this process. Give a path or URL of Parquet "
             "files that the driver and all executors can read."
-        ) from e
-    except (OSError, pa.ArrowException) as e:
-        raise InvalidArgumentError(
-            f"fit_on_parquet({text!r}): the data cannot be listed: {type(e).__name__}: {store.hide(str(e))}"
         ) from e
     files = tuple(f for f in found if f.size and not _is_hidden(f.path))
     if not files:
@@ -136,6 +127,14 @@ def open_dataset(
     return ParquetDataset(text, store, files, _partitions(text, files), schema, common)
 
 
+def store_of(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Store:
+    """The place of a data set; a relative path is below this process's folder. Nothing is looked at."""
+    text = os.fspath(path)
+    return Store(text if ":" in text.partition("/")[0] else os.path.abspath(text), storage_options)
+
+
 def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
     """The manifest of a data set, from all footers and the first rows.
 
@@ -148,8 +147,7 @@ def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
             `handle_invalid` allows none, the first rows cannot be used, or there are no rows.
     """
     stored = [c for c in schema.columns if c.name not in dataset.partition_columns]
-    with ThreadPoolExecutor(_THREADS, "sparkhvd-footers") as pool:
-        footers = list(pool.map(lambda f: _facts(dataset, f, stored), dataset.files))
+    footers = _all_facts(dataset, stored)
     files = tuple(
         DataFile(
             stat.path,
@@ -250,6 +248,21 @@ class _Facts:
     row_groups: tuple[int, ...]
     nulls: Mapping[str, int]
     num_bytes: Mapping[str, int]
+
+
+def _all_facts(dataset: ParquetDataset, columns: Sequence[Column]) -> list[_Facts]:
+    """What all footers tell: read by threads, or in one Spark task where this process does not see the files."""
+    if isinstance(dataset.store, RemoteStore):
+        found, _ = dataset.store._ask(_facts_in_task, dataset, columns)
+        return [_Facts(tuple(f["row_groups"]), f["nulls"], f["num_bytes"]) for f in found]
+    with ThreadPoolExecutor(_THREADS, "sparkhvd-footers") as pool:
+        return list(pool.map(lambda f: _facts(dataset, f, columns), dataset.files))
+
+
+def _facts_in_task(
+    store: Store, dataset: ParquetDataset, columns: Sequence[Column]
+) -> Iterator[list[dict[str, Any]]]:
+    yield [asdict(f) for f in _all_facts(replace(dataset, store=store), columns)]
 
 
 def _footer(store: Store, file: StoredFile) -> tuple[Any, Any]:

@@ -42,7 +42,8 @@ _PIECE_ROWS = 64 << 10
 _SPAN_BYTES = 64 << 20
 # Row groups above this are not fetched as a whole before they are decoded.
 _WHOLE_BYTES = 256 << 20
-_BUFFER_BYTES = 4 << 20
+# What they are read through instead: each column has a buffer of its own.
+_BUFFER_BYTES = 32 << 20
 _OPEN_FILES = 16
 
 Arrays = dict[str, Any]
@@ -306,7 +307,7 @@ class _File:
             self._source,
             metadata=self.metadata,
             pre_buffer=is_fetched,
-            buffer_size=0 if is_fetched else _BUFFER_BYTES,
+            buffer_size=0 if is_fetched else max(16 << 10, _BUFFER_BYTES // max(8, len(names))),
         )
         batches: Iterator[pa.RecordBatch] = file.iter_batches(
             batch_size=rows, row_groups=groups, columns=names

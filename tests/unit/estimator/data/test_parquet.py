@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -365,3 +367,45 @@ def test_a_manifest_comes_back_from_the_store(tmp_path: Path) -> None:
     again = Manifest.from_json(manifest.to_json())
     assert again == replace(manifest, variable_bytes=dict(manifest.variable_bytes))
     assert again.files[0].partition == (("k", 1), ("name", "a b"))
+
+
+_ONE_LARGE_ROW_GROUP = """
+import resource, sys
+from sparkhvd.estimator.data.dataset import open_dataset, read_manifest
+from sparkhvd.estimator.data.reader import Reader
+from sparkhvd.estimator.data.schema import check_schema
+
+def peak_bytes():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+dataset = open_dataset(sys.argv[1])
+names = dataset.arrow_schema.names
+manifest = read_manifest(dataset, check_schema(dataset.schema, feature_cols=names, label_cols=[]))
+before = peak_bytes()
+for shuffle in (False, True):
+    with Reader(dataset.store, manifest, rank=0, size=1, batch_size=1024, shuffle=shuffle, shuffle_bytes=8 << 20) as reader:
+        assert sum(b.num_rows for b in reader.epoch(0)) == manifest.num_rows
+print(peak_bytes() - before)
+"""
+
+
+def test_memory_is_bounded_whatever_the_size_of_a_row_group(tmp_path: Path) -> None:
+    rows, columns = 2_000_000, 16
+    values = np.random.default_rng(0).random(rows, np.float32)
+    pq.write_table(
+        pa.table({f"x{i}": values for i in range(columns)}),
+        tmp_path / "one.parquet",
+        row_group_size=rows,
+        compression="NONE",
+        use_dictionary=False,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", _ONE_LARGE_ROW_GROUP, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # The row group takes 128 MB; read are windows of 8 MiB, from pieces and buffers of some megabytes per column.
+    assert int(done.stdout) < 80 << 20

@@ -6,12 +6,16 @@ import time
 from collections.abc import Iterator
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.estimator.data.dataset import open_dataset, read_manifest
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.packed import RowSource, write_packed
-from sparkhvd.estimator.data.schema import Column, DataSchema
+from sparkhvd.estimator.data.parquet import ParquetSource
+from sparkhvd.estimator.data.schema import Column, DataSchema, check_schema
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from tests.harness.servers import S3, SECRET, cable
@@ -52,6 +56,20 @@ def test_a_served_store_reads_writes_lists_and_deletes(served: Store) -> None:
     served.delete("runs/never")
     served.delete("runs/2/c")
     assert served.list("runs", recursive=True) == []
+
+
+def test_ordinary_parquet_is_read_from_a_served_store(served: Store) -> None:
+    for day in range(2):
+        table = pa.table({"id": np.arange(day * 1000, (day + 1) * 1000)})
+        with served.open_output(f"table/day={day}/part.parquet") as sink:
+            pq.write_table(table, sink, row_group_size=300)
+    dataset = open_dataset(served.below("table"))
+    schema = check_schema(dataset.schema, feature_cols=["id", "day"], label_cols=[])
+    rows = np.array([3, 299, 300, 999, 1000, 1999])
+    with ParquetSource(dataset.store, read_manifest(dataset, schema)) as source:
+        found = source.read(["id", "day"], rows)
+    np.testing.assert_array_equal(found["id"], rows)
+    np.testing.assert_array_equal(found["day"], rows // 1000)
 
 
 def test_rows_and_checkpoints_come_back_from_a_served_store(served: Store) -> None:
