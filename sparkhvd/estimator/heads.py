@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - everyone's name
+
+from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
     "IDENTITY",
@@ -14,6 +17,7 @@ __all__ = [
     "SIGMOID",
     "SOFTMAX",
     "link_of",
+    "outputs_of",
     "prediction",
     "probability",
     "raw",
@@ -23,6 +27,23 @@ __all__ = [
 # How probabilities follow from outputs.
 SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
 LINKS = (SOFTMAX, SIGMOID, IDENTITY)
+
+
+def outputs_of(result: Any) -> tuple[Tensor, ...]:
+    """The outputs of a model as a tuple of tensors.
+
+    Raises:
+        InvalidArgumentError: they are something else.
+    """
+    outputs: Sequence[Any] = (result,) if isinstance(result, Tensor) else result
+    if isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    if not isinstance(outputs, (tuple, list)) or not all(isinstance(o, Tensor) for o in outputs):
+        raise InvalidArgumentError(
+            f"model.forward returned {type(result).__name__}; it must return one tensor, or a tuple with one "
+            "tensor per label column."
+        )
+    return tuple(outputs)
 
 
 def link_of(loss: Any) -> str:

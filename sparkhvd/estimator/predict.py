@@ -31,7 +31,6 @@ from sparkhvd.estimator.data.convert import (
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.values import Ragged, SparseRows, Values
-from sparkhvd.estimator.training.program import outputs_of
 from sparkhvd.estimator.weights import Weights
 
 __all__ = ["Output", "PredictSpec", "predict"]
@@ -149,7 +148,7 @@ def run(spec: PredictSpec, model: nn.Module, columns: dict[str, Any]) -> list[np
     """The output columns for some rows: (rows,) for doubles, (rows, width) for vectors; float64."""
     decoded = spec.functions.decode(spec.columns, columns)
     arguments, keywords = spec.inputs.apply(spec.functions.collate_batch(decoded))
-    outputs = outputs_of(model(*arguments, **keywords))
+    outputs = heads.outputs_of(model(*arguments, **keywords))
     num_rows = len(next(iter(columns.values())))
     for output in outputs:
         if output.ndim == 0 or len(output) != num_rows:
@@ -286,7 +285,7 @@ def output_widths(
     try:
         arguments, keywords = inputs.apply(zeros)
         with torch.no_grad():
-            outputs = outputs_of(model(*arguments, **keywords))
+            outputs = heads.outputs_of(model(*arguments, **keywords))
     except InvalidArgumentError:
         raise
     except Exception as e:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -397,20 +397,3 @@ def _compression_name(compression: Any) -> str:
 def _loss_name(loss: Loss) -> str:
     loss = loss.loss if isinstance(loss, _ClassMean) else loss
     return str(getattr(loss, "__qualname__", type(loss).__name__))
-
-
-def outputs_of(result: Any) -> tuple[Tensor, ...]:
-    """The outputs of a model as a tuple of tensors.
-
-    Raises:
-        InvalidArgumentError: they are something else.
-    """
-    outputs: Sequence[Any] = (result,) if isinstance(result, Tensor) else result
-    if isinstance(outputs, dict):
-        outputs = list(outputs.values())
-    if not isinstance(outputs, (tuple, list)) or not all(isinstance(o, Tensor) for o in outputs):
-        raise InvalidArgumentError(
-            f"model.forward returned {type(result).__name__}; it must return one tensor, or a tuple with one "
-            "tensor per label column."
-        )
-    return tuple(outputs)

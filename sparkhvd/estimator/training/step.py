@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.estimator import heads
 from sparkhvd.estimator.data.reader import Batch
 from sparkhvd.estimator.training.batches import StepPlan
 from sparkhvd.estimator.training.losses import mean_loss, weighted_loss
 from sparkhvd.estimator.training.metrics import Forward, Metric, StateMetric, Totals
 from sparkhvd.estimator.training.precision import autocast, widened
-from sparkhvd.estimator.training.program import Program, outputs_of
+from sparkhvd.estimator.training.program import Program
 from sparkhvd.estimator.training.spec import TrainSpec
 from sparkhvd.estimator.training.state import TrainingState, fail_together
 from sparkhvd.estimator.training.user_step import UserStep
@@ -109,7 +110,7 @@ class Step:
         arguments, keywords = self.spec.inputs.apply(columns)
         with autocast(self.spec.precision, self.device):
             result = self.call(*arguments, **keywords)
-        outputs = widened(outputs_of(result))
+        outputs = widened(heads.outputs_of(result))
         labels = self.spec.labels.match(outputs, self.spec.labels.apply(columns))
         if self.spec.sample_weight is None:
             return mean_loss(self.spec, self.program, outputs, labels)
