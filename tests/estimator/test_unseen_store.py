@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.servers import S3, SECRET
 from tests.harness.spark import Unseen
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
@@ -142,3 +143,32 @@ def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
         assert (unseen_store.folder / "runs-of-others/runs/r/warm-1/finished.json").exists()
         # What was materialized went with the clients.
         assert list((unseen_store.folder / "runs-of-others").glob("data/*")) == []
+
+
+ON_S3 = """
+store = Store.create("s3://bucket/connect", **OPTIONS)
+assert store.is_seen  # this client reaches the server
+for given in (store, RemoteStore(store, spark)):
+    given.write_bytes("runs/a", b"x")
+    assert given.read_bytes("runs/a") == b"x"
+try:
+    RemoteStore(Store("s3://none/p", OPTIONS), spark).read_bytes("runs/a")
+    raise AssertionError("read")
+except Exception as e:
+    print("REFUSED", type(e).__name__, e)
+"""
+
+
+def test_credentials_are_not_in_the_log_of_the_server(
+    unseen_store: Unseen, tmp_path: Path, s3: S3
+) -> None:
+    given = (
+        "from sparkhvd import Store\nfrom sparkhvd.estimator.data.remote_store import RemoteStore\n"
+        f"OPTIONS = {s3.options()!r}\n"
+    )
+    output = unseen_store.run(f"{given}{ON_S3}", tmp_path)
+    assert "REFUSED" in output
+    assert SECRET not in output
+    log = unseen_store.log.read_text(errors="replace")
+    assert "map_partitions" in log  # plans are in it
+    assert SECRET not in log

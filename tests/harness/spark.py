@@ -304,10 +304,12 @@ class Unseen:
     Attributes:
         remote: address of the server.
         folder: as the server sees it.
+        log: what the server and its executor print, plans included.
     """
 
     remote: str
     folder: Path
+    log: Path
 
     def run(self, body: str, directory: Path, timeout_s: float = 600) -> str:
         """Run a client whose FOLDER is not the server's of the same name; returns what it printed.
@@ -341,7 +343,7 @@ def unseen_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unseen]:
     folder = directory / "folder"
     folder.mkdir()
     with connect_server(directory / "server") as remote:
-        yield Unseen(remote, folder)
+        yield Unseen(remote, folder, directory / "server" / "server.log")
 
 
 # --- Every Spark mode, through one fixture. ---

@@ -31,6 +31,9 @@ from sparkhvd.runner.spark_shim import SparkShim
 __all__ = ["PreparedData", "Scope", "prepare", "release", "renew_leases"]
 
 _RENEW_S = 3600.0
+# A client that does not see the store cannot renew a lease while its ranks hold every task slot, so it takes a longer
+# one in advance: together with `LEASE_S` a week.
+_UNSEEN_S = 6 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -170,10 +173,10 @@ def prepare(
         if found is not None:
             data_dir, manifest = found
             if data_dir == own:
-                _own(store, own, Lease(app_id, time.time(), keep_data or _is_kept(store, own)))
+                _own(store, own, _new_lease(store, app_id, keep_data or _is_kept(store, own)))
             why = f"the same DataFrame of one fold ({reason})" if is_scoped else reason
             return PreparedData(manifest, data_dir, True, time.monotonic() - started, why)
-        lease = Lease(app_id, time.time(), keep_data)
+        lease = _new_lease(store, app_id, keep_data)
         _own(store, own, lease)
         try:
             manifest = materialize(df, schema, store, own, num_partitions=num_partitions)
@@ -303,6 +306,10 @@ def _find(store: Store, name: str, own: str) -> tuple[str, Manifest] | None:
 def _is_kept(store: Store, data_dir: str) -> bool:
     lease = store.lease(data_dir)
     return lease is not None and lease.keep
+
+
+def _new_lease(store: Store, app_id: str, keep: bool) -> Lease:
+    return Lease(app_id, time.time() + (0.0 if store.is_seen else _UNSEEN_S), keep)
 
 
 def _own(store: Store, data_dir: str, lease: Lease) -> None:
