@@ -67,17 +67,27 @@ FIT = """
 import os, torch
 from torch import nn
 from sparkhvd import Store, TorchEstimator
+from sparkhvd.estimator.data.remote_store import RemoteStore
 
 torch.manual_seed(0)
 rows = [([float(i % 5), float(i % 3)], float(i % 7)) for i in range(40)]
 df = spark.createDataFrame(rows, "x array<double>, y double")
-seen = []
+seen, asked, ask = [], [], RemoteStore._ask
+
+def counted(store, call, *arguments):
+    asked.append((call.__name__, str(arguments)[:80]))
+    return ask(store, call, *arguments)
+
+RemoteStore._ask = counted
 estimator = TorchEstimator(
     model=nn.Linear(2, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
     label_cols=["y"], batch_size=4, epochs=2, num_proc=NUM_PROC, max_retries=0, random_seed=1, run_id="r",
-    warm_start=True, progress=lambda record: seen.append(record["epoch"]), store=GIVEN and Store.create(GIVEN))
+    warm_start=True, progress=lambda record: seen.append(record["epoch"]), store=Store.create(GIVEN) if GIVEN else None)
 model = estimator.fit(df)
 assert seen == [1, 2], seen
+# A task takes some ten milliseconds at best; more of them than these are not worth it.
+assert len(asked) <= 60, asked
+print("ASKED", len(asked), asked)
 assert [r["epoch"] for r in model.history] == [1, 2]
 assert model.transform(df).count() == 40
 print("RUNS", model.getStore().list("runs/r"))
@@ -138,6 +148,7 @@ def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
     second = unseen_store.run(f"{given}NUM_PROC = 2\n{FIT}", tmp_path)
     third = unseen_store.run(f'GIVEN = ""\nNUM_PROC = 1\n{FIT}', tmp_path)
     assert "Epochs are printed when the training ends" not in third
+    print(*(line for out in (first, second, third) for line in out.splitlines() if "ASKED" in line))
     if (unseen_store.folder / "runs-of-others").exists():  # else every session has one of its own
         assert "warm-1" in second
         assert (unseen_store.folder / "runs-of-others/runs/r/warm-1/finished.json").exists()
