@@ -194,7 +194,7 @@ class Failing(nn.Module):
 def fit(store, model, **options):
     estimator = TorchEstimator(
         model=model, optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
-        label_cols=["y"], num_proc=2, batch_size=8, max_retries=0, store=store, **options)
+        label_cols=["y"], num_proc=1, batch_size=8, max_retries=0, store=store, **options)
     print(estimator, estimator.explainParams(), estimator._paramMap)
     return estimator, estimator.fit(df)
 
@@ -211,10 +211,10 @@ for number, store in enumerate([Store.create(S3, **OPTIONS), Store.create(FTP)])
     estimator.save(f"{FOLDER}/estimator-{number}")
     loaded = TorchEstimator.load(f"{FOLDER}/estimator-{number}", trust=True)
     print(loaded.getStore())
-    try:
-        fit(store, Failing(), run_id="fails")
-    except Exception:
-        traceback.print_exc()
+try:
+    fit(store, Failing(), run_id="fails")
+except Exception:
+    traceback.print_exc()
 print("DONE")
 """
 
