@@ -184,7 +184,7 @@ def test_training_does_not_wait_for_a_slow_store(tmp_path: Path) -> None:
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     options = {"batch_size": 4, "epochs": 1, "checkpoint_interval_s": 0.01}
-    store = SlowStore((tmp_path / "store").as_uri())
+    store = SlowStore.create(tmp_path / "store")
     one = Case(store, model, optimizer, rows=400, options=options)
     result = one.train(1)
     assert result.history[0]["seconds"] < SlowStore.SECONDS
