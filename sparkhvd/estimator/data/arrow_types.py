@@ -50,8 +50,8 @@ def spark_type(kind: Any) -> Any:
         (t.is_integer, T.LongType),  # numbers of uint64 that no int64 holds are found in the data
         (lambda k: t.is_float16(k) or t.is_float32(k), T.FloatType),
         (t.is_float64, T.DoubleType),
-        (lambda k: t.is_string(k) or t.is_large_string(k), T.StringType),
-        (lambda k: t.is_binary(k) or t.is_large_binary(k), T.BinaryType),
+        (lambda k: t.is_string(k) or t.is_large_string(k) or _is(k, "string_view"), T.StringType),
+        (lambda k: t.is_binary(k) or t.is_large_binary(k) or _is(k, "binary_view"), T.BinaryType),
         (t.is_fixed_size_binary, T.BinaryType),
         (t.is_date, T.DateType),
         (t.is_temporal, T.TimestampType),
@@ -81,6 +81,8 @@ def plain(array: Any) -> Any:
         return plain(array.dictionary_decode())
     if pa.types.is_fixed_size_binary(kind):
         return _fixed_bytes(array)
+    if _is_view(kind):
+        return plain(array.cast(_without_view(kind)))
     if pa.types.is_fixed_size_list(kind):
         return _fixed_lists(array)
     if _is_any_list(kind) and _needs_change(kind.value_type):
@@ -100,7 +102,29 @@ def plain(array: Any) -> Any:
 
 def _is_any_list(kind: Any) -> bool:
     t = pa.types
-    return bool(t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind))
+    is_view = _is(kind, "list_view") or _is(kind, "large_list_view")
+    return bool(t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind) or is_view)
+
+
+def _is(kind: Any, name: str) -> bool:
+    """Whether a type is one that older pyarrows do not have."""
+    test = getattr(pa.types, f"is_{name}", None)
+    return test is not None and bool(test(kind))
+
+
+def _is_view(kind: Any) -> bool:
+    """Layouts of other libraries (polars), whose values lie anywhere."""
+    return any(
+        _is(kind, name) for name in ("string_view", "binary_view", "list_view", "large_list_view")
+    )
+
+
+def _without_view(kind: Any) -> Any:
+    if _is(kind, "string_view"):
+        return pa.large_string()
+    if _is(kind, "binary_view"):
+        return pa.large_binary()
+    return pa.large_list(kind.value_type)
 
 
 def _needs_change(kind: Any) -> bool:
@@ -112,6 +136,7 @@ def _needs_change(kind: Any) -> bool:
         or t.is_dictionary(kind)
         or t.is_fixed_size_binary(kind)
         or t.is_fixed_size_list(kind)
+        or _is_view(kind)
     )
 
 

@@ -296,7 +296,7 @@ def _facts(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column])
         if len(mine) == 1 and metadata.schema.column(mine[0]).max_definition_level == 1:
             statistics = [chunk.statistics for chunk in chunks]
             counts = [s.null_count for s in statistics if s is not None and s.has_null_count]
-            nulls[column.name] = sum(counts) if column.kind != "array" else 0
+            nulls[column.name] = 0 if column.source.startswith("array") else sum(counts)
     return _Facts(rows, nulls, sizes)
 
 

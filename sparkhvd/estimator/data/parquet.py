@@ -9,6 +9,7 @@ Memory: besides what a read returns, some megabytes of decoded rows, and the com
 
 from __future__ import annotations
 
+import socket
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -268,7 +269,8 @@ class _File:
             self._source = pa.OSFile(local) if local is not None else store.open_input(file.path)
         except FileNotFoundError as e:
             raise InvalidArgumentError(
-                f"{where!r} was there when the fit began and is gone. Let nobody change the data during a fit; run it again."
+                f"{where!r} is not there for {socket.gethostname()}. The driver saw it when the fit began: give a path or URL that "
+                "all hosts reach, and let nobody change the data during a fit."
             ) from e
         try:
             self.metadata = pq.read_metadata(self._source)
