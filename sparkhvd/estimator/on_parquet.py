@@ -75,7 +75,13 @@ class FitOnParquet:
                     f"fit_on_parquet: path is {path!r:.100}, and params are given too. Give a path, then params."
                 )
             path, params = None, path
-        if isinstance(params, Sequence):
+        maps = list(params) if isinstance(params, (list, tuple)) else [params]
+        if not all(one is None or isinstance(one, Mapping) for one in maps):
+            raise InvalidArgumentError(
+                f"fit_on_parquet: params is {params!r:.100}. Give a dict of Params, or a list of such dicts; and one path: of several "
+                "files that of their folder."
+            )
+        if isinstance(params, (list, tuple)):
             again: dict[str, Any] = {
                 "validation_path": validation_path,
                 "storage_options": storage_options,

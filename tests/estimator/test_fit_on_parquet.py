@@ -200,6 +200,7 @@ def test_horovods_call_reads_below_the_store(spark: SparkSession, tmp_path: Path
         ({"feature_cols": ["z"]}, {}, "names column 'z', which the Parquet at"),
         ({"reader": "nonsense"}, {}, "reader is 'nonsense'; expected one of 'pyarrow'"),
         ({"reader": "petastorm"}, {}, "pip install 'sparkhvd[petastorm]'"),
+        ({}, {"params": ["a.parquet"]}, "params is ['a.parquet']. Give a dict of Params"),
         ({"collate_fn": {"y": pad(0)}}, {}, "It takes columns of binary, string and arrays"),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",

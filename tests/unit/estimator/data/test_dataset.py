@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data import dataset as dataset_module
 from sparkhvd.estimator.data.dataset import fingerprint, open_dataset, read_manifest
 from sparkhvd.estimator.data.parquet import ParquetSource
 from sparkhvd.estimator.data.schema import check_schema
@@ -124,6 +125,18 @@ def test_fingerprint_follows_size_and_time(tmp_path: Path) -> None:
     before = fingerprint(manifest_of(tmp_path, "x"))
     assert before == fingerprint(manifest_of(tmp_path, "x"))
     write(tmp_path / "a.parquet", x=[3.0, 4.0])
+    assert fingerprint(manifest_of(tmp_path, "x")) != before
+
+
+def test_fingerprint_of_very_many_files_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset_module, "_LISTED_FILES", 2)
+    for number in range(3):
+        write(tmp_path / f"{number}.parquet")
+    before = fingerprint(manifest_of(tmp_path, "x"))
+    assert list(before) == ["all 3 files"]
+    write(tmp_path / "1.parquet", x=[3.0, 4.0])
     assert fingerprint(manifest_of(tmp_path, "x")) != before
 
 
