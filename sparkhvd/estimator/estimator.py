@@ -237,6 +237,7 @@ class TorchEstimator(
         with reporter:
             report = launch(request.spark, train, (spec,), {}, cluster.num_proc, options)
         reporter.ended(report.results[0].stopped, len(report.results[0].history))
+        report_skipped(report.results[0].skipped, cluster.verbose)
         return report
 
     def _collect(

@@ -140,7 +140,7 @@ def test_a_fit_goes_on_inside_an_epoch_only_with_the_same_files(
 
 
 def test_rows_are_left_out_alike_on_all_ranks_and_decoders_run(
-    spark: SparkSession, tmp_path: Path
+    spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = values()
     noise = given["y"].copy()
@@ -157,11 +157,14 @@ def test_rows_are_left_out_alike_on_all_ranks_and_decoders_run(
         decoders={"word": {"low": 0, "high": 1}},
         handle_invalid={"noise": "skip"},
         validation="test",
+        verbose=1,
     )
     usable = ~np.isnan(noise)
     trained = fit.fit_on_parquet(str(path))
     assert trained.getHistory()[-1]["rows"] == int((usable & ~test).sum())
     assert "val_loss" in trained.getHistory()[-1]
+    printed = capsys.readouterr().out
+    assert f"handle_invalid left out 10 of {ROWS} training rows with a null or NaN" in printed
 
 
 def test_values_that_a_rank_finds_are_named_with_their_file(

@@ -46,6 +46,7 @@ class Data:
     Attributes:
         num_steps: optimizer steps of an epoch.
         schema: of the columns that the model and the loss get.
+        skipped: by name of the rows, how many were left out here, and how many there are with them.
         waited_s: seconds that the loop has waited for training batches since `steps` began.
     """
 
@@ -58,17 +59,18 @@ class Data:
         """
         self._spec = spec
         self.waited_s = 0.0
+        self.skipped: dict[str, tuple[int, int]] = {}
         manifest = Manifest.load(spec.store, spec.data_dir)
         self.schema = spec.transformed or manifest.schema
         subset = "train" if spec.has_validation and spec.validation_dir is None else "all"
         files = spec.data_store or spec.store
-        usable = usable_rows(files, manifest)
+        usable = self._usable("training", files, manifest)
         self.training = _reader(spec, files, manifest, subset, functions, usable)
         self.validation: Reader | None = None
         if spec.validation_dir is not None:
             held_out = Manifest.load(spec.store, spec.validation_dir)
             theirs = spec.validation_store or spec.store
-            rows = usable_rows(theirs, held_out)
+            rows = self._usable("validation", theirs, held_out)
             self.validation = _reader(
                 spec, theirs, held_out, "all", functions, rows, is_training=False
             )
@@ -91,6 +93,12 @@ class Data:
                         else "."
                     )
                 )
+
+    def _usable(self, name: str, files: Store, manifest: Manifest) -> Rows | None:
+        rows = usable_rows(files, manifest)
+        if rows is not None:
+            self.skipped[name] = (manifest.num_rows - len(rows), manifest.num_rows)
+        return rows
 
     def steps(self, epoch: int, start_step: int = 0) -> Iterator[tuple[StepPlan, Iterator[Batch]]]:
         """The steps of an epoch, each with its batches on this rank; take them all before the next step.

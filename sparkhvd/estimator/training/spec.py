@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from sparkhvd.estimator.binding import InputBinding
@@ -115,9 +116,11 @@ class TrainResult:
         epoch: whose checkpoint holds the result: the last, or the best with `return_best`.
         order: in which order rows came, in words.
         stopped: why the fit ended before its last epoch, in words; "" if it did not.
+        skipped: by name of the rows, how many `handle_invalid` has left out, of how many, where the ranks have looked.
     """
 
     history: list[dict[str, Any]]
     epoch: int
     order: str
     stopped: str = ""
+    skipped: Mapping[str, tuple[int, int]] = field(default_factory=dict)

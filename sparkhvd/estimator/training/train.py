@@ -99,11 +99,11 @@ def train(spec: TrainSpec) -> TrainResult:
                 user = UserStep(spec, data.schema, program.user, StepContext(spec, state, moment))
                 step = Step(spec, program, state, call, user)
                 stopped = train_epochs(step, data, schedule, callbacks, saver, position)
-        order = data.training.description
+        order, skipped = data.training.description, data.skipped
     hvd.barrier()  # nobody leaves before the last checkpoint is written
     hvd.shutdown()
     epoch = best_epoch(history, spec.monitor) if spec.return_best else len(history)
-    return TrainResult(history, epoch, order, stopped)
+    return TrainResult(history, epoch, order, stopped, skipped)
 
 
 def train_epochs(
