@@ -162,14 +162,17 @@ class Encode:
     """Everything that a task does but write."""
 
     columns: tuple[Any, ...]
+    is_vector: tuple[bool, ...]
 
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow as pa
 
         from sparkhvd.estimator.data.convert import column_to_numpy
+        from sparkhvd.estimator.data.vectors import join_vectors
 
         rows = 0
-        for batch in batches:
+        for sent in batches:
+            batch = join_vectors(sent, self.is_vector)
             rows += batch.num_rows
             for i, column in enumerate(self.columns):
                 column_to_numpy(batch.column(i), column)
@@ -222,10 +225,13 @@ def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, floa
     from sparkhvd.estimator.data.arrow_limits import bounded_batches
     from sparkhvd.estimator.data.materialize import _select, materialize
     from sparkhvd.estimator.data.store import Store
+    from sparkhvd.estimator.data.vectors import split_vectors, vector_columns
 
     df = spark.read.parquet(path)
     schema = schema_of(df, case)
     selected = _select(df, schema)
+    is_vector = vector_columns(selected.schema)
+    sent = split_vectors(selected, is_vector)
     found: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> Any:
@@ -240,9 +246,9 @@ def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, floa
         if phases:
             timed("JVM", lambda: selected.write.format("noop").mode("overwrite").save())
             with bounded_batches(selected):
-                timed("Arrow hop", selected.mapInArrow(drain, "rows long").collect)
-                encode = Encode(schema.columns)
-                timed("encode", selected.mapInArrow(encode, "rows long").collect)
+                timed("Arrow hop", sent.mapInArrow(drain, "rows long").collect)
+                encode = Encode(schema.columns, is_vector)
+                timed("encode", sent.mapInArrow(encode, "rows long").collect)
         store = Store.create(f"{folder}/store")
         manifest = timed("write", lambda: materialize(df, schema, store, "data/k/app"))
         found["worker, MiB"] = (peak_bytes(spark) - before) / 2**20

@@ -187,8 +187,13 @@ def run_on(
 
 
 @contextlib.contextmanager
-def standalone_cluster(directory: Path, *, workers: int = 2, cores: int = 1) -> Iterator[str]:
-    """A standalone master and its workers on loopback; yields the master's `spark://` address."""
+def standalone_cluster(
+    directory: Path, *, workers: int = 2, cores: int = 1, are_hosts: bool = False
+) -> Iterator[str]:
+    """A standalone master and its workers on loopback; yields the master's `spark://` address.
+
+    With `are_hosts` every worker has an address of its own, so that Spark takes them for different hosts.
+    """
     import pyspark
 
     home = Path(pyspark.__file__).parent
@@ -224,7 +229,8 @@ def standalone_cluster(directory: Path, *, workers: int = 2, cores: int = 1) -> 
             start(
                 f"worker-{index}",
                 f"{deploy}.worker.Worker",
-                *("--host", "127.0.0.1", "--cores", str(cores), "--memory", "1g"),
+                *("--host", f"127.0.0.{1 + index * are_hosts}"),
+                *("--cores", str(cores), "--memory", "1g"),
                 *("--work-dir", str(work), "--webui-port", str(free_port())),
                 f"spark://127.0.0.1:{port}",
             )

@@ -6,8 +6,10 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 from pyspark.sql import types as T  # noqa: N812 - Spark's own custom
 
 from sparkhvd.estimator.data.arrow_limits import (
@@ -40,15 +42,28 @@ def sizes(df: DataFrame) -> list[tuple[int, int]]:
     return [(r.rows, r.bytes) for r in df.mapInArrow(look, "rows long, bytes long").collect()]
 
 
-@pytest.mark.parametrize("by_records", [False, True])
-def test_batches_of_wide_rows_are_bounded_in_bytes(spark: SparkSession, by_records: bool) -> None:
+@pytest.mark.parametrize("knows_bytes", [True, False])
+def test_batches_of_wide_rows_are_bounded_in_bytes(spark: SparkSession, knows_bytes: bool) -> None:
     # 8 KB per row; Spark's own bound of 10,000 rows would make one batch of 16 MB.
     df = spark.range(0, 2000, 1, 1).selectExpr("array_repeat(id * 1D, 1000) AS x")
-    with bounded_batches(df, batch_bytes=1 << 20, by_records=by_records):
+    with bounded_batches(df, batch_bytes=1 << 20, knows_bytes=knows_bytes):
         found = sizes(df)
     assert sum(rows for rows, _ in found) == 2000
     assert max(size for _, size in found) <= 1.1 * (1 << 20)
     assert len(found) < 200
+
+
+def test_vectors_of_known_width_are_bounded_without_a_look_at_every_row(
+    spark: SparkSession,
+) -> None:
+    vector = array_to_vector(F.expr("array_repeat(id * 1D, 1000)"))
+    metadata = {"ml_attr": {"num_attrs": 1000}}
+    df = spark.range(0, 2000, 1, 1).select(vector.alias("x", metadata=metadata), F.col("id"))
+    with bounded_batches(df, batch_bytes=1 << 20):
+        assert spark.conf.get(BYTES_KEY) == str(2**31 - 1)
+        found = sizes(df)
+    assert sum(rows for rows, _ in found) == 2000
+    assert 0.8 * (1 << 20) < max(size for _, size in found) <= 1.1 * (1 << 20)
 
 
 def test_a_row_beyond_the_bound_comes_alone(spark: SparkSession) -> None:
@@ -64,13 +79,13 @@ def test_what_the_user_has_set_comes_back(spark: SparkSession, key: str, given: 
     if given is not None:
         spark.conf.set(key, given)
     try:
-        with bounded_batches(df, batch_bytes=16_000, by_records=key == RECORDS_KEY):
+        with bounded_batches(df, batch_bytes=16_000):
             inside = spark.conf.get(key)
         assert spark.conf.get(key, None) == given
     finally:
         spark.conf.unset(key)
     # 1,000 rows of 16 bytes. The user's bound in bytes stays, theirs on records too if it is smaller.
-    ours = "16000" if key == BYTES_KEY else "1000"
+    ours = str(2**31 - 1) if key == BYTES_KEY else "1000"
     is_theirs = given is not None and (key == BYTES_KEY or given == "7")
     assert inside == (given if is_theirs else ours)
 
@@ -90,7 +105,7 @@ def test_two_threads_have_the_smaller_bound_and_the_last_puts_it_back(spark: Spa
     spark.conf.set(RECORDS_KEY, "5000")
 
     def first() -> None:
-        with bounded_batches(spark.range(5), batch_bytes=16_000, by_records=True):
+        with bounded_batches(spark.range(5), batch_bytes=16_000):
             seen["alone"] = spark.conf.get(RECORDS_KEY)
             both.wait(10)
             both.wait(10)
@@ -99,7 +114,7 @@ def test_two_threads_have_the_smaller_bound_and_the_last_puts_it_back(spark: Spa
 
     def second() -> None:
         both.wait(10)
-        with bounded_batches(spark.range(5), batch_bytes=160, by_records=True):
+        with bounded_batches(spark.range(5), batch_bytes=160):
             both.wait(10)
             assert one_left.wait(10)
             seen["second"] = spark.conf.get(RECORDS_KEY)
@@ -115,9 +130,13 @@ def test_two_threads_have_the_smaller_bound_and_the_last_puts_it_back(spark: Spa
 
 
 def test_the_width_of_a_row_comes_from_types_and_metadata() -> None:
-    known = T.StructField("v", VectorUDT(), True, {"ml_attr": {"num_attrs": 10_000}})
-    assert arrow_row_bytes(T.StructType([known])) == 80_016
+    def vector(width: int) -> T.StructField:
+        return T.StructField("v", VectorUDT(), True, {"ml_attr": {"num_attrs": width}})
+
+    assert arrow_row_bytes(T.StructType([vector(10_000)])) == (80_016, 0)
+    assert arrow_row_bytes(T.StructType([vector(10_000_000)])) == (0, 1)  # sparse
     plain = [T.StructField(n, T.DoubleType()) for n in "ab"]
-    assert arrow_row_bytes(T.StructType(plain)) == 32
-    for kind in (VectorUDT(), T.ArrayType(T.FloatType()), T.StringType(), T.BinaryType()):
-        assert arrow_row_bytes(T.StructType([T.StructField("x", kind)])) == 32 << 10
+    assert arrow_row_bytes(T.StructType(plain)) == (32, 0)
+    kinds = (VectorUDT(), T.ArrayType(T.FloatType()), T.StringType(), T.BinaryType())
+    others = [T.StructField(f"x{i}", kind) for i, kind in enumerate(kinds)]
+    assert arrow_row_bytes(T.StructType([*plain, *others])) == (32, 4)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from sparkhvd.estimator.data.materialize import materialize
 from sparkhvd.estimator.data.packed import RowSource, read_packed
 from sparkhvd.estimator.data.schema import DataSchema, check_schema
 from sparkhvd.estimator.data.store import Store
+from tests.harness.soak import amount
 from tests.harness.spark import run_on
 
 pytestmark = pytest.mark.spark
@@ -192,6 +194,36 @@ def test_files_of_other_attempts_do_not_count(spark: SparkSession, store: Store)
     assert "part-00000-999" not in manifest.to_json()
     assert store.list(DATA_DIR) == [f"{DATA_DIR}/_manifest.json", *(f.path for f in manifest.files)]
     np.testing.assert_array_equal(rows_of(store, manifest)["id"], np.arange(10))
+
+
+def test_a_writer_holds_a_part_of_its_data_only(spark: SparkSession, store: Store) -> None:
+    # 80 KB per row, in one task: 400 MB as Spark has them.
+    rows = amount(5000, 20_000)
+    df = spark.range(0, rows, 1, 1).selectExpr("array_repeat(id * 1D, 10000) AS x", "id AS label")
+
+    def peak(*, reset: bool) -> int:
+        """The most memory that a Python worker has had since the last reset; both slots have one."""
+
+        def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for _ in batches:
+                pass
+            if reset:
+                Path("/proc/self/clear_refs").write_text("5")
+            text = Path("/proc/self/status").read_text()
+            kilobytes = int(text.partition("VmHWM:")[2].split()[0])
+            time.sleep(0.5)  # until the other slot's task runs, too
+            yield pa.RecordBatch.from_pydict({"bytes": [kilobytes << 10]})
+
+        found = spark.range(0, 2, 1, 2).mapInArrow(look, "bytes long").collect()
+        return max(row.bytes for row in found)
+
+    schema = schema_of(df, ["x"])
+    before = peak(reset=True)
+    manifest = materialize(df, schema, store, DATA_DIR, row_group_bytes=8 << 20)
+    grown = peak(reset=False) - before
+    assert manifest.num_bytes > rows * 40_000
+    # A batch of 32 MiB in its forms, those before it that the allocator keeps, and a row group.
+    assert 20 << 20 < grown < 256 << 20, f"{grown >> 20} MiB"
 
 
 def test_a_task_that_fails_once_writes_no_row_twice(tmp_path: Path) -> None:
