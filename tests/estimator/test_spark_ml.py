@@ -118,7 +118,8 @@ def test_each_row_of_a_source_that_differs_each_time_is_in_one_part(
         .where(F.rand() < 0.5)
         .select(F.array(F.rand()).alias("x"), F.expr("id AS y"))
     )
-    estimator(mlp(1), store, train_fn=remember_rows, validation=0.25, run_id="mine").fit(df)
+    options = {"train_fn": remember_rows, "validation": 0.25, "run_id": "mine", "keep_data": True}
+    estimator(mlp(1), store, **options).fit(df)
     parts = {
         name: [
             row
