@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from sparkhvd import RankError, Store
-from sparkhvd.errors import StoreError
+from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.estimator.data.defaults import default_store
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp
 from tests.harness.mounts import tmpfs, unmount
@@ -170,6 +171,19 @@ def test_a_server_that_is_gone_before_the_data_are_written(df: DataFrame, s3: S3
         line.cut()
         with pytest.raises(StoreError, match="The store s3://bucket/early cannot be"):
             estimator(mlp(2), store).fit(df)
+
+
+def test_a_password_in_the_conf_is_refused_because_spark_shows_it(spark: SparkSession) -> None:
+    spark.conf.set("spark.sparkhvd.store", f"ftp://user:{SECRET}@localhost:1/store")
+    try:
+        with pytest.raises(InvalidArgumentError) as caught:
+            default_store(spark)
+    finally:
+        spark.conf.unset("spark.sparkhvd.store")
+    assert str(caught.value) == (
+        "spark.sparkhvd.store is 'ftp://localhost:1/store' with a password or key in it, which Spark shows in its UI and "
+        "event log. Give it as store=Store.create(...), or let the machines have credentials of their own."
+    )
 
 
 SECRETS = """

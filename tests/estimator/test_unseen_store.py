@@ -72,13 +72,13 @@ from sparkhvd.estimator.data.remote_store import RemoteStore
 torch.manual_seed(0)
 rows = [([float(i % 5), float(i % 3)], float(i % 7)) for i in range(40)]
 df = spark.createDataFrame(rows, "x array<double>, y double")
-seen, asked, ask = [], [], RemoteStore._ask
+seen, asked, ask = [], [], RemoteStore.ask
 
 def counted(store, call, *arguments):
     asked.append((call.__name__, str(arguments)[:80]))
     return ask(store, call, *arguments)
 
-RemoteStore._ask = counted
+RemoteStore.ask = counted
 estimator = TorchEstimator(
     model=nn.Linear(2, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
     label_cols=["y"], batch_size=4, epochs=2, num_proc=NUM_PROC, max_retries=0, random_seed=1, run_id="r",

@@ -257,7 +257,7 @@ class _Facts:
 def _all_facts(dataset: ParquetDataset, columns: Sequence[Column]) -> list[_Facts]:
     """What all footers tell: read by threads, or in one Spark task where this process does not see the files."""
     if isinstance(dataset.store, RemoteStore):
-        found, _ = dataset.store._ask(_facts_in_task, dataset, columns)
+        found, _ = dataset.store.ask(_facts_in_task, dataset, columns)
         return [_Facts(tuple(f["row_groups"]), f["nulls"], f["num_bytes"]) for f in found]
     with ThreadPoolExecutor(_THREADS, "sparkhvd-footers") as pool:
         return list(pool.map(lambda f: _facts(dataset, f, columns), dataset.files))

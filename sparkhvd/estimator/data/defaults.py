@@ -12,6 +12,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.addresses import secrets_of, without_secrets
 from sparkhvd.estimator.data.remote_store import as_seen_by
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.runner.spark_shim import SparkShim
@@ -62,6 +63,11 @@ def default_store(spark: Any, given: Any = None) -> Store:
     shim = SparkShim(spark)
     conf = shim.conf((STORE_CONF, "spark.master"))
     if conf.get(STORE_CONF):
+        if secrets_of(conf[STORE_CONF], {}):
+            raise InvalidArgumentError(
+                f"{STORE_CONF} is {without_secrets(conf[STORE_CONF])!r} with a password or key in it, which Spark shows in its "
+                "UI and event log. Give it as store=Store.create(...), or let the machines have credentials of their own."
+            )
         return _created(spark, conf[STORE_CONF])
     master = conf.get("spark.master", "")
     if not master.startswith("local"):

@@ -93,18 +93,18 @@ class RemoteStore(Store):
 
     def exists(self, path: str) -> bool:
         """Whether a file or folder is there."""
-        return bool(self._ask(_exists, path)[0])
+        return bool(self.ask(_exists, path)[0])
 
     def num_bytes(self, path: str) -> int:
         """The size of a file."""
-        return int(self._ask(_read, path, 0, 0)[0])
+        return int(self.ask(_read, path, 0, 0)[0])
 
     def read_bytes(self, path: str) -> bytes:
         """The whole content of a file, 64 MiB per job."""
-        size, first = self._ask(_read, path, 0, JOB_BYTES)
+        size, first = self.ask(_read, path, 0, JOB_BYTES)
         parts = [first]
         for start in range(JOB_BYTES, int(size), JOB_BYTES):
-            parts.append(self._ask(_read, path, start, JOB_BYTES)[1])
+            parts.append(self.ask(_read, path, start, JOB_BYTES)[1])
         content = b"".join(parts)
         if len(content) != size:
             raise StoreError(f"{self.full_url(path)} changed while it was read. Read it again.")
@@ -112,20 +112,20 @@ class RemoteStore(Store):
 
     def open_input(self, path: str) -> pa.NativeFile:
         """Open a file for random access; a job brings 4 MiB around what is asked for."""
-        size, first = self._ask(_read, path, 0, PIECE_BYTES)
+        size, first = self.ask(_read, path, 0, PIECE_BYTES)
         file = _RemoteFile(
-            lambda start, length: self._ask(_read, path, start, length)[1], int(size), first
+            lambda start, length: self.ask(_read, path, start, length)[1], int(size), first
         )
         return pa.PythonFile(file, mode="r")
 
     def list(self, path: str = "", *, recursive: bool = False) -> Paths:
         """Paths in a folder, sorted; empty if it does not exist."""
-        found: Paths = self._ask(_list, path, recursive)[0]
+        found: Paths = self.ask(_list, path, recursive)[0]
         return found
 
     def files(self) -> tuple[StoredFile, ...]:
         """Every file below the root, sorted by path."""
-        return tuple(StoredFile(*file) for file in self._ask(_files)[0])
+        return tuple(StoredFile(*file) for file in self.ask(_files)[0])
 
     def below(self, path: str) -> Store:
         """A folder of this store, or a file, as a store of its own with the same options."""
@@ -143,20 +143,20 @@ class RemoteStore(Store):
 
     def delete(self, path: str) -> None:
         """Delete a file, or a folder with all it holds; nothing happens if there is none."""
-        self._ask(_delete, path)
+        self.ask(_delete, path)
 
     def delete_unfinished(self, path: str) -> None:
         """Delete what writers that were killed left directly in a folder."""
-        self._ask(_delete_unfinished, path)
+        self.ask(_delete_unfinished, path)
 
     def prove_writable(self) -> None:
         """Make the folder where executors see it, and write and delete a file in it."""
-        self._ask(_prove, "", b"")
+        self.ask(_prove, "", b"")
 
     def _send(self, path: str, file: IO[bytes]) -> None:
         size = os.fstat(file.fileno()).st_size
         if size <= CLOSURE_BYTES:
-            self._ask(_write, path, file.read())
+            self.ask(_write, path, file.read())
             return
         name = f"sparkhvd-{uuid.uuid4().hex}"
         with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as folder:
@@ -164,10 +164,15 @@ class RemoteStore(Store):
                 shutil.copyfileobj(file, copy, COPY_BYTES)
             # Artifacts are known by their names, and stay until the session ends.
             self._spark.addArtifacts(f"{folder}/{name}", file=True)
-        self._ask(_write_artifact, path, name)
+        self.ask(_write_artifact, path, name)
 
-    def _ask(self, call: Callable[..., Iterator[Any]], *arguments: Any) -> tuple[Any, bytes]:
+    def ask(self, call: Callable[..., Iterator[Any]], *arguments: Any) -> tuple[Any, bytes]:
         """The answer and the content that a call on the store gives in a task.
+
+        Args:
+            call: a function of a module, called with the store and the arguments; it yields the answer, which JSON can
+                hold, then pieces of content as bytes.
+            *arguments: of the call; they travel in the task's closure.
 
         Raises:
             StoreError: the task could not run.
@@ -223,7 +228,7 @@ def _is_seen(spark: Any, store: Store) -> bool:
     remote = RemoteStore(store, spark)
     token = f"{TEMPORARY}sight-{uuid.uuid4().hex}"
     content = token.encode()
-    remote._ask(_prove, token, content)
+    remote.ask(_prove, token, content)
     try:
         found = store.read_bytes(token)
     except Exception:  # noqa: BLE001 - whatever a client without credentials or network meets

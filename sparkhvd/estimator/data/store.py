@@ -497,4 +497,9 @@ def _connect_session() -> Any:
     module = sys.modules.get("pyspark.sql.connect.session")
     if module is None:
         return None
-    return module.SparkSession.getActiveSession() or module.SparkSession._get_default_session()
+    kind = module.SparkSession
+    for find in (kind.getActiveSession, getattr(kind, "_get_default_session", lambda: None)):
+        with contextlib.suppress(NotImplementedError):  # Spark 3.4's client has no active session
+            if (session := find()) is not None:
+                return session
+    return None
