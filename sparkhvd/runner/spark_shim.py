@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["SparkShim", "active_session"]
+__all__ = ["SparkShim", "active_session", "connect_session"]
 
 # gRPC refuses larger messages; the program is in the plan, next to little else.
 _CONNECT_MESSAGE_BYTES = 120 << 20
@@ -182,3 +183,16 @@ def active_session() -> Any:
             "There is no active Spark session. Start one, or give spark=<session>."
         )
     return session
+
+
+def connect_session() -> Any:
+    """The active session of Spark Connect in this process, or None."""
+    module = sys.modules.get("pyspark.sql.connect.session")
+    if module is None:
+        return None
+    kind = module.SparkSession
+    for find in (kind.getActiveSession, getattr(kind, "_get_default_session", lambda: None)):
+        with contextlib.suppress(NotImplementedError):  # Spark 3.4's client has no active session
+            if (session := find()) is not None:
+                return session
+    return None

@@ -19,7 +19,6 @@ import json
 import os
 import posixpath
 import shutil
-import sys
 import threading
 import time
 import uuid
@@ -33,6 +32,7 @@ import pyarrow.fs as pafs
 
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data import addresses, writing
+from sparkhvd.runner.spark_shim import connect_session
 
 __all__ = ["LEASE_NAME", "LEASE_S", "Lease", "Store", "StoredFile"]
 
@@ -111,7 +111,7 @@ class Store:
                 "'s3://bucket/prefix'."
             )
         store = cls(given, storage_options)
-        if (session := _connect_session()) is not None:
+        if (session := connect_session()) is not None:
             from sparkhvd.estimator.data.remote_store import as_seen_by
 
             return as_seen_by(session, store)
@@ -468,7 +468,7 @@ class Store:
         probe = f"{TEMPORARY}probe-{uuid.uuid4().hex}"
         try:
             if self.is_local:
-                self._made = _make_all(self._root)
+                self._made = writing.make_root(self._root)
             self.write_bytes(probe, b"sparkhvd")
             self.delete(probe)
         except InvalidArgumentError:
@@ -480,26 +480,3 @@ class Store:
                 f"{self.hide(str(cause))}. Give a folder that this user may write, on a file system "
                 "that the driver and all executors share."
             ) from self._cause(error)
-
-
-def _make_all(root: str) -> str:
-    """Make a folder with those above it; returns the topmost that was made, or ""."""
-    missing = ""
-    here = root
-    while here != "/" and not os.path.lexists(here):
-        missing, here = here, posixpath.dirname(here)
-    Path(root).mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def _connect_session() -> Any:
-    """The active session of Spark Connect in this process, or None."""
-    module = sys.modules.get("pyspark.sql.connect.session")
-    if module is None:
-        return None
-    kind = module.SparkSession
-    for find in (kind.getActiveSession, getattr(kind, "_get_default_session", lambda: None)):
-        with contextlib.suppress(NotImplementedError):  # Spark 3.4's client has no active session
-            if (session := find()) is not None:
-                return session
-    return None

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import io
 import os
+import posixpath
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ __all__ = [
     "local_output",
     "make_folder",
     "make_local_folder",
+    "make_root",
     "remote_output",
     "staged_output",
     "upload",
@@ -198,3 +200,13 @@ def make_local_folder(folder: str, root: str) -> None:
         here = here.parent
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
+
+
+def make_root(root: str) -> str:
+    """Make a folder with those above it; returns the topmost that was made, or ""."""
+    missing = ""
+    here = root
+    while here != "/" and not os.path.lexists(here):
+        missing, here = here, posixpath.dirname(here)
+    Path(root).mkdir(parents=True, exist_ok=True)
+    return missing
