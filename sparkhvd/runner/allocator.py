@@ -27,7 +27,8 @@ _NEVER = -1
 _LARGE_BYTES = 1 << 30
 
 
-_NO_CACHE = "glibc.malloc.tcache_count=0"
+# With two zeros, so that it is not taken for the user's own.
+_NO_CACHE = "glibc.malloc.tcache_count=00"
 _TUNABLES = "GLIBC_TUNABLES"
 
 
@@ -78,7 +79,7 @@ def _glibc_version() -> tuple[int, int] | None:
     except (AttributeError, OSError, ValueError):
         return None  # another C library
     name, _, version = text.partition(" ")
-    major, _, minor = version.partition(".")
+    major, minor = [*version.split("."), ""][:2]
     if name != "glibc" or not (major.isdecimal() and minor.isdecimal()):
         return None
     return int(major), int(minor)

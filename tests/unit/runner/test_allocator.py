@@ -36,8 +36,9 @@ def faults_of_later_blocks() -> list[int]:
         (False, {}, False),
         (True, {"MALLOC_ARENA_MAX": "2"}, False),
         (True, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2"}, False),
+        (True, {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}, False),
     ],
-    ids=["default", "switched off", "user's variables", "user's tunables"],
+    ids=["default", "switched off", "user's variables", "user's tunables", "user's own cache"],
 )
 def test_freed_memory_is_kept_unless_the_user_says_otherwise(
     keep: bool, env: dict[str, str], is_kept: bool
