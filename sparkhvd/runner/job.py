@@ -246,7 +246,7 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
         stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
         rows = plan.shim.collect(stage, tag)
     except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text says why
-        return _failure(plan, attempt, e)
+        return _failure(plan, attempt, job_id, e)
     return _report(plan, attempt, rows, submitted_at)
 
 
@@ -273,12 +273,12 @@ def _report(plan: _Plan, attempt: int, rows: Sequence[Any], submitted_at: float)
     )
 
 
-def _failure(plan: _Plan, attempt: int, error: Exception) -> _Failure:
+def _failure(plan: _Plan, attempt: int, job_id: str, error: Exception) -> _Failure:
     """Find the root cause in what the ranks wrote and in what Spark says."""
     options = plan.options
     text = str(error)
     embedded = find_embedded(text)
-    written = task.read_outcomes(options.shared, options.run_dir or "", attempt, plan.size)
+    written = task.read_outcomes(options.shared, options.run_dir or "", attempt, job_id, plan.size)
     said = from_spark_failure(text, plan.shim.worker_python())
     known = {outcome.rank: outcome for outcome in (*embedded, *written)}
     # Spark's word counts when no rank has spoken, or when those that have only suffer from a loss.

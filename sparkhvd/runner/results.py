@@ -84,6 +84,7 @@ class Outcome:
         started_at: time.time() on its host when the function began; 0.0 if it did not.
         run_s: seconds that the function ran.
         wall_s: seconds from the start of the process to its end.
+        job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
     """
 
     rank: int | None
@@ -101,6 +102,7 @@ class Outcome:
     started_at: float = 0.0
     run_s: float = 0.0
     wall_s: float = 0.0
+    job_id: str = ""
 
     def to_json(self) -> str:
         """Text from which `from_json` rebuilds this outcome."""

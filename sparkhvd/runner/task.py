@@ -15,7 +15,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InternalError, RankError
@@ -135,6 +135,7 @@ def run_task(
     files: SharedFiles | None = pickle.loads(shared) if shared else None  # noqa: S301 - the driver's closure
     rank = barrier.partitionId()
     outcome, result = _run_rank(barrier, rank, spec, program, files)
+    outcome = replace(outcome, job_id=spec.job_id)
     _store_outcome(files, spec, outcome)
     if outcome.kind != Kind.OK:
         cause = _await_root_cause(files, spec, outcome)
@@ -284,7 +285,7 @@ def _await_root_cause(files: SharedFiles | None, spec: TaskSpec, mine: Outcome) 
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        known = [mine, *read_outcomes(files, spec.run_dir, spec.attempt, spec.size)]
+        known = [mine, *read_outcomes(files, spec.run_dir, spec.attempt, spec.job_id, spec.size)]
         cause = root_cause(known)
         if cause is not None and cause.kind != mine.kind:
             return cause
@@ -292,9 +293,12 @@ def _await_root_cause(files: SharedFiles | None, spec: TaskSpec, mine: Outcome) 
 
 
 def read_outcomes(
-    files: SharedFiles | None, run_dir: str, attempt: int, size: int
+    files: SharedFiles | None, run_dir: str, attempt: int, job_id: str, size: int
 ) -> list[Outcome]:
-    """The outcomes that ranks have written so far; none where there is no shared store."""
+    """The outcomes that ranks of this launch have written so far; none where there is no shared store.
+
+    An earlier fit with the same run_id, which counted its attempts from 0 too, may have left others there.
+    """
     found: list[Outcome] = []
     if files is None or not run_dir:
         return found
@@ -303,5 +307,7 @@ def read_outcomes(
         # A report about a failure must not fail: what cannot be read is as if it were not there.
         with contextlib.suppress(Exception):
             if files.exists(path):
-                found.append(Outcome.from_json(files.read_bytes(path).decode()))
+                outcome = Outcome.from_json(files.read_bytes(path).decode())
+                if outcome.job_id == job_id:
+                    found.append(outcome)
     return found

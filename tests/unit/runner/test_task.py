@@ -1,0 +1,37 @@
+"""What a task and the driver take from the files of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from sparkhvd.runner import preflight, task
+from sparkhvd.runner.results import Kind, Outcome
+
+
+class Files:
+    """A folder as `SharedFiles`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        (self._folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self._folder / path).write_bytes(data)
+
+    def read_bytes(self, path: str) -> bytes:
+        return (self._folder / path).read_bytes()
+
+    def exists(self, path: str) -> bool:
+        return (self._folder / path).exists()
+
+
+def test_outcomes_of_an_earlier_fit_with_the_same_run_id_do_not_count(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    old = Outcome(0, Kind.EXCEPTION, error="ValueError", message="mended since", job_id="one")
+    files.write_bytes(preflight.outcome_path("runs/r", 0, 0), old.to_json().encode())
+    assert task.read_outcomes(files, "runs/r", 0, "two", 2) == []
+    assert task.read_outcomes(files, "runs/r", 0, "one", 2) == [old]
+    new = replace(old, rank=1, job_id="two")
+    files.write_bytes(preflight.outcome_path("runs/r", 0, 1), new.to_json().encode())
+    assert task.read_outcomes(files, "runs/r", 0, "two", 2) == [new]
