@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -236,6 +237,27 @@ def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -
         assert outcome.peak_rss_bytes > 1 << 20
         stored = Outcome.from_json(files.read_bytes(f"runs/a/attempts/0/rank-{rank}.json").decode())
         assert stored == outcome
+
+
+def test_a_run_id_may_be_used_again_after_a_failure_that_was_mended(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """What the first launch wrote must not be taken for what the ranks of the second say."""
+    options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a", verbose=0)
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        job.launch(spark, lambda: 1 // int(os.environ["RANK"]), (), {}, 2, options)
+
+    def lose_rank_1_once() -> int:
+        here = context()
+        assert here is not None
+        if here.attempt == 0 and here.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if here.attempt == 0:
+            time.sleep(60)
+        return here.attempt
+
+    report = job.launch(spark, lose_rank_1_once, (), {}, 2, options)
+    assert (report.results, report.attempts) == ([1, 1], 2)
 
 
 def here_and_print() -> int:
