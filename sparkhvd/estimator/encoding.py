@@ -2,24 +2,26 @@
 
 JSON names what belongs to torch itself: modules made of `torch.nn`, functions of `torch.nn.functional`, classes of
 `torch.optim` and optimizers of these classes; and what belongs to this package. Reading them runs no code of the
-file. What has no name goes into a pickle, which does.
+file. What has no name goes into a pickle, which does. That, and what decides where a fit writes, needs trust.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.estimator import architecture, weights
+from sparkhvd.estimator.data.addresses import without_secrets
 from sparkhvd.estimator.data.functions import pad
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.files import read_file
@@ -36,6 +38,18 @@ COMPRESSIONS = {
     "fp16": Compression.fp16,
     "bf16": Compression.bf16,
 }
+# Settings that name files which a fit writes.
+PATH_SETTINGS = tuple(f.name for f in fields(Settings) if f.metadata["unit"] == "path")
+# What reading JSON that is not ours may raise, besides our own.
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+    pickle.UnpicklingError,
+)
 
 
 class Archive:
@@ -199,19 +213,50 @@ class Decoder:
         self._tensors: dict[str, Tensor] | None = None
         self.module: nn.Module | None = None
         self._code: dict[str, Any] | None = None
+        self._raised_by_code: BaseException | None = None
 
     def decode(self, name: str, value: Any) -> Any:
-        """The value that `Archive.encode` wrote under this name."""
+        """The value that `Archive.encode` wrote under this name.
+
+        Raises:
+            InvalidArgumentError: it is nothing that `Archive.encode` writes.
+            UntrustedError: it is code, a store or a file to write, and nobody trusts the saved directory.
+        """
+        with self.reading(name):
+            if name == "store" and value is not None:  # a path or URL may be plain text
+                self._check_place(f"the store {_place(value)}")
+            return self._decode(name, value)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """What the block raises over a part of the file that is not as this package saves it becomes one error."""
+        try:
+            yield
+        except SparkhvdError:
+            raise
+        except _MALFORMED as e:
+            if e is self._raised_by_code:
+                raise
+            raise InvalidArgumentError(
+                f"{self.path!r} holds an entry {name!r} that is not as sparkhvd saves it ({type(e).__name__}: {e}). The "
+                "directory is damaged or of another version: save it again."
+            ) from e
+
+    def _check_place(self, what: str) -> None:
+        why = "a fit would write where that file says"
+        check_trusted(self.path, what, self.spark, trusted=self.trusted, why=why)
+
+    def _decode(self, name: str, value: Any) -> Any:
         if isinstance(value, list):
-            return [self.decode(f"{name}.{i}", v) for i, v in enumerate(value)]
+            return [self._decode(f"{name}.{i}", v) for i, v in enumerate(value)]
         if not isinstance(value, dict):
             return value
         ((kind, content), *_) = value.items()
         if kind == "dict":
-            return {k: self.decode(f"{name}.{k}", v) for k, v in content.items()}
+            return {k: self._decode(f"{name}.{k}", v) for k, v in content.items()}
         if kind == "pairs":
-            pairs = [(self.decode(name, k), v) for k, v in content]
-            return {k: self.decode(f"{name}.{k}", v) for k, v in pairs}
+            pairs = [(self._decode(name, k), v) for k, v in content]
+            return {k: self._decode(f"{name}.{k}", v) for k, v in pairs}
         if kind == "module":
             result: Any = architecture.rebuild(content, self.tensors(name))
         elif kind == "code":
@@ -229,6 +274,12 @@ class Decoder:
             return self._optimizer(content)
         if kind == "compression" and content in COMPRESSIONS:
             return COMPRESSIONS[content]
+        if kind == "store":
+            self._check_place(f"the store {_place(content)}")
+        if kind == "settings":
+            for setting in PATH_SETTINGS:
+                if content.get(setting):
+                    self._check_place(f"the setting {setting}={content[setting]!r}")
         if kind in _KNOWN:
             return _KNOWN[kind](content)
         raise InvalidArgumentError(
@@ -265,12 +316,16 @@ class Decoder:
 
     def _from_code(self, name: str, what: str) -> Any:
         check_trusted(self.path, what, self.spark, trusted=self.trusted)
-        if self._code is None:
-            with read_file(self.spark, f"{self.path}/code") as file:
-                self._code = pickle.loads(Path(file).read_bytes())
         # What refers to the module's parameters gets these, not copies.
         tensors = self.tensors("model") if self.module is None else _of_module(self.module)
-        return architecture.load_shell(self._code[name], tensors)
+        try:
+            if self._code is None:
+                with read_file(self.spark, f"{self.path}/code") as file:
+                    self._code = pickle.loads(Path(file).read_bytes())
+            return architecture.load_shell(self._code[name], tensors)
+        except Exception as e:
+            self._raised_by_code = e  # the user's own, to be seen as it is
+            raise
 
 
 # Kinds that JSON holds whole -> what makes the value.
@@ -282,6 +337,12 @@ _KNOWN: Mapping[str, Callable[[Any], Any]] = {
     "powersgd": lambda content: PowerSGD(**content),
     "pad": lambda content: pad(**content),
 }
+
+
+def _place(value: Any) -> str:
+    """A saved store, path or URL for a message, without secrets."""
+    ((_, value), *_) = value.items() if isinstance(value, dict) and value else [("", value)]
+    return without_secrets(value) if isinstance(value, str) else repr(value)
 
 
 def _of_module(module: nn.Module) -> dict[str, Tensor]:

@@ -6,6 +6,9 @@ A saved directory lies wholly where Spark resolves its path, because Spark write
     weights/      one file, which torch.load(..., weights_only=True) reads: tensors by name
     code/         one file, a pickle; only if there are classes or functions that JSON cannot name. Needs trust.
 
+What decides where a fit writes needs trust, too: an estimator's store, and paths among its settings. A model uses its
+store only to share large weights, so a model that nobody trusts is loaded without it.
+
 What JSON can name: `encoding.py`. How the files get where Spark resolves the path: `files.py`.
 """
 
@@ -30,6 +33,7 @@ from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.encoding import Archive, Decoder
 from sparkhvd.estimator.files import staging_folder, write_file
 from sparkhvd.estimator.inputs import is_dataframe
+from sparkhvd.estimator.trusting import is_trusted
 from sparkhvd.runner.spark_shim import SparkShim
 
 if TYPE_CHECKING:
@@ -184,9 +188,13 @@ class _Reader(MLReader[Any]):
         decoder = Decoder(path, spark, trusted=self.trusted)
         self._restore(instance, content, decoder)
         for name, value in content["params"].items():
-            if instance.hasParam(name):
+            if instance.hasParam(name) and self._is_wanted(name, path):
                 instance._set(**{name: decoder.decode(name, value)})
         return instance
+
+    def _is_wanted(self, name: str, path: str) -> bool:
+        """Whether a Param is taken from the file."""
+        return True
 
     def _restore(self, instance: Any, content: dict[str, Any], decoder: Decoder) -> None:
         """What is not a Param."""
@@ -198,6 +206,9 @@ class EstimatorReader(_Reader):
 
 class ModelReader(_Reader):
     """Reads a model."""
+
+    def _is_wanted(self, name: str, path: str) -> bool:
+        return name != "store" or is_trusted(path, self.sparkSession, trusted=self.trusted)
 
     def _restore(self, instance: Any, content: dict[str, Any], decoder: Decoder) -> None:
         instance._fitted = _fitted(content, decoder)

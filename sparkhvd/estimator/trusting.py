@@ -1,6 +1,7 @@
-"""Which saved files may run code when they are loaded.
+"""Which saved files may run code when they are loaded, or say where a fit writes.
 
-A file that holds classes or functions of the user is a program. It is loaded only when the caller says so: by
+A file that holds classes or functions of the user is a program, and one that holds a store or the path of a log decides
+where data go and which files are replaced. It is loaded only when the caller says so: by
 `load(path, trust=True)`, inside `with trust():`, or for the path prefixes in the conf `spark.sparkhvd.trust`.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 from sparkhvd.errors import UntrustedError
 
-__all__ = ["TRUST_CONF", "check_trusted", "trust"]
+__all__ = ["TRUST_CONF", "check_trusted", "is_trusted", "trust"]
 
 TRUST_CONF = "spark.sparkhvd.trust"
 
@@ -32,26 +33,39 @@ def trust() -> Iterator[None]:
         _is_trusted.reset(token)
 
 
-def check_trusted(path: str, what: str, spark: Any, *, trusted: bool = False) -> None:
-    """Refuse to run code from a file that nobody trusts.
+def is_trusted(path: str, spark: Any, *, trusted: bool = False) -> bool:
+    """Whether somebody trusts the file; arguments as in `check_trusted`."""
+    return (
+        trusted
+        or _is_trusted.get()
+        or _has_trusted_prefix(path, spark.conf.get(TRUST_CONF, "") or "")
+    )
+
+
+def check_trusted(
+    path: str,
+    what: str,
+    spark: Any,
+    *,
+    trusted: bool = False,
+    why: str = "loading it runs code from that file",
+) -> None:
+    """Refuse what only a trusted file may do.
 
     Args:
         path: the saved directory.
-        what: the class or function that would have to be loaded.
+        what: the class or function that would have to be loaded, or the value that would be used.
         spark: session whose conf may name trusted path prefixes.
         trusted: the caller of `load` said so.
+        why: what it would do.
 
     Raises:
         UntrustedError: nobody did.
     """
-    if (
-        trusted
-        or _is_trusted.get()
-        or _has_trusted_prefix(path, spark.conf.get(TRUST_CONF, "") or "")
-    ):
+    if is_trusted(path, spark, trusted=trusted):
         return
     raise UntrustedError(
-        f"{path!r} holds {what}, and loading it runs code from that file. If you trust the file, load it with "
+        f"{path!r} holds {what}, and {why}. If you trust the file, load it with "
         f"trust=True, or inside `with sparkhvd.trust():`, or set {TRUST_CONF} to a prefix of the path."
     )
 

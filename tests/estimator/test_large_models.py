@@ -59,7 +59,7 @@ BODY = """
     del model
     for path in store.list("models"):
         store.delete(path)
-    loaded = TorchModel.load({path!r})
+    loaded = TorchModel.load({path!r}, trust=True)  # with its store
     said("load")
     again = loaded.transform(df).collect()
     said("transform")

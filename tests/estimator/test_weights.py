@@ -166,7 +166,7 @@ CLUSTER = """
     for module in (mlp(2), large()):
         model = fitted(module).setStore(Store.create(sys.argv[1]))
         model.save({path!r})
-        model = TorchModel.load({path!r})
+        model = TorchModel.load({path!r}, trust=True)  # with its store
         shutil.rmtree({path!r})
         assert_right(model.transform(df).collect(), module)
         print("transformed")

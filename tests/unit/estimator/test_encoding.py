@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 import sparkhvd.torch as hvd
-from sparkhvd.errors import UntrustedError
+from sparkhvd.errors import InvalidArgumentError, UntrustedError
 from sparkhvd.estimator.data.functions import pad
+from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.encoding import Archive, Decoder
+from sparkhvd.settings import Settings
 
 SPARK = SimpleNamespace(conf=SimpleNamespace(get=lambda _name, default: default))
 
@@ -68,3 +70,61 @@ def test_a_dict_that_answers_for_other_keys_stays_one() -> None:
     assert archive.code["decoders.level"]["unknown"] == 0
     with pytest.raises(UntrustedError):
         round_trip({"level": defaultdict(int)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("settings", Settings(timeline="/home/me/precious"), "timeline='/home/me/precious'"),
+        ("settings", Settings(autotune_file="/home/me/x"), "autotune_file='/home/me/x'"),
+        ("store", Store("ftp://user:pa55word@elsewhere/x"), "the store ftp://elsewhere/x"),
+        ("store", "s3://elsewhere/x", "the store s3://elsewhere/x"),
+        ("store", Path("/elsewhere"), "the store /elsewhere"),
+        ("decoders", {"x": [Store("s3://elsewhere/x")]}, "the store s3://elsewhere/x"),
+    ],
+)
+def test_what_says_where_a_fit_writes_needs_trust(name: str, value: Any, shown: str) -> None:
+    encoded = json.loads(json.dumps(Archive().encode(name, value)))
+    with pytest.raises(UntrustedError) as failed:
+        Decoder("/saved", SPARK, trusted=False).decode(name, encoded)
+    assert f"{shown}, and a fit would write where that file says" in str(failed.value)
+    assert "trust=True" in str(failed.value)
+    found = Decoder("/saved", SPARK, trusted=True).decode(name, encoded)
+    if not isinstance(value, Store):
+        assert found == value
+
+
+def test_settings_without_paths_and_no_store_need_no_trust() -> None:
+    for name, value in (("settings", Settings(slots=5)), ("store", None)):
+        encoded = json.loads(json.dumps(Archive().encode(name, value)))
+        assert Decoder("/saved", SPARK, trusted=False).decode(name, encoded) == value
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {},
+        [{"dict": []}],
+        {"pairs": [1]},
+        {"settings": {"no_such": 1}},
+        {"settings": []},
+        {"settings": {"slots": 0}},
+        {"torch": 5},
+        {"torch": "torch.optim.optimizer"},
+        {"module": {}},
+        {"module": {"class": "Linear"}},
+        {"optimizer": {"class": "torch.optim.SGD"}},
+        {"code": "x"},
+        {"bytes": "xyz"},
+        {"path": 1},
+        {"powersgd": {"rank": "x"}},
+        {"unheard of": 1},
+    ],
+)
+def test_odd_entries_are_named(odd: Any, tmp_path: Path) -> None:
+    decoder = Decoder(str(tmp_path), SPARK, trusted=False)
+    decoder._tensors = {}
+    with pytest.raises(InvalidArgumentError):
+        decoder.decode("param", odd)
+    with pytest.raises(InvalidArgumentError, match="entry 'param' that is not as sparkhvd saves"):
+        decoder.decode("param", {})
