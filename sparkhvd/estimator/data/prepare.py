@@ -1,6 +1,7 @@
 """When materialized data can be used again, who owns them, and when they go.
 
-A data directory `data/<key>/<app>` belongs to one application. Its lease file says so; whoever sees a lease that
+A data directory `data/<key>/<app>-<pid>-<random>` belongs to one process of one application (clients of one Spark
+Connect server are one application). Its lease file says so; whoever sees a lease that
 has not been renewed for a day may delete the directory. Unless the user asked to keep them, the owner deletes its
 directories when its process ends, or finds that the application has; those that nothing can name again (no plan
 tells what they hold, and no `data_key`) go with the `Scope` of the fit, or of the fits of one fold, that made them.
@@ -31,6 +32,7 @@ from sparkhvd.runner.spark_shim import SparkShim
 __all__ = ["PreparedData", "Scope", "prepare", "release", "renew_leases"]
 
 _RENEW_S = 3600.0
+_RETRY_S = 60.0
 # A client that does not see the store cannot renew a lease while its ranks hold every task slot, so it takes a longer
 # one in advance: together with `LEASE_S` a week.
 _UNSEEN_S = 6 * 24 * 3600.0
@@ -62,9 +64,13 @@ class _Owned:
     """What this process has to look after."""
 
     pid: int = field(default_factory=os.getpid)
+    # Tells this process's directories from those of others of the same application.
+    token: str = field(default_factory=lambda: os.urandom(4).hex())
     lock: threading.Lock = field(default_factory=threading.Lock)
     # (store, data_dir) -> its lease
     directories: dict[tuple[Store, str], Lease] = field(default_factory=dict)
+    # (store, data_dir) -> when a renewal that failed is tried again
+    retries: dict[tuple[Store, str], float] = field(default_factory=dict)
     key_locks: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
     # application -> whether it has ended
     applications: dict[str, Callable[[], bool]] = field(default_factory=dict)
@@ -165,7 +171,7 @@ def prepare(
     if scope is not None and key is None:
         key = scope.key(df, schema)
     name = key if key is not None else f"once-{os.urandom(8).hex()}"
-    own = f"data/{name}/{_safe(app_id)}"
+    own = f"data/{name}/{_safe(app_id)}-{os.getpid()}-{_owned.token}"
     with _key_lock(store, name):
         if is_scoped and scope is not None:
             scope.add(store, own)
@@ -190,16 +196,23 @@ def prepare(
 def renew_leases(now: float | None = None) -> None:
     """Tell other applications that this one still lives; call it now and then during a long fit.
 
-    Writes only if an hour has passed since the last time, so it may be called often.
+    Writes only if an hour has passed since the last time, so it may be called often. A lease that cannot be written is
+    tried again a minute later; a day of such minutes is left.
     """
     now = time.time() if now is None else now
     with _owned.lock:
         due = [
-            (k, lease) for k, lease in _owned.directories.items() if now - lease.renewed > _RENEW_S
+            (k, lease)
+            for k, lease in _owned.directories.items()
+            if now - lease.renewed > _RENEW_S and now >= _owned.retries.get(k, 0.0)
         ]
     for (store, data_dir), lease in due:
-        if store.exists(data_dir):
-            _own(store, data_dir, Lease(lease.app_id, now, lease.keep))
+        try:
+            if store.exists(data_dir):
+                _own(store, data_dir, Lease(lease.app_id, now, lease.keep))
+        except Exception:  # noqa: BLE001 - whatever its file system raises: the other leases must not suffer
+            with _owned.lock:
+                _owned.retries[store, data_dir] = now + _RETRY_S
 
 
 def release(app_id: str | None = None) -> list[str]:
@@ -287,7 +300,7 @@ def _key_lock(store: Store, name: str) -> Iterator[None]:
 
 
 def _find(store: Store, name: str, own: str) -> tuple[str, Manifest] | None:
-    """This application's data of a key, else kept data of another one."""
+    """This process's data of a key, else kept data of another one."""
     for data_dir in [own, *store.list(f"data/{name}")]:
         if not store.exists(f"{data_dir}/{MANIFEST_NAME}"):
             continue
@@ -329,11 +342,9 @@ def _disown(store: Store, data_dir: str) -> None:
 
 
 def _remove(store: Store, data_dir: str) -> None:
-    """Delete a data directory, and its key's folder if that is now empty."""
+    """Delete a data directory, and its key's folder if that is now empty: others may begin in it at any moment."""
     store.delete(data_dir)
-    key = data_dir.rpartition("/")[0]
-    if not store.list(key):
-        store.delete(key)
+    store.delete_if_empty(data_dir.rpartition("/")[0])
 
 
 def _release_at_exit() -> None:

@@ -145,6 +145,10 @@ class RemoteStore(Store):
         """Delete a file, or a folder with all it holds; nothing happens if there is none."""
         self.ask(_delete, path)
 
+    def delete_if_empty(self, path: str) -> None:
+        """Delete a folder unless something is in it."""
+        self.ask(_delete_if_empty, path)
+
     def delete_unfinished(self, path: str) -> None:
         """Delete what writers that were killed left directly in a folder."""
         self.ask(_delete_unfinished, path)
@@ -298,6 +302,11 @@ def _write_artifact(store: Store, path: str, name: str) -> Iterator[Any]:
 
 def _delete(store: Store, path: str) -> Iterator[Any]:
     store.delete(path)
+    yield None
+
+
+def _delete_if_empty(store: Store, path: str) -> Iterator[Any]:
+    store.delete_if_empty(path)
     yield None
 
 

@@ -2,7 +2,7 @@
 
 Layout below the store's root:
 
-    data/<key>/<app>/            materialized data of one application, with a lease file
+    data/<key>/<owner>/          materialized data of one process of one application, with a lease file
     runs/<run_id>/               checkpoints/, logs/, attempts/, metrics.jsonl of one fit
     models/<sha256>              immutable files; no cleanup of data or runs touches them
 
@@ -318,19 +318,33 @@ class Store:
                 "Store.delete('') would delete the whole store. Name a path in it."
             )
         full = self._full(path)
-        if self.is_local:
-            if os.path.isdir(full) and not os.path.islink(full):
+        with (
+            self._explained("cleaned", path),
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        ):
+            if not self.is_local:
+                kind = self._fs.get_file_info(full).type
+                if kind == pafs.FileType.Directory:
+                    self._fs.delete_dir(full)
+                elif kind != pafs.FileType.NotFound:
+                    self._fs.delete_file(full)
+            elif os.path.isdir(full) and not os.path.islink(full):
                 # Another process may delete or still write in it; what stays is swept later.
                 shutil.rmtree(full, ignore_errors=True)
             else:
-                Path(full).unlink(missing_ok=True)
-            return
-        with self._explained("cleaned", path):
-            kind = self._fs.get_file_info(full).type
-            if kind == pafs.FileType.Directory:
-                self._fs.delete_dir(full)
-            elif kind != pafs.FileType.NotFound:
-                self._fs.delete_file(full)
+                Path(full).unlink()
+
+    def delete_if_empty(self, path: str) -> None:
+        """Delete a folder unless something is in it, in one step: what another process just put there stays.
+
+        Nothing happens where no such step exists, as on object stores, whose folders are names only, and on HDFS.
+        """
+        full = self._full(path)
+        if self.is_local:
+            with contextlib.suppress(OSError):
+                os.rmdir(full)
+        elif not addresses.has_atomic_writes(self._address.scheme):
+            writing.remove_empty_folder(self._fs, full)
 
     def delete_unfinished(self, path: str) -> None:
         """Delete what writers that were killed left directly in a folder; only for a folder with no writer now."""
@@ -369,7 +383,7 @@ class Store:
     # -- leases --------------------------------------------------------------------------------------
 
     def data_directories(self) -> Paths:
-        """Every `data/<key>/<app>` in the store."""
+        """Every `data/<key>/<owner>` in the store."""
         return [owner for key in self.list("data") for owner in self.list(key)]
 
     def lease(self, data_dir: str) -> Lease | None:

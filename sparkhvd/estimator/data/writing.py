@@ -32,11 +32,14 @@ __all__ = [
     "make_local_folder",
     "make_root",
     "remote_output",
+    "remove_empty_folder",
     "staged_output",
     "upload",
 ]
 
 COPY_BYTES = 16 << 20
+# How often folders are made again that another process removes while they are empty.
+_TRIES = 100
 # What a FUSE mount answers that does not implement rename.
 _NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV)
 
@@ -193,13 +196,30 @@ def make_folder(filesystem: pafs.FileSystem, folder: str) -> None:
 
 def make_local_folder(folder: str, root: str) -> None:
     """Make a folder below a root that must be there."""
-    missing = []
-    here = Path(folder)
-    while str(here) != root and not here.is_dir():
-        missing.append(here)
-        here = here.parent
-    for path in reversed(missing):
-        path.mkdir(exist_ok=True)
+    for tries_left in reversed(range(_TRIES)):
+        missing = []
+        here = Path(folder)
+        while str(here) != root and not here.is_dir():
+            missing.append(here)
+            here = here.parent
+        try:
+            for path in reversed(missing):
+                path.mkdir(exist_ok=True)
+            return
+        except (FileNotFoundError, FileExistsError):
+            # Another process found one of them empty and removed it; or the root is gone, or a file is in the way.
+            if not tries_left or not os.path.isdir(root):
+                raise
+
+
+def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
+    """Remove a folder if the file system has a call that refuses one with something in it."""
+    handler = getattr(filesystem, "handler", None)
+    if isinstance(handler, pafs.FSSpecHandler):
+        with contextlib.suppress(
+            Exception
+        ):  # each driver has its own way to say that it is not empty
+            handler.fs.rmdir(folder)
 
 
 def make_root(root: str) -> str:

@@ -320,6 +320,18 @@ def test_data_go_when_the_process_ends_and_connect_needs_a_key(tmp_path: Path) -
         found = [prepare(df, schema, store, app_id="app", data_key=k) for k in (None, None, "mine", "mine")]
         print("RESULT", json.dumps([[f.reused, f.manifest.num_rows, f.reason] for f in found]))
         print("HELD", len(store.data_directories()))
+
+        # Another client of the same server is the same application to Spark, and ends earlier.
+        if "--second" not in sys.argv:
+            import subprocess
+            from pyspark.sql.connect.client.core import DefaultChannelBuilder
+            url = f"sc://localhost:{{DefaultChannelBuilder.default_port()}}"
+            code = open(__file__).read().partition("from sparkhvd")
+            second = "import json, os, subprocess, sys\\nfrom pyspark.sql import SparkSession\\n"
+            second += f"spark = SparkSession.builder.remote({{url!r}}).getOrCreate()\\n" + code[1] + code[2]
+            subprocess.run([sys.executable, "-c", second, "--second"], check=True, timeout=60)
+            again = prepare(df, schema, store, app_id="app", data_key="mine")
+            print("AGAIN", again.reused, len(store.data_directories()))
     """
     output = run_on("local[2]", body, tmp_path, remote=True)
     line = next(x for x in output.splitlines() if x.startswith("RESULT"))
@@ -331,4 +343,6 @@ def test_data_go_when_the_process_ends_and_connect_needs_a_key(tmp_path: Path) -
         [True, 20, "data_key='mine'"],
     ]
     assert "HELD 3" in output
+    assert "HELD 6" in output
+    assert "AGAIN True 3" in output
     assert os.listdir(tmp_path / "store" / "data") == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.prepare import _remove as remove_directory
 from sparkhvd.estimator.data.store import LEASE_S, Lease, Store
 
 
@@ -163,6 +164,52 @@ def test_a_store_pickles_with_what_it_has_opened_left_behind(store: Store) -> No
     copy = pickle.loads(pickle.dumps(store))
     assert copy == store
     assert copy.read_bytes("models/x") == b"m"
+
+
+def test_deleting_what_others_delete_too_is_done(any_store: Store) -> None:
+    any_store.write_bytes("runs/1/a", b"x")
+    any_store.delete("runs/1/a/below a file")
+    any_store.delete("runs/none/at/all")
+    assert any_store.list("runs", recursive=True) == ["runs/1/a"]
+
+
+def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
+    any_store.write_bytes("data/k/a", b"x")
+    any_store.delete_if_empty("data/k")
+    any_store.delete_if_empty("data/none")
+    assert any_store.read_bytes("data/k/a") == b"x"
+    any_store.delete("data/k/a")
+    any_store.delete_if_empty("data/k")
+    assert any_store.list("data") == []
+
+
+def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
+    """One deletes its directory, and the key's folder if that is empty, while the other has just begun in it."""
+    rounds, ended, lost = 300, threading.Event(), []
+
+    def comes_and_goes(name: str, times: int) -> None:
+        try:
+            for _ in range(times):
+                store.write_lease(f"data/k/{name}", Lease(name, 1.0))
+                if store.lease(f"data/k/{name}") is None:
+                    lost.append(f"{name}'s lease")
+                remove_directory(store, f"data/k/{name}")
+                if ended.is_set():
+                    return
+        except Exception as e:  # noqa: BLE001 - the thread's outcome
+            lost.append(repr(e))
+        finally:
+            ended.set()
+
+    threads = [
+        threading.Thread(target=comes_and_goes, args=("a", rounds)),
+        threading.Thread(target=comes_and_goes, args=("b", 1 << 30)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lost == []
 
 
 def test_clean_deletes_kept_and_abandoned_data_only(store: Store) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.data import prepare
+from sparkhvd.estimator.data.store import LEASE_NAME, Lease, Store
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from sparkhvd.estimator.training.progress import EpochReporter, format_epoch
 
@@ -64,6 +65,37 @@ def test_every_epoch_is_reported_once_as_it_happens(
     assert seen == [2, 3, 4]
     lines = capsys.readouterr().out.splitlines()
     assert [line[:9] for line in lines] == ["epoch 2/4", "epoch 3/4", "epoch 4/4"]
+
+
+def test_a_store_that_is_gone_ends_neither_reports_nor_other_renewals(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "_owned", prepare._Owned())
+    stores = [Store.create(tmp_path / name) for name in ("gone", "here")]
+    old = time.time() - 7200
+    for store in stores:
+        prepare._own(store, "data/k/a", Lease("a", old))
+    here = stores[1]
+    # Something that is no folder stands in its place: what is in it can be asked for, but not written.
+    (tmp_path / "gone" / "data" / "k" / "a" / LEASE_NAME).unlink()
+    (tmp_path / "gone" / "data" / "k" / "a" / LEASE_NAME).mkdir()
+    seen: list[int] = []
+    reporter = EpochReporter(
+        checkpoints, epochs=2, verbose=0, progress=lambda r: seen.append(r["epoch"]), poll_s=0.01
+    )
+    with reporter:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            lease = here.lease("data/k/a")
+            if lease is not None and lease.renewed > old:
+                break
+            time.sleep(0.01)
+        else:
+            raise AssertionError("the lease of the other store is not renewed")
+        save(checkpoints, 1)
+        while not seen and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert seen == [1]  # before the end of the block: the thread lives
 
 
 def test_a_failing_callback_is_called_no_more_and_ends_nothing(checkpoints: Checkpoints) -> None:
