@@ -280,12 +280,9 @@ class Store:
                 return writing.staged_output(lambda file: writing.copy_in(file, full, temporary))
             return writing.local_output(full, temporary)
         filesystem = self._fs
-        if not addresses.has_atomic_writes(self._address.scheme):
-            return writing.remote_output(filesystem, full, temporary)
-        if filesystem.get_file_info(full).type == pafs.FileType.File:
-            # Whoever fails half-way still completes the upload: not over what is there.
+        if addresses.has_atomic_writes(self._address.scheme):
             return writing.staged_output(lambda file: writing.upload(file, filesystem, full))
-        return writing.remote_output(filesystem, full, None)
+        return writing.remote_output(filesystem, full, temporary)
 
     def _make_folder(self, folder: str) -> None:
         if self.is_local:

@@ -2,7 +2,7 @@
 
     local folders, HDFS, most of fsspec    written under a temporary name, then renamed
     FUSE mounts, Databricks' Volumes       written on this host's disk, copied in one pass under a temporary name, renamed
-    object stores                          written under its name: it appears when the upload has ended
+    object stores                          written on this host's disk, uploaded when its writer has ended well
 
 Where a mount cannot rename, the copy takes the file's own name.
 """
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import pyarrow as pa
 import pyarrow.fs as pafs
 
 __all__ = [
@@ -111,9 +110,15 @@ def local_output(target: str, temporary: str) -> Iterator[Sink]:
 
 
 def upload(source: IO[bytes], filesystem: pafs.FileSystem, target: str) -> None:
-    """Copy a file of this host to an object of the same name as one that may be there."""
+    """Copy a file of this host to an object, also over an older one."""
     with filesystem.open_output_stream(target) as sink:
-        shutil.copyfileobj(source, sink, COPY_BYTES)
+        try:
+            shutil.copyfileobj(source, sink, COPY_BYTES)
+        except KeyboardInterrupt:
+            # Closing completes the upload, and nothing aborts it: so the rest must be in it.
+            source.seek(sink.tell())
+            shutil.copyfileobj(source, sink, COPY_BYTES)
+            raise
 
 
 def copy_in(source: IO[bytes], target: str, temporary: str) -> None:
@@ -152,37 +157,46 @@ def staged_output(deliver: Callable[[IO[bytes]], None]) -> Iterator[Sink]:
 
 
 @contextlib.contextmanager
-def remote_output(
-    filesystem: pafs.FileSystem, target: str, temporary: str | None
-) -> Iterator[Sink]:
-    """A file of another file system; without `temporary` it is written under its own name."""
-    written = temporary or target
-    sink = Sink(filesystem.open_output_stream(written))
+def remote_output(filesystem: pafs.FileSystem, target: str, temporary: str) -> Iterator[Sink]:
+    """A file of another file system: `temporary` while it is written, then `target`."""
+    sink = Sink(filesystem.open_output_stream(temporary))
     try:
         yield sink
         sink.is_whole = True
         sink.finish()
-        if temporary is not None:
-            _move(filesystem, temporary, target)
+        _move(filesystem, temporary, target)
     except BaseException:
         with contextlib.suppress(Exception):
             sink.finish()
         with contextlib.suppress(Exception):
-            filesystem.delete_file(written)
+            filesystem.delete_file(temporary)
         raise
 
 
 def _move(filesystem: pafs.FileSystem, source: str, target: str) -> None:
-    """Rename over what may be there. Some file systems refuse that, by an error or in silence."""
+    """Rename over what may be there. Some file systems refuse that, by an error or in silence.
+
+    What is there is then moved aside, and deleted or moved back: errors do not tell a refusal from a lost connection.
+    """
     try:
         filesystem.move(source, target)
         if filesystem.get_file_info(source).type == pafs.FileType.NotFound:
             return
-    except (OSError, pa.ArrowException):
+    except Exception:
         if filesystem.get_file_info(target).type == pafs.FileType.NotFound:
             raise
-    filesystem.delete_file(target)
-    filesystem.move(source, target)
+    older = f"{source}-older"
+    filesystem.move(target, older)
+    try:
+        filesystem.move(source, target)
+    except BaseException as e:
+        try:
+            filesystem.move(older, target)
+        except Exception:  # noqa: BLE001 - drivers of fsspec raise what they like
+            raise OSError(f"{e}; what was there before is now {older}") from e
+        raise
+    with contextlib.suppress(Exception):
+        filesystem.delete_file(older)
 
 
 def make_folder(filesystem: pafs.FileSystem, folder: str) -> None:

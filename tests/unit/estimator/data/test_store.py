@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
 import time
 from pathlib import Path
 
+import fsspec
+import pyarrow.fs as pafs
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.prepare import _remove as remove_directory
 from sparkhvd.estimator.data.store import LEASE_S, Lease, Store
+from sparkhvd.estimator.data.writing import remote_output
 
 
 @pytest.fixture
@@ -134,6 +138,53 @@ def test_a_file_appears_whole_or_not_at_all(store: Store, tmp_path: Path) -> Non
         raise RuntimeError("midway")
     assert store.read_bytes("runs/a") == b"old"
     assert os.listdir(tmp_path / "store" / "runs") == ["a"]
+
+
+class Moves(pafs.FSSpecHandler):  # type: ignore[misc]  # pyarrow has no types
+    """fsspec's local driver, behind a line or a server that refuses some renames."""
+
+    def __init__(self, refused: list[bool]) -> None:
+        super().__init__(fsspec.filesystem("file"))
+        self.refused = refused
+
+    def move(self, src: str, dest: str) -> None:
+        """Rename, unless it is the turn of a refusal."""
+        if self.refused.pop(0) if self.refused else False:
+            raise OSError("Failure")
+        super().move(src, dest)
+
+
+@pytest.mark.parametrize(
+    ("refused", "content", "files"),
+    [
+        ([True], b"new", ["a"]),  # a server that does not rename over a file
+        ([True, True], b"old", ["a"]),  # a line that is lost
+        ([True, False, True], b"old", ["a"]),
+    ],
+)
+def test_a_rename_that_fails_loses_nothing(
+    tmp_path: Path, refused: list[bool], content: bytes, files: list[str]
+) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    filesystem = pafs.PyFileSystem(Moves(refused))
+    with (
+        contextlib.suppress(OSError),
+        remote_output(filesystem, f"{tmp_path}/a", f"{tmp_path}/temporary") as sink,
+    ):
+        sink.write(b"new")
+    assert (tmp_path / "a").read_bytes() == content
+    assert sorted(os.listdir(tmp_path)) == files
+
+
+def test_what_could_not_be_moved_back_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+    filesystem = pafs.PyFileSystem(Moves([True, False, True, True]))
+    with (
+        pytest.raises(OSError, match="what was there before is now .*/temporary-older"),
+        remote_output(filesystem, f"{tmp_path}/a", f"{tmp_path}/temporary") as sink,
+    ):
+        sink.write(b"new")
+    assert (tmp_path / "temporary-older").read_bytes() == b"old"
 
 
 def test_readers_never_see_a_mixture_while_writers_race(store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from sparkhvd.estimator.data.packed import RowSource, write_packed
 from sparkhvd.estimator.data.parquet import ParquetSource
 from sparkhvd.estimator.data.schema import Column, DataSchema, check_schema
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.data.writing import upload
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from tests.harness.servers import S3, SECRET, cable
 
@@ -56,6 +58,48 @@ def test_a_served_store_reads_writes_lists_and_deletes(served: Store) -> None:
     served.delete("runs/never")
     served.delete("runs/2/c")
     assert served.list("runs", recursive=True) == []
+
+
+def test_a_writer_that_gives_up_neither_shows_its_half_nor_deletes_what_another_wrote(
+    served: Store,
+) -> None:
+    with pytest.raises(KeyboardInterrupt), served.open_output("models/a") as sink:  # noqa: PT012
+        sink.write(b"half")
+        served.write_bytes("models/a", b"whole")
+        raise KeyboardInterrupt
+    assert served.read_bytes("models/a") == b"whole"
+    seen = []
+    with pytest.raises(RuntimeError), served.open_output("models/b") as sink:  # noqa: PT012
+        sink.write(b"half")
+        finish = sink.finish
+
+        def looking() -> None:
+            finish()
+            seen.append(served.exists("models/b"))
+
+        sink.finish = looking
+        raise RuntimeError("midway")
+    assert True not in seen
+    assert served.list("models", recursive=True) == ["models/a"]
+
+
+def test_an_interrupted_upload_is_whole(s3: S3) -> None:
+    """Objects that are being uploaded cannot be given up through pyarrow, only completed."""
+
+    class Interrupted(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() == 2 << 20 and not self.is_interrupted:
+                self.is_interrupted = True
+                raise KeyboardInterrupt
+            return super().read(1 << 20)
+
+        is_interrupted = False
+
+    store = Store.create("s3://bucket/interrupted", **s3.options())
+    data = bytes(range(256)) * (16 << 10)
+    with pytest.raises(KeyboardInterrupt):
+        upload(Interrupted(data), store._fs, "bucket/interrupted/a")
+    assert store.read_bytes("a") == data
 
 
 def test_ordinary_parquet_is_read_from_a_served_store(served: Store) -> None:
