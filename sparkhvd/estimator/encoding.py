@@ -38,6 +38,9 @@ COMPRESSIONS = {
     "fp16": Compression.fp16,
     "bf16": Compression.bf16,
 }
+# The first torch whose torch.load(..., weights_only=True) runs no code of a crafted file, as far as is known:
+# CVE-2025-32434 (mended in 2.6) and CVE-2026-24747.
+SAFE_TORCH = (2, 10)
 # Settings that name files which a fit writes.
 PATH_SETTINGS = tuple(f.name for f in fields(Settings) if f.metadata["unit"] == "path")
 # What reading JSON that is not ours may raise, besides our own.
@@ -288,6 +291,10 @@ class Decoder:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The saved tensors whose names begin with `name`, without it."""
+        if torch.__version__ < SAFE_TORCH:  # type: ignore[operator]  # it compares with tuples, too
+            safe = ".".join(map(str, SAFE_TORCH))
+            why = f"a crafted file of them can run code where torch is below {safe} (here {torch.__version__})"
+            check_trusted(self.path, "weights", self.spark, trusted=self.trusted, why=why)
         if self._tensors is None:
             with read_file(self.spark, f"{self.path}/weights") as file:
                 self._tensors = weights.load(file)

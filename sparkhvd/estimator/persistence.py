@@ -186,7 +186,8 @@ class _Reader(MLReader[Any]):
         instance = self.cls()
         instance._resetUid(metadata["uid"])
         decoder = Decoder(path, spark, trusted=self.trusted)
-        self._restore(instance, content, decoder)
+        with decoder.reading("sparkhvd"):
+            self._restore(instance, content, decoder)
         for name, value in content["params"].items():
             if instance.hasParam(name) and self._is_wanted(name, path):
                 instance._set(**{name: decoder.decode(name, value)})

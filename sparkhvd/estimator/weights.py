@@ -32,6 +32,8 @@ CLOSURE_BYTES = 64 << 20
 # Larger files are mapped: the workers of a host then share the pages.
 MAPPED_BYTES = 64 << 20
 COPY_BYTES = 16 << 20
+# The record that ends what torch.save writes, a zip archive without a comment.
+_ZIP_END, _ZIP_END_BYTES = b"PK\x05\x06", 22
 
 
 @dataclass(frozen=True)
@@ -116,17 +118,28 @@ def load(path: str) -> dict[str, Tensor]:
 
 
 def store_weights(tensors: Mapping[str, Tensor], sha256: str, store: Store) -> Weights:
-    """Put weights into the store, unless they are there; the file is never changed or deleted.
+    """Put weights into the store, unless they are there; a whole file is never changed or deleted.
+
+    One that is cut off, which a killed writer leaves on a mount that cannot rename, is written anew.
 
     Raises:
         InternalError: the bytes have another SHA-256 than `dump` told before.
     """
     weights = Weights(sha256, None, store)
-    if not store.exists(weights.path):
+    if not _is_whole(store, weights.path):
         with store.open_output(weights.path) as sink:
             if dump(tensors, sink) != sha256:
                 raise InternalError(f"The weights {sha256} changed while they were written.")
     return weights
+
+
+def _is_whole(store: Store, path: str) -> bool:
+    """Whether a file of weights is there up to its end. Cheap: the hash is compared by whoever loads it."""
+    if not store.exists(path) or (size := store.num_bytes(path)) < _ZIP_END_BYTES:
+        return False
+    with store.open_input(path) as file:
+        file.seek(size - _ZIP_END_BYTES)
+        return bytes(file.read(len(_ZIP_END))) == _ZIP_END
 
 
 @contextlib.contextmanager

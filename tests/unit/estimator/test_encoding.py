@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
+from sparkhvd.estimator import encoding
 from sparkhvd.estimator.data.functions import pad
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.encoding import Archive, Decoder
@@ -92,6 +94,25 @@ def test_what_says_where_a_fit_writes_needs_trust(name: str, value: Any, shown: 
     found = Decoder("/saved", SPARK, trusted=True).decode(name, encoded)
     if not isinstance(value, Store):
         assert found == value
+
+
+def test_weights_need_trust_where_torch_cannot_keep_them_from_running_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    archive = Archive()
+    encoded = archive.encode("model", torch.nn.Linear(2, 1))
+
+    def decode(*, trusted: bool) -> Any:
+        decoder = Decoder("/saved", SPARK, trusted=trusted)
+        decoder._tensors = archive.tensors
+        return decoder.decode("model", encoded)
+
+    monkeypatch.setattr(encoding, "SAFE_TORCH", (2, 4))
+    assert type(decode(trusted=False)) is torch.nn.Linear
+    monkeypatch.setattr(encoding, "SAFE_TORCH", (99, 1))
+    with pytest.raises(UntrustedError, match=r"can run code where torch is below 99\.1"):
+        decode(trusted=False)
+    assert type(decode(trusted=True)) is torch.nn.Linear
 
 
 def test_settings_without_paths_and_no_store_need_no_trust() -> None:

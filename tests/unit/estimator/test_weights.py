@@ -72,3 +72,19 @@ def test_a_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
     store.write_bytes(f"models/{'0' * 64}", b"other")
     with pytest.raises(InternalError, match="is not what its name says"):
         Weights("0" * 64, None, store).load()
+
+
+@pytest.mark.parametrize("url", ["{}", "memory://cut-off{}"])
+def test_a_file_that_is_cut_off_is_written_anew(tmp_path: Path, url: str) -> None:
+    store = Store.create(url.format(tmp_path))
+    sink = io.BytesIO()
+    stored = Weights(weights.dump(TENSORS, sink), None, store)
+    whole = sink.getvalue()
+    for left in (b"", whole[:10], whole[: len(whole) // 2], whole[:-1]):
+        store.write_bytes(stored.path, left)
+        assert_equal(weights.store_weights(TENSORS, stored.sha256, store).load())
+        assert store.read_bytes(stored.path) == whole
+    # A whole file is left as it is: other readers may have it open.
+    store.write_bytes(stored.path, marked := b"x" + whole[1:])
+    weights.store_weights(TENSORS, stored.sha256, store)
+    assert store.read_bytes(stored.path) == marked
