@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -119,13 +119,19 @@ class TorchEstimator(
         shared = self.copy()
         shared.clear(shared.data_key)
         shared._scope = scope = Scope()
-        run_ids = [given.get(self.run_id, self._get("run_id")) for given in paramMaps]
-        data = dataset.semanticHash() if any(run_ids) else 0
-        maps = [
-            {**given, self.run_id: self._folds.name(run_id, data, index)} if run_id else given
-            for index, (given, run_id) in enumerate(zip(paramMaps, run_ids, strict=True))
-        ]
+        has_run_id = any(given.get(self.run_id, self._get("run_id")) for given in paramMaps)
+        maps = self._with_run_ids(paramMaps, dataset.semanticHash() if has_run_id else 0)
         return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)
+
+    def _with_run_ids(
+        self, maps: Sequence[dict[Param[Any], Any]], data: Hashable
+    ) -> list[dict[Param[Any], Any]]:
+        """Param maps with a run id of their own each, where one is set; equal `data` are one fold."""
+        run_ids = [given.get(self.run_id, self._get("run_id")) for given in maps]
+        return [
+            {**given, self.run_id: self._folds.name(run_id, data, index)} if run_id else given
+            for index, (given, run_id) in enumerate(zip(maps, run_ids, strict=True))
+        ]
 
     # -- run ------------------------------------------------------------------------------------------
 
@@ -211,6 +217,8 @@ class TorchEstimator(
             **data.describe(),
             "num_proc": request.cluster.num_proc,
             "random_seed": request.seed,
+            # Decides whether rows are permuted at once or in windows.
+            "shuffle_bytes": self._shuffle_bytes() if self.getOrDefault("shuffle") else None,
         }
         return json.dumps(facts, sort_keys=True)
 

@@ -58,7 +58,8 @@ class FitOnParquet:
         Args:
             path: a file, or a folder with files and folders in it, as a path or URL that the driver and all executors
                 can read. A dict or list here is taken as `params`.
-            params: a param map to fit with, or a list of them, which gives a list of models.
+            params: a param map to fit with, or a list of them, which gives a list of models. A `run_id` then gets the
+                index of the map, as in `fitMultiple`.
             validation_path: rows to validate with, instead of `validation`.
             storage_options: credentials and such for both paths, as for `Store.create`.
             dataset_idx: Horovod's index of the data in the store.
@@ -88,7 +89,10 @@ class FitOnParquet:
                 "dataset_idx": dataset_idx,
                 "spark": spark,
             }
-            return [self.fit_on_parquet(path, one, **again) for one in params]  # type: ignore[misc]  # one model per map
+            mixed_in: Any = self  # TorchEstimator
+            data = (str(path), str(validation_path), dataset_idx)
+            named = mixed_in._with_run_ids([one or {} for one in params], data)
+            return [self.fit_on_parquet(path, one, **again) for one in named]  # type: ignore[misc]  # one model per map
         session = active_session() if spark is None else spark
         SparkShim(session)
         estimator = self.copy(params)

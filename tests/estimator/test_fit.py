@@ -239,6 +239,7 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
         (df, {"optimizer": torch.optim.Adagrad}, 'optimizer was "Adam" and is "Adagrad"'),
         (df, {"loss": nn.L1Loss()}, 'loss was ["MSELoss"] and is ["L1Loss"]'),
         (df, {"num_proc": 1}, "num_proc was 2 and is 1"),
+        (df, {"shuffle_bytes": 500}, "shuffle_bytes was 1073741824 and is 500"),
         (
             df,
             {"lr_scheduler": lambda o: StepLR(o, 2, 0.1)},

@@ -186,8 +186,9 @@ def test_horovods_call_reads_below_the_store(spark: SparkSession, tmp_path: Path
         estimator(mlp(2), store).fit_on_parquet()
     write(tmp_path / "store" / "intermediate_train_data.3", values())
     write(tmp_path / "store" / "intermediate_val_data.3", values(30, seed=1))
-    fit = estimator(mlp(2), store, validation=0.1, num_proc=1)
-    (trained,) = fit.fit_on_parquet([{fit.epochs: 2}], dataset_idx=3)
+    fit = estimator(mlp(2), store, validation=0.1, num_proc=1, run_id="mine")
+    _, trained = fit.fit_on_parquet([{fit.epochs: 1}, {fit.epochs: 2}], dataset_idx=3)
+    assert trained.getRunId() == "mine-1"
     assert [record["rows"] for record in trained.getHistory()] == [ROWS, ROWS]
     assert "val_loss" in trained.getHistory()[0]
 

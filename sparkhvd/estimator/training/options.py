@@ -25,6 +25,7 @@ FINGERPRINTED = (
     "lr_scheduler_interval",
     "loss_weights",
     "train_steps_per_epoch",
+    "compile",
 )
 
 _PASSED_ON = (
