@@ -38,6 +38,12 @@ _THREADS = 16
 _EXAMPLES = 256
 # A fingerprint is part of every checkpoint.
 _LISTED_FILES = 1000
+# Folders that tell a table's log: which of the files beside them hold its rows, and which of these are deleted.
+_LOGS = {
+    "_delta_log": "a Delta table",
+    ".hoodie": "a Hudi table",
+    "_spark_metadata": "what a streaming query of Spark wrote",
+}
 # How Hive names the folder of rows without a value.
 _NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 
@@ -53,7 +59,8 @@ class ParquetDataset:
         store: rooted there.
         files: in the order of their rows.
         partitions: by path, the values of folders `column=value`.
-        arrow_schema: of the first file.
+        arrow_schema: of the first file that has rows.
+        schema_path: of that file.
         metadata: key-value metadata of `_common_metadata`, where there is such a file.
     """
 
@@ -62,6 +69,7 @@ class ParquetDataset:
     files: tuple[StoredFile, ...]
     partitions: Mapping[str, Mapping[str, PartitionValue]]
     arrow_schema: Any
+    schema_path: str
     metadata: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
 
     @property
@@ -101,7 +109,7 @@ def open_dataset(
         storage_options: handed to the file system.
 
     Raises:
-        InvalidArgumentError: there is nothing, or something else.
+        InvalidArgumentError: there is nothing, or something else: also a table whose log, not its files, tells its rows.
     """
     store = path if isinstance(path, Store) else store_of(path, storage_options)
     text = store.url
@@ -112,13 +120,14 @@ def open_dataset(
             f"fit_on_parquet({text!r}): there is no such file or folder for this process. Give a path or URL of Parquet "
             "files that the driver and all executors can read."
         ) from e
+    _refuse_tables(text, found)
     files = tuple(f for f in found if f.size and not _is_hidden(f.path))
     if not files:
         others = f" besides {len(found)} that are empty or hidden" if found else ""
         raise InvalidArgumentError(
             f"fit_on_parquet({text!r}): there are no files{others}. Give a Parquet file, or a folder with some in it."
         )
-    schema = _footer(store, files[0])[1]
+    path, schema = _first_schema(store, files)
     if METADATA_KEY in (schema.metadata or {}):
         raise InvalidArgumentError(
             f"fit_on_parquet({text!r}): these are packed files that a fit wrote for itself, not ordinary Parquet. fit(df) "
@@ -128,7 +137,7 @@ def open_dataset(
     if any(f.path == "_common_metadata" and f.size for f in found):
         with store.open_input("_common_metadata") as source:
             common = pq.read_metadata(source).metadata or {}
-    return ParquetDataset(text, store, files, _partitions(text, files), schema, common)
+    return ParquetDataset(text, store, files, _partitions(text, files), schema, path, common)
 
 
 def store_of(
@@ -148,7 +157,7 @@ def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
 
     Raises:
         InvalidArgumentError: a file lacks a column or has it in another type, footers count nulls where
-            `handle_invalid` allows none, the first rows cannot be used, or there are no rows.
+            `handle_invalid` allows none and leaves no rows out, the first rows cannot be used, or there are no rows.
     """
     stored = [c for c in schema.columns if c.name not in dataset.partition_columns]
     footers = _all_facts(dataset, stored)
@@ -171,12 +180,14 @@ def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
     nulls = {c.name: sum(f.nulls.get(c.name, 0) for f in footers) for c in stored}
     for name in dataset.partition_columns:
         nulls[name] = sum(f.rows for f in files if dict(f.partition)[name] is None)
-    _refuse(
-        line
-        for c in schema.columns
-        if c.invalid[0] == "error"
-        for line in problems(c, Findings(nulls=nulls[c.name]), num_rows)
-    )
+    # Where rows are left out, a null may be in one of these: then only the rows tell.
+    if all(c.invalid[0] != "skip" for c in schema.columns):
+        _refuse(
+            line
+            for c in schema.columns
+            if c.invalid[0] == "error"
+            for line in problems(c, Findings(nulls=nulls[c.name]), num_rows)
+        )
     variable = {
         c.name: sum(f.num_bytes.get(c.name, 0) for f in footers)
         for c in stored
@@ -195,6 +206,21 @@ def _is_hidden(path: str) -> bool:
         part.startswith(".") or (part.startswith("_") and "=" not in part)
         for part in path.split("/")
     )
+
+
+def _refuse_tables(url: str, files: Sequence[StoredFile]) -> None:
+    """Refuse tables whose rows are not all rows of their files."""
+    for file in files:
+        *folders, name = file.path.split("/")
+        at = next((i for i, part in enumerate(folders) if part in _LOGS), -1)
+        kind, log = (_LOGS[folders[at]], "/".join(folders[: at + 1])) if at >= 0 else ("", "")
+        if folders and folders[-1] == "metadata" and name.endswith(".metadata.json"):
+            kind, log = "an Iceberg table", "/".join(folders)
+        if kind:
+            raise InvalidArgumentError(
+                f"fit_on_parquet({url!r}): {log!r} in it shows that this is {kind}. Its log tells which files have its rows; "
+                "others may be there that hold deleted or earlier ones. Read it with spark.read and give fit(df) the DataFrame."
+            )
 
 
 def _partitions(url: str, files: Sequence[StoredFile]) -> dict[str, dict[str, PartitionValue]]:
@@ -280,13 +306,30 @@ def _footer(store: Store, file: StoredFile) -> tuple[Any, Any]:
             f"{store.full_url(file.path)!r} is no Parquet file: {e}. Move it away, or give it a name that begins with '_' "
             "or '.', which is passed over."
         ) from e
+    except OSError as e:  # also what pyarrow says of a footer that it cannot parse
+        raise InvalidArgumentError(
+            f"The footer of {store.full_url(file.path)!r} cannot be read: {e}. If the file is damaged, write it again, or move "
+            "it away; if the place cannot be reached or read by this user, mend that."
+        ) from e
+
+
+def _first_schema(store: Store, files: Sequence[StoredFile]) -> tuple[str, Any]:
+    """(path, Arrow schema) of the first file with rows, or of the last file if none has any."""
+    for file in files:
+        metadata, schema = _footer(store, file)
+        if metadata.num_rows:
+            break
+    return file.path, schema
 
 
 def _facts(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column]) -> _Facts:
     metadata, schema = _footer(dataset.store, file)
+    # pyarrow makes a new object at every call, in time that follows the number of columns.
+    groups = [metadata.row_group(g) for g in range(metadata.num_row_groups)]
+    rows = tuple(group.num_rows for group in groups)
+    if not sum(rows):  # a writer that saw no value may have given a column any type
+        return _Facts(rows, {}, {})
     _check_types(dataset, file, schema, columns)
-    groups = range(metadata.num_row_groups)
-    rows = tuple(metadata.row_group(g).num_rows for g in groups)
     leaves, at = {}, 0
     for one in schema:
         leaves[one.name] = range(at, at + num_leaves(one.type))
@@ -294,7 +337,7 @@ def _facts(dataset: ParquetDataset, file: StoredFile, columns: Sequence[Column])
     nulls, sizes = {}, {}
     for column in columns:
         mine = leaves[column.name]
-        chunks = [metadata.row_group(g).column(leaf) for g in groups for leaf in mine]
+        chunks = [group.column(leaf) for group in groups for leaf in mine]
         sizes[column.name] = sum(chunk.total_uncompressed_size for chunk in chunks)
         # Inside lists and structs a null of the leaf may be an empty list.
         if len(mine) == 1 and metadata.schema.column(mine[0]).max_definition_level == 1:
@@ -311,7 +354,7 @@ def _check_types(
     if schema.equals(dataset.arrow_schema):
         return
     where = f"fit_on_parquet({dataset.url!r})"
-    first = dataset.files[0].path
+    first = dataset.schema_path
     for column in columns:
         found = [f for f in schema if f.name == column.name]
         if len(found) != 1:

@@ -15,8 +15,18 @@ __all__ = ["PlanFacts", "plan_facts"]
 
 # Every source file is looked at to see whether it changed; beyond this many that costs more than it saves.
 _MAX_INPUT_FILES = 5000
-# Leaves whose content is told by the plan itself.
-_VALUE_LEAVES = frozenset({"LocalRelation", "Range", "OneRowRelation"})
+# Leaves whose content is told by the plan itself. Not LocalRelation: its text has columns and no rows, and of these
+# the plan's hash has so few bits that rows with other signs have the same.
+_VALUE_LEAVES = frozenset({"Range", "OneRowRelation"})
+# Confs that change what a scan gives; those that a version lacks are None.
+_SCAN_CONFS = (
+    "spark.sql.files.ignoreCorruptFiles",
+    "spark.sql.files.ignoreMissingFiles",
+    "spark.sql.legacy.timeParserPolicy",
+    "spark.sql.parquet.datetimeRebaseModeInRead",
+    "spark.sql.parquet.int96RebaseModeInRead",
+    "spark.sql.avro.datetimeRebaseModeInRead",
+)
 # A LogicalRelation is anything that a data source of Spark's first interface reads, JDBC too. Its content is told by the
 # state of its files if it reads files, and nothing but those: a table format's log may say that rows in them are deleted.
 _FILE_RELATION = "HadoopFsRelation"
@@ -47,8 +57,7 @@ class PlanFacts:
 def plan_facts(df: Any) -> PlanFacts:
     """Facts that are equal for two DataFrames only if their data are equal.
 
-    Applies only if every leaf of the plan is a file scan, local data or `range`, and no expression depends on
-    anything but those.
+    Applies only if every leaf of the plan is a file scan or `range`, and no expression depends on anything but those.
     """
     # The type of the DataFrame decides: is_remote() is about the whole process.
     if "pyspark.sql.connect" in type(df).__module__:
@@ -78,13 +87,25 @@ def plan_facts(df: Any) -> PlanFacts:
             if state is None:
                 return PlanFacts(f"the state of {url!r} is unknown")
             files.append((url, *state))
+    confs = [df.sparkSession.conf.get(name, None) for name in _SCAN_CONFS]
     # semanticHash has 32 bits; the canonical text tells more plans apart.
-    canonical = f"{df.semanticHash()} {plan.canonicalized().toString()} {_caches(df)}"
+    canonical = f"{df.semanticHash()} {_text(plan.canonicalized())} {_caches(df)} {confs}"
     return PlanFacts("", canonical, tuple(files))
 
 
 def _class_name(java_object: Any) -> str:
     return str(java_object.getClass().getSimpleName())
+
+
+def _text(plan: Any) -> str:
+    """The whole text of a plan; its `toString` leaves out what comes after 25 columns."""
+    from py4j.protocol import Py4JError
+
+    whole = (True, False, 2**31 - 1, False)  # verbose, suffix, most fields, operator ids
+    try:
+        return str(plan.treeString(*whole, False))
+    except Py4JError:  # Spark 3.5 has one argument less
+        return str(plan.treeString(*whole))
 
 
 def _items(sequence: Any) -> Iterator[Any]:

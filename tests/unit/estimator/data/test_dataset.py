@@ -83,6 +83,54 @@ def test_what_is_no_data_set_is_said(tmp_path: Path) -> None:
         open_dataset("nosuch://bucket/data")
 
 
+@pytest.mark.parametrize(
+    ("log", "kind"),
+    [
+        ("_delta_log/00000000000000000000.json", "a Delta table"),
+        ("deep/.hoodie/hoodie.properties", "a Hudi table"),
+        ("_spark_metadata/0", "a streaming query of Spark"),
+        ("metadata/v1.metadata.json", "an Iceberg table"),
+    ],
+)
+def test_tables_whose_log_tells_the_rows_are_refused(tmp_path: Path, log: str, kind: str) -> None:
+    write(tmp_path / "data" / "deleted.parquet")
+    assert open_dataset(tmp_path).files
+    (tmp_path / log).parent.mkdir(parents=True)
+    (tmp_path / log).write_text("{}")
+    with pytest.raises(InvalidArgumentError) as raised:
+        open_dataset(tmp_path)
+    assert f"{log.rpartition('/')[0]!r} in it shows" in str(raised.value)
+    assert kind in str(raised.value)
+    assert "spark.read and give fit(df)" in str(raised.value)
+
+
+def test_a_footer_that_is_damaged_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet")
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    length = int.from_bytes(data[-8:-4], "little")
+    data[-8 - length : -8] = b"\xff" * length
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(InvalidArgumentError, match=r"The footer of '.*a\.parquet' cannot be read"):
+        open_dataset(tmp_path)
+
+
+def test_a_file_without_rows_may_have_any_types(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", x=pa.nulls(0), y=pa.nulls(0))
+    write(tmp_path / "b.parquet", x=[1.0, 2.0], y=[1.0, 2.0])
+    write(tmp_path / "c.parquet", x=pa.array([], pa.string()))
+    write(tmp_path / "d.parquet", x=[3.0], y=[3.0])
+    manifest = manifest_of(tmp_path, "x", "y")
+    assert [f.rows for f in manifest.files] == [0, 2, 0, 1]
+    with ParquetSource(Store(str(tmp_path)), manifest) as source:
+        np.testing.assert_array_equal(source.read(["x"])["x"], [1, 2, 3])
+        assert source.usable(manifest.schema.columns, [0])[0].shape == (0,)
+    write(tmp_path / "e.parquet", x=["3"], y=[1.0])
+    with pytest.raises(
+        InvalidArgumentError, match=r"string in 'e\.parquet' and double in 'b\.parquet'"
+    ):
+        manifest_of(tmp_path, "x")
+
+
 def test_files_that_do_not_belong_together_are_named(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", x=pa.array([1, 2], pa.int32()), y=[1.0, 2.0])
     write(tmp_path / "b.parquet", x=pa.array([3, 4], pa.int64()), y=[1.0, 2.0], more=[1, 2])
@@ -109,6 +157,17 @@ def test_footers_tell_nulls_before_any_row_is_read(tmp_path: Path) -> None:
     write(tmp_path / "t" / "a.parquet", t=pa.array([1], pa.timestamp("us")))
     with pytest.raises(InvalidArgumentError, match="type timestamp, which cannot become a tensor"):
         manifest_of(tmp_path / "t", "t")
+
+
+def test_footers_do_not_refuse_rows_that_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "a.parquet", a=[1.0, None, 3.0], b=[1.0, None, 3.0])
+    manifest = manifest_of(tmp_path, "a", "b", handle_invalid={"a": "skip"})
+    with ParquetSource(Store(str(tmp_path)), manifest) as source:
+        (mask,) = source.usable([manifest.schema.column("a")], [0]).values()
+        found = source.read(["a", "b"], np.flatnonzero(mask))
+        np.testing.assert_array_equal(found["b"], [1, 3])
+        with pytest.raises(InvalidArgumentError, match="column 'b' .*1 of 3 rows"):
+            source.read(["b"])
 
 
 def test_no_rows_are_an_error(tmp_path: Path) -> None:

@@ -17,7 +17,15 @@ from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data import prepare as prepare_module
 from sparkhvd.estimator.data.packed import read_packed
-from sparkhvd.estimator.data.prepare import PreparedData, Scope, prepare, release, renew_leases
+from sparkhvd.estimator.data.plan import plan_facts
+from sparkhvd.estimator.data.prepare import (
+    PreparedData,
+    Scope,
+    plan_key,
+    prepare,
+    release,
+    renew_leases,
+)
 from sparkhvd.estimator.data.schema import check_schema
 from sparkhvd.estimator.data.store import LEASE_NAME, LEASE_S, Lease, Store
 from tests.harness.ranks import run_threads
@@ -64,6 +72,52 @@ def test_another_plan_type_or_time_zone_is_another_key(spark: SparkSession, stor
         assert not prepared(numbers(spark), store).reused
     finally:
         spark.conf.set("spark.sql.session.timeZone", str(zone))
+
+
+@pytest.mark.parametrize(
+    ("rows", "others"),
+    [
+        ("(1D, 2D, 3D), (4D, 5D, 6D)", "(-1D, -2D, 3D), (-4D, -5D, 6D)"),
+        (
+            "(array(1D, 2D), 0, 0L), (array(3D, 4D), 0, 1L)",
+            "(array(1D, 2D), 0, -1L), (array(3D, 4D), 0, 1L)",
+        ),
+    ],
+)
+def test_rows_in_the_plan_that_spark_does_not_tell_apart_have_no_key(
+    spark: SparkSession, rows: str, others: str
+) -> None:
+    both = [spark.sql(f"SELECT * FROM VALUES {v} AS t(id, c, label)") for v in (rows, others)]
+    assert both[0].semanticHash() == both[1].semanticHash()  # else this test shows nothing
+    for df in both:
+        schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])
+        key, reason = plan_key(df, schema, None)
+        assert key is None
+        assert "the plan reads LocalRelation" in reason
+
+
+def test_what_changes_a_scan_is_part_of_the_key(spark: SparkSession) -> None:
+    def text() -> str:
+        return plan_facts(numbers(spark)).plan
+
+    before = text()
+    key = "spark.sql.files.ignoreCorruptFiles"
+    spark.conf.set(key, "true")
+    try:
+        assert text() != before
+    finally:
+        spark.conf.unset(key)
+    assert text() == before
+
+
+def test_columns_beyond_those_that_spark_prints_are_part_of_the_key(spark: SparkSession) -> None:
+    def text(value: float) -> str:
+        many = [F.col("id").alias(f"c{i}") for i in range(30)]
+        return plan_facts(spark.range(2).select(*many, F.lit(value).alias("last"))).plan
+
+    # Without the hash, which is too short to be relied on.
+    assert text(1.5).partition(" ")[2] != text(2.5).partition(" ")[2]
+    assert text(1.5) == text(1.5)
 
 
 def test_a_source_that_changed_is_read_again(
@@ -311,7 +365,7 @@ def test_a_file_that_went_missing_is_made_again(spark: SparkSession, store: Stor
 def test_data_go_when_the_process_ends_and_connect_needs_a_key(tmp_path: Path) -> None:
     root = str(tmp_path / "store")
     body = f"""
-        from sparkhvd.estimator.data.prepare import prepare
+        from sparkhvd.estimator.data.prepare import plan_key, prepare
         from sparkhvd.estimator.data.schema import check_schema
         from sparkhvd.estimator.data.store import Store
         store = Store.create({root!r})
