@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.store import Store
@@ -46,13 +47,29 @@ class Run:
 
     def seed(self, given: int | None) -> int:
         """The seed given; else the one that this run had before; else a new one, which the run remembers."""
-        path = f"{self.run_dir}/{_SEED}"
         seed = given
-        if seed is None and self.store.exists(path):
-            seed = json.loads(self.store.read_bytes(path))
-        seed = secrets.randbits(32) if seed is None else seed
-        self.store.write_bytes(path, json.dumps(seed).encode())
-        return int(seed)
+        if seed is None:
+            noted = self._read(_FINGERPRINT)
+            # First where its end shows that it is whole: a number that is cut off is still a number.
+            for found in (
+                noted.get("random_seed") if isinstance(noted, dict) else None,
+                self._read(_SEED),
+            ):
+                if isinstance(found, int):
+                    return found
+            seed = secrets.randbits(32)
+        self._write(_SEED, json.dumps(seed))
+        return seed
+
+    def _read(self, name: str) -> Any:
+        """What a JSON file of the run holds; None if there is none, or one that a kill has cut off."""
+        try:
+            return json.loads(self.store.read_bytes(f"{self.run_dir}/{name}"))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return None
+
+    def _write(self, name: str, text: str) -> None:
+        self.store.write_bytes(f"{self.run_dir}/{name}", text.encode())
 
     def check(self, fingerprint: str, epochs: int) -> None:
         """Refuse to go on with other data, params, model or optimizer than the run's checkpoints have.
@@ -64,12 +81,12 @@ class Run:
         Raises:
             InvalidArgumentError: they differ; the message lists how.
         """
-        path = f"{self.run_dir}/{_FINGERPRINT}"
         if self.start_from:
             self._check_start(fingerprint)
         done = Checkpoints(self.store, self.run_dir).latest_position()
-        if done != (0, 0) and self.store.exists(path):
-            problem = differences(self.store.read_bytes(path).decode(), fingerprint)
+        before = self._read(_FINGERPRINT)
+        if done != (0, 0) and isinstance(before, dict):  # else the ranks find what differs
+            problem = differences(json.dumps(before), fingerprint)
             if not problem and done > (epochs, 0):
                 problem = f"it has {done[0]} epochs, and epochs is {epochs}"
             if problem:
@@ -77,15 +94,14 @@ class Run:
                     f"{self.store.full_url(self.run_dir)} holds a checkpoint of another run: {problem}. Give "
                     "another run_id, or the same model, data and params."
                 )
-        self.store.write_bytes(path, fingerprint.encode())
+        self._write(_FINGERPRINT, fingerprint)
 
     def _check_start(self, fingerprint: str) -> None:
         """Refuse to start from the weights of another model."""
-        path = f"{self.start_from.partition('/checkpoints/')[0]}/{_FINGERPRINT}"
-        models = [
-            json.dumps({"model": json.loads(text)["model"]})
-            for text in (self.store.read_bytes(path).decode(), fingerprint)
-        ]
+        before = Run(self.store, self.start_from.partition("/checkpoints/")[0])._read(_FINGERPRINT)
+        if not isinstance(before, dict) or "model" not in before:
+            return  # it is gone or cut off: the ranks find what does not fit
+        models = [json.dumps({"model": f["model"]}) for f in (before, json.loads(fingerprint))]
         if problem := differences(*models):
             raise InvalidArgumentError(
                 f"warm_start: the weights of {self.store.full_url(self.start_from)} do not fit: {problem}. Give the "
@@ -94,13 +110,12 @@ class Run:
 
     def finish(self, epoch: int) -> None:
         """Note that the driver has the model: the weights after `epoch` epochs."""
-        self.store.write_bytes(f"{self.run_dir}/{_FINISHED}", json.dumps({"epoch": epoch}).encode())
+        self._write(_FINISHED, json.dumps({"epoch": epoch}))
 
     def finished_weights(self) -> str:
         """The file with the weights of a finished run, relative to the store; "" if it has not finished."""
-        try:
-            finished = json.loads(self.store.read_bytes(f"{self.run_dir}/{_FINISHED}"))
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # none, or cut off by a kill
+        finished = self._read(_FINISHED)
+        if not isinstance(finished, dict):
             return ""
         return Checkpoints(self.store, self.run_dir).path(finished["epoch"])
 

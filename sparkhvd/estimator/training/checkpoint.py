@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import re
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -29,6 +30,8 @@ from sparkhvd.estimator.data.store import Store
 __all__ = ["Checkpoint", "Checkpoints", "FORMAT_VERSION"]
 
 FORMAT_VERSION = 2
+# Read at once.
+_PIECE_BYTES = 16 << 20
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
 
 
@@ -167,20 +170,35 @@ class Checkpoints:
         pointer = self._pointer()
         if pointer is None:
             return None
-        return self.load(pointer["epoch"], pointer["step"], sha256=pointer["sha256"])
+        try:
+            return self.load(pointer["epoch"], pointer["step"], sha256=pointer["sha256"])
+        except FileNotFoundError:  # deleted by hand: the one before is still there
+            older = self._newest_whole()
+            return self.load(older["epoch"], older["step"]) if older else None
 
     def load(self, epoch: int, step: int = 0, *, sha256: str | None = None) -> Checkpoint:
         """The checkpoint after `epoch` epochs and `step` steps."""
         path = self.path(epoch, step)
-        if sha256 is None and (local := self._store.local_path(path)) is not None:
-            return self._parse(path, local)  # without the file's bytes in memory
-        data = self._store.read_bytes(path)
-        if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
-            raise InvalidArgumentError(
-                f"{self._store.full_url(path)}: the file is not what was written. Delete the run's folder, or "
-                "give another run_id."
-            )
-        return self._parse(path, io.BytesIO(data))
+        with self._opened(path) as file:
+            if sha256 is not None and _sha256(file) != sha256:
+                raise InvalidArgumentError(
+                    f"{self._store.full_url(path)}: the file is not what was written. Delete the run's folder, or "
+                    "give another run_id."
+                )
+            return self._parse(path, file)
+
+    @contextlib.contextmanager
+    def _opened(self, path: str) -> Iterator[IO[bytes]]:
+        """A file of the store, without its bytes in memory besides the tensors that are made of them."""
+        if (local := self._store.local_path(path)) is not None:
+            with open(local, "rb") as file:
+                yield file
+            return
+        with tempfile.TemporaryFile(prefix="sparkhvd-checkpoint-") as copy:
+            with self._store.open_input(path) as source:
+                shutil.copyfileobj(source, copy, _PIECE_BYTES)
+            copy.seek(0)
+            yield copy
 
     def _parse(self, path: str, source: Any) -> Checkpoint:
         values = torch.load(source, weights_only=True)
@@ -194,7 +212,8 @@ class Checkpoints:
 
     def load_weights(self, path: str) -> dict[str, Any]:
         """The model's state dict in a checkpoint file of any run, relative to the store."""
-        return self._parse(path, io.BytesIO(self._store.read_bytes(path))).model
+        with self._opened(path) as file:
+            return self._parse(path, file).model
 
     def history(self) -> list[dict[str, Any]]:
         """The records of the epochs that are done, as the metrics file has them now."""
@@ -211,21 +230,35 @@ class Checkpoints:
         try:
             pointer = json.loads(self._store.read_bytes(f"{self._folder}/latest.json"))
         except (FileNotFoundError, NotADirectoryError, ValueError):
-            # Where a rename cannot replace a file, or there is none, a writer may have been killed between the two.
+            pointer = None
+        # Where a rename cannot replace a file, or there is none, a writer may have been killed between the two.
+        if not isinstance(pointer, dict) or not {"epoch", "sha256"} <= pointer.keys():
             return self._newest_whole()
-        assert isinstance(pointer, dict)
         return {"step": 0, **pointer}
 
     def _newest_whole(self) -> dict[str, Any] | None:
         """What the pointer would say, from the files alone."""
         for epoch, step in sorted(self._positions(), reverse=True):
-            with contextlib.suppress(
-                Exception
-            ):  # torch raises many kinds for a file that is cut off
+            try:
                 self.load(epoch, step)
-                return {"epoch": epoch, "step": step, "sha256": None}
+            except FileNotFoundError:
+                continue
+            except OSError:  # a store that cannot be read now says nothing about its files
+                raise
+            except Exception:  # noqa: BLE001 - torch raises many kinds for a file that is cut off
+                continue
+            return {"epoch": epoch, "step": step, "sha256": None}
         return None
 
     def _positions(self) -> set[tuple[int, int]]:
         found = (_NAME.fullmatch(p.rpartition("/")[2]) for p in self._store.list(self._folder))
         return {(int(m[1]), int(m[2] or 0)) for m in found if m}
+
+
+def _sha256(file: IO[bytes]) -> str:
+    """Of a whole file, which is then at its beginning again."""
+    digest = hashlib.sha256()
+    while piece := file.read(_PIECE_BYTES):
+        digest.update(piece)
+    file.seek(0)
+    return digest.hexdigest()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from tests.harness.sequential_mount import sequential_mount
@@ -73,6 +75,71 @@ def test_a_file_that_changed_is_refused(store: Store) -> None:
         f"{store.full_url(checkpoints.path(0, 7))}: the file is not what was written. Delete the run's folder, or "
         "give another run_id."
     )
+
+
+@pytest.mark.parametrize("pointer", [b"", b'{"epo', b"[]", b"3", b'{"epoch": 1}'])
+def test_a_pointer_that_is_damaged_is_made_from_the_files(store: Store, pointer: bytes) -> None:
+    for position in POSITIONS[:3]:
+        Checkpoints(store, RUN).save(checkpoint(*position))
+    store.write_bytes(f"{RUN}/checkpoints/latest.json", pointer)
+    assert Checkpoints(store, RUN).latest_position() == (1, 0)
+    Path(store.local_path(f"{RUN}/checkpoints/epoch-1.pt") or "").write_bytes(b"cut off")
+    assert Checkpoints(store, RUN).latest_position() == (0, 12)
+
+
+def test_a_checkpoint_that_is_gone_leaves_the_one_before(store: Store) -> None:
+    for position in POSITIONS[:3]:
+        Checkpoints(store, RUN).save(checkpoint(*position))
+    store.delete(f"{RUN}/checkpoints/epoch-1.pt")
+    found = Checkpoints(store, RUN).latest()
+    assert found is not None
+    assert found.position == (0, 12)
+    assert torch.equal(found.model["weight"], checkpoint(0, 12).model["weight"])
+    store.delete(f"{RUN}/checkpoints/epoch-0-step-12.pt")
+    assert Checkpoints(store, RUN).latest() is None
+
+
+def test_a_store_that_cannot_be_read_for_a_moment_hides_no_checkpoint(tmp_path: Path) -> None:
+    class Failing(Store):
+        """Reads no checkpoint the first time."""
+
+        failures = 1
+
+        def local_path(self, path: str) -> str | None:
+            return None if path.endswith(".pt") else super().local_path(path)
+
+        def open_input(self, path: str) -> Any:
+            if self.failures:
+                self.failures -= 1
+                raise StoreError("The store cannot be read: timed out.")
+            return super().open_input(path)
+
+    store = Failing.create(tmp_path / "failing")
+    for position in POSITIONS[:3]:
+        Checkpoints(store, RUN).save(checkpoint(*position))
+    store.write_bytes(f"{RUN}/checkpoints/latest.json", b"")
+    store.failures = 1  # type: ignore[attr-defined]
+    with pytest.raises(StoreError, match="timed out"):
+        Checkpoints(store, RUN).latest_position()
+    assert Checkpoints(store, RUN).latest_position() == (1, 0)
+
+
+@pytest.mark.parametrize("url", ["{}/large", "memory://large{}"])
+def test_a_checkpoint_is_read_in_pieces(tmp_path: Path, url: str) -> None:
+    """At no time are the file's bytes in memory beside the tensors."""
+    store = Store.create(url.format(tmp_path))
+    large = replace(checkpoint(1, 0), model={"weight": torch.arange(16 << 20)})
+    Checkpoints(store, RUN).save(large)
+    tracemalloc.start()
+    try:
+        found = Checkpoints(store, RUN).latest()
+        largest = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found is not None
+    assert torch.equal(found.model["weight"], large.model["weight"])
+    # Python's own memory; torch's is not traced.
+    assert largest < 100 << 20
 
 
 class KillingStore(Store):

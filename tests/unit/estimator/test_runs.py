@@ -1,0 +1,48 @@
+"""What a killed driver leaves of a run, and who may go on with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.runs import Run
+from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(Store.create(tmp_path), "runs/r")
+
+
+def test_a_seed_that_is_cut_off_does_not_end_the_run(run: Run) -> None:
+    seed = run.seed(None)
+    assert run.seed(None) == seed
+    run.check(json.dumps({"random_seed": seed}), 1)
+    for left in ("", str(seed)[:1]):
+        run.store.write_bytes("runs/r/seed.json", left.encode())
+        assert run.seed(None) == seed
+    run.store.delete("runs/r/fingerprint.json")
+    run.store.write_bytes("runs/r/seed.json", b"")
+    new = run.seed(None)
+    assert run.seed(None) == new
+    assert run.seed(5) == run.seed(None) == 5
+
+
+@pytest.mark.parametrize("left", ["", '{"random_', "[]"])
+def test_a_fingerprint_that_is_cut_off_does_not_end_the_run(run: Run, left: str) -> None:
+    ours = json.dumps({"batch_size": 8, "model": {"w": [2]}})
+    run.check(ours, 1)
+    checkpoints = Checkpoints(run.store, run.run_dir)
+    checkpoints.save(Checkpoint(1, {"w": torch.ones(2)}, {}, None, [], ours))
+    with pytest.raises(InvalidArgumentError, match="batch_size was 8 and is 16"):
+        run.check(json.dumps({"batch_size": 16, "model": {"w": [2]}}), 1)
+    run.store.write_bytes("runs/r/fingerprint.json", left.encode())
+    run.check(ours, 1)  # the ranks compare with the checkpoint's
+    assert run.store.read_bytes("runs/r/fingerprint.json").decode() == ours
+    run.store.write_bytes("runs/r/fingerprint.json", left.encode())
+    Run(run.store, "runs/r/warm-1", start_from=checkpoints.path(1)).check(ours, 1)
