@@ -11,11 +11,14 @@ import inspect
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.addresses import secrets_of
+from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.names import ACCESSORS, ALIASES, ELSEWHERE, NO_EFFECT
 
 __all__ = ["HorovodParams", "PredictParams", "TorchParams", "TrainParams", "short_repr"]
@@ -80,6 +83,13 @@ def _function(value: Any) -> Callable[..., Any]:
 
 
 def _any(value: Any) -> Any:
+    return value
+
+
+def _store(value: Any) -> Any:
+    """As given, but no password of a URL stays text, which `explainParams` and a saved estimator would show."""
+    if isinstance(value, (str, PathLike)) and secrets_of(text := str(fspath(value)), {}):
+        return Store(text)
     return value
 
 
@@ -268,7 +278,7 @@ class PredictParams(TorchParams):
         "column for the model's output as a vector; '' = none",
     )
     output_fn = _p("output_fn", _function, "the model's output -> (rows, classes) probabilities")
-    store = _p("store", _any, "Store where data, checkpoints and weights live")
+    store = _p("store", _store, "Store where data, checkpoints and weights live")
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,6 +85,12 @@ def parse(given: str) -> Address:
     if given.startswith("/") or not colon or "/" in scheme:
         return _local(given, given)
     scheme = _ALIASES.get(scheme.lower(), scheme.lower())
+    if rest.startswith("//") and not _is_quoted(given):
+        raise InvalidArgumentError(
+            f"Store.create({without_secrets(given)!r}): the user or password before the '@' holds a character that "
+            "ends it. Write it as urllib.parse.quote(password, safe='') does, or give it as a storage option. An '@' in a "
+            "path is '%40' after a host with a port or a password."
+        )
     if scheme == "file":
         parts = urlsplit(given)
         if parts.netloc not in ("", "localhost"):
@@ -107,11 +113,6 @@ def parse(given: str) -> Address:
             f"Store.create({without_secrets(given)!r}): unknown scheme {scheme!r}. Known are absolute paths, "
             f"file, dbfs, {', '.join(sorted(PYARROW_SCHEMES))} and the schemes of fsspec (pip install fsspec "
             "and its driver for yours)."
-        )
-    if not _is_quoted(given):
-        raise InvalidArgumentError(
-            f"Store.create({without_secrets(given)!r}): the user or password before the '@' holds a character that "
-            "ends it. Write it as urllib.parse.quote(password, safe='') does, or give it as a storage option."
         )
     full = f"{scheme}:{rest}"
     return Address(scheme, without_secrets(full), _root(scheme, full), full)
@@ -169,11 +170,11 @@ def check_databricks(root: str, given: str) -> None:
 
 def without_secrets(url: str) -> str:
     """The URL without "user:password@" and without what a query may hide, such as a signature."""
+    if not _is_quoted(url):
+        return f"{url.partition(':')[0]}://<hidden>"
     parts = urlsplit(url)
     if not parts.scheme:
         return url
-    if not _is_quoted(url):
-        return f"{parts.scheme}://<hidden>"
     user, at, host = parts.netloc.rpartition("@")
     shown = host if ":" in user else f"{user}{at}{host}"
     pairs = [(k, v) for k, v in parse_qsl(parts.query, keep_blank_values=True) if k in _OPEN_QUERY]
@@ -182,16 +183,23 @@ def without_secrets(url: str) -> str:
 
 
 def _is_quoted(url: str) -> bool:
-    """Whether what stands where a port would is one: else it is a password with a "/", "?" or "#" in it."""
+    """Whether nothing looks like a password with a "/", "?", "#" or "[" in it that is not quoted.
+
+    Such a password ends the part of the URL for user and host, and its "@" comes later; or no port is where one would be.
+    """
     try:
-        urlsplit(url).port  # noqa: B018 - it raises
+        parts = urlsplit(url)
+        parts.port  # noqa: B018 - it raises
     except ValueError:
         return False
-    return True
+    after = url.partition("//")[2][len(parts.netloc) :]
+    return ":" not in parts.netloc or "@" not in after
 
 
 def secrets_of(full: str, options: Mapping[str, Any]) -> frozenset[str]:
     """The strings that no message may hold: passwords and keys of the URL and of the storage options."""
+    if not _is_quoted(full):
+        return frozenset({full})
     parts = urlsplit(full)
     user, _, _ = parts.netloc.rpartition("@")
     found = {user.partition(":")[2]} if ":" in user else set()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.data.addresses import secrets_of, without_secrets
 from sparkhvd.estimator.data.remote_store import as_seen_by
 from sparkhvd.estimator.data.store import Store
@@ -48,11 +48,15 @@ def default_store(spark: Any, given: Any = None) -> Store:
 
     Raises:
         InvalidArgumentError: there is none, and the master is not local; or it cannot be written.
+        StoreError: the folder of a `Store` that was given is not there; it may be mounted no more.
     """
     if isinstance(given, Store):
         store = as_seen_by(spark, given)
-        if store.is_local and not store.exists(""):  # of a saved estimator, for example
-            store.prove_writable()
+        if store.is_local and not store.exists(""):
+            raise StoreError(
+                f"The store {store.url} is not there. If it has vanished, mount it again; a new one is made by "
+                "setStore(Store.create(...))."
+            )
         return store
     if isinstance(given, (str, PathLike)):
         return _created(spark, given)
@@ -83,7 +87,7 @@ def default_store(spark: Any, given: Any = None) -> Store:
 
 def _created(spark: Any, given: str | PathLike[str]) -> Store:
     if SparkShim(spark).is_connect:
-        return as_seen_by(spark, Store(fspath(given)))
+        return as_seen_by(spark, Store(fspath(given)), make=True)
     return Store.create(given)
 
 

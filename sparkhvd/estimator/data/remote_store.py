@@ -155,7 +155,7 @@ class RemoteStore(Store):
 
     def prove_writable(self) -> None:
         """Make the folder where executors see it, and write and delete a file in it."""
-        self.ask(_prove, "", b"")
+        self.ask(_prove, "", b"", True)
 
     def _send(self, path: str, file: IO[bytes]) -> None:
         size = os.fstat(file.fileno()).st_size
@@ -194,18 +194,24 @@ class RemoteStore(Store):
         parts = {row["part"]: bytes(row["data"]) for row in rows}
         if _FAILED in parts:
             failed = json.loads(parts[_FAILED])
-            raise _ERRORS[failed["error"]](failed["text"])
+            raise _ERRORS[failed["error"]](self.hide(failed["text"]))
         answer = json.loads(parts.pop(_ANSWER))
         return answer["value"], b"".join(parts[part] for part in sorted(parts))
 
 
-def as_seen_by(spark: Any, store: Store) -> Store:
+def as_seen_by(spark: Any, store: Store, *, make: bool = False) -> Store:
     """The store as the process of this session reaches it: itself, or through tasks of a Connect session.
 
-    A Connect session is asked once per store: an executor makes the folder and writes a token into it.
+    A Connect session is asked once per store: an executor writes a token into it.
+
+    Args:
+        spark: the session.
+        store: the store.
+        make: whether the executor makes the folder. It also does if `Store.create` ran before there was a session.
 
     Raises:
-        InvalidArgumentError: the executors cannot write there.
+        InvalidArgumentError: the folder cannot be made, or not be written.
+        StoreError: it is not there, or cannot be written.
     """
     plain = store.direct
     if not SparkShim(spark).is_connect:
@@ -213,7 +219,7 @@ def as_seen_by(spark: Any, store: Store) -> Store:
     key = (spark.session_id, plain)
     with _sights.lock:
         if key not in _sights.known:
-            _sights.known[key] = _is_seen(spark, plain)
+            _sights.known[key] = _is_seen(spark, plain, make or plain._is_created)
         return plain if _sights.known[key] else RemoteStore(plain, spark)
 
 
@@ -228,11 +234,11 @@ class _Sights:
 _sights = _Sights()
 
 
-def _is_seen(spark: Any, store: Store) -> bool:
+def _is_seen(spark: Any, store: Store, make: bool) -> bool:
     remote = RemoteStore(store, spark)
     token = f"{TEMPORARY}sight-{uuid.uuid4().hex}"
     content = token.encode()
-    remote.ask(_prove, token, content)
+    remote.ask(_prove, token, content, make)
     try:
         found = store.read_bytes(token)
     except Exception:  # noqa: BLE001 - whatever a client without credentials or network meets
@@ -315,9 +321,10 @@ def _delete_unfinished(store: Store, path: str) -> Iterator[Any]:
     yield None
 
 
-def _prove(store: Store, token: str, content: bytes) -> Iterator[Any]:
-    """Make the folder, and leave a token in it if there is one."""
-    store.prove_writable()
+def _prove(store: Store, token: str, content: bytes, make: bool) -> Iterator[Any]:
+    """Make the folder if that is wanted, and leave a token in it if there is one."""
+    if make:
+        store.prove_writable()
     if token:
         store.write_bytes(token, content)
     yield None

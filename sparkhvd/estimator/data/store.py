@@ -86,6 +86,8 @@ class Store:
         self._is_sequential: bool | None = None
         # The topmost folder that `create` has made, if it has.
         self._made = ""
+        # Whether `create` has made the folder for this very object: a Connect session that comes later makes its own.
+        self._is_created = False
 
     @classmethod
     def create(cls, path_or_url: str | os.PathLike[str], **storage_options: Any) -> Store:
@@ -114,7 +116,7 @@ class Store:
         if (session := connect_session()) is not None:
             from sparkhvd.estimator.data.remote_store import as_seen_by
 
-            return as_seen_by(session, store)
+            return as_seen_by(session, store, make=True)
         store.prove_writable()
         return store
 
@@ -436,8 +438,12 @@ class Store:
         """Turn what a file system raises into a `StoreError`; that a file is not there stays what it is."""
         try:
             yield
-        except (SparkhvdError, FileNotFoundError, NotADirectoryError):
+        except SparkhvdError:
             raise
+        except (FileNotFoundError, NotADirectoryError) as e:
+            if self._cause(e) is not None:
+                raise
+            raise type(e)(self.hide(str(e))) from None
         except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
             raise self._error(doing, path, e) from self._cause(e)
 
@@ -457,12 +463,19 @@ class Store:
         return error
 
     def _cause(self, error: Exception) -> Exception | None:
-        """The error to show as the cause: none if it holds a secret."""
-        return error if self.hide(str(error)) == str(error) else None
+        """The error to show as the cause: none if it, or what it comes from, holds a secret."""
+        here: BaseException | None = error
+        while here is not None:
+            for text in (str(here), repr(here)):
+                if self.hide(text) != text:
+                    return None
+            here = here.__cause__ or here.__context__
+        return error
 
     def hide(self, text: str) -> str:
         """The text without this store's passwords, keys and tokens."""
-        for secret in addresses.secrets_of(self._address.full, self._options):
+        secrets = addresses.secrets_of(self._address.full, self._options)
+        for secret in sorted(secrets, key=len, reverse=True):  # one may be the beginning of another
             text = text.replace(secret, "***")
         return text
 
@@ -480,6 +493,7 @@ class Store:
         try:
             if self.is_local:
                 self._made = writing.make_root(self._root)
+            self._is_created = True
             self.write_bytes(probe, b"sparkhvd")
             self.delete(probe)
         except InvalidArgumentError:

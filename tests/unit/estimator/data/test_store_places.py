@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 from pathlib import Path
@@ -10,11 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sparkhvd import TorchEstimator
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.data import addresses
+from sparkhvd.estimator.data.defaults import default_store
 from sparkhvd.estimator.data.packed import read_packed, write_packed
+from sparkhvd.estimator.data.remote_store import RemoteStore
 from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.encoding import Archive
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from tests.harness.mounts import tmpfs, unmount
 from tests.harness.sequential_mount import sequential_mount
@@ -116,6 +121,12 @@ def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> 
         assert checkpoints.latest_position() == (2, 0)
 
 
+def classic_session() -> object:
+    """Not one, but what tells the two kinds of sessions apart."""
+    kind = type("SparkSession", (), {"range": None, "__module__": "pyspark.sql.session"})
+    return kind()
+
+
 @pytest.mark.parametrize("below", ["", "store"])
 @pytest.mark.usefixtures("mounts")
 def test_a_store_that_is_mounted_no_more_is_not_made_again(tmp_path: Path, below: str) -> None:
@@ -128,6 +139,11 @@ def test_a_store_that_is_mounted_no_more_is_not_made_again(tmp_path: Path, below
         assert os.listdir(place) == []
         # A process that comes later looks for what must be there.
         late = pickle.loads(pickle.dumps(store))
+        # (A mount point that is empty now may as well be an empty store.)
+        for given in (store, late) if below else (store,):
+            with pytest.raises(StoreError, match="is not there|has vanished"):
+                default_store(classic_session(), given).write_bytes("runs/r/b", b"y")
+        assert os.listdir(place) == []
         with pytest.raises(FileNotFoundError):
             late.read_bytes("runs/r/a")
 
@@ -180,13 +196,69 @@ def test_neither_url_nor_repr_nor_error_holds_a_secret(
     assert copy.hide(SECRET) == "***"
 
 
-def test_a_password_that_is_not_quoted_is_refused_and_hidden() -> None:
+@pytest.mark.parametrize(
+    "password", [SECRET, "/word", "12/word", "12?word", "1#word", "wo[rd", "a@b/word"]
+)
+@pytest.mark.parametrize("scheme", ["s3", "ftp"])
+def test_a_password_that_is_not_quoted_is_refused_and_hidden(scheme: str, password: str) -> None:
+    url = f"{scheme}://AKIA:{password}@bucket/p"
     with pytest.raises(InvalidArgumentError) as caught:
-        Store.create(f"s3://AKIA:{SECRET}@bucket/p")
+        Store.create(url)
     assert str(caught.value) == (
-        "Store.create('s3://<hidden>'): the user or password before the '@' holds a character that ends it. Write it as "
-        "urllib.parse.quote(password, safe='') does, or give it as a storage option."
+        f"Store.create('{scheme}://<hidden>'): the user or password before the '@' holds a character that ends it. Write it "
+        "as urllib.parse.quote(password, safe='') does, or give it as a storage option. An '@' in a path is '%40' after a "
+        "host with a port or a password."
     )
+    assert addresses.secrets_of(url, {}) == {url}
+
+
+def test_urls_with_a_port_or_an_at_sign_are_taken() -> None:
+    for url in (
+        "ftp://host:21/p",
+        "s3://bucket/a@b",
+        "abfss://container@account.dfs.core.windows.net/p",
+    ):
+        assert Store(url).url == url
+
+
+def test_a_secret_that_begins_with_another_is_hidden_whole() -> None:
+    options = {f"key{i}": "AKIAKEY" + "rest-of-it" * i for i in range(8)}
+    assert Store("s3://bucket/p", options).hide("sent AKIAKEY" + "rest-of-it" * 7) == "sent ***"
+
+
+def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
+    store = Store("memory://place", {"password": SECRET})
+    for raised in (FileNotFoundError(f"no {SECRET}"), NotADirectoryError(SECRET)):
+        with pytest.raises(type(raised)) as caught, store._explained("read", "a"):
+            raise raised
+        assert SECRET not in str(caught.value)
+        assert caught.value.__suppress_context__
+    outer = OSError("it failed")
+    outer.__cause__ = ValueError(SECRET)
+    with pytest.raises(StoreError) as told, store._explained("read", "a"):
+        raise outer
+    assert told.value.__cause__ is None
+
+    class Task:
+        """A DataFrame whose one row says that a file is not there."""
+
+        def __getattr__(self, name: str) -> object:
+            return lambda *_: self
+
+        def collect(self) -> list[dict[str, object]]:
+            failed = {"error": "FileNotFoundError", "text": f"no {SECRET}"}
+            return [{"part": -2, "data": json.dumps(failed).encode()}]
+
+    with pytest.raises(FileNotFoundError, match=r"^no \*\*\*$"):
+        RemoteStore(store, Task()).exists("a")
+
+
+def test_no_param_shows_a_password() -> None:
+    estimator = TorchEstimator(store=f"ftp://user:{QUOTED}@host/p")
+    assert "sw0rdfish" not in estimator.explainParams() + str(
+        Archive().encode("store", estimator.getStore())
+    )
+    assert TorchEstimator(store="/a/path").getStore() == "/a/path"
 
 
 def test_an_error_that_would_tell_a_secret_does_not_chain() -> None:
