@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, unquote_plus, urlencode, urlsplit
@@ -24,6 +25,7 @@ __all__ = [
     "open_filesystem",
     "parse",
     "secrets_of",
+    "url_options",
     "without_secrets",
 ]
 
@@ -276,7 +278,33 @@ def open_filesystem(address: Address, options: Mapping[str, Any]) -> tuple[pafs.
         return pafs.FileSystem.from_uri(_bucket(address.full))[0], address.root
     kinds = {"s3": "S3FileSystem", "gs": "GcsFileSystem"}
     kind = getattr(pafs, kinds.get(scheme, "AzureFileSystem"))
-    return kind(**options), address.root
+    return kind(**{**url_options(scheme, address.full), **options}), address.root
+
+
+def url_options(scheme: str, full: str) -> dict[str, Any]:
+    """What a URL says besides the path, as arguments of pyarrow's file system of its scheme."""
+    parts = urlsplit(full)
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    found: dict[str, Any] = dict(parse_qsl(parts.query))
+    for name, value in found.items():
+        if value.lower() in ("true", "false"):
+            found[name] = value.lower() == "true"
+    if scheme == "s3":
+        said: dict[str, Any] = {"access_key": user, "secret_key": password}
+    elif scheme == "gs":
+        if (limit := found.pop("retry_limit_seconds", None)) is not None:
+            found["retry_time_limit"] = timedelta(seconds=float(limit))
+        said = {"anonymous": True} if user == "anonymous" else {}
+    elif scheme in ("hdfs", "viewfs"):
+        for name in {"replication", "buffer_size", "default_block_size"} & found.keys():
+            found[name] = int(found[name])
+        said = {"user": user}
+    else:  # abfs, abfss: the account is the host's first part
+        account, _, domain = (parts.hostname or "").partition(".")
+        if found.pop("enable_tls", True) is False:
+            found |= {"blob_storage_scheme": "http", "dfs_storage_scheme": "http"}
+        said = {"account_name": account if domain else user, "account_key": password}
+    return {**{k: v for k, v in said.items() if v}, **found}
 
 
 def _bucket(full: str) -> str:
@@ -297,7 +325,9 @@ def _open_hdfs(full: str, options: Mapping[str, Any]) -> pafs.FileSystem:
             parts = urlsplit(full)
             host = parts.hostname or "default"
             return pafs.HadoopFileSystem(
-                host, parts.port or (0 if host == "default" else 8020), **options
+                host,
+                parts.port or (0 if host == "default" else 8020),
+                **{**url_options(parts.scheme, full), **options},
             )
         with warnings.catch_warnings():
             return pafs.FileSystem.from_uri(full)[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.data.addresses import secrets_of, without_secrets
-from sparkhvd.estimator.data.remote_store import as_seen_by
+from sparkhvd.estimator.data.remote_store import as_seen_by, make_private
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.runner.spark_shim import SparkShim
 
@@ -79,7 +79,10 @@ def default_store(spark: Any, given: Any = None) -> Store:
             f"store is not given, and the master is {master!r}: driver and executors need a folder that they "
             f"share. Give store=Store.create('<path or URL>'), or set {STORE_CONF}."
         )
-    store = _created(spark, _temporary.folder(shim.application()))
+    folder = _temporary.folder(shim.application())
+    if shim.is_connect:
+        make_private(spark, folder)
+    store = _created(spark, folder)
     if not store.is_seen:
         atexit.register(_destroy, store)
     return store
@@ -96,3 +99,4 @@ def _destroy(store: Store) -> None:
     with contextlib.suppress(Exception):
         for path in store.list():
             store.delete(path)
+        store.delete_if_empty("")

@@ -185,7 +185,8 @@ def prepare(
         lease = _new_lease(store, app_id, keep_data)
         _own(store, own, lease)
         try:
-            manifest = materialize(df, schema, store, own, num_partitions=num_partitions)
+            with _renewing(store):
+                manifest = materialize(df, schema, store, own, num_partitions=num_partitions)
         except BaseException:
             _disown(store, own)
             raise
@@ -215,6 +216,27 @@ def renew_leases(now: float | None = None) -> None:
                 _owned.retries[store, data_dir] = now + _RETRY_S
 
 
+@contextmanager
+def _renewing(store: Store) -> Iterator[None]:
+    """Renew leases while a job writes to a store, unless a renewal would wait for that job's task slots."""
+    if not store.is_seen:
+        yield
+        return
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(_RETRY_S):
+            renew_leases()
+
+    thread = threading.Thread(target=renew, name="sparkhvd-leases", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 def release(app_id: str | None = None) -> list[str]:
     """Delete the data that this process owns (of one application, or all), except kept data.
 
@@ -229,7 +251,9 @@ def release(app_id: str | None = None) -> list[str]:
         for key in going:
             del _owned.directories[key]
     for store, data_dir in going:
-        with suppress(StoreError):  # one that is gone: the data of others go all the same
+        with suppress(
+            Exception
+        ):  # one store that fails, however: the data in others go all the same
             _remove(store, data_dir)
     return [data_dir for _, data_dir in going]
 
@@ -245,15 +269,14 @@ def _release_ended() -> None:
 
 
 def sweep(store: Store, *, now: float) -> list[str]:
-    """Delete the data of owners that have been silent for a day; return their directories."""
+    """Delete the data of owners that have been silent for a day (without a lease: unchanged); return their directories."""
     with _owned.lock:
         mine = {data_dir for owner, data_dir in _owned.directories if owner == store}
     swept = []
     for data_dir in store.data_directories():
         if data_dir in mine:
             continue
-        lease = store.lease(data_dir)
-        if lease is not None and lease.is_expired(now):
+        if store.is_abandoned(data_dir, now):
             _remove(store, data_dir)
             swept.append(data_dir)
     return swept

@@ -33,7 +33,7 @@ from sparkhvd.runner.spark_shim import SparkShim
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["RemoteStore", "as_seen_by"]
+__all__ = ["RemoteStore", "as_seen_by", "make_private"]
 
 # One row: Spark Connect fills messages up to about this size.
 PIECE_BYTES = 4 << 20
@@ -131,6 +131,16 @@ class RemoteStore(Store):
         """A folder of this store, or a file, as a store of its own with the same options."""
         return RemoteStore(self._direct.below(path), self._spark)
 
+    def data_directories(self) -> Paths:
+        """Every folder `data/<key>/<owner>` in the store."""
+        found: Paths = self.ask(_data_directories)[0]
+        return found
+
+    def last_change(self, path: str) -> float | None:
+        """When a folder or something in it changed last, in s since 1970."""
+        found: float | None = self.ask(_last_change, path)[0]
+        return found
+
     def local_path(self, path: str) -> str | None:
         """None: this process has no path to it."""
         return None
@@ -223,6 +233,11 @@ def as_seen_by(spark: Any, store: Store, *, make: bool = False) -> Store:
         return plain if _sights.known[key] else RemoteStore(plain, spark)
 
 
+def make_private(spark: Any, folder: str) -> None:
+    """Make a folder where executors see it that no other user can look into."""
+    RemoteStore(Store(folder), spark).ask(_make_private)
+
+
 class _Sights:
     """What this process has found out: (session, store) -> whether it sees the store."""
 
@@ -256,8 +271,11 @@ def _forget_own_folder(store: Store) -> None:
     made, store._made = store._made, ""
     if not made or store.local_path("") is None:
         return
-    for folder, _, _ in os.walk(made, topdown=False):
-        with contextlib.suppress(OSError):
+    folder = store.local_path("") or made
+    with contextlib.suppress(OSError):  # somebody put something there
+        os.rmdir(folder)
+        while folder != made:
+            folder = os.path.dirname(folder)
             os.rmdir(folder)
     if store.local_path("x") and not made.startswith(tempfile.gettempdir() + "/sparkhvd-store-"):
         warnings.warn(
@@ -277,6 +295,14 @@ def _exists(store: Store, path: str) -> Iterator[Any]:
 
 def _list(store: Store, path: str, recursive: bool) -> Iterator[Any]:
     yield store.list(path, recursive=recursive)
+
+
+def _data_directories(store: Store) -> Iterator[Any]:
+    yield store.data_directories()
+
+
+def _last_change(store: Store, path: str) -> Iterator[Any]:
+    yield store.last_change(path)
 
 
 def _files(store: Store) -> Iterator[Any]:
@@ -318,6 +344,15 @@ def _delete_if_empty(store: Store, path: str) -> Iterator[Any]:
 
 def _delete_unfinished(store: Store, path: str) -> Iterator[Any]:
     store.delete_unfinished(path)
+    yield None
+
+
+def _make_private(store: Store) -> Iterator[Any]:
+    folder = store.local_path("")
+    assert folder is not None
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
     yield None
 
 

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -56,6 +57,15 @@ class Lease:
     def is_expired(self, now: float) -> bool:
         """Whether the owner has been silent for so long that it must be gone."""
         return not self.keep and now - self.renewed > LEASE_S
+
+    @classmethod
+    def parse(cls, content: bytes) -> Lease | None:
+        """The lease in a file; fields of other versions are passed over. None if it is none."""
+        try:
+            found = json.loads(content)
+            return cls(str(found["app_id"]), float(found["renewed"]), bool(found.get("keep")))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,11 @@ class Store:
                 "'s3://bucket/prefix'."
             )
         store = cls(given, storage_options)
+        if store.is_local and storage_options:
+            raise InvalidArgumentError(
+                f"Store.create({store.url!r}): a local folder takes no storage options, and "
+                f"{', '.join(sorted(storage_options))} is given. Leave them out, or give the URL that they are for."
+            )
         if (session := connect_session()) is not None:
             from sparkhvd.estimator.data.remote_store import as_seen_by
 
@@ -229,6 +244,14 @@ class Store:
         ]
         return tuple(sorted(found, key=lambda f: f.path))
 
+    def last_change(self, path: str) -> float | None:
+        """When a folder or something in it changed last, in s since 1970; None if it is not there, or nothing tells."""
+        selector = pafs.FileSelector(self._full(path), recursive=True, allow_not_found=True)
+        with self._explained("read", path):
+            infos = [self._fs.get_file_info(self._full(path)), *self._fs.get_file_info(selector)]
+        times = [i.mtime_ns for i in infos if i.mtime_ns]
+        return max(times) / 1e9 if times else None
+
     def local_path(self, path: str) -> str | None:
         """The path of a file on this host, or None if the store is not a local folder."""
         return self._full(path) if self.is_local else None
@@ -240,6 +263,12 @@ class Store:
     def below(self, path: str) -> Store:
         """A folder of this store, or a file, as a store of its own with the same options."""
         self._full(path)
+        if self._address.root is not None:
+            path = quote(path)
+        elif "?" in path or "#" in path:
+            raise InvalidArgumentError(
+                f"{path!r} holds '?' or '#', which a URL of {self._address.scheme} cannot. Rename it."
+            )
         url, mark, query = self._address.full.partition("?")
         return Store(f"{url.rstrip('/')}/{path}{mark}{query}", self._options)
 
@@ -355,9 +384,10 @@ class Store:
                 self.delete(posixpath.relpath(info.path, self._root))
 
     def clean(self, *, runs: bool = False, now: float | None = None) -> Paths:
-        """Delete materialized data that nobody uses: kept data, and data whose owner is gone.
+        """Delete kept data, and data whose owner is gone.
 
-        Data of an application whose lease is alive stay. Models are never touched.
+        Data that are not kept stay while the lease of their owner is alive. Kept data go in any case: call it when no fit
+        trains on them. Models are never touched.
 
         Args:
             runs: also delete the folders of all runs (checkpoints, logs, outcomes).
@@ -370,7 +400,7 @@ class Store:
         deleted = []
         for directory in self.data_directories():
             lease = self.lease(directory)
-            if lease is not None and (lease.keep or lease.is_expired(now)):
+            if (lease is not None and lease.keep) or self.is_abandoned(directory, now):
                 self.delete(directory)
                 deleted.append(directory)
         if runs:
@@ -382,15 +412,30 @@ class Store:
     # -- leases --------------------------------------------------------------------------------------
 
     def data_directories(self) -> Paths:
-        """Every `data/<key>/<owner>` in the store."""
-        return [owner for key in self.list("data") for owner in self.list(key)]
+        """Every folder `data/<key>/<owner>` in the store."""
+        return [owner for key in self._folders("data") for owner in self._folders(key)]
+
+    def _folders(self, path: str) -> Paths:
+        selector = pafs.FileSelector(self._full(path), allow_not_found=True)
+        with self._explained("read", path):
+            infos = self._fs.get_file_info(selector)
+        folders = [i.path for i in infos if i.type == pafs.FileType.Directory]
+        return sorted(posixpath.relpath(folder, self._root) for folder in folders)
 
     def lease(self, data_dir: str) -> Lease | None:
         """The lease of a data directory, or None if it has none (yet)."""
         try:
-            return Lease(**json.loads(self.read_bytes(f"{data_dir}/{LEASE_NAME}")))
-        except (FileNotFoundError, NotADirectoryError, ValueError):  # none, or cut off by a kill
+            return Lease.parse(self.read_bytes(f"{data_dir}/{LEASE_NAME}"))
+        except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def is_abandoned(self, data_dir: str, now: float) -> bool:
+        """Whether the owner of a data directory is gone; without a lease, whether nothing in it changed for a day."""
+        lease = self.lease(data_dir)
+        if lease is not None:
+            return lease.is_expired(now)
+        changed = self.last_change(data_dir)
+        return changed is not None and now - changed > LEASE_S
 
     def write_lease(self, data_dir: str, lease: Lease) -> None:
         """Say who owns a data directory."""
@@ -402,15 +447,23 @@ class Store:
     def _fs(self) -> pafs.FileSystem:
         if self._address.root is not None:
             if self._filesystem is None:
-                self._filesystem, _ = addresses.open_filesystem(self._address, self._options)
+                self._filesystem, _ = self._open()
             return self._filesystem
         # One per thread: connections of fsspec are not shared between threads.
         filesystem = getattr(self._opened, "filesystem", None)
         if filesystem is None:
-            filesystem, root = addresses.open_filesystem(self._address, self._options)
+            filesystem, root = self._open()
             self._opened.filesystem, self._opened.root = filesystem, root
         filesystem.handler.fs.invalidate_cache()  # other processes write, too
         return filesystem
+
+    def _open(self) -> tuple[pafs.FileSystem, str]:
+        try:
+            return addresses.open_filesystem(self._address, self._options)
+        except SparkhvdError:
+            raise
+        except Exception as e:  # noqa: BLE001 - as in `_explained`
+            raise self._error("opened", "", e) from self._cause(e)
 
     @property
     def _root(self) -> str:

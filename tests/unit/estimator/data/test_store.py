@@ -12,7 +12,9 @@ import pyarrow.fs as pafs
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data import prepare, remote_store
 from sparkhvd.estimator.data.prepare import _remove as remove_directory
+from sparkhvd.estimator.data.prepare import sweep
 from sparkhvd.estimator.data.store import LEASE_S, Lease, Store
 from sparkhvd.estimator.data.writing import remote_output
 
@@ -261,6 +263,98 @@ def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert lost == []
+
+
+def test_what_others_left_in_the_data_folder_breaks_nothing(any_store: Store) -> None:
+    any_store.write_bytes("data/.DS_Store", b"x")
+    any_store.write_bytes("data/k/README", b"x")
+    any_store.write_bytes(
+        "data/k/a/_lease.json", b'{"app_id": "a", "renewed": 5, "host": "of a later version"}'
+    )
+    any_store.write_bytes("data/k/b/_lease.json", b"[]")
+    any_store.write_bytes("data/k/c/_lease.json", b'{"renewed": {}}')
+    assert any_store.data_directories() == ["data/k/a", "data/k/b", "data/k/c"]
+    assert any_store.lease("data/k/a") == Lease("a", 5.0)
+    assert any_store.lease("data/k/b") is any_store.lease("data/k/c") is None
+    assert sweep(any_store, now=6.0 + LEASE_S) == ["data/k/a"]
+
+
+def test_data_without_a_lease_go_when_nothing_in_them_changed_for_a_day(store: Store) -> None:
+    store.write_bytes("data/k/cut off/part-0.parquet", b"x")
+    now = time.time()
+    assert store.clean(now=now + LEASE_S - 60) == sweep(store, now=now + LEASE_S - 60) == []
+    assert sweep(store, now=now + LEASE_S + 60) == ["data/k/cut off"]
+    store.write_bytes("data/k/cut off/part-0.parquet", b"x")
+    assert store.clean(now=now + LEASE_S + 60) == ["data/k/cut off"]
+
+
+def test_a_store_that_fails_in_any_way_keeps_no_other_from_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(Store):
+        def delete(self, path: str) -> None:
+            raise RuntimeError(path)
+
+    monkeypatch.setattr(prepare, "_owned", prepare._Owned())
+    stores = [
+        Store.create(tmp_path / "a"),
+        Store.create(tmp_path / "b"),
+        Store.create(tmp_path / "c"),
+    ]
+    stores[1] = Failing(stores[1].url)
+    for store in stores:
+        prepare._own(store, "data/k/a", Lease("a", time.time()))
+    prepare.release()
+    assert [store.data_directories() for store in stores] == [[], ["data/k/a"], []]
+
+
+def test_leases_are_renewed_while_data_are_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "_owned", prepare._Owned())
+    monkeypatch.setattr(prepare, "_RETRY_S", 0.01)
+    prepare._own(store, "data/k/a", Lease("a", 1.0))
+    deadline = time.monotonic() + 10
+    with prepare._renewing(store):
+        while store.lease("data/k/a") == Lease("a", 1.0):
+            assert time.monotonic() < deadline, "not renewed"
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("name", ["a b", "x#y", "100%", "what?", "%41"])
+def test_a_folder_of_any_name_is_a_store_of_its_own(store: Store, name: str) -> None:
+    store.write_bytes(f"{name}/deep/file", b"x")
+    below = store.below(name).below("deep")
+    assert below.read_bytes("file") == b"x"
+    assert below.local_path("") == store.local_path(f"{name}/deep")
+    assert Store("s3://bucket/p?region=r").below(name)._address.root == f"bucket/p/{name}"
+
+
+def test_a_driver_of_fsspec_gets_no_name_that_ends_a_url(memory_store: Store) -> None:
+    with pytest.raises(InvalidArgumentError, match="a URL of memory cannot"):
+        memory_store.below("x#y")
+
+
+def test_options_of_a_local_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        Store.create(tmp_path / "a", acess_key="secret")
+    assert "takes no storage options, and acess_key is given" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_folders_that_were_made_here_are_forgotten(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "a" / "b" / "c")
+    (tmp_path / "a" / "of another").mkdir()
+    with pytest.warns(UserWarning, match="the empty folder here is removed"):
+        remote_store._forget_own_folder(store)
+    assert os.listdir(tmp_path / "a") == ["of another"]
+
+
+def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
+    for _ in range(2):
+        list(remote_store._make_private(Store(str(tmp_path / "a" / "b"))))
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
 def test_clean_deletes_kept_and_abandoned_data_only(store: Store) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +211,42 @@ def test_a_password_that_is_not_quoted_is_refused_and_hidden(scheme: str, passwo
         "host with a port or a password."
     )
     assert addresses.secrets_of(url, {}) == {url}
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (
+            f"s3://AKIA:{QUOTED}@bucket/p?region=r&allow_bucket_creation=true",
+            {
+                "access_key": "AKIA",
+                "secret_key": SECRET,
+                "region": "r",
+                "allow_bucket_creation": True,
+            },
+        ),
+        ("s3://bucket/p", {}),
+        (
+            "gs://anonymous@bucket/p?retry_limit_seconds=2.5&project_id=x",
+            {"anonymous": True, "retry_time_limit": timedelta(seconds=2.5), "project_id": "x"},
+        ),
+        ("hdfs://me@host:8020/p?replication=2", {"user": "me", "replication": 2}),
+        (
+            f"abfss://container:{QUOTED}@account.dfs.core.windows.net/p",
+            {"account_name": "account", "account_key": SECRET},
+        ),
+    ],
+)
+def test_what_a_url_says_stands_beside_options(url: str, said: dict[str, object]) -> None:
+    assert addresses.url_options(url.partition(":")[0], url) == said
+
+
+def test_a_server_that_cannot_be_reached_is_named_by_every_call() -> None:
+    store = Store("ftp://localhost:1/p")
+    calls = (store.list, store.files, lambda: store.exists("a"), lambda: store.delete("a"))
+    for call in (*calls, lambda: store.delete_unfinished("a"), store.data_directories):
+        with pytest.raises(StoreError, match="The store ftp://localhost:1/p cannot be opened"):
+            call()
 
 
 def test_urls_with_a_port_or_an_at_sign_are_taken() -> None:

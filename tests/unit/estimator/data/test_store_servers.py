@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Iterator
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -100,6 +101,14 @@ def test_an_interrupted_upload_is_whole(s3: S3) -> None:
     with pytest.raises(KeyboardInterrupt):
         upload(Interrupted(data), store._fs, "bucket/interrupted/a")
     assert store.read_bytes("a") == data
+
+
+def test_an_option_leaves_what_the_url_says(s3: S3) -> None:
+    given = {name: quote(str(value), safe="") for name, value in s3.options().items()}
+    query = f"endpoint_override={given['endpoint_override']}&scheme={given['scheme']}"
+    url = f"s3://{given['access_key']}:{given['secret_key']}@bucket/url?{query}"
+    Store.create(url, region="us-east-1").write_bytes("a", b"x")
+    assert Store.create("s3://bucket/url", **s3.options()).read_bytes("a") == b"x"
 
 
 def test_ordinary_parquet_is_read_from_a_served_store(served: Store) -> None:
