@@ -47,14 +47,14 @@ def test_an_argument_wins_over_the_conf_it_over_the_environment_that_over_the_de
 ) -> None:
     monkeypatch.setenv("SPARKHVD_SPIN_US", "8")
     monkeypatch.setenv("SPARKHVD_SLOTS", "6")
-    assert resolve(spark) == Cluster(1, 5, 12.5, 0, Settings(spin_us=9, slots=6))
+    assert resolve(spark) == Cluster(1, 5, 12.5, 0, Settings(spin_us=9, slots=6), slots=2)
     given = {"num_proc": 2, "max_retries": 2, "start_timeout": 3.0, "verbose": 1}
     assert resolve(spark, **given, settings=Settings(spin_us=7)) == Cluster(
-        2, 2, 3.0, 1, Settings(spin_us=7)
+        2, 2, 3.0, 1, Settings(spin_us=7), slots=2
     )
     for key in conf:
         spark.conf.unset(key)
-    assert resolve(spark) == Cluster(2, 2, None, 1, Settings(spin_us=8, slots=6))
+    assert resolve(spark) == Cluster(2, 2, None, 1, Settings(spin_us=8, slots=6), slots=2)
 
 
 def test_the_number_of_ranks_is_printed_where_nobody_gave_it(
