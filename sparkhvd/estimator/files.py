@@ -4,8 +4,8 @@ Classic Spark: on this host's own file system a file is moved into its place; el
 whatever file system the path has. Nothing passes through its heap or through an executor.
 
 Spark Connect: the client has no JVM, so a file is written as a text file and read as a table of bytes. Spark's text
-writer puts the bytes of a string as they are and one newline after each row: rows are cut at newlines, and the one
-too many at the end is ignored by torch and pickle. The DataFrame API has no other writer of files that are not tables.
+writer puts the bytes of a string as they are and one separator after each row: rows are cut at newlines, or at zeros where
+those are denser (weights that are all 0 have no newline), and the one too many at the end is ignored by torch and pickle. The DataFrame API has no other writer of files that are not tables.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = ["read_file", "staging_folder", "write_file"]
 MAX_CONNECT_BYTES = 1 << 30
 # A message from the server holds at most 128 MiB.
 CHUNK_BYTES = 16 << 20
+_SEPARATORS = (b"\n", b"\0")
 
 
 @contextlib.contextmanager
@@ -79,20 +80,24 @@ def write_file(spark: Any, folder: str, path: str) -> None:
     with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as scratch:
         # Artifacts of a session are known by their names. As rows of the query they would pass through the server's heap.
         name = f"sparkhvd-{uuid.uuid4().hex}"
+        separator = _separator(path)
         shutil.move(path, f"{scratch}/{name}")
         spark.addArtifacts(f"{scratch}/{name}", file=True)
-    df = spark.range(0, 1, 1, 1).mapInArrow(functools.partial(_artifact, name), "data binary")
-    df.selectExpr("cast(data AS string) AS value").write.text(folder)
+    df = spark.range(0, 1, 1, 1).mapInArrow(
+        functools.partial(_artifact, name, separator), "data binary"
+    )
+    text = df.selectExpr("cast(data AS string) AS value")
+    text.write.text(folder, compression="none", lineSep=separator.decode())
 
 
-def _artifact(name: str, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+def _artifact(name: str, separator: bytes, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
     """In a task: the rows of a file that the client has added to its session."""
     import pyarrow as pa
     from pyspark import SparkFiles
 
     for _ in batches:
         with open(SparkFiles.get(name), "rb") as file:
-            for row in _rows(file.read()):
+            for row in _rows(file.read(), separator):
                 yield pa.record_batch([pa.array([row], pa.binary())], names=["data"])
 
 
@@ -140,11 +145,18 @@ def _local_path(spark: Any, path: str) -> str:
     return os.path.join(found.getPath(), *rest) if found.getScheme() == "file" else ""
 
 
-def _rows(data: bytes) -> Iterator[bytes]:
-    """The data without a newline between one row and the next."""
+def _separator(path: str) -> bytes:
+    """What rows of a file are cut at: what makes the longest of them shortest."""
+    with open(path, "rb") as file:
+        data = file.read()
+    return min(_SEPARATORS, key=lambda separator: max(map(len, _rows(data, separator))))
+
+
+def _rows(data: bytes, separator: bytes) -> Iterator[bytes]:
+    """The data without a separator between one row and the next."""
     start = 0
     while True:
-        end = data.find(b"\n", start + CHUNK_BYTES)
+        end = data.find(separator, start + CHUNK_BYTES)
         if end < 0:
             yield data[start:]
             return

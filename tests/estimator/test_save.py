@@ -310,6 +310,15 @@ CONNECT = """
     model.setModel(wide).write().overwrite().save({path!r})
     weights = TorchModel.load({path!r}).getModel().state_dict()
     assert all(torch.equal(weights[n], t) for n, t in wide.state_dict().items())
+    # And without any newline over more than one row.
+    with torch.no_grad():
+        [w.zero_() for w in wide.parameters()]
+    model.setModel(wide).write().overwrite().save({path!r})
+    weights = TorchModel.load({path!r}).getModel().state_dict()
+    assert not any(t.any() for t in weights.values())
+    with torch.no_grad():
+        [w.fill_(1.0) for w in wide.parameters()]
+    model.setModel(wide)
     assert model.transform(df).count() == 20
     print("rows", len(first), loaded.stages[0].history[0]["epoch"], [f.dataType.simpleString() for f in
           model.transform(df).schema.fields])

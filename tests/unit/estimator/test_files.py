@@ -1,0 +1,32 @@
+"""How a file is cut into rows of Spark's text writer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.estimator import files
+
+
+@pytest.mark.parametrize(
+    ("data", "separator"),
+    [
+        (b"", b"\n"),
+        (b"a\nb\0c", b"\n"),
+        (bytes(100), b"\0"),
+        (b"x" * 100, b"\n"),
+        (b"\n" * 100, b"\n"),
+        (bytes(50) + b"\n" * 2 + bytes(50), b"\0"),
+    ],
+)
+def test_rows_are_bounded_and_whole(
+    data: bytes, separator: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "CHUNK_BYTES", 8)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    assert files._separator(str(path)) == separator
+    rows = list(files._rows(data, separator))
+    assert separator.join(rows) == data
+    assert b"x" in data or max(map(len, rows)) <= 8
