@@ -4,6 +4,7 @@
     runs/<run_id>/checkpoints/epoch-<k>-step-<s>.pt    after k epochs and s steps of the next
     runs/<run_id>/checkpoints/latest.json              which of them is whole and newest, and its SHA-256
     runs/<run_id>/metrics.jsonl                        one JSON line per epoch
+    runs/<run_id>/attempts/writer                      who writes them: the last that began
 
 At the end of an epoch all ranks hold the same state, and random numbers are seeded anew from (seed, epoch, rank).
 Inside an epoch every rank has generators, sums of the loss and running statistics of its own: a file of a step
@@ -16,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -100,6 +102,8 @@ class Checkpoints:
         self._store = store
         self._folder = f"{run_dir}/checkpoints"
         self._metrics = f"{run_dir}/metrics.jsonl"
+        self._writer = f"{run_dir}/attempts/writer"
+        self._token = secrets.token_hex(16).encode()
         # Files in the folder, by position; None until the first is written.
         self._files: set[tuple[int, int]] | None = None
         self._previous: tuple[int, int] | None = None
@@ -117,11 +121,15 @@ class Checkpoints:
         Args:
             checkpoint: what to write.
             keep: epochs whose files stay besides the last two.
+
+        Raises:
+            InvalidArgumentError: another has begun to write checkpoints of this run: a fit with the same run_id.
         """
         content = {"format_version": FORMAT_VERSION, **vars(checkpoint)}
         if self._files is None:
             self._take_over()
         assert self._files is not None
+        self._check_writer()
         pointer: dict[str, Any] = {"epoch": checkpoint.epoch, "step": checkpoint.step}
         if checkpoint.position == self._previous:
             # A loop of the user's own may save twice without a new record. Then the pointer names the file before
@@ -130,6 +138,7 @@ class Checkpoints:
         with self._store.open_output(self.path(*checkpoint.position)) as sink:
             hashing = _Hashing(sink)
             torch.save(content, hashing)  # type: ignore[arg-type]  # torch only calls write
+        self._check_writer()
         self._files.add(checkpoint.position)
         self._point({**pointer, "sha256": hashing.hexdigest()})
         if not checkpoint.step:
@@ -142,10 +151,26 @@ class Checkpoints:
         self._previous = checkpoint.position
 
     def _take_over(self) -> None:
-        """Look at what an attempt before this one has left, and delete what it did not finish."""
+        """Look at what an attempt before this one has left, and delete what it did not finish.
+
+        The last that takes over writes. One before it, of another fit or on a host that was taken for lost, stops.
+        """
+        self._store.write_bytes(self._writer, self._token)
         self._store.delete_unfinished(self._folder)
         self._files = self._positions()
         self._previous = self.latest_position() if self._pointer() else None
+
+    def _check_writer(self) -> None:
+        try:
+            found = self._store.read_bytes(self._writer)
+        except (FileNotFoundError, NotADirectoryError):  # deleted by hand
+            return
+        if found != self._token:
+            raise InvalidArgumentError(
+                f"Another fit with the same run_id has begun to write checkpoints of "
+                f"{self._store.full_url(self._folder.rpartition('/')[0])}, so this one ends. Give fits that run at the "
+                "same time run_ids of their own."
+            )
 
     def write_history(self, history: Sequence[dict[str, Any]]) -> None:
         """Write the metrics file."""

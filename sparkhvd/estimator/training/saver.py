@@ -1,16 +1,20 @@
 """Checkpoints while training goes on: when, of what, and by whom they are written.
 
-Threads: rank 0 has one background thread that writes; training waits for the copy of the state, not for the store.
-Ownership: the thread owns the copy that it writes and the run's checkpoint folder. Shutdown: leaving the block
-waits for the write that is going on, also after an error, so that what was taken is not lost.
+Threads: rank 0 has one background thread per write, one at a time; training waits for the copy of the state, not for
+the store. Ownership: the thread owns the copy that it writes and the run's checkpoint folder. Shutdown: leaving the block
+waits for the write that is going on, also after an error, so that what was taken is not lost; a store that hangs is
+waited for `WRITE_LIMIT_S`, and a daemon thread that hangs does not keep the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 
 import sparkhvd.torch as hvd
+from sparkhvd.errors import StoreError
 from sparkhvd.estimator.training.cadence import Cadence
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from sparkhvd.estimator.training.compression_state import gather_compression
@@ -28,7 +33,10 @@ from sparkhvd.estimator.training.rank_state import gather_rank_states
 from sparkhvd.estimator.training.spec import TrainSpec
 from sparkhvd.estimator.training.state import TrainingState, take
 
-__all__ = ["Saver", "snapshot"]
+__all__ = ["WRITE_LIMIT_S", "Saver", "snapshot"]
+
+# The longest wait for a write; the other ranks wait for rank 0 as long by default (`Settings.stall_shutdown_s`).
+WRITE_LIMIT_S = 1800.0
 
 
 class Saver:
@@ -44,7 +52,6 @@ class Saver:
         self._is_writer = hvd.rank() == 0
         self._path = ""
         self._writing: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sparkhvd-checkpoint")
 
     def after_step(
         self, history: list[dict[str, Any]], step: int, totals: Totals, seconds: float
@@ -100,16 +107,36 @@ class Saver:
             keep = (best_epoch(checkpoint.history, self._spec.monitor),)
         self._cadence.taken(taken)
         self._path = self._checkpoints.path(*checkpoint.position)
-        self._writing = self._thread.submit(self._write, copied, keep, taken)
+        self._writing = Future()
+        arguments = (self._writing, copied, keep, taken)
+        threading.Thread(
+            target=self._write, args=arguments, name="sparkhvd-checkpoint", daemon=True
+        ).start()
 
-    def _write(self, checkpoint: Checkpoint, keep: tuple[int, ...], taken: float) -> None:
-        self._checkpoints.save(checkpoint, keep=keep)
-        self._cadence.written(time.monotonic() - taken)
+    def _write(
+        self, done: Future[None], checkpoint: Checkpoint, keep: tuple[int, ...], taken: float
+    ) -> None:
+        try:
+            self._checkpoints.save(checkpoint, keep=keep)
+            self._cadence.written(time.monotonic() - taken)
+        except BaseException as e:  # noqa: BLE001 - raised by `wait`
+            done.set_exception(e)
+        else:
+            done.set_result(None)
 
     def wait(self) -> str:
-        """Wait until the last checkpoint is written; returns its path on rank 0, else ""."""
+        """Wait until the last checkpoint is written; returns its path on rank 0, else "".
+
+        Raises:
+            StoreError: it is not written in `WRITE_LIMIT_S`.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
+            if futures.wait([writing], WRITE_LIMIT_S).not_done:
+                raise StoreError(
+                    f"The checkpoint {self._path} is not written after {WRITE_LIMIT_S:g} s: the store does not answer. "
+                    "A fit with the same run_id goes on from the checkpoint before it."
+                )
             writing.result()
         return self._path
 
@@ -122,8 +149,8 @@ class Saver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._thread.shutdown(wait=True)
-        if error is None:
+        # A second error would hide the first.
+        with contextlib.suppress(*[] if error is None else [Exception]):
             self.wait()
 
 

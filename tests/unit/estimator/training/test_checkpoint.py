@@ -64,6 +64,21 @@ def test_the_last_two_stay_and_those_to_keep(store: Store) -> None:
     assert files(store) == {"epoch-1.pt", "epoch-2.pt", "epoch-2-step-9.pt"}
 
 
+def test_of_two_writers_the_last_that_began_goes_on(store: Store) -> None:
+    first, second = Checkpoints(store, RUN), Checkpoints(store, RUN)
+    first.save(checkpoint(1, 0))
+    first.save(checkpoint(2, 0))
+    second.save(checkpoint(2, 5))
+    with pytest.raises(InvalidArgumentError, match="Another fit with the same run_id has begun"):
+        first.save(checkpoint(3, 0))
+    assert Checkpoints(store, RUN).latest_position() == (2, 5)
+    second.save(checkpoint(3, 0))
+    found = Checkpoints(store, RUN).latest()
+    assert found is not None
+    assert found.position == (3, 0)
+    assert files(store) == {"epoch-2-step-5.pt", "epoch-3.pt"}
+
+
 def test_a_file_that_changed_is_refused(store: Store) -> None:
     checkpoints = Checkpoints(store, RUN)
     checkpoints.save(checkpoint(0, 7))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training import saver
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from sparkhvd.estimator.training.spec import TrainResult
 from sparkhvd.estimator.training.train import train
@@ -199,6 +201,32 @@ class SlowStore(Store):
     def open_output(self, path: str) -> Any:
         if path.endswith(".pt"):
             time.sleep(self.SECONDS)
+        return super().open_output(path)
+
+
+def test_a_store_that_hangs_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver, "WRITE_LIMIT_S", 0.5)
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    store = HangingStore.create(tmp_path / "store")
+    one = Case(store, model, optimizer, rows=8, options={"batch_size": 4, "epochs": 1})
+    try:
+        with pytest.raises(Exception, match="epoch-1.pt is not written after 0.5 s"):
+            one.train(1)
+    finally:
+        HangingStore.goes_on.set()
+
+
+class HangingStore(Store):
+    """Does not answer when a checkpoint is written."""
+
+    goes_on = threading.Event()
+
+    def open_output(self, path: str) -> Any:
+        if path.endswith(".pt"):
+            self.goes_on.wait()
         return super().open_output(path)
 
 
