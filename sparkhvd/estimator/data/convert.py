@@ -8,6 +8,7 @@ so that the user learns of all problems at once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ def column_to_numpy(
     fill = column.invalid[1] if column.invalid[0] == "fill" else None
     if array.null_count:
         if fill is not None and column.kind == "scalar":
-            array = _filled(array, fill)
+            array = _filled(array, fill, column.dtype)
         else:
             found.nulls = array.null_count
             array = array.drop_null()
@@ -229,13 +230,46 @@ def _flat(lists: Any) -> tuple[Array, Any]:
     return np.diff(offsets), lists.values.slice(offsets[0], offsets[-1] - offsets[0])
 
 
-def _filled(array: Any, value: Any) -> Any:
-    """The array with a number in place of its nulls; in double where its own type cannot hold the number."""
+def _filled(array: Any, value: Any, dtype: str) -> Any:
+    """The array with a number in place of its nulls; in a wider type where its own cannot hold the number.
+
+    Args:
+        array: numbers or booleans.
+        value: that the stored dtype can hold.
+        dtype: the stored one.
+    """
+    if pa.types.is_boolean(array.type):
+        return array.fill_null(bool(value))
     if pa.types.is_decimal(array.type):
         array = array.cast(pa.float64())
-    if pa.types.is_integer(array.type) and value != int(value):  # Arrow would cut the fraction
-        array = array.cast(pa.float64())
-    return array.fill_null(bool(value) if pa.types.is_boolean(array.type) else value)
+    own = np.dtype(array.type.to_pandas_dtype())
+    if not _holds(own, value):
+        is_whole = own.kind in "iu" and np.dtype(dtype).kind in "iu"
+        array = _widened(array, is_whole=is_whole)
+    return array.fill_null(int(value) if pa.types.is_integer(array.type) else value)
+
+
+def _widened(array: Any, *, is_whole: bool) -> Any:
+    """An array of numbers as int64 or double."""
+    if is_whole:
+        try:
+            return array.cast(pa.int64())
+        except pa.ArrowInvalid:  # as doubles, numbers that no int64 holds are counted
+            pass
+    if array.type == pa.float16():  # older pyarrows do not cast it
+        nulls = array.is_null().to_numpy(zero_copy_only=False)
+        return pa.array(_numbers(array).astype(np.float64), mask=nulls)
+    return array.cast(pa.float64(), safe=False)
+
+
+def _holds(dtype: np.dtype[Any], value: Any) -> bool:
+    """Whether a number is one of a type, or for floating types within its range."""
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return bool(
+            math.isfinite(value) and value == int(value) and limits.min <= value <= limits.max
+        )
+    return bool(not math.isfinite(value) or abs(value) <= float(np.finfo(dtype).max))
 
 
 def _bytes(array: Any) -> Ragged:
@@ -263,12 +297,12 @@ def _lists(array: Any, column: Column, found: Findings, fill: Any) -> Values | N
             row_of = np.repeat(np.arange(len(lengths)), lengths) if row_of is None else row_of
             is_list = pa.types.is_list(elements.type) or pa.types.is_large_list(elements.type)
             if fill is not None and not is_list:
-                elements = _filled(elements, fill)
+                elements = _filled(elements, fill, column.dtype)
             else:
                 found.nulls += len(np.unique(row_of[_numbers(elements.is_null())]))
                 if not is_list:
                     is_bool = pa.types.is_boolean(elements.type)
-                    elements = _filled(elements, False if is_bool else 0)
+                    elements = _filled(elements, False if is_bool else 0, column.dtype)
         if not (pa.types.is_list(elements.type) or pa.types.is_large_list(elements.type)):
             break
         row_of = np.repeat(np.arange(len(lengths)), lengths) if row_of is None else row_of
@@ -289,6 +323,8 @@ def _lists(array: Any, column: Column, found: Findings, fill: Any) -> Values | N
         return None
     values = _numbers(elements)
     if column.kind == "ragged":
+        if not lengths.any():  # rows without entries have entries of any shape
+            inner = list(column.inner)
         width = int(np.prod(inner)) if inner else 1
         if inner:
             found.shapes[tuple(inner)] += len(lengths)
@@ -360,7 +396,9 @@ def _narrowed(
         assert isinstance(stored, Ragged)
         return SparseRows(values.indices, stored, values.width)
     flat = values.values if isinstance(values, Ragged) else values
-    if fill is not None and flat.dtype.kind == "f":
+    if fill is not None and flat.dtype.kind == "f" and np.isnan(flat).any():
+        if not _holds(flat.dtype, fill):
+            flat = flat.astype(np.float64)
         flat = np.where(np.isnan(flat), flat.dtype.type(fill), flat)
     if not isinstance(values, Ragged):
         return _narrow(flat, column, found, is_flag=is_flag)
@@ -395,8 +433,9 @@ def _narrow(values: Array, column: Column, found: Findings, *, is_flag: bool) ->
     if target.kind == "f":
         with np.errstate(over="ignore"):
             stored = np.ascontiguousarray(values, dtype=target)
-        # Only a narrower type can lose a finite number.
-        if target.itemsize < values.dtype.itemsize and not np.isfinite(stored).all():
+        # Only a type of a narrower range can lose a finite number; uint16, too, is beyond float16.
+        own = np.finfo(values.dtype) if from_float else np.iinfo(values.dtype)
+        if float(own.max) > float(np.finfo(target).max) and not np.isfinite(stored).all():
             found.overflows += _rows(np.isinf(stored) & np.isfinite(values))
         return stored
     limits = np.iinfo(target)
@@ -414,4 +453,4 @@ def _narrow(values: Array, column: Column, found: Findings, *, is_flag: bool) ->
 
 def _rows(bad: Array) -> int:
     """Rows with at least one True."""
-    return int(np.count_nonzero(bad.any(axis=1) if bad.ndim > 1 else bad))
+    return int(np.count_nonzero(bad.any(axis=tuple(range(1, bad.ndim)))))

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.arrow_types import num_leaves, spark_type
-from sparkhvd.estimator.data.convert import Findings, column_to_numpy, problems
+from sparkhvd.estimator.data.convert import Findings, column_to_numpy, problems, usable_rows
 from sparkhvd.estimator.data.manifest import PARQUET, DataFile, Manifest
 from sparkhvd.estimator.data.packed import METADATA_KEY
 from sparkhvd.estimator.data.parquet import ParquetSource
@@ -399,6 +399,7 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
                 "leaves them out, so there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
             )
         pieces = list(source.arrays([c.name for c in schema.columns], rows))
+        entries = {c.name: _entry_shape(source, c) for c in schema.columns if _is_nested(c)}
     found = {c.name: Findings() for c in schema.columns}
     seen = dict.fromkeys(found, 0)
     for arrays in pieces:
@@ -407,7 +408,7 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
             values, findings = column_to_numpy(arrays[column.name], column, is_flag=is_flag)
             found[column.name].add(findings)
             if values is not None:
-                shapes[column.name] = _row_shape(values)
+                shapes[column.name] = entries.get(column.name) or _row_shape(values)
                 seen[column.name] += num_bytes(values)
     _refuse(
         (line for c in schema.columns for line in problems(c, found[c.name], len(rows))),
@@ -422,6 +423,23 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
             mean = seen[column.name] * manifest.num_rows // len(rows)
             sizes[column.name] = max(sizes.get(column.name, 0), mean)
     return replace(manifest, schema=shaped, variable_bytes=sizes)
+
+
+def _is_nested(column: Column) -> bool:
+    """Whether rows of any length have entries that are arrays."""
+    return column.kind == "ragged" and column.source.startswith("array<array")
+
+
+def _entry_shape(source: ParquetSource, column: Column) -> tuple[int, ...] | None:
+    """The shape of the first row that has entries; None if no row has any. Rows without any fit every shape."""
+    for arrays in source.arrays([column.name]):
+        array = arrays[column.name]
+        if column.invalid[0] == "skip" and (mask := usable_rows(array, column)) is not None:
+            array = array.filter(pa.array(mask))
+        values, _ = column_to_numpy(array, column)
+        if isinstance(values, Ragged) and values.lengths.any():
+            return _row_shape(values)
+    return None
 
 
 def _row_shape(values: Values) -> tuple[int, ...]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from sparkhvd.estimator.data.convert import (
     text_to_array,
 )
 from sparkhvd.estimator.data.schema import Column
+from sparkhvd.estimator.data.values import Ragged
+from sparkhvd.estimator.predict import feature
 
 VECTOR = pa.struct(
     [
@@ -101,6 +104,64 @@ def test_unusable_rows_are_counted(
     assert values is None
     counted = {k: v for k, v in found.to_dict().items() if k != "shapes" and v}
     assert counted == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "dtype", "expected"),
+    [
+        (pa.array([1, None], pa.int8()), 200, "int64", 200),
+        (pa.array([1, None], pa.int8()), 200.0, "float32", 200),
+        (pa.array([1, None], pa.uint8()), -1, "int64", -1),
+        (pa.array([2**53 + 1, None], pa.uint64()), -1, "int64", -1),
+        (pa.array([1, None], pa.int32()), float("inf"), "float32", float("inf")),
+        (pa.array([1, None], pa.int32()), 0.5, "float32", 0.5),
+        (pa.array([1, None], pa.float32()), 1e300, "float64", 1e300),
+        (pa.array([1, float("nan")], pa.float32()), 1e300, "float64", 1e300),
+        (pa.array(np.float16([1, 2]), mask=np.array([False, True])), 1e5, "float32", 1e5),
+        (pa.array([True, None]), 1, "uint8", 1),
+    ],
+)
+def test_fill_values_need_not_fit_the_source(
+    source: pa.Array, value: float, dtype: str, expected: float
+) -> None:
+    first = source[0].as_py()
+    for kind, array in (
+        ("scalar", source),
+        ("array", pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), source)),
+    ):
+        filled = replace(column(kind, dtype), invalid=("fill", value))
+        values, found = column_to_numpy(array, filled)
+        assert found.is_clean
+        assert values is not None
+        np.testing.assert_array_equal(np.ravel(values), np.array([first, expected], dtype))
+
+
+def test_numbers_that_no_int64_holds_are_counted_beside_a_fill_value() -> None:
+    array = pa.array([2**64 - 1, None, 3], pa.uint64())
+    filled = replace(column("scalar", "int64"), invalid=("fill", -1))
+    assert column_to_numpy(array, filled)[1] == Findings(overflows=1)
+
+
+def test_rows_of_nested_arrays_are_counted_as_rows() -> None:
+    array = pa.array([[[float("nan")] * 2] * 3, [[1.0, 2.0]] * 3])
+    assert column_to_numpy(array, column("array", "float32"))[1].nans == 1
+
+
+def test_integers_beyond_half_precision_are_counted() -> None:
+    values, found = column_to_numpy(pa.array([65535, 1], pa.uint16()), column("scalar", "float16"))
+    assert values is None
+    assert found == Findings(overflows=1)
+
+
+def test_rows_without_entries_have_entries_of_any_shape() -> None:
+    kind = pa.list_(pa.list_(pa.float64()))
+    nested = replace(column("ragged", "float32"), shape=(-1, 2), source="array<array<double>>")
+    for rows in ([[], []], [[[1.0, 2.0]], []]):
+        values, found = column_to_numpy(pa.array(rows, kind), nested)
+        assert found.is_clean
+        assert isinstance(values, Ragged)
+        assert values.inner == (2,)
+        assert feature(pa.array(rows, kind), nested, "x") is not None
 
 
 def test_infinity_of_the_source_stays() -> None:

@@ -170,6 +170,20 @@ def test_footers_do_not_refuse_rows_that_are_left_out(tmp_path: Path) -> None:
             source.read(["b"])
 
 
+@pytest.mark.parametrize("empty", [2, 400])  # 400: beyond the rows that the driver learns from
+def test_rows_without_entries_do_not_tell_the_shape_of_entries(tmp_path: Path, empty: int) -> None:
+    kind = pa.list_(pa.list_(pa.float32()))
+    write(tmp_path / "a.parquet", x=pa.array([[]] * empty, kind))
+    write(tmp_path / "b.parquet", x=pa.array([[[1.0, 2.0]], [[1.0, 2.0], [3.0, 4.0]]], kind))
+    write(tmp_path / "c.parquet", x=pa.array([[]] * 2, kind))
+    manifest = manifest_of(tmp_path, "x", collated=["x"])
+    assert manifest.schema.column("x").shape == (-1, 2)
+    with ParquetSource(Store(str(tmp_path)), manifest) as source:
+        rows = source.read(["x"])["x"]
+    assert [len(rows.row(i)) for i in range(len(rows))] == [0] * empty + [1, 2, 0, 0]
+    assert rows.inner == (2,)
+
+
 def test_no_rows_are_an_error(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", x=pa.array([], pa.float64()))
     with pytest.raises(InvalidArgumentError, match="have no rows"):
