@@ -130,25 +130,32 @@ class _Bounds:
             if bound is None:
                 bound = self._held[key] = _Bound(conf.get(key[1], None))
             bound.wanted.append(value)
-            bound.apply(conf, key[1])
+            try:
+                bound.apply(conf, key[1])
+            except BaseException:
+                self._release(key, conf, value)  # nobody will call `leave`
+                raise
 
     def leave(self, key: tuple[str, str], conf: Any, value: int) -> None:
         with self._lock:
-            bound = self._held[key]
-            bound.wanted.remove(value)
-            if bound.wanted:
-                return
-            del self._held[key]
-            if bound.written is None:
-                return
-            # The session may have ended, and then the query's own error is what counts.
-            with contextlib.suppress(Exception):
-                if conf.get(key[1], None) != bound.written:
-                    return  # the user has set another meanwhile
-                if bound.given is None:
-                    conf.unset(key[1])
-                else:
-                    conf.set(key[1], bound.given)
+            self._release(key, conf, value)
+
+    def _release(self, key: tuple[str, str], conf: Any, value: int) -> None:
+        bound = self._held[key]
+        bound.wanted.remove(value)
+        if bound.wanted:
+            return
+        del self._held[key]
+        if bound.written is None:
+            return
+        # The session may have ended, and then the query's own error is what counts.
+        with contextlib.suppress(Exception):
+            if conf.get(key[1], None) != bound.written:
+                return  # the user has set another meanwhile
+            if bound.given is None:
+                conf.unset(key[1])
+            else:
+                conf.set(key[1], bound.given)
 
 
 # One per process, because a session's conf is.

@@ -76,7 +76,7 @@ def plain(array: Any) -> Any:
     """The array in the forms that Spark sends: lists with offsets, values as they are, bytes with offsets."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
-        return _tensor(array, getattr(kind, "shape", None) or ())
+        return _tensor(array, getattr(kind, "shape", None) or (), _order(kind))
     if pa.types.is_dictionary(kind):
         return plain(array.dictionary_decode())
     if pa.types.is_fixed_size_binary(kind):
@@ -170,12 +170,23 @@ def _fixed_bytes(array: Any) -> Any:
     )
 
 
-def _tensor(array: Any, shape: Any) -> Any:
+def _order(kind: Any) -> tuple[int, ...] | None:
+    """Which stored axis each axis of a fixed-shape tensor is; None if they are stored in their order."""
+    order = tuple(getattr(kind, "permutation", None) or ())
+    return None if order == tuple(range(len(order))) else order
+
+
+def _tensor(array: Any, shape: Any, order: tuple[int, ...] | None) -> Any:
     """Arrow's fixed-shape tensors as nested lists; of any other extension the storage."""
     lists = plain(array.storage)
     if len(shape) < 2:
         return lists
     inner = lists.flatten()
+    if order is not None:
+        stored = np.arange(len(inner)).reshape(-1, *shape)
+        axes = (0, *(axis + 1 for axis in order))
+        inner = inner.take(pa.array(stored.transpose(axes).reshape(-1)))
+        shape = tuple(shape[axis] for axis in order)
     for width in reversed(tuple(shape)[1:]):
         inner = _lists(inner, np.full(len(inner) // width, width, np.int64), None)
     lengths = np.diff(lists.offsets.to_numpy()) // max(1, int(np.prod(tuple(shape)[1:])))

@@ -154,11 +154,25 @@ def shape_text(shape: tuple[int, ...]) -> str:
     return " x ".join("?" if n < 0 else str(n) for n in shape)
 
 
-def problems(column: Column, found: Findings, num_rows: int) -> Iterator[str]:
-    """What is wrong with a column of so many rows, in sentences with counts and what to do."""
+def problems(
+    column: Column, found: Findings, num_rows: int, *, is_flag: bool = False
+) -> Iterator[str]:
+    """What is wrong with a column of so many rows, in sentences with counts and what to do.
+
+    Args:
+        column: what `check_schema` made of it.
+        found: in all its rows.
+        num_rows: how many these are.
+        is_flag: it is the validation column, to which `handle_invalid` does not apply.
+    """
     where = f"column {column.name!r} ({column.source})"
     of = f"of {num_rows:,} rows"
-    if found.nulls:
+    if found.nulls and is_flag:
+        yield (
+            f"{where}: {found.nulls:,} {of} are null. Every row needs a value that tells whether it is for validation: fill in "
+            "0 or 1 before."
+        )
+    elif found.nulls:
         yield (
             f"{where}: {found.nulls:,} {of} are null or hold a null. Every row needs a value: df.na.drop() or "
             "df.na.fill(...), an Imputer, or handle_invalid='skip' or {column: value}."

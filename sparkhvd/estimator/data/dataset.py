@@ -186,7 +186,9 @@ def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
             line
             for c in schema.columns
             if c.invalid[0] == "error"
-            for line in problems(c, Findings(nulls=nulls[c.name]), num_rows)
+            for line in problems(
+                c, Findings(nulls=nulls[c.name]), num_rows, is_flag=c is schema.validation
+            )
         )
     variable = {
         c.name: sum(f.num_bytes.get(c.name, 0) for f in footers)
@@ -411,7 +413,11 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
                 shapes[column.name] = entries.get(column.name) or _row_shape(values)
                 seen[column.name] += num_bytes(values)
     _refuse(
-        (line for c in schema.columns for line in problems(c, found[c.name], len(rows))),
+        (
+            line
+            for c in schema.columns
+            for line in problems(c, found[c.name], len(rows), is_flag=c is schema.validation)
+        ),
         " Of the first rows:",
     )
     shaped = schema.with_shapes(shapes)

@@ -9,6 +9,7 @@ Memory: besides what a read returns, some megabytes of decoded rows, and the com
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -175,7 +176,7 @@ class ParquetSource:
             if column is schema.sample_weight and isinstance(values, np.ndarray):
                 negative += int(np.count_nonzero(values < 0))
         where = f"column {column.name!r} ({column.source})"
-        lines = list(problems(column, found, rows))
+        lines = list(problems(column, found, rows, is_flag=column is schema.validation))
         if negative:
             lines.append(f"{where}: {negative:,} of {rows:,} rows hold a sample weight below 0.")
         if not lines:
@@ -281,6 +282,12 @@ class _File:
                 raise InvalidArgumentError(
                     f"{where!r} has changed since the fit began: it has {self._source.size():,} bytes and {sum(found):,} rows, "
                     f"and had {file.size:,} and {file.rows:,}. Let nobody change the data during a fit; run it again."
+                )
+            modified_ns = os.stat(local).st_mtime_ns if local is not None else 0
+            if modified_ns and file.modified_ns and modified_ns != file.modified_ns:
+                raise InvalidArgumentError(
+                    f"{where!r} was written again since the fit began, or its time of change differs between the driver and "
+                    f"{socket.gethostname()}. Let nobody change the data during a fit; run it again."
                 )
         except BaseException:
             self._source.close()

@@ -20,7 +20,7 @@ import numpy as np
 
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data.functions import RowFunctions
-from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.estimator.data.manifest import PACKED, Manifest
 from sparkhvd.estimator.data.sampler import Plan, Rows, Window, cuts, epoch_plan, split_validation
 from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.sources import open_source
@@ -369,9 +369,9 @@ class Reader:
             return error
         if isinstance(error, OSError):
             what = self._store.hide(f"{type(error).__name__}: {error}")
-            return StoreError(
-                f"Reading the materialized data in the store {self._store.url} failed at {where}: {what}"
-            )
+            is_ours = self._manifest.layout == PACKED
+            kind = "materialized data in the store" if is_ours else "Parquet files in"
+            return StoreError(f"Reading the {kind} {self._store.url} failed at {where}: {what}")
         return InternalError(f"Reading the data failed at {where}: {type(error).__name__}: {error}")
 
     def _prepare(self, epoch: int) -> None:

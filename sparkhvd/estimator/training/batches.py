@@ -67,8 +67,10 @@ class Data:
         usable = self._usable("training", files, manifest)
         self.training = _reader(spec, files, manifest, subset, functions, usable)
         self.validation: Reader | None = None
+        num_held_out = manifest.num_rows
         if spec.validation_dir is not None:
             held_out = Manifest.load(spec.store, spec.validation_dir)
+            num_held_out = held_out.num_rows
             theirs = spec.validation_store or spec.store
             rows = self._usable("validation", theirs, held_out)
             self.validation = _reader(
@@ -80,13 +82,13 @@ class Data:
             )
         self.num_steps = len(step_plans(spec, self.training, 0))
         self.training.prepare()  # while model and optimizer are made
-        for name, reader, steps in (
-            ("training", self.training, self.num_steps),
-            ("validation", self.validation, None),
+        for name, reader, steps, total in (
+            ("training", self.training, self.num_steps, manifest.num_rows),
+            ("validation", self.validation, None, num_held_out),
         ):
             if reader is not None and not (reader.num_steps if steps is None else steps):
                 raise InvalidArgumentError(
-                    f"There are no {name} steps: {reader.num_rows} of {manifest.num_rows} rows are {name} rows"
+                    f"There are no {name} steps: {reader.num_rows} of {total} rows are {name} rows"
                     + (
                         ", and drop_last leaves out a step that is not full."
                         if spec.drop_last

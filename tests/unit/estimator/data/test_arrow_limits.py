@@ -15,6 +15,7 @@ from pyspark.sql import types as T  # noqa: N812 - Spark's own custom
 from sparkhvd.estimator.data.arrow_limits import (
     BYTES_KEY,
     RECORDS_KEY,
+    _Bounds,
     arrow_row_bytes,
     bounded_batches,
 )
@@ -97,6 +98,17 @@ def test_what_the_user_sets_meanwhile_stays(spark: SparkSession) -> None:
         assert spark.conf.get(BYTES_KEY) == "12345"
     finally:
         spark.conf.unset(BYTES_KEY)
+
+
+def test_a_bound_that_could_not_be_set_is_forgotten(spark: SparkSession) -> None:
+    bounds, key = _Bounds(), ("session", RECORDS_KEY)
+    before = spark.conf.get(RECORDS_KEY)
+    with pytest.raises(Exception, match="maxRecordsPerBatch"):
+        bounds.enter(key, spark.conf, -(2**40))  # no int32
+    bounds.enter(key, spark.conf, 77)
+    assert spark.conf.get(RECORDS_KEY) == "77"
+    bounds.leave(key, spark.conf, 77)
+    assert spark.conf.get(RECORDS_KEY) == before
 
 
 def test_two_threads_have_the_smaller_bound_and_the_last_puts_it_back(spark: SparkSession) -> None:

@@ -154,6 +154,10 @@ def test_footers_tell_nulls_before_any_row_is_read(tmp_path: Path) -> None:
     ):
         manifest_of(tmp_path, "x", "y")
     assert manifest_of(tmp_path, "x", handle_invalid={"x": 0}).num_rows == 3003
+    with pytest.raises(InvalidArgumentError) as raised:
+        manifest_of(tmp_path, "y", validation="x")
+    assert "column 'x' (double): 3 of 3,003 rows are null. Every" in str(raised.value)
+    assert "handle_invalid" not in str(raised.value)
     write(tmp_path / "t" / "a.parquet", t=pa.array([1], pa.timestamp("us")))
     with pytest.raises(InvalidArgumentError, match="type timestamp, which cannot become a tensor"):
         manifest_of(tmp_path / "t", "t")
