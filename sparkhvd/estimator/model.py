@@ -393,7 +393,9 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         Args:
             path: what was given to `save`.
-            trust: the file may run code. Needed for modules with classes that are not of `torch.nn`.
+            trust: the file may run code. Needed for modules with classes that are not of `torch.nn`, and with torch before
+                2.10. Without it the model has no store: on a cluster, one with more than 64 MiB of weights then
+                needs `setStore`, or the conf `spark.sparkhvd.store`, before it transforms.
 
         Raises:
             UntrustedError: the file holds code and nobody trusts it.
