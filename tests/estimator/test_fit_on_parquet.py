@@ -19,6 +19,7 @@ from sparkhvd import InvalidArgumentError, RankError, Store
 from sparkhvd.estimator import Callback, pad
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.reader import Reader
+from sparkhvd.estimator.training.checkpoint import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp
 
 if TYPE_CHECKING:
@@ -127,6 +128,8 @@ def test_a_fit_goes_on_inside_an_epoch_only_with_the_same_files(
     options |= {"run_id": "mine", "callbacks": [Stop(tmp_path / "stopped")]}
     with pytest.raises(RankError, match="stopped on purpose"):
         estimator(model, store, **options).fit_on_parquet(path)
+    # Else a run that begins anew would do.
+    assert Checkpoints(store, "runs/mine").latest_position() > (1, 0)
     changed = path / "day=1" / "part.parquet"
     before = changed.stat()
     os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns + 1))

@@ -363,6 +363,14 @@ def test_ranks_without_rows_neither_hang_nor_fail(store: Store, rows: int) -> No
     assert all(math.isfinite(r[key]) for r in history for key in ("loss", "val_loss", "val_mae"))
 
 
+def test_validation_data_of_their_own_without_rows_are_named(store: Store) -> None:
+    case = Case(store, linear(), torch.optim.SGD, rows=50)
+    Manifest((), case.schema, 0).save(store, "held_out")
+    with pytest.raises(RanksFailed) as failed:
+        case.train(1, epochs=1, has_validation=True, validation_dir="held_out")
+    assert "no validation steps: 0 of 0 rows" in str(failed.value.errors[0])
+
+
 def test_validation_data_of_their_own_may_have_fewer_rows_than_ranks(store: Store) -> None:
     case = Case(store, linear(), torch.optim.SGD, rows=50)
     held_out = {name: case.values[name][:2] + 1 for name in ("x", "y")}
