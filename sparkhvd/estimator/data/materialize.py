@@ -249,7 +249,11 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     for outcome in outcomes:
         for name, values in outcome["columns"].items():
             found[name].add(Findings.from_dict(values))
-    wrong = [line for c in schema.columns for line in problems(c, found[c.name], num_rows)]
+    wrong = [
+        line
+        for c in schema.columns
+        for line in problems(c, found[c.name], num_rows, is_flag=c is schema.validation)
+    ]
     if (negative := sum(o["negative"] for o in outcomes)) and schema.sample_weight is not None:
         wrong.append(
             f"column {schema.sample_weight.name!r} ({schema.sample_weight.source}): {negative:,} of {num_rows:,} rows hold a "
