@@ -238,7 +238,6 @@ def test_bytes_of_a_fixed_number_with_nulls_are_plain_in_parts() -> None:
         assert found.to_pylist() == part.to_pylist()
 
 
-@pytest.mark.skipif(not hasattr(pa, "list_view"), reason="this pyarrow has no views")
 @pytest.mark.parametrize("order", [None, [0, 1, 2], [2, 0, 1], [1, 2, 0]])
 def test_tensors_have_their_axes_in_the_order_of_their_permutation(order: list[int] | None) -> None:
     kind = pa.fixed_shape_tensor(pa.int32(), [2, 3, 4], permutation=order)
@@ -254,6 +253,7 @@ def test_tensors_have_their_axes_in_the_order_of_their_permutation(order: list[i
         np.testing.assert_array_equal(np.array(found.drop_null().to_pylist()), expected)
 
 
+@pytest.mark.skipif(not hasattr(pa, "list_view"), reason="this pyarrow has no views")
 def test_views_as_polars_writes_them_are_plain(tmp_path: Path) -> None:
     words, lists = ["a", "", "a longer word than fits"], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
     columns = {
