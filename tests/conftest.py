@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -95,6 +96,12 @@ def belongings() -> Belongings:
     return Belongings(frozenset(threads), frozenset(descriptors), environment)
 
 
+def has_gateway() -> bool:
+    """Whether this process talks with a JVM."""
+    pyspark = sys.modules.get("pyspark")
+    return pyspark is not None and getattr(pyspark.SparkContext, "_gateway", None) is not None
+
+
 @pytest.fixture(autouse=True)
 def police(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves threads of ours, descriptors or environment variables behind."""
@@ -102,9 +109,11 @@ def police(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("leaks"):
         return
-    # The JVM gateway opens sockets whenever it likes.
-    uses_spark = request.node.get_closest_marker("spark") is not None or any(
-        "spark" in name or "cluster" in name for name in request.fixturenames
+    # The JVM gateway opens sockets whenever it likes, also in later tests: when Java objects are collected.
+    uses_spark = (
+        has_gateway()
+        or request.node.get_closest_marker("spark") is not None
+        or any("spark" in name or "cluster" in name for name in request.fixturenames)
     )
     deadline = time.monotonic() + SETTLE_S
     while found := belongings().beyond(before, sockets=not uses_spark):

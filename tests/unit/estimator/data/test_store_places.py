@@ -66,6 +66,7 @@ def test_a_mount_that_neither_appends_nor_seeks_holds_a_store(
             "latest.json",
             "metrics.jsonl",
             "part.parquet",
+            "writer",
         ]
 
 
