@@ -30,7 +30,7 @@ from sparkhvd.estimator.data.convert import (
 )
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.schema import Column
-from sparkhvd.estimator.data.values import Ragged, SparseRows, Values
+from sparkhvd.estimator.data.values import SparseRows, Values, row_shape
 from sparkhvd.estimator.weights import Weights
 
 __all__ = ["Output", "PredictSpec", "predict"]
@@ -204,16 +204,9 @@ def feature(array: pa.Array, column: Column, source: str) -> Values:
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
     values, found = column_to_numpy(array, column)
-    if values is None or (len(values) and _shape(values) != (column.shape or ())):
+    if values is None or (len(values) and row_shape(values) != (column.shape or ())):
         raise InvalidArgumentError(f"transform: column {source!r} {_problem(found, column)}")
     return values
-
-
-def _shape(values: Values) -> tuple[int, ...]:
-    """The shape of a row, -1 in front where rows differ."""
-    if isinstance(values, SparseRows):
-        return (values.width,)
-    return (-1, *values.inner) if isinstance(values, Ragged) else tuple(values.shape[1:])
 
 
 def _problem(found: Findings, column: Column) -> str:

@@ -25,8 +25,6 @@ _M_MMAP_MAX = -4
 _NEVER = -1
 # Blocks of this size and more are given back also by a trainer: they are rare, and what they would leave is large.
 _LARGE_BYTES = 1 << 30
-
-
 # With two zeros, so that it is not taken for the user's own.
 _NO_CACHE = "glibc.malloc.tcache_count=00"
 _TUNABLES = "GLIBC_TUNABLES"

@@ -28,7 +28,7 @@ from sparkhvd.estimator.data.parquet import ParquetSource
 from sparkhvd.estimator.data.remote_store import RemoteStore
 from sparkhvd.estimator.data.schema import Column, DataSchema
 from sparkhvd.estimator.data.store import Store, StoredFile
-from sparkhvd.estimator.data.values import Ragged, SparseRows, Values, num_bytes
+from sparkhvd.estimator.data.values import Ragged, num_bytes, row_shape
 
 __all__ = ["ParquetDataset", "fingerprint", "open_dataset", "read_manifest", "store_of"]
 
@@ -410,7 +410,7 @@ def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
             values, findings = column_to_numpy(arrays[column.name], column, is_flag=is_flag)
             found[column.name].add(findings)
             if values is not None:
-                shapes[column.name] = entries.get(column.name) or _row_shape(values)
+                shapes[column.name] = entries.get(column.name) or row_shape(values)
                 seen[column.name] += num_bytes(values)
     _refuse(
         (
@@ -444,16 +444,8 @@ def _entry_shape(source: ParquetSource, column: Column) -> tuple[int, ...] | Non
             array = array.filter(pa.array(mask))
         values, _ = column_to_numpy(array, column)
         if isinstance(values, Ragged) and values.lengths.any():
-            return _row_shape(values)
+            return row_shape(values)
     return None
-
-
-def _row_shape(values: Values) -> tuple[int, ...]:
-    if isinstance(values, SparseRows):
-        return (values.width,)
-    if isinstance(values, Ragged):
-        return (-1, *values.inner)
-    return tuple(values.shape[1:])
 
 
 def _refuse(lines: Iterator[str], where: str = "") -> None:

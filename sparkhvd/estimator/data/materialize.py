@@ -28,7 +28,7 @@ from sparkhvd.estimator.data.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.estimator.data.schema import Column, DataSchema
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.data.store_errors import raised_by_tasks, telling_the_driver
-from sparkhvd.estimator.data.values import Ragged, SparseRows, Values, num_bytes
+from sparkhvd.estimator.data.values import Values, num_bytes, row_shape
 from sparkhvd.estimator.data.vectors import join_vectors, split_vectors, vector_columns
 from sparkhvd.runner.spark_shim import SparkShim
 
@@ -185,7 +185,7 @@ class _WriteTask:
                 arrays = [v for v in values if v is not None]
                 if writer is None:
                     shaped = [
-                        c.with_shape(_row_shape(v)) for c, v in zip(columns, arrays, strict=True)
+                        c.with_shape(row_shape(v)) for c, v in zip(columns, arrays, strict=True)
                     ]
                     sink = stack.enter_context(self.store.open_output(path))
                     writer = PackedWriter(sink, shaped, row_group_bytes=self.row_group_bytes)
@@ -220,15 +220,6 @@ def _without_skipped(
     if usable is None:
         return batch, 0
     return batch.filter(pa.array(usable)), int(len(usable) - np.count_nonzero(usable))
-
-
-def _row_shape(values: Values) -> tuple[int, ...]:
-    """The shape of a row, -1 in front where rows differ."""
-    if isinstance(values, SparseRows):
-        return (values.width,)
-    if isinstance(values, Ragged):
-        return (-1, *values.inner)
-    return tuple(values.shape[1:])
 
 
 def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:

@@ -234,7 +234,7 @@ def _renewing(store: Store) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join(_RETRY_S)  # a store that hangs must not hold what has ended
 
 
 def release(app_id: str | None = None) -> list[str]:

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ragged", "SparseRows", "Values", "joined", "keep_mask", "num_bytes", "take"]
+__all__ = [
+    "Ragged",
+    "SparseRows",
+    "Values",
+    "joined",
+    "keep_mask",
+    "num_bytes",
+    "row_shape",
+    "take",
+]
 
 Array = npt.NDArray[Any]
 
@@ -169,6 +178,15 @@ def joined(parts: Sequence[Any], empty: Ragged | SparseRows) -> Ragged | SparseR
         np.concatenate([p.lengths for p in parts]),
         empty.inner,
     )
+
+
+def row_shape(values: Values) -> tuple[int, ...]:
+    """The shape of a row, -1 in front where rows differ."""
+    if isinstance(values, SparseRows):
+        return (values.width,)
+    if isinstance(values, Ragged):
+        return (-1, *values.inner)
+    return tuple(values.shape[1:])
 
 
 def num_bytes(values: Values) -> int:
