@@ -93,7 +93,8 @@ def test_values_of_one_column_are_compared_as_such(tmp_path: Path, size: int) ->
     for name, metric in metrics.items():
         metric.reset()
         expected = float(metric(output[:, 0], label))
-        assert record[name] == pytest.approx(expected, rel=1e-4), name
+        # r and r2 are differences of numbers near 1, and may be as small as float32 leaves of them.
+        assert record[name] == pytest.approx(expected, rel=1e-4, abs=1e-5), name
 
 
 def test_two_classes_of_one_logit_take_float_labels() -> None:
