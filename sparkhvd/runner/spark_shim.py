@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -129,6 +130,31 @@ class SparkShim:
             except BaseException:
                 self.cancel(tag)
                 raise
+
+    def collect_within(self, df: Any, limit_s: float) -> list[Any]:
+        """The rows of a DataFrame, whose jobs are cancelled after a time.
+
+        Raises:
+            TimeoutError: there were no rows after `limit_s` seconds.
+        """
+        tag = f"sparkhvd-{uuid.uuid4().hex}"
+        is_late = threading.Event()
+
+        def cancel() -> None:
+            is_late.set()
+            self.cancel(tag)
+
+        timer = threading.Timer(limit_s, cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            return self.collect(df, tag)
+        except Exception as e:
+            if is_late.is_set():
+                raise TimeoutError(f"cancelled after {limit_s:g} s") from e
+            raise
+        finally:
+            timer.cancel()
 
     def _collect_beside(self, stage: Any, tag: str) -> list[Any]:
         from pyspark import InheritableThread

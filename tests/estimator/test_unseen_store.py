@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,44 @@ def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
         assert (unseen_store.folder / "runs-of-others/runs/r/warm-1/finished.json").exists()
         # What was materialized went with the clients.
         assert list((unseen_store.folder / "runs-of-others").glob("data/*")) == []
+
+
+NO_SLOT = """
+import os, threading, time
+from sparkhvd.estimator.data.remote_store import RemoteStore
+from sparkhvd.estimator.data.store import Store
+
+os.environ["SPARKHVD_START_TIMEOUT_S"] = "4"
+store = RemoteStore(Store(FOLDER), spark)
+store.exists("a")
+
+def holds(batches):
+    list(batches)
+    time.sleep(14)
+    yield from ()
+
+held = spark.range(0, 2, 1, 2).mapInArrow(holds, "id bigint")
+holder = threading.Thread(target=held.collect)
+holder.start()
+time.sleep(3)  # both slots are taken
+began = time.monotonic()
+try:
+    store.exists("a")
+except Exception as e:
+    print("REFUSED", round(time.monotonic() - began), type(e).__name__, e)
+holder.join(60)
+print("AGAIN", store.exists("a"))
+"""
+
+
+def test_a_store_that_no_slot_is_free_to_ask_is_an_error_in_time(
+    unseen_store: Unseen, tmp_path: Path
+) -> None:
+    output = unseen_store.run(NO_SLOT, tmp_path)
+    assert re.search(
+        r"REFUSED [4-9] StoreError .* had not answered after 4 s\. Look whether", output
+    )
+    assert "AGAIN False" in output
 
 
 ON_S3 = """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ SUBSETS = ("all", "train", "validation")
 _CHUNK_BYTES = 1 << 20
 # Blocks of a shuffle beyond memory: long enough to read at the speed of the disk.
 _BLOCK_BYTES = 1 << 20
+# The longest wait for one chunk, which may be all the rows of a slow store; and for a thread that is told to end,
+# which may be in a read that never returns (a mount whose server has gone).
+_READ_S = 3600.0
+_STOP_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,14 +56,6 @@ class Batch:
     columns: dict[str, Any]
     num_rows: int
     rows_per_rank: tuple[int, ...]
-    step: int
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """What the background thread died of, and at which step."""
-
-    error: BaseException
     step: int
 
 
@@ -187,15 +184,18 @@ class Reader:
         prefetch: _Prefetch | None = None
         if self._prepared is not None and (epoch, 0) == (self._prepared[0], start_step):
             prefetch, self._prepared = self._prepared[1], None
-        self._stop()
+        if not self._stop():
+            raise StoreError(
+                f"Rank {self._rank}: a read of {self._store.url} that was to end {_STOP_S:g} s ago has not returned. "
+                "Look at the store."
+            )
         if prefetch is None:
             prefetch = _Prefetch(self._chunks(plan, start_step), self._queue_length())
         self._running = prefetch
         try:
             yield from self._batches(plan, prefetch, epoch, start_step, following)
         finally:
-            prefetch.stop()
-            if self._running is prefetch:
+            if prefetch.stop() and self._running is prefetch:
                 self._running = None
 
     def plan(self, epoch: int) -> Plan:
@@ -203,11 +203,14 @@ class Reader:
         return self._plan(epoch, self._rows)
 
     def close(self) -> None:
-        """Stop the background threads and release files and memory."""
-        self._stop()
-        if self._pool is not None:
-            self._pool.shutdown()
-        self._source.close()
+        """Stop the background threads and release files and memory.
+
+        A thread that is stuck in a read is left behind after a minute, with its files.
+        """
+        if self._stop():
+            if self._pool is not None:
+                self._pool.shutdown()
+            self._source.close()
         self._resident = None
 
     def __enter__(self) -> Reader:
@@ -346,8 +349,8 @@ class Reader:
             chunk = prefetch.get()
             if following is not None and self._prepared is None and prefetch.is_nearly_empty:
                 self._prepare(following)
-            if isinstance(chunk, _Failure):
-                raise self._explain(chunk.error, epoch, step) from chunk.error
+            if isinstance(chunk, BaseException):
+                raise self._explain(chunk, epoch, step) from chunk
             length = len(chunk[self._names[0]])
             start = 0
             while start < length:
@@ -378,13 +381,13 @@ class Reader:
         chunks = self._chunks(self._plan(epoch), 0)
         self._prepared = epoch, _Prefetch(chunks, self._queue_length())
 
-    def _stop(self) -> None:
-        if self._running is not None:
-            self._running.stop()
+    def _stop(self) -> bool:
+        """Whether no thread is left."""
+        if self._running is not None and self._running.stop():
             self._running = None
-        if self._prepared is not None:
-            self._prepared[1].stop()
+        if self._prepared is not None and self._prepared[1].stop():
             self._prepared = None
+        return self._running is None and self._prepared is None
 
 
 def _batch_bytes(column: Column) -> int:
@@ -421,7 +424,7 @@ class _Prefetch:
 
     def __init__(self, items: Iterator[dict[str, Any]], length: int) -> None:
         self._items = items
-        self._queue: queue.Queue[dict[str, Any] | _Failure] = queue.Queue(maxsize=length)
+        self._queue: queue.Queue[dict[str, Any] | BaseException] = queue.Queue(maxsize=length)
         self._length = length
         self._has_all = False  # nothing is read any more
         self._stopping = threading.Event()
@@ -433,36 +436,38 @@ class _Prefetch:
         """Whether everything has been read, and at most half of the room for it is taken."""
         return self._has_all and 2 * self._queue.qsize() <= self._length + 1
 
-    def get(self) -> dict[str, Any] | _Failure:
+    def get(self) -> dict[str, Any] | BaseException:
         """The next item, or what the thread died of."""
-        return self._queue.get()
+        try:
+            return self._queue.get(timeout=_READ_S)
+        except queue.Empty:
+            return TimeoutError(f"nothing came for {_READ_S:g} s, from the store or a decoder")
 
-    def stop(self) -> None:
-        """End the thread and wait for it."""
+    def stop(self) -> bool:
+        """End the thread and wait for it, but not for ever; returns whether it has ended."""
         self._stopping.set()
-        while self._thread.is_alive():
+        deadline = time.monotonic() + _STOP_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
             # A thread that waits for room in the queue goes on once there is some.
             try:
                 self._queue.get_nowait()
             except queue.Empty:
                 self._thread.join(0.05)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        number = 0
+        failure: BaseException
         try:
             for item in self._items:
                 if self._stopping.is_set():
                     return
                 self._queue.put(item)
-                number += 1
                 if self._stopping.is_set():
                     return
             self._has_all = True
-            failure = _Failure(
-                InternalError("The reader ran out of rows before the epoch's end."), number
-            )
+            failure = InternalError("The reader ran out of rows before the epoch's end.")
         except BaseException as error:  # noqa: BLE001 - a door: the consumer raises it
-            failure = _Failure(error, number)
+            failure = error
         while not self._stopping.is_set():
             try:
                 self._queue.put(failure, timeout=0.05)

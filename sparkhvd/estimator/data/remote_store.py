@@ -29,6 +29,7 @@ from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data.store import TEMPORARY, Paths, Store, StoredFile
 from sparkhvd.estimator.data.writing import COPY_BYTES, Sink, staged_output
 from sparkhvd.runner.spark_shim import SparkShim
+from sparkhvd.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -189,17 +190,23 @@ class RemoteStore(Store):
             *arguments: of the call; they travel in the task's closure.
 
         Raises:
-            StoreError: the task could not run.
+            StoreError: the task could not run, or had no slot or no answer for `start_timeout_s`.
         """
         task = functools.partial(_answer, self._direct, call, arguments)
         df = self._spark.range(0, 1, 1, 1).mapInArrow(task, _ROWS)
+        limit_s = Settings.resolve().start_timeout_s
+        how = f"The store {self.url}, which this client does not see, was asked through a Spark task, and the task "
         try:
-            rows = df.collect()
+            rows = SparkShim(self._spark).collect_within(df, limit_s)
+        except TimeoutError as e:
+            raise StoreError(
+                f"{how}had not answered after {limit_s:g} s. Look whether a task slot is free and whether the store "
+                "answers, or wait longer with SPARKHVD_START_TIMEOUT_S."
+            ) from self._cause(e)
         except Exception as e:  # noqa: BLE001 - classic and Connect raise their own
             first = self.hide(str(e)).strip().partition("\n")[0]
             raise StoreError(
-                f"The store {self.url}, which this client does not see, was asked through a Spark task, and the task "
-                f"failed: {type(e).__name__}: {first}. Look whether the session and its executors are alive."
+                f"{how}failed: {type(e).__name__}: {first}. Look whether the session and its executors are alive."
             ) from self._cause(e)
         parts = {row["part"]: bytes(row["data"]) for row in rows}
         if _FAILED in parts:

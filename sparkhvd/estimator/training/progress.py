@@ -22,6 +22,8 @@ __all__ = ["EpochReporter", "format_epoch", "poll_interval", "report_skipped"]
 POLL_S = 0.25
 # Where a look costs a Spark task.
 TASK_POLL_S = 2.0
+# The longest wait for a look that is under way when the training ends.
+_LAST_LOOK_S = 60.0
 
 
 def format_epoch(record: dict[str, Any], epochs: int) -> str:
@@ -110,8 +112,9 @@ class EpochReporter:
 
     def __exit__(self, *error: object) -> None:
         self._stopping.set()
-        self._thread.join()
-        self._look()
+        self._thread.join(_LAST_LOOK_S)
+        if not self._thread.is_alive():  # else it waits for a store that does not answer
+            self._look()
 
     def ended(self, reason: str, epoch: int) -> None:
         """Print why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""

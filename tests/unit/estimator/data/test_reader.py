@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.errors import InternalError, InvalidArgumentError, StoreError
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.packed import write_packed
 from sparkhvd.estimator.data.reader import Batch, Reader
@@ -413,6 +414,29 @@ def test_a_truncated_file_is_an_error_not_garbage(store: Store, tmp_path: Path) 
         pytest.raises((OSError, InternalError), match="failed at rank 0, epoch 0, step 0"),
     ):
         epoch_of(reader)
+
+
+def test_a_read_that_never_returns_is_not_waited_for(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody writes to blocks who opens it, as a mount does whose server has gone."""
+    monkeypatch.setattr("sparkhvd.estimator.data.reader._READ_S", 0.3)
+    monkeypatch.setattr("sparkhvd.estimator.data.reader._STOP_S", 0.1)
+    manifest = make(store, [100])
+    path = tmp_path / "store" / manifest.files[0].path
+    path.unlink()
+    os.mkfifo(path)
+    with Reader(store, manifest, rank=0, size=1, batch_size=10) as reader:
+        with pytest.raises(
+            StoreError, match=r"rank 0, epoch 2, step 0: TimeoutError: nothing came"
+        ):
+            epoch_of(reader, 2)
+        with pytest.raises(StoreError, match=r"^Rank 0: a read of .* has not returned\."):
+            epoch_of(reader, 3)
+    (stuck,) = [t for t in threading.enumerate() if t.name == "sparkhvd-reader"]
+    os.close(os.open(path, os.O_WRONLY))
+    stuck.join(20)
+    assert not stuck.is_alive()
 
 
 def test_memory_is_bounded_when_streaming(store: Store) -> None:

@@ -278,7 +278,9 @@ def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
     assert told.value.__cause__ is None
 
     class Task:
-        """A DataFrame whose one row says that a file is not there."""
+        """A session and a DataFrame whose one row says that a file is not there."""
+
+        __module__ = "pyspark.sql.connect"  # by which sessions are told apart
 
         def __getattr__(self, name: str) -> object:
             return lambda *_: self
