@@ -234,6 +234,7 @@ class TorchEstimator(
             run_dir=spec.run_dir,
             progress=checkpoints.latest_position,
             requirements=("torch", "pyarrow", "numpy", "cloudpickle", *reader_packages(self._get)),
+            early=spec.early(),
         )
         reporter = EpochReporter(
             checkpoints,

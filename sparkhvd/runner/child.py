@@ -14,6 +14,7 @@ the parent is gone; then the whole process group is killed, so that data loader 
 from __future__ import annotations
 
 import atexit
+import base64
 import contextlib
 import ctypes
 import faulthandler
@@ -35,7 +36,15 @@ from typing import Any, NoReturn
 
 from sparkhvd.runner import allocator
 
-__all__ = ["JobFrame", "Prologue", "dump_program", "read_frame", "thread_variables", "write_frame"]
+__all__ = [
+    "JobFrame",
+    "Prologue",
+    "dump_program",
+    "early_call",
+    "read_frame",
+    "thread_variables",
+    "write_frame",
+]
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
@@ -52,6 +61,7 @@ class Prologue:
         num_threads: threads for OpenMP, MKL and the like.
         keep_freed_memory: whether the process keeps what it frees, for its next allocations.
         preload: modules to import while the ranks find each other; a failure is ignored here.
+        early: what to call before that, see `early_call`; "" for nothing.
         spark_files: root of `SparkFiles`; "" outside Spark.
         listener: file descriptors of the bound listener (TCP, Unix).
         endpoint: the listener's address, as `Endpoint.to_dict` gives it.
@@ -63,6 +73,7 @@ class Prologue:
     num_threads: int = 1
     keep_freed_memory: bool = False
     preload: list[str] = field(default_factory=list)
+    early: str = ""
     spark_files: str = ""
     listener: tuple[int, int] = (-1, -1)
     endpoint: dict[str, Any] = field(default_factory=dict)
@@ -140,6 +151,11 @@ def dump_program(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return program
 
 
+def early_call(fn: Callable[[], object] | None) -> str:
+    """A call without arguments as text for `Prologue.early`; "" for None."""
+    return "" if fn is None else base64.b64encode(cloudpickle().dumps(fn)).decode()
+
+
 def thread_variables(num_threads: int) -> dict[str, str]:
     """The variables that bound the threads of numerical libraries."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -166,6 +182,7 @@ def main(spec_fd: int, result_fd: int) -> int:
     for fd in prologue.listener:
         if fd >= 0:
             os.set_inheritable(fd, False)
+    _begin(prologue.early)
     _preload(prologue.preload)
     payload = read_frame(spec_fd)
     if payload is None:
@@ -200,6 +217,13 @@ def _enter(prologue: Prologue) -> None:
     if prologue.cwd:
         os.chdir(prologue.cwd)
     sys.argv[1:] = []
+
+
+def _begin(early: str) -> None:
+    if early:
+        # A head start: who needs what it has begun finds out what went wrong.
+        with contextlib.suppress(Exception):
+            cloudpickle().loads(base64.b64decode(early))()
 
 
 def _preload(modules: list[str]) -> None:

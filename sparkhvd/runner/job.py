@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
 from sparkhvd.runner import launching, placement, preflight, task
-from sparkhvd.runner.child import cloudpickle
+from sparkhvd.runner.child import cloudpickle, early_call
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.runner.results import (
     Kind,
@@ -65,6 +65,8 @@ class LaunchOptions:
             an equal value are final.
         requirements: modules that the workers' Python must have, for example ("torch", "pyarrow").
         profile: Spark resource profile of the stage.
+        early: called in each rank's process before it imports anything and before it knows its rank, for example to
+            begin reading in a thread; must return soon. What it raises is ignored.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class LaunchOptions:
     progress: Callable[[], object] | None = None
     requirements: tuple[str, ...] = ()
     profile: ResourceProfile | None = None
+    early: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         retries = self.max_retries
@@ -236,6 +239,7 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
         driver=preflight.rank_facts(()).to_dict(),
         requirements=options.requirements,
         preload=tuple(launching.preload(plan.program, options.requirements)),
+        early=early_call(options.early),
         fixed_threads=plan.fixed_threads,
         run_dir=options.run_dir or "",
     )

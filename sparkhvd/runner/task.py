@@ -56,6 +56,7 @@ class TaskSpec:
         driver: the driver's `RankFacts`.
         requirements: modules that the workers' Python must have.
         preload: modules that the trainers import early.
+        early: what the trainers call before that, see `early_call`; "" for nothing.
         fixed_threads: threads per rank where the driver decides; None means the task's cores.
         run_dir: where outcomes go in the shared files; "" for none.
     """
@@ -69,6 +70,7 @@ class TaskSpec:
     driver: dict[str, Any]
     requirements: tuple[str, ...]
     preload: tuple[str, ...]
+    early: str
     fixed_threads: int | None
     run_dir: str
 
@@ -236,6 +238,7 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
         num_threads=threads,
         keep_freed_memory=Settings.from_json(spec.settings).keep_freed_memory,
         preload=list(spec.preload),
+        early=spec.early,
         spark_files=SparkFiles.getRootDirectory(),
         listener=listener.filenos(),
         endpoint=listener.endpoint().to_dict(),

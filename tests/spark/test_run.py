@@ -327,6 +327,20 @@ def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path
     assert [e.exit for e in raised if isinstance(e, RankError)] == ["cancelled"]
 
 
+def test_a_call_is_made_before_a_process_knows_its_rank(spark: SparkSession) -> None:
+    def early() -> None:
+        import sys
+
+        from sparkhvd.runner import context
+
+        os.environ["EARLY"] = f"{'torch' in sys.modules} {context()}"
+        raise RuntimeError("only a head start")
+
+    options = job.LaunchOptions(early=early, requirements=("torch",))
+    report = job.launch(spark, lambda: os.environ["EARLY"], (), {}, 2, options)
+    assert report.results == ["False None"] * 2
+
+
 def test_options_are_data() -> None:
     options = job.LaunchOptions()
     assert replace(options, max_retries=0).max_retries == 0

@@ -21,16 +21,23 @@ import numpy as np
 
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data.functions import RowFunctions
+from sparkhvd.estimator.data.loading import Loading
 from sparkhvd.estimator.data.manifest import PACKED, Manifest
-from sparkhvd.estimator.data.sampler import Plan, Rows, Window, cuts, epoch_plan, split_validation
+from sparkhvd.estimator.data.sampler import Plan, Rows, Window, cuts, epoch_plan
 from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.sources import open_source
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.data.subset import (
+    SUBSETS,
+    column_names,
+    count_of,
+    fits_in_memory,
+    select_rows,
+)
 from sparkhvd.estimator.data.values import Ragged, SparseRows, take
 
 __all__ = ["Batch", "Reader"]
 
-SUBSETS = ("all", "train", "validation")
 # Rows are gathered for several steps at once: the cost of a step in Python is then a few views.
 _CHUNK_BYTES = 1 << 20
 # Blocks of a shuffle beyond memory: long enough to read at the speed of the disk.
@@ -91,6 +98,7 @@ class Reader:
         num_workers: int = 1,
         pin_memory: bool = False,
         usable: Rows | None = None,
+        loading: Loading | None = None,
     ) -> None:
         """Open the data for one rank; reads nothing but what decides the subset.
 
@@ -117,6 +125,7 @@ class Reader:
             pin_memory: put batches into page-locked memory, from which a GPU copies beside its work. Needs CUDA. Columns
                 that a decoder or collate function makes are where it makes them.
             usable: ascending numbers of the rows that count, see `usable_rows`; None means all.
+            loading: rows that are being read already; those of another subset are not used.
 
         Raises:
             InvalidArgumentError: an argument is out of range, a decoder fails on the first row, or the subset cannot be told apart.
@@ -125,13 +134,11 @@ class Reader:
         self._manifest = manifest
         self._rank, self._size, self._batch_size = rank, size, batch_size
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
-        split = manifest.schema.validation
-        names = [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
-        self._names = list(columns) if columns is not None else names
+        self._names = list(columns) if columns is not None else column_names(manifest)
         self._row_bytes = manifest.row_bytes(self._names)
         self._store = store
         self._source = open_source(store, manifest)
-        self._usable = usable
+        self._loading = loading
         self._functions = functions or RowFunctions()
         self._columns = self._seen_columns()
         self._batch_row_bytes = max(self._row_bytes, sum(map(_batch_bytes, self._columns)))
@@ -139,9 +146,11 @@ class Reader:
         self._pool: ThreadPoolExecutor | None = None
         if num_workers > 1 and any(c.has_decoder for c in self._columns):
             self._pool = ThreadPoolExecutor(num_workers, "sparkhvd-decoder")
-        self._rows = self._select(subset, validation)
-        self.num_rows = self._rows if isinstance(self._rows, int) else len(self._rows)
-        self._is_resident = self.num_rows * self._row_bytes <= shuffle_bytes
+        self._rows = select_rows(
+            self._source, manifest, subset, validation=validation, seed=seed, usable=usable
+        )
+        self.num_rows = count_of(self._rows)
+        self._is_resident = fits_in_memory(self._rows, self._row_bytes, shuffle_bytes)
         self._window_rows = max(1, shuffle_bytes // max(1, self._row_bytes))
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(_CHUNK_BYTES, prefetch_bytes // 4)
@@ -230,28 +239,6 @@ class Reader:
 
     # -- which rows ----------------------------------------------------------------------------------
 
-    def _select(self, subset: str, validation: float | None) -> Rows | int:
-        usable = self._usable
-        total: Rows | int = self._manifest.num_rows if usable is None else usable
-        if subset == "all":
-            return total
-        column = self._manifest.schema.validation
-        if column is not None:
-            flags = self._source.read([column.name], usable)[column.name] != 0
-            chosen = np.flatnonzero(flags if subset == "validation" else ~flags)
-            return chosen if usable is None else usable[chosen]
-        if not validation:
-            if subset == "train":
-                return total
-            raise InvalidArgumentError(
-                "Reader(subset='validation'): the data have no validation column and no fraction was given. Give "
-                "validation=0.1, or read subset='all'."
-            )
-        count = total if isinstance(total, int) else len(total)
-        train, held_out = split_validation(count, validation, self._seed)
-        chosen = train if subset == "train" else held_out
-        return chosen if usable is None else usable[chosen]
-
     def _plan(self, epoch: int, rows: Rows | int | None = None) -> Plan:
         resident = self._is_resident
         if rows is None:
@@ -323,14 +310,21 @@ class Reader:
         """Arrays that hold the window's rows, and the order in which to take them."""
         if self._is_resident:
             if self._resident is None:
-                rows = None if isinstance(self._rows, int) else self._rows
-                self._resident = self._source.read(self._names, rows)
+                self._resident = self._read_all()
                 self._source.close()
             return self._resident, window.row_numbers()
         assert window.rows is not None
         values = self._source.read(self._names, window.rows)
         order = window.order if window.order is not None else np.arange(len(window.rows))
         return values, order
+
+    def _read_all(self) -> dict[str, Any]:
+        loading, self._loading = self._loading, None
+        values = loading.take(self._names, self._rows, _READ_S) if loading is not None else None
+        if values is None:
+            rows = None if isinstance(self._rows, int) else self._rows
+            values = self._source.read(self._names, rows)
+        return values
 
     def _queue_length(self) -> int:
         chunk = max(self._chunk_bytes, self._batch_row_bytes * self._batch_size, 1)

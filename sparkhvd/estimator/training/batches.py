@@ -15,6 +15,7 @@ import torch
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.functions import RowFunctions
+from sparkhvd.estimator.data.loading import Loading, begun
 from sparkhvd.estimator.data.manifest import PARQUET, Manifest
 from sparkhvd.estimator.data.parquet import ParquetSource
 from sparkhvd.estimator.data.reader import Batch, Reader
@@ -62,10 +63,12 @@ class Data:
         self.skipped: dict[str, tuple[int, int]] = {}
         manifest = Manifest.load(spec.store, spec.data_dir)
         self.schema = spec.transformed or manifest.schema
-        subset = "train" if spec.has_validation and spec.validation_dir is None else "all"
         files = spec.data_store or spec.store
         usable = self._usable("training", files, manifest)
-        self.training = _reader(spec, files, manifest, subset, functions, usable)
+        loading = begun(spec.store, spec.data_dir)
+        self.training = _reader(
+            spec, files, manifest, spec.training_subset, functions, usable, loading=loading
+        )
         self.validation: Reader | None = None
         num_held_out = manifest.num_rows
         if spec.validation_dir is not None:
@@ -198,6 +201,7 @@ def _reader(
     usable: Rows | None,
     *,
     is_training: bool = True,
+    loading: Loading | None = None,
 ) -> Reader:
     return Reader(
         store,
@@ -215,4 +219,5 @@ def _reader(
         num_workers=spec.num_workers if is_training else spec.val_num_workers,
         pin_memory=torch.cuda.is_available(),
         usable=usable,
+        loading=loading,
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sparkhvd.estimator.binding import InputBinding
+from sparkhvd.estimator.data import loading
 from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.labels import LabelBinding
@@ -104,6 +106,25 @@ class TrainSpec:
     compile: bool = False
     transformed: DataSchema | None = None
     fingerprint: str = "{}"
+
+    @property
+    def training_subset(self) -> str:
+        """Which rows of `data_dir` are training rows: a subset of `Reader`."""
+        return "train" if self.has_validation and self.validation_dir is None else "all"
+
+    def early(self) -> Callable[[], None] | None:
+        """What a rank's process can begin with before it knows who it is: to read materialized training rows."""
+        if self.data_store is not None:
+            return None
+        return functools.partial(
+            loading.begin,
+            self.store,
+            self.data_dir,
+            subset=self.training_subset,
+            validation=self.validation,
+            seed=self.seed,
+            shuffle_bytes=self.shuffle_bytes,
+        )
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def test_job_frame_carries_the_standard_variables_and_hides_the_key() -> None:
 
 
 def test_task_spec_survives_json_and_hides_the_key() -> None:
-    spec = TaskSpec(2, 0, "j", "ab" * 32, "{}", {"A": "1"}, {}, ("torch",), (), None, "runs/x")
+    spec = TaskSpec(2, 0, "j", "ab" * 32, "{}", {"A": "1"}, {}, ("torch",), (), "", None, "runs/x")
     assert TaskSpec.from_json(spec.to_json()) == spec
     assert "ab" * 32 not in repr(spec)
 

@@ -1,0 +1,97 @@
+"""Training rows on their way into memory before the reader is there.
+
+A rank imports torch for seconds before it can do anything else. Meanwhile a thread of the same process reads the rows
+that it will train on, if they fit in memory. `begin` starts the thread, `begun` finds it again, and a `Reader` takes
+its rows if they are just those that it would read itself. It is a head start and nothing else: where reading fails
+or finds other rows, the reader does it again and says what is wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from sparkhvd.estimator.data.manifest import PACKED, Manifest
+from sparkhvd.estimator.data.packed import RowSource
+from sparkhvd.estimator.data.sampler import Rows
+from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.data.subset import column_names, fits_in_memory, same_rows, select_rows
+
+__all__ = ["Loading", "begin", "begun"]
+
+# At most one entry: a trainer process begins once, before it knows its rank.
+_begun: list[Loading] = []
+
+
+class Loading:
+    """A thread that reads the rows of a subset, and what it has read."""
+
+    def __init__(
+        self,
+        store: Store,
+        data_dir: str,
+        *,
+        subset: str,
+        validation: float | None,
+        seed: int,
+        shuffle_bytes: int,
+    ) -> None:
+        """Begin to read; the arguments are those of `Reader`.
+
+        Args:
+            store: where the data are.
+            data_dir: folder of the materialized data.
+            subset: "all" or "train".
+            validation: the validation fraction; None if a column tells, or if there is no validation.
+            seed: decides the split.
+            shuffle_bytes: nothing is read where the rows are more than this.
+        """
+        self.place = store, data_dir
+        self._subset, self._validation, self._seed = subset, validation, seed
+        self._shuffle_bytes = shuffle_bytes
+        self._names: list[str] = []
+        self._rows: Rows | int = 0
+        self._values: dict[str, Any] | None = None
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-loading", daemon=True)
+        self._thread.start()
+
+    def take(self, names: list[str], rows: Rows | int, timeout_s: float) -> dict[str, Any] | None:
+        """The arrays of these columns and rows, once; None if others were read, or none.
+
+        Raises:
+            TimeoutError: they are still being read after `timeout_s`.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the rows were not in memory after {timeout_s:g} s")
+        values, self._values = self._values, None
+        return values if names == self._names and same_rows(rows, self._rows) else None
+
+    def _run(self) -> None:
+        try:
+            store, data_dir = self.place
+            manifest = Manifest.load(store, data_dir)
+            if manifest.layout != PACKED:
+                return
+            self._names = column_names(manifest)
+            with RowSource(store, manifest) as source:
+                self._rows = select_rows(
+                    source, manifest, self._subset, validation=self._validation, seed=self._seed
+                )
+                if fits_in_memory(self._rows, manifest.row_bytes(self._names), self._shuffle_bytes):
+                    rows = None if isinstance(self._rows, int) else self._rows
+                    self._values = source.read(self._names, rows)
+        except Exception:  # noqa: BLE001 - the reader meets it too, and knows the rank and the step
+            self._values = None
+
+
+def begin(store: Store, data_dir: str, **options: Any) -> None:
+    """Begin to read, for `begun` of this process; the arguments are those of `Loading`."""
+    _begun[:] = [Loading(store, data_dir, **options)]
+
+
+def begun(store: Store, data_dir: str) -> Loading | None:
+    """What this process has begun to read of these data, once; None if nothing."""
+    found = [loading for loading in _begun if loading.place == (store, data_dir)]
+    _begun.clear()
+    return found[0] if found else None
