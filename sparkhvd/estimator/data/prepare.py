@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkhvd.errors import StoreError
+from sparkhvd.estimator.data.leases import Lease, is_abandoned, lease_of, write_lease
 from sparkhvd.estimator.data.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from sparkhvd.estimator.data.materialize import materialize
 from sparkhvd.estimator.data.plan import plan_facts
 from sparkhvd.estimator.data.schema import DataSchema
-from sparkhvd.estimator.data.store import Lease, Store
+from sparkhvd.estimator.data.store import Store
 from sparkhvd.runner.spark_shim import SparkShim
 
 __all__ = ["PreparedData", "Scope", "prepare", "release", "renew_leases"]
@@ -276,7 +277,7 @@ def sweep(store: Store, *, now: float) -> list[str]:
     for data_dir in store.data_directories():
         if data_dir in mine:
             continue
-        if store.is_abandoned(data_dir, now):
+        if is_abandoned(store, data_dir, now):
             _remove(store, data_dir)
             swept.append(data_dir)
     return swept
@@ -340,7 +341,7 @@ def _find(store: Store, name: str, own: str) -> tuple[str, Manifest] | None:
 
 
 def _is_kept(store: Store, data_dir: str) -> bool:
-    lease = store.lease(data_dir)
+    lease = lease_of(store, data_dir)
     return lease is not None and lease.keep
 
 
@@ -349,7 +350,7 @@ def _new_lease(store: Store, app_id: str, keep: bool) -> Lease:
 
 
 def _own(store: Store, data_dir: str, lease: Lease) -> None:
-    store.write_lease(data_dir, lease)
+    write_lease(store, data_dir, lease)
     with _owned.lock:
         _owned.directories[store, data_dir] = lease
         if not _owned.is_registered:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import posixpath
 import shutil
@@ -23,7 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -33,39 +32,15 @@ import pyarrow.fs as pafs
 
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data import addresses, writing
+from sparkhvd.estimator.data.leases import is_abandoned, lease_of
 from sparkhvd.runner.spark_shim import connect_session
 
-__all__ = ["LEASE_NAME", "LEASE_S", "Lease", "Store", "StoredFile"]
+__all__ = ["Store", "StoredFile"]
 
-LEASE_NAME = "_lease.json"
-# An owner that has not renewed its lease for a day is gone: a fit renews it every hour.
-LEASE_S = 24 * 3600.0
 Paths = list[str]  # inside Store, `list` is a method
 # Names that begin so are files being written; nobody lists or reads them.
 TEMPORARY = ".sparkhvd-tmp-"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Who owns a data directory, and until when nobody else may delete it."""
-
-    app_id: str
-    renewed: float
-    keep: bool = False
-
-    def is_expired(self, now: float) -> bool:
-        """Whether the owner has been silent for so long that it must be gone."""
-        return not self.keep and now - self.renewed > LEASE_S
-
-    @classmethod
-    def parse(cls, content: bytes) -> Lease | None:
-        """The lease in a file; fields of other versions are passed over. None if it is none."""
-        try:
-            found = json.loads(content)
-            return cls(str(found["app_id"]), float(found["renewed"]), bool(found.get("keep")))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return None
 
 
 @dataclass(frozen=True)
@@ -399,8 +374,8 @@ class Store:
         now = time.time() if now is None else now
         deleted = []
         for directory in self.data_directories():
-            lease = self.lease(directory)
-            if (lease is not None and lease.keep) or self.is_abandoned(directory, now):
+            lease = lease_of(self, directory)
+            if (lease is not None and lease.keep) or is_abandoned(self, directory, now):
                 self.delete(directory)
                 deleted.append(directory)
         if runs:
@@ -408,8 +383,6 @@ class Store:
                 self.delete(run)
                 deleted.append(run)
         return deleted
-
-    # -- leases --------------------------------------------------------------------------------------
 
     def data_directories(self) -> Paths:
         """Every folder `data/<key>/<owner>` in the store."""
@@ -421,25 +394,6 @@ class Store:
             infos = self._fs.get_file_info(selector)
         folders = [i.path for i in infos if i.type == pafs.FileType.Directory]
         return sorted(posixpath.relpath(folder, self._root) for folder in folders)
-
-    def lease(self, data_dir: str) -> Lease | None:
-        """The lease of a data directory, or None if it has none (yet)."""
-        try:
-            return Lease.parse(self.read_bytes(f"{data_dir}/{LEASE_NAME}"))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def is_abandoned(self, data_dir: str, now: float) -> bool:
-        """Whether the owner of a data directory is gone; without a lease, whether nothing in it changed for a day."""
-        lease = self.lease(data_dir)
-        if lease is not None:
-            return lease.is_expired(now)
-        changed = self.last_change(data_dir)
-        return changed is not None and now - changed > LEASE_S
-
-    def write_lease(self, data_dir: str, lease: Lease) -> None:
-        """Say who owns a data directory."""
-        self.write_bytes(f"{data_dir}/{LEASE_NAME}", json.dumps(asdict(lease)).encode())
 
     # -- inside --------------------------------------------------------------------------------------
 

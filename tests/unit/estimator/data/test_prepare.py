@@ -16,6 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data import prepare as prepare_module
+from sparkhvd.estimator.data.leases import LEASE_NAME, LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.estimator.data.packed import read_packed
 from sparkhvd.estimator.data.plan import plan_facts
 from sparkhvd.estimator.data.prepare import (
@@ -27,7 +28,7 @@ from sparkhvd.estimator.data.prepare import (
     renew_leases,
 )
 from sparkhvd.estimator.data.schema import check_schema
-from sparkhvd.estimator.data.store import LEASE_NAME, LEASE_S, Lease, Store
+from sparkhvd.estimator.data.store import Store
 from tests.harness.ranks import run_threads
 from tests.harness.spark import run_on
 
@@ -327,8 +328,8 @@ def test_live_data_of_another_application_are_left_alone(spark: SparkSession, st
 
 def test_owners_silent_for_a_day_are_swept(spark: SparkSession, store: Store) -> None:
     now = time.time()
-    store.write_lease("data/k/silent", Lease("silent", now - LEASE_S - 10))
-    store.write_lease("data/k/alive", Lease("alive", now - LEASE_S + 100))
+    write_lease(store, "data/k/silent", Lease("silent", now - LEASE_S - 10))
+    write_lease(store, "data/k/alive", Lease("alive", now - LEASE_S + 100))
     store.write_bytes("models/abc", b"m")
     prepared(numbers(spark), store)
     assert not store.exists("data/k/silent")
@@ -338,12 +339,12 @@ def test_owners_silent_for_a_day_are_swept(spark: SparkSession, store: Store) ->
 
 def test_a_lease_is_renewed_every_hour(spark: SparkSession, store: Store) -> None:
     found = prepared(numbers(spark), store)
-    before = store.lease(found.data_dir)
+    before = lease_of(store, found.data_dir)
     assert before is not None
     renew_leases(now=before.renewed + 60)
-    assert store.lease(found.data_dir) == before
+    assert lease_of(store, found.data_dir) == before
     renew_leases(now=before.renewed + 4000)
-    after = store.lease(found.data_dir)
+    after = lease_of(store, found.data_dir)
     assert after is not None
     assert after.renewed == before.renewed + 4000
 

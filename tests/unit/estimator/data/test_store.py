@@ -13,9 +13,10 @@ import pytest
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data import prepare, remote_store
+from sparkhvd.estimator.data.leases import LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.estimator.data.prepare import _remove as remove_directory
 from sparkhvd.estimator.data.prepare import sweep
-from sparkhvd.estimator.data.store import LEASE_S, Lease, Store
+from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.data.writing import remote_output
 
 
@@ -243,8 +244,8 @@ def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
     def comes_and_goes(name: str, times: int) -> None:
         try:
             for _ in range(times):
-                store.write_lease(f"data/k/{name}", Lease(name, 1.0))
-                if store.lease(f"data/k/{name}") is None:
+                write_lease(store, f"data/k/{name}", Lease(name, 1.0))
+                if lease_of(store, f"data/k/{name}") is None:
                     lost.append(f"{name}'s lease")
                 remove_directory(store, f"data/k/{name}")
                 if ended.is_set():
@@ -274,8 +275,8 @@ def test_what_others_left_in_the_data_folder_breaks_nothing(any_store: Store) ->
     any_store.write_bytes("data/k/b/_lease.json", b"[]")
     any_store.write_bytes("data/k/c/_lease.json", b'{"renewed": {}}')
     assert any_store.data_directories() == ["data/k/a", "data/k/b", "data/k/c"]
-    assert any_store.lease("data/k/a") == Lease("a", 5.0)
-    assert any_store.lease("data/k/b") is any_store.lease("data/k/c") is None
+    assert lease_of(any_store, "data/k/a") == Lease("a", 5.0)
+    assert lease_of(any_store, "data/k/b") is lease_of(any_store, "data/k/c") is None
     assert sweep(any_store, now=6.0 + LEASE_S) == ["data/k/a"]
 
 
@@ -316,7 +317,7 @@ def test_leases_are_renewed_while_data_are_written(
     prepare._own(store, "data/k/a", Lease("a", 1.0))
     deadline = time.monotonic() + 10
     with prepare._renewing(store):
-        while store.lease("data/k/a") == Lease("a", 1.0):
+        while lease_of(store, "data/k/a") == Lease("a", 1.0):
             assert time.monotonic() < deadline, "not renewed"
             time.sleep(0.01)
 
@@ -359,9 +360,9 @@ def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
 
 def test_clean_deletes_kept_and_abandoned_data_only(store: Store) -> None:
     now = time.time()
-    store.write_lease("data/k/alive", Lease("alive", now))
-    store.write_lease("data/k/kept", Lease("kept", now - 9 * LEASE_S, keep=True))
-    store.write_lease("data/k/gone", Lease("gone", now - 2 * LEASE_S))
+    write_lease(store, "data/k/alive", Lease("alive", now))
+    write_lease(store, "data/k/kept", Lease("kept", now - 9 * LEASE_S, keep=True))
+    write_lease(store, "data/k/gone", Lease("gone", now - 2 * LEASE_S))
     store.write_bytes("data/k/unknown/part-0.parquet", b"x")
     store.write_bytes("models/abc", b"m")
     store.write_bytes("runs/1/metrics.jsonl", b"{}")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from sparkhvd.estimator.data import prepare
-from sparkhvd.estimator.data.store import LEASE_NAME, Lease, Store
+from sparkhvd.estimator.data.leases import LEASE_NAME, Lease, lease_of
+from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from sparkhvd.estimator.training.progress import EpochReporter, format_epoch
 
@@ -86,7 +87,7 @@ def test_a_store_that_is_gone_ends_neither_reports_nor_other_renewals(
     with reporter:
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            lease = here.lease("data/k/a")
+            lease = lease_of(here, "data/k/a")
             if lease is not None and lease.renewed > old:
                 break
             time.sleep(0.01)
