@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
@@ -27,6 +26,7 @@ import pyarrow.parquet as pq
 
 from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.estimator.data.manifest import FORMAT_VERSION, MANIFEST_NAME, DataFile, Manifest
+from sparkhvd.estimator.data.open_files import OpenFiles
 from sparkhvd.estimator.data.sampler import Rows
 from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.store import Store
@@ -42,7 +42,6 @@ METADATA_KEY = b"sparkhvd"
 _PAGE_BYTES = 1 << 30
 # A gap of this size costs about as much to read over as another call to read.
 _GAP_BYTES = 128 << 10
-_OPEN_FILES = 16
 # A BYTE_ARRAY value stands behind its length.
 _PREFIX_BYTES = 4
 
@@ -396,12 +395,12 @@ class RowSource:
         self._groups = [(f, g) for f in manifest.files for g in range(len(f.row_groups))]
         rows = [f.row_groups[g] for f, g in self._groups]
         self._ends = np.cumsum(rows, dtype=np.int64) if rows else np.empty(0, dtype=np.int64)
-        self._open: OrderedDict[str, _PackedFile] = OrderedDict()
+        self._files = {f.path: f for f in manifest.files}
+        self._open: OpenFiles[str, _PackedFile] = OpenFiles(self._open_file)
 
     def close(self) -> None:
         """Close every file."""
-        while self._open:
-            self._open.popitem()[1].close()
+        self._open.close()
 
     def __enter__(self) -> RowSource:
         return self
@@ -474,7 +473,7 @@ class RowSource:
         low = first - (int(self._ends[group - 1]) if group else 0)
         ends = np.zeros(last - first + 2, "<i8")
         file, row_group = self._groups[group]
-        opened, index = self._file(file), self._index[column.name]
+        opened, index = self._open.get(file.path), self._index[column.name]
         if low:
             opened.read_into(ends, row_group, index, low - 1)
         else:
@@ -499,7 +498,7 @@ class RowSource:
         at = 0
         for span in spans:
             file, row_group = self._groups[span.group]
-            opened, index = self._file(file), self._index[column.name] + part
+            opened, index = self._open.get(file.path), self._index[column.name] + part
             begins = span.row_begins(dtype.itemsize)
             offset = int(span.ends[0]) * dtype.itemsize + span.low * _PREFIX_BYTES
             size = span.page_bytes(dtype.itemsize)
@@ -539,13 +538,10 @@ class RowSource:
 
     def _fill(self, out: Array, group: int, name: str, start: int) -> None:
         file, row_group = self._groups[group]
-        self._file(file).read_into(out, row_group, self._index[name], start)
+        self._open.get(file.path).read_into(out, row_group, self._index[name], start)
 
-    def _file(self, file: DataFile) -> _PackedFile:
-        opened = self._open.get(file.path)
-        if opened is not None:
-            self._open.move_to_end(file.path)
-            return opened
+    def _open_file(self, path: str) -> _PackedFile:
+        file = self._files[path]
         opened = _PackedFile(self._store, file.path)
         found = tuple(
             opened.metadata.row_group(g).num_rows for g in range(opened.metadata.num_row_groups)
@@ -557,9 +553,6 @@ class RowSource:
                 f"{opened.metadata.num_columns} columns, expected {file.row_groups} with {self._num_parquet_columns}. "
                 "Something rewrote it; run the fit again with another data_key, or clean the store."
             )
-        self._open[file.path] = opened
-        while len(self._open) > _OPEN_FILES:
-            self._open.popitem(last=False)[1].close()
         return opened
 
 

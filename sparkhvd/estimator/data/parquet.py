@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -30,6 +29,7 @@ from sparkhvd.estimator.data.convert import (
     usable_rows,
 )
 from sparkhvd.estimator.data.manifest import DataFile, Manifest
+from sparkhvd.estimator.data.open_files import OpenFiles
 from sparkhvd.estimator.data.sampler import Rows
 from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.store import Store
@@ -46,7 +46,6 @@ _SPAN_BYTES = 64 << 20
 _WHOLE_BYTES = 256 << 20
 # What they are read through instead: each column has a buffer of its own.
 _BUFFER_BYTES = 32 << 20
-_OPEN_FILES = 16
 
 Arrays = dict[str, Any]
 
@@ -61,7 +60,9 @@ class ParquetSource:
         files = manifest.files
         self._firsts = np.cumsum([0, *(f.rows for f in files)], dtype=np.int64)
         self._group_ends = [np.cumsum(f.row_groups, dtype=np.int64) for f in files]
-        self._open: OrderedDict[int, _File] = OrderedDict()
+        self._open: OpenFiles[int, _File] = OpenFiles(
+            lambda number: _File(store, manifest.files[number])
+        )
         self._pass: _Pass | None = None
 
     @property
@@ -73,8 +74,7 @@ class ParquetSource:
     def close(self) -> None:
         """Close every file."""
         self._pass = None
-        while self._open:
-            self._open.popitem()[1].close()
+        self._open.close()
 
     def __enter__(self) -> ParquetSource:
         return self
@@ -235,7 +235,7 @@ class ParquetSource:
         if running is None or not running.serves(number, names, row, begin):
             self._pass = running = None
             running = _Pass(
-                self._file(number), number, names, group, begin, self._piece_rows(names)
+                self._open.get(number), number, names, group, begin, self._piece_rows(names)
             )
             self._pass = running
         return running.piece(row)
@@ -248,15 +248,6 @@ class ParquetSource:
             is_known = column.is_fixed and column.shape is not None
             row_bytes += column.row_bytes if is_known else int(mean) + 8
         return int(min(max(1, _PIECE_BYTES // max(1, row_bytes)), _PIECE_ROWS))
-
-    def _file(self, number: int) -> _File:
-        opened = self._open.get(number)
-        if opened is None:
-            opened = self._open[number] = _File(self._store, self._manifest.files[number])
-        self._open.move_to_end(number)
-        while len(self._open) > _OPEN_FILES:
-            self._open.popitem(last=False)[1].close()
-        return opened
 
 
 class _File:
