@@ -20,6 +20,8 @@ TORCH_INDEX ?=
 # How long the Python tests may take before they are stopped: twice what they need on a machine that does other
 # things too. A single test that hangs is stopped by its own timeout.
 TEST_TIMEOUT_S ?= 4200
+# Test files that run at a time. Many tests wait for Spark or for a deadline; 0 runs all in one process.
+TEST_JOBS ?= 2
 PYTEST_FLAGS ?=
 
 export VENV TORCH TORCH_INDEX
@@ -127,7 +129,7 @@ fuzz-if-clang:
 	@if test -n "$(CLANGXX)"; then $(MAKE) fuzz; else echo "fuzz: skipped, because there is no clang++ here"; fi
 
 test-python: env
-	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest $(PYTEST_FLAGS)
+	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
 
 # Data sets of petastorm, and the oldest pyspark, pyarrow and numpy that are supported, in an environment of their own.
 PETASTORM_ENV := build/petastorm-env
@@ -168,6 +170,7 @@ demo: env
 # tests/harness/soak.py.
 soak: export SPARKHVD_TEST_SOAK := 1
 soak: TEST_TIMEOUT_S := 14400
+soak: TEST_JOBS := 0
 soak: PYTEST_FLAGS += --timeout=3600
 soak: test test-sanitizers fuzz-if-clang test-aarch64 test-wheels
 
