@@ -25,8 +25,8 @@ RESULTS = ROOT / "docs" / "results"
 
 
 @contextlib.contextmanager
-def local_session(cores: int) -> Iterator[Any]:
-    """A classic `local[cores]` session whose Python workers are already running."""
+def local_session(cores: int, memory: str = "2g") -> Iterator[Any]:
+    """A classic `local[cores]` session, with a heap of `memory`, whose Python workers are already running."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
 
@@ -38,7 +38,7 @@ def local_session(cores: int) -> Iterator[Any]:
             .config("spark.ui.showConsoleProgress", "false")
             .config("spark.driver.host", "127.0.0.1")
             .config("spark.driver.bindAddress", "127.0.0.1")
-            .config("spark.driver.memory", "2g")
+            .config("spark.driver.memory", memory)
             .config("spark.local.dir", scratch)
             .config("spark.sql.warehouse.dir", f"{scratch}/warehouse")
             .getOrCreate()

@@ -65,6 +65,8 @@ class Case:
     base: str = ""
 
 
+# Spark's own Parquet reader holds 4,096 rows of each column: 330 MB of `wide`, several times while it grows, per task.
+HEAP = "6g"
 CASES = (
     Case("vectors", 1_000_000, 32, True, rate=250_000),
     Case("scalars", 1_000_000, 32, False, rate=400_000),
@@ -343,7 +345,7 @@ def main() -> None:
     report = Report("materialize: a DataFrame to packed Parquet on two cores")
     with (
         tempfile.TemporaryDirectory(prefix="sparkhvd-bench-") as folder,
-        local_session(CORES) as spark,
+        local_session(CORES, HEAP) as spark,
     ):
         paths = {c.name: write_input(spark, folder, c, rows[c.name]) for c in cases}
         for case in cases:  # the JVM compiles what it runs often

@@ -1,7 +1,7 @@
 """Training rows on their way into memory before the reader is there.
 
 A rank imports torch for seconds before it can do anything else. Meanwhile a thread of the same process reads the rows
-that it will train on, if they fit in memory. `begin` starts the thread, `begun` finds it again, and a `Reader` takes
+that it will train on, if they fit in memory, and permutes their numbers for the first epoch. `begin` starts the thread, `begun` finds it again, and a `Reader` takes
 its rows if they are just those that it would read itself. It is a head start and nothing else: where reading fails
 or finds other rows, the reader does it again and says what is wrong.
 """
@@ -13,9 +13,15 @@ from typing import Any
 
 from sparkhvd.estimator.data.manifest import PACKED, Manifest
 from sparkhvd.estimator.data.packed import RowSource
-from sparkhvd.estimator.data.sampler import Rows
+from sparkhvd.estimator.data.sampler import Rows, permutation
 from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.data.subset import column_names, fits_in_memory, same_rows, select_rows
+from sparkhvd.estimator.data.subset import (
+    column_names,
+    count_of,
+    fits_in_memory,
+    same_rows,
+    select_rows,
+)
 
 __all__ = ["Loading", "begin", "begun"]
 
@@ -34,6 +40,7 @@ class Loading:
         subset: str,
         validation: float | None,
         seed: int,
+        shuffle: bool,
         shuffle_bytes: int,
     ) -> None:
         """Begin to read; the arguments are those of `Reader`.
@@ -43,14 +50,16 @@ class Loading:
             data_dir: folder of the materialized data.
             subset: "all" or "train".
             validation: the validation fraction; None if a column tells, or if there is no validation.
-            seed: decides the split.
+            seed: decides the split and the order.
+            shuffle: whether the first epoch will need a permutation.
             shuffle_bytes: nothing is read where the rows are more than this.
         """
         self.place = store, data_dir
         self._subset, self._validation, self._seed = subset, validation, seed
-        self._shuffle_bytes = shuffle_bytes
+        self._shuffle, self._shuffle_bytes = shuffle, shuffle_bytes
         self._names: list[str] = []
         self._rows: Rows | int = 0
+        self._order: Rows | None = None
         self._values: dict[str, Any] | None = None
         self._thread = threading.Thread(target=self._run, name="sparkhvd-loading", daemon=True)
         self._thread.start()
@@ -61,11 +70,25 @@ class Loading:
         Raises:
             TimeoutError: they are still being read after `timeout_s`.
         """
+        self._wait(timeout_s)
+        values, self._values = self._values, None
+        return values if names == self._names and same_rows(rows, self._rows) else None
+
+    def order(self, num_rows: int, seed: int, timeout_s: float) -> Rows | None:
+        """`permutation(num_rows, seed, 0)`, once; None if it was not made.
+
+        Raises:
+            TimeoutError: rows are still being read after `timeout_s`.
+        """
+        self._wait(timeout_s)
+        order, self._order = self._order, None
+        is_it = order is not None and len(order) == num_rows and seed == self._seed
+        return order if is_it else None
+
+    def _wait(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"the rows were not in memory after {timeout_s:g} s")
-        values, self._values = self._values, None
-        return values if names == self._names and same_rows(rows, self._rows) else None
 
     def _run(self) -> None:
         try:
@@ -81,6 +104,8 @@ class Loading:
                 if fits_in_memory(self._rows, manifest.row_bytes(self._names), self._shuffle_bytes):
                     rows = None if isinstance(self._rows, int) else self._rows
                     self._values = source.read(self._names, rows)
+                    if self._shuffle:
+                        self._order = permutation(count_of(self._rows), self._seed, 0)
         except Exception:  # noqa: BLE001 - the reader meets it too, and knows the rank and the step
             self._values = None
 

@@ -8,6 +8,7 @@ Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits
 
 from __future__ import annotations
 
+import functools
 import math
 import queue
 import threading
@@ -23,7 +24,7 @@ from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, 
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.loading import Loading
 from sparkhvd.estimator.data.manifest import PACKED, Manifest
-from sparkhvd.estimator.data.sampler import Plan, Rows, Window, cuts, epoch_plan
+from sparkhvd.estimator.data.sampler import Plan, Rows, Window, cuts, epoch_plan, permutation
 from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.sources import open_source
 from sparkhvd.estimator.data.store import Store
@@ -258,7 +259,14 @@ class Reader:
             window_rows=None if resident else self._file_window(),
             block_rows=block_rows,
             block_edges=None if resident else self._block_edges(block_rows),
+            permute=functools.partial(self._permute, epoch),
         )
+
+    def _permute(self, epoch: int) -> Rows:
+        order: Rows | None = None
+        if self._loading is not None and epoch == 0 and self._is_resident:
+            order = self._loading.order(self.num_rows, self._seed, _READ_S)
+        return permutation(self.num_rows, self._seed, epoch) if order is None else order
 
     def _block_edges(self, block_rows: int) -> Rows | None:
         """Where the source wants blocks to begin, as positions in the subset; small ones are read together."""

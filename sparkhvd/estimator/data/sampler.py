@@ -19,7 +19,8 @@ meet in a global batch depends on the number of ranks:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,7 +28,16 @@ import numpy.typing as npt
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["Plan", "Rows", "Window", "cuts", "epoch_plan", "level", "split_validation"]
+__all__ = [
+    "Plan",
+    "Rows",
+    "Window",
+    "cuts",
+    "epoch_plan",
+    "level",
+    "permutation",
+    "split_validation",
+]
 
 Rows = npt.NDArray[np.int64]
 
@@ -196,14 +206,17 @@ def _sliced(plan: Plan, rank: int) -> Rows:
     return np.concatenate([positions, tail])
 
 
+def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
+    """The order of rows that are all in memory, of all ranks together."""
+    return _generator(seed, _ORDER, epoch).permutation(num_rows)
+
+
 @dataclass(frozen=True)
 class _Uniform(_Order):
-    seed: int
-    epoch: int
+    permute: Callable[[], Rows]
 
     def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
-        num_rows = self.rows if isinstance(self.rows, int) else len(self.rows)
-        order = _generator(self.seed, _ORDER, self.epoch).permutation(num_rows)
+        order = self.permute()
         yield Window(None, _numbers(self.rows, order[_sliced(plan, rank)[start:]]))
 
 
@@ -295,6 +308,7 @@ def epoch_plan(
     window_rows: int | None = None,
     block_rows: int | None = None,
     block_edges: Rows | None = None,
+    permute: Callable[[], Rows] | None = None,
 ) -> Plan:
     """The plan of one epoch.
 
@@ -310,6 +324,7 @@ def epoch_plan(
         block_rows: neighbouring rows that are read together; None means a 16th of the window.
         block_edges: where blocks begin, from 0 on and with the number of rows at the end, instead of blocks of
             `block_rows`: for files that are read best in pieces of their own.
+        permute: gives `permutation(number of rows, seed, epoch)` where somebody has made it already.
     """
     if size < 1 or batch_size < 1:
         raise InvalidArgumentError(
@@ -325,7 +340,7 @@ def epoch_plan(
     if not shuffle:
         order = _Interleaved(rows) if window_rows is None else _Shards(rows, window_rows)
     elif window_rows is None:
-        order = _Uniform(rows, seed, epoch)
+        order = _Uniform(rows, permute or functools.partial(permutation, num_rows, seed, epoch))
     else:
         block = block_rows if block_rows is not None else max(1, window_rows // 16)
         order = _Blocks(rows, seed, epoch, window_rows, max(1, block), block_edges)

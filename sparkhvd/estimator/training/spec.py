@@ -123,6 +123,7 @@ class TrainSpec:
             subset=self.training_subset,
             validation=self.validation,
             seed=self.seed,
+            shuffle=self.shuffle,
             shuffle_bytes=self.shuffle_bytes,
         )
 

@@ -52,7 +52,13 @@ def store(tmp_path: Path, has_column: bool) -> Store:
 
 def options_of(has_column: bool, subset: str = "train") -> dict[str, Any]:
     fraction = None if has_column or subset == "all" else 0.2
-    return {"subset": subset, "validation": fraction, "seed": 3, "shuffle_bytes": 1 << 20}
+    return {
+        "subset": subset,
+        "validation": fraction,
+        "seed": 3,
+        "shuffle": True,
+        "shuffle_bytes": 1 << 20,
+    }
 
 
 def batches_of(store: Store, manifest: Manifest, loading: Loading | None, **options: Any) -> Any:
@@ -83,7 +89,13 @@ def test_a_reader_takes_the_rows_that_were_read_before(
 
 
 @pytest.mark.parametrize(
-    "other", [{"subset": "all", "validation": None}, {"seed": 4}, {"shuffle_bytes": 100}]
+    "other",
+    [
+        {"subset": "all", "validation": None},
+        {"seed": 4},
+        {"shuffle": False},
+        {"shuffle_bytes": 100},
+    ],
 )
 def test_rows_of_another_subset_are_not_taken(
     store: Store, has_column: bool, other: dict[str, Any]
