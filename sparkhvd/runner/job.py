@@ -40,7 +40,15 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
-__all__ = ["JobReport", "LaunchOptions", "Outcome", "SharedFiles", "active_session", "launch"]
+__all__ = [
+    "JobReport",
+    "LaunchOptions",
+    "Outcome",
+    "SharedFiles",
+    "active_session",
+    "is_launched",
+    "launch",
+]
 
 _SLOT_POLL_S = 0.5
 # A wait for slots or for the queue is printed when it lasts longer than this, and then as often.
@@ -394,6 +402,12 @@ def _turn(application: str, verbose: int) -> Iterator[None]:
         with _queue_changed:
             queue.remove(ticket)
             _queue_changed.notify_all()
+
+
+def is_launched(application: str) -> bool:
+    """Whether a job of this process holds slots of the application, or waits for them."""
+    with _queue_changed:
+        return bool(_queues[application])
 
 
 def _say(verbose: int, text: str) -> None:

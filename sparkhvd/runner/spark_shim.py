@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -131,22 +132,36 @@ class SparkShim:
                 self.cancel(tag)
                 raise
 
-    def collect_within(self, df: Any, limit_s: float) -> list[Any]:
+    def collect_within(
+        self, df: Any, limit_s: float, is_held: Callable[[], bool] = lambda: False
+    ) -> list[Any]:
         """The rows of a DataFrame, whose jobs are cancelled after a time.
+
+        Args:
+            df: what to collect.
+            limit_s: longest wait in seconds.
+            is_held: whether the slots are known to be taken; such time does not count.
 
         Raises:
             TimeoutError: there were no rows after `limit_s` seconds.
         """
         tag = f"sparkhvd-{uuid.uuid4().hex}"
-        is_late = threading.Event()
+        is_late, is_over = threading.Event(), threading.Event()
 
-        def cancel() -> None:
+        def watch() -> None:
+            left = limit_s
+            while left > 0:
+                began = time.monotonic()
+                if is_over.wait(min(left, 1.0)):
+                    return
+                if not is_held():
+                    left -= time.monotonic() - began
             is_late.set()
             self.cancel(tag)
 
-        timer = threading.Timer(limit_s, cancel)
-        timer.daemon = True
-        timer.start()
+        watcher = threading.Thread(target=watch, name="sparkhvd-limit", daemon=True)
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts no thread at its end
+            watcher.start()
         try:
             return self.collect(df, tag)
         except Exception as e:
@@ -154,7 +169,9 @@ class SparkShim:
                 raise TimeoutError(f"cancelled after {limit_s:g} s") from e
             raise
         finally:
-            timer.cancel()
+            is_over.set()
+            if watcher.is_alive():
+                watcher.join(_CANCEL_WAIT_S)
 
     def _collect_beside(self, stage: Any, tag: str) -> list[Any]:
         from pyspark import InheritableThread

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, trust
+from sparkhvd.estimator.data import loading as loading_module
 from sparkhvd.estimator.data import prepare as prepare_module
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process
@@ -195,6 +196,67 @@ def test_what_shapes_the_training_reaches_the_ranks(
     saved = Checkpoints(store, "runs/shaped").load(best).model
     for name, value in fitted.getModel().state_dict().items():
         assert torch.equal(value, saved[name])
+
+
+def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: Store) -> None:
+    """Rows beyond `shuffle_bytes` come in another order, unless all of them are to be in memory."""
+    df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
+    weights = [
+        estimator(mlp(2), store, **options).fit(df).getModel()[0].weight
+        for options in (
+            {},
+            {"shuffle_bytes": 100, "inmemory_cache_all": True},
+            {"shuffle_bytes": 100},
+        )
+    ]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_validation_rows_have_decoder_threads_of_their_own(
+    spark: SparkSession, store: Store, tmp_path: Path
+) -> None:
+    names = tmp_path / "names"
+
+    def decode(value: bytes) -> Any:
+        with names.open("a") as file:
+            file.write(threading.current_thread().name + "\n")
+        return np.frombuffer(value, np.float32)
+
+    rows = [(np.full(2, i, np.float32).tobytes(), float(i % 3), i % 4 == 0) for i in range(40)]
+    df = spark.createDataFrame(rows, "x binary, y double, held_out boolean")
+    options = {"decoders": {"x": decode}, "validation": "held_out", "num_proc": 1}
+    found = []
+    for workers in ({}, {"val_reader_num_workers": 3}, {"num_workers": 3}):
+        names.write_text("")
+        estimator(mlp(2), store, **options, **workers).fit(df)
+        threads = names.read_text().split()
+        found.append(sum(name.startswith("sparkhvd-decoder") for name in threads))
+    assert found[0] == 0
+    assert found[1] == 10  # the validation rows
+    assert found[2] == 40
+
+
+def test_ranks_begin_to_read_before_they_know_who_they_are(
+    spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Any] = []
+
+    def begin_and_stop(*arguments: Any) -> None:
+        arguments[-1].early()  # what a rank's process does first
+        (loading,) = loading_module._begun
+        loading_module._begun.clear()
+        loading._thread.join(20)
+        found.append((loading._names, len(loading._rows), loading._values))
+        raise InterruptedError
+
+    monkeypatch.setattr("sparkhvd.estimator.estimator.launch", begin_and_stop)
+    df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
+    with pytest.raises(InterruptedError):
+        estimator(mlp(2), store, validation=0.2).fit(df)
+    ((names, rows, values),) = found
+    assert (names, rows) == (["x", "y"], 72)
+    assert values["x"].shape == (72, 2)
 
 
 def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(

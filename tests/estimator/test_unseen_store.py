@@ -196,6 +196,48 @@ def test_a_store_that_no_slot_is_free_to_ask_is_an_error_in_time(
     assert "AGAIN False" in output
 
 
+TWO_FITS = """
+import os, threading, time, torch
+from torch import nn
+from sparkhvd import Store, TorchEstimator
+
+os.environ["SPARKHVD_START_TIMEOUT_S"] = "500"
+df = spark.range(32).selectExpr("array(id/64D) AS x", "id%5/5D AS y")
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        if self.training:
+            time.sleep(1.0)
+        return super().forward(x)
+
+def fit(name):
+    began = time.monotonic()
+    try:
+        TorchEstimator(
+            model=Slow(1, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
+            label_cols=["y"], batch_size=1, num_proc=2, max_retries=0, verbose=0, start_timeout=6.0,
+            store=Store.create(FOLDER + "/two-fits")).fit(df)
+        print("RESULT", name, "ok", round(time.monotonic() - began))
+    except Exception as e:
+        print("RESULT", name, type(e).__name__, e)
+
+first = threading.Thread(target=fit, args=("first",))
+first.start()
+time.sleep(12)  # it trains, for longer than the second one may wait for slots
+second = threading.Thread(target=fit, args=("second",))
+second.start()
+first.join(200), second.join(200)
+"""
+
+
+def test_a_fit_waits_for_an_earlier_one_of_the_same_client(
+    unseen_store: Unseen, tmp_path: Path
+) -> None:
+    output = unseen_store.run(TWO_FITS, tmp_path)
+    results = [line for line in output.splitlines() if line.startswith("RESULT")]
+    assert sorted(line.split()[1:3] for line in results) == [["first", "ok"], ["second", "ok"]]
+
+
 ON_S3 = """
 store = Store.create("s3://bucket/connect", **OPTIONS)
 assert store.is_seen  # this client reaches the server

@@ -43,8 +43,8 @@ __all__ = ["Batch", "Reader"]
 _CHUNK_BYTES = 1 << 20
 # Blocks of a shuffle beyond memory: long enough to read at the speed of the disk.
 _BLOCK_BYTES = 1 << 20
-# The longest wait for one chunk, which may be all the rows of a slow store; and for a thread that is told to end,
-# which may be in a read that never returns (a mount whose server has gone).
+# The longest wait for one chunk, which may be all the rows of a slow store; and, at the end of an epoch, for a thread
+# that is in a read which may never return (a mount whose server has gone).
 _READ_S = 3600.0
 _STOP_S = 60.0
 
@@ -157,19 +157,19 @@ class Reader:
         self._chunk_bytes = min(_CHUNK_BYTES, prefetch_bytes // 4)
         self._resident: dict[str, Any] | None = None
         self._running: _Prefetch | None = None
-        # The epoch that is prepared, and its thread.
-        self._prepared: tuple[int, _Prefetch] | None = None
+        # The epoch and step that are prepared, and their thread.
+        self._prepared: tuple[int, int, _Prefetch] | None = None
         self.num_steps = self._plan(0).num_steps
         self.description = self._describe()
 
-    def prepare(self, epoch: int = 0) -> None:
+    def prepare(self, epoch: int = 0, start_step: int = 0) -> None:
         """Begin to read what an epoch needs first, before it is asked for.
 
         Nothing happens where data are beyond memory: the windows that an epoch needs first may be large, and for nothing
         if it begins at another step.
         """
         if self._is_resident and self._running is None and self._prepared is None:
-            self._prepare(epoch)
+            self._prepare(epoch, start_step)
 
     def epoch(
         self, epoch: int, start_step: int = 0, *, following: int | None = None
@@ -192,11 +192,11 @@ class Reader:
                 f"Step {start_step} does not exist: the epoch has {plan.num_steps} steps."
             )
         prefetch: _Prefetch | None = None
-        if self._prepared is not None and (epoch, 0) == (self._prepared[0], start_step):
-            prefetch, self._prepared = self._prepared[1], None
-        if not self._stop():
+        if self._prepared is not None and (epoch, start_step) == self._prepared[:2]:
+            prefetch, self._prepared = self._prepared[2], None
+        if not self._stop(_READ_S):
             raise StoreError(
-                f"Rank {self._rank}: a read of {self._store.url} that was to end {_STOP_S:g} s ago has not returned. "
+                f"Rank {self._rank}: a read of {self._store.url} that was to end {_READ_S:g} s ago has not returned. "
                 "Look at the store."
             )
         if prefetch is None:
@@ -205,7 +205,7 @@ class Reader:
         try:
             yield from self._batches(plan, prefetch, epoch, start_step, following)
         finally:
-            if prefetch.stop() and self._running is prefetch:
+            if prefetch.stop(_STOP_S) and self._running is prefetch:
                 self._running = None
 
     def plan(self, epoch: int) -> Plan:
@@ -217,7 +217,7 @@ class Reader:
 
         A thread that is stuck in a read is left behind after a minute, with its files.
         """
-        if self._stop():
+        if self._stop(_STOP_S):
             if self._pool is not None:
                 self._pool.shutdown()
             self._source.close()
@@ -379,15 +379,15 @@ class Reader:
             return StoreError(f"Reading the {kind} {self._store.url} failed at {where}: {what}")
         return InternalError(f"Reading the data failed at {where}: {type(error).__name__}: {error}")
 
-    def _prepare(self, epoch: int) -> None:
-        chunks = self._chunks(self._plan(epoch), 0)
-        self._prepared = epoch, _Prefetch(chunks, self._queue_length())
+    def _prepare(self, epoch: int, start_step: int = 0) -> None:
+        chunks = self._chunks(self._plan(epoch), start_step)
+        self._prepared = epoch, start_step, _Prefetch(chunks, self._queue_length())
 
-    def _stop(self) -> bool:
+    def _stop(self, limit_s: float) -> bool:
         """Whether no thread is left."""
-        if self._running is not None and self._running.stop():
+        if self._running is not None and self._running.stop(limit_s):
             self._running = None
-        if self._prepared is not None and self._prepared[1].stop():
+        if self._prepared is not None and self._prepared[2].stop(limit_s):
             self._prepared = None
         return self._running is None and self._prepared is None
 
@@ -440,15 +440,24 @@ class _Prefetch:
 
     def get(self) -> dict[str, Any] | BaseException:
         """The next item, or what the thread died of."""
-        try:
-            return self._queue.get(timeout=_READ_S)
-        except queue.Empty:
-            return TimeoutError(f"nothing came for {_READ_S:g} s, from the store or a decoder")
+        deadline = time.monotonic() + _READ_S
+        while not self._stopping.is_set():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return TimeoutError(f"nothing came for {_READ_S:g} s, from the store or a decoder")
+            try:
+                return self._queue.get(timeout=min(left, 1.0))
+            except queue.Empty:
+                continue
+        return InvalidArgumentError(
+            "This epoch of the data has ended, because another one was begun or the data were closed: iterate over one at "
+            "a time."
+        )
 
-    def stop(self) -> bool:
+    def stop(self, limit_s: float) -> bool:
         """End the thread and wait for it, but not for ever; returns whether it has ended."""
         self._stopping.set()
-        deadline = time.monotonic() + _STOP_S
+        deadline = time.monotonic() + limit_s
         while self._thread.is_alive() and time.monotonic() < deadline:
             # A thread that waits for room in the queue goes on once there is some.
             try:

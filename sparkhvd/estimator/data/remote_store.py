@@ -28,8 +28,9 @@ import pyarrow as pa
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data.store import TEMPORARY, Paths, Store, StoredFile
 from sparkhvd.estimator.data.writing import COPY_BYTES, Sink, staged_output
+from sparkhvd.runner.job import is_launched
 from sparkhvd.runner.spark_shim import SparkShim
-from sparkhvd.settings import Settings
+from sparkhvd.settings import CONF_PREFIX, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,16 +58,19 @@ _ERRORS: dict[str, type[Exception]] = {
 class RemoteStore(Store):
     """A store that this process reaches through tasks of its Spark Connect session."""
 
-    def __init__(self, direct: Store, spark: Any) -> None:
+    def __init__(self, direct: Store, spark: Any, limit_s: float | None = None) -> None:
         """Nothing runs yet.
 
         Args:
             direct: the store as executors use it.
             spark: the Connect session.
+            limit_s: longest wait for one access in seconds; None means the session's `start_timeout`. Time in which a job
+                that this process has launched holds the slots does not count.
         """
         super().__init__(direct._address.full, direct._options)
         self._direct = direct
         self._spark = spark
+        self._limit_s = limit_s
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _identity, (self._direct,)
@@ -130,7 +134,11 @@ class RemoteStore(Store):
 
     def below(self, path: str) -> Store:
         """A folder of this store, or a file, as a store of its own with the same options."""
-        return RemoteStore(self._direct.below(path), self._spark)
+        return RemoteStore(self._direct.below(path), self._spark, self._limit_s)
+
+    def waiting(self, limit_s: float) -> Store:
+        """This store with another longest wait for one access."""
+        return RemoteStore(self._direct, self._spark, limit_s)
 
     def data_directories(self) -> Paths:
         """Every folder `data/<key>/<owner>` in the store."""
@@ -190,18 +198,20 @@ class RemoteStore(Store):
             *arguments: of the call; they travel in the task's closure.
 
         Raises:
-            StoreError: the task could not run, or had no slot or no answer for `start_timeout_s`.
+            StoreError: the task could not run, or had no slot or no answer for too long.
         """
         task = functools.partial(_answer, self._direct, call, arguments)
         df = self._spark.range(0, 1, 1, 1).mapInArrow(task, _ROWS)
-        limit_s = Settings.resolve().start_timeout_s
+        shim = SparkShim(self._spark)
+        limit_s = _start_timeout(shim) if self._limit_s is None else self._limit_s
+        is_held = functools.partial(is_launched, shim.application())
         how = f"The store {self.url}, which this client does not see, was asked through a Spark task, and the task "
         try:
-            rows = SparkShim(self._spark).collect_within(df, limit_s)
+            rows = shim.collect_within(df, limit_s, is_held)
         except TimeoutError as e:
             raise StoreError(
                 f"{how}had not answered after {limit_s:g} s. Look whether a task slot is free and whether the store "
-                "answers, or wait longer with SPARKHVD_START_TIMEOUT_S."
+                "answers, or wait longer with start_timeout or SPARKHVD_START_TIMEOUT_S."
             ) from self._cause(e)
         except Exception as e:  # noqa: BLE001 - classic and Connect raise their own
             first = self.hide(str(e)).strip().partition("\n")[0]
@@ -214,6 +224,16 @@ class RemoteStore(Store):
             raise _ERRORS[failed["error"]](self.hide(failed["text"]))
         answer = json.loads(parts.pop(_ANSWER))
         return answer["value"], b"".join(parts[part] for part in sorted(parts))
+
+
+def _start_timeout(shim: SparkShim) -> float:
+    """How long the session waits for task slots, in s; a fit says what is wrong with its conf."""
+    key = f"{CONF_PREFIX}start_timeout"
+    conf = shim.conf((key, f"{key}_s"))
+    try:
+        return float(conf.get(key) or Settings.resolve(conf=conf).start_timeout_s)
+    except ValueError:
+        return Settings().start_timeout_s
 
 
 def as_seen_by(spark: Any, store: Store, *, make: bool = False) -> Store:

@@ -235,6 +235,10 @@ class Store:
         """The URL of a path in the store, for messages and for Spark."""
         return f"{self.url.rstrip('/')}/{path}" if path else self.url
 
+    def waiting(self, limit_s: float) -> Store:
+        """This store with another longest wait for one access, where accesses wait for task slots."""
+        return self
+
     def below(self, path: str) -> Store:
         """A folder of this store, or a file, as a store of its own with the same options."""
         self._full(path)

@@ -84,7 +84,6 @@ class Data:
                 spec, files, manifest, "validation", functions, usable, is_training=False
             )
         self.num_steps = len(step_plans(spec, self.training, 0))
-        self.training.prepare()  # while model and optimizer are made
         for name, reader, steps, total in (
             ("training", self.training, self.num_steps, manifest.num_rows),
             ("validation", self.validation, None, num_held_out),
@@ -98,6 +97,16 @@ class Data:
                         else "."
                     )
                 )
+
+    def prepare(self, epoch: int, start_step: int) -> None:
+        """Begin to read what training needs first, while model and optimizer are made.
+
+        Args:
+            epoch: counts from 0.
+            start_step: the first step of the optimizer that will be asked for.
+        """
+        if epoch < self._spec.epochs:
+            self.training.prepare(epoch, start_step * self._spec.accumulate)
 
     def _usable(self, name: str, files: Store, manifest: Manifest) -> Rows | None:
         rows = usable_rows(files, manifest)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -102,6 +103,7 @@ class EpochReporter:
         self._poll_s = poll_s
         self._reported = 0
         self._stopping = threading.Event()
+        self._reading_since: float | None = None  # of the look that is under way
         self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
 
     def __enter__(self) -> EpochReporter:
@@ -112,9 +114,12 @@ class EpochReporter:
 
     def __exit__(self, *error: object) -> None:
         self._stopping.set()
-        self._thread.join(_LAST_LOOK_S)
-        if not self._thread.is_alive():  # else it waits for a store that does not answer
-            self._look()
+        # The user's function may take its time; a store that does not answer is not waited for.
+        while self._thread.is_alive():
+            began = self._reading_since
+            if began is not None and time.monotonic() - began > _LAST_LOOK_S:
+                return
+            self._thread.join(0.05)
 
     def ended(self, reason: str, epoch: int) -> None:
         """Print why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
@@ -123,17 +128,19 @@ class EpochReporter:
             sys.stdout.flush()
 
     def _run(self) -> None:
-        if self._poll_s is None:
-            return
         while not self._stopping.wait(self._poll_s):
             self._look()
             renew_leases()
+        self._look()
 
     def _look(self) -> None:
+        self._reading_since = time.monotonic()
         try:
             history = self._checkpoints.history()
         except (OSError, ValueError):
             return  # a store that cannot be read for a moment costs a line, not the training
+        finally:
+            self._reading_since = None
         for record in history[self._reported :]:
             self._report(record)
         self._reported = max(self._reported, len(history))

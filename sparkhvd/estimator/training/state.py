@@ -75,6 +75,11 @@ class Start:
     optimizer: dict[str, Any] = field(default_factory=dict)
     compression: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """Epochs that are done, and optimizer steps of the one after those."""
+        return len(self.said["history"]), self.said["step"]
+
 
 @dataclass
 class Position:

@@ -83,6 +83,7 @@ def train(spec: TrainSpec) -> TrainResult:
     checkpoints = Checkpoints(spec.store, spec.run_dir)
     with Data(spec, program.functions) as data:
         start = find_start(spec, checkpoints, program.model)
+        data.prepare(*start.position)
         load_compression(program.compression, start.compression)
         state, schedule = build(spec, program, data)
         moment = Moment()

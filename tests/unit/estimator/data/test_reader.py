@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from sparkhvd.errors import InternalError, InvalidArgumentError, StoreError
 from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import write_packed
+from sparkhvd.estimator.data.packed import RowSource, write_packed
 from sparkhvd.estimator.data.reader import Batch, Reader
 from sparkhvd.estimator.data.sampler import epoch_plan
 from sparkhvd.estimator.data.schema import Column, DataSchema
@@ -374,6 +374,15 @@ def test_an_epoch_prepared_ahead_is_the_same(store: Store, shuffle_bytes: int) -
         assert ids(list(reader.epoch(1))) == plain[1]
         list(reader.epoch(1, following=2))
     assert reader_threads() == []
+    with Reader(store, manifest, **options) as reader:  # where a run goes on
+        reader.prepare(3, 5)
+        running = [t for t in threading.enumerate() if t.name == "sparkhvd-reader"]
+        batches = reader.epoch(3, 5)
+        first = next(batches)
+        if running:
+            assert reader._running is not None
+            assert reader._running._thread is running[0]
+        assert ids([first, *batches]) == plain[3][5:]
 
 
 def test_close_ends_a_running_epoch(store: Store) -> None:
@@ -437,6 +446,35 @@ def test_a_read_that_never_returns_is_not_waited_for(
     os.close(os.open(path, os.O_WRONLY))
     stuck.join(20)
     assert not stuck.is_alive()
+
+
+def test_a_slow_read_that_another_epoch_began_is_waited_for(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkhvd.estimator.data.reader._STOP_S", 0.1)
+    manifest = make(store, [100])
+    read = RowSource.read
+
+    def slow(self: RowSource, *arguments: Any) -> dict[str, Any]:
+        time.sleep(0.6)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(RowSource, "read", slow)
+    with Reader(store, manifest, rank=0, size=1, batch_size=10) as reader:
+        reader.prepare()
+        assert len(ids(epoch_of(reader, 2))) == 10
+
+
+def test_an_epoch_that_another_one_has_ended_says_so(store: Store) -> None:
+    manifest = make(store, [5000], group_rows=5000)
+    with Reader(store, manifest, rank=0, size=1, batch_size=1, prefetch_bytes=1) as reader:
+        first, second = reader.epoch(0), reader.epoch(1)
+        next(first), next(second)
+        began = time.monotonic()
+        with pytest.raises(InvalidArgumentError, match="iterate over one at a time"):
+            list(first)
+        assert time.monotonic() - began < 5
+        assert len(list(second)) == 4999
 
 
 def test_memory_is_bounded_when_streaming(store: Store) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,37 @@ def test_every_epoch_is_reported_once_as_it_happens(
     assert seen == [2, 3, 4]
     lines = capsys.readouterr().out.splitlines()
     assert [line[:9] for line in lines] == ["epoch 2/4", "epoch 3/4", "epoch 4/4"]
+
+
+def test_a_slow_function_gets_every_epoch_before_the_end(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkhvd.estimator.training.progress._LAST_LOOK_S", 0.1)
+    seen: list[int] = []
+
+    def slow(found: dict[str, Any]) -> None:
+        time.sleep(0.4)
+        seen.append(found["epoch"])
+
+    with EpochReporter(checkpoints, epochs=3, verbose=0, progress=slow, poll_s=0.01):
+        save(checkpoints, 1)
+        time.sleep(0.2)  # the function is running
+        save(checkpoints, 3)
+    assert seen == [1, 2, 3]
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparkhvd.estimator.training.progress._LAST_LOOK_S", 0.1)
+    answers = threading.Event()
+    with EpochReporter(checkpoints, epochs=3, verbose=0, progress=None) as reporter:
+        monkeypatch.setattr(reporter._checkpoints, "history", lambda: answers.wait(20) or [])
+        time.sleep(0.5)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    answers.set()
+    reporter._thread.join(20)
 
 
 def test_a_store_that_is_gone_ends_neither_reports_nor_other_renewals(

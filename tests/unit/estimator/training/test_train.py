@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.estimator.data import loading
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.packed import write_packed
 from sparkhvd.estimator.data.store import Store
@@ -22,7 +23,7 @@ from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.monitor import Monitor, best_epoch
 from sparkhvd.estimator.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
-from tests.unit.estimator.training.ranks import RUN_DIR, Case, assert_close, linear
+from tests.unit.estimator.training.ranks import DATA_DIR, RUN_DIR, Case, assert_close, linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -383,3 +384,18 @@ def test_validation_data_of_their_own_may_have_fewer_rows_than_ranks(store: Stor
     with torch.no_grad():
         expected = nn.functional.mse_loss(model(x).flatten(), y).item()
     assert history[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_rows_that_the_process_has_begun_to_read_are_trained_on(store: Store) -> None:
+    model = linear()
+    case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), options={"epochs": 2})
+    early = case.spec().early()
+    assert early is not None
+    early()
+    loading._begun[0]._thread.join(20)
+    manifest = Manifest.load(store, DATA_DIR)
+    for file in manifest.files:
+        store.delete(file.path)
+    assert case.train(1).epoch == 2
+    case.write()
+    assert_close(case.weights(2), case.reference(1, 2)[1], 1e-5)
