@@ -1,24 +1,84 @@
-"""The loss of a rank's rows: a mean, and what it counts in the global batch."""
+"""The loss of a rank's rows: a mean, and what it counts in the global batch.
+
+With one label the sum of what ranks count is needed after `backward` only, because one factor puts the gradients right.
+With several labels whose losses may ignore different rows there is no such factor: what each counts in the whole step
+is summed up from the labels alone, while the model runs.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.training.class_mean import ClassMean
 from sparkhvd.estimator.training.metrics import Forward, Totals
 from sparkhvd.estimator.training.program import Program
 from sparkhvd.estimator.training.spec import TrainSpec
 from sparkhvd.estimator.training.state import fail_together
+from sparkhvd.torch.collectives.handles import Handle
 
-__all__ = ["check_weights", "mean_loss", "weighted_loss"]
+__all__ = ["Counts", "check_weights", "counts_apart", "counts_of", "mean_loss", "weighted_loss"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the losses of several labels count in a whole step, over all ranks and batches.
+
+    Attributes:
+        num_rows: of the step.
+        sums: one number per label, which is there after `wait`.
+    """
+
+    num_rows: int
+    sums: Handle
+
+    def shares(self, own: Sequence[float], num_rows: int) -> list[float]:
+        """By which the means over this rank's batch count, where the batch counts as its rows."""
+        sums = self.sums.wait().tolist()
+        pairs = zip(own, sums, strict=True)
+        return [w / num_rows * (self.num_rows / total) if w else 0.0 for w, total in pairs]
+
+
+def counts_apart(program: Program) -> bool:
+    """Whether several labels have losses that may count different rows, so that no one weight says how many."""
+    return len(program.losses) > 1 and any(isinstance(x, ClassMean) for x in program.losses)
+
+
+def counts_of(spec: TrainSpec, program: Program, labels: Sequence[Tensor]) -> list[float]:
+    """What the mean of each loss counts in a batch: 1.0 for a row of which nothing is ignored or weighted."""
+    return [_count(spec, program, i, label) for i, label in enumerate(labels)]
+
+
+def _count(spec: TrainSpec, program: Program, index: int, label: Tensor) -> float:
+    loss, num_rows = program.losses[index], len(label)
+    found = loss.count(label) if isinstance(loss, ClassMean) else None
+    if found is None:
+        return float(num_rows)
+    # Rows of one width: then a batch without ignored labels counts as its rows, and nothing needs to be put right.
+    # Where each batch has a width of its own, only the elements can be added up.
+    name = spec.labels.columns[index]
+    if spec.transformed is not None or name in program.functions.collate:
+        return found
+    return found * num_rows / label.numel() if label.numel() else 0.0
 
 
 def mean_loss(
-    spec: TrainSpec, program: Program, outputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]
+    spec: TrainSpec,
+    program: Program,
+    outputs: tuple[Tensor, ...],
+    labels: tuple[Tensor, ...],
+    counts: Counts | None = None,
 ) -> Forward:
-    """The loss as the user's functions give it: a mean over rows, or (mean, weight)."""
+    """The loss as the user's functions give it: a mean over rows, or (mean, weight).
+
+    `counts` is of the training step where `counts_apart`.
+    """
+    if counts_apart(program):
+        return _apart_loss(spec, program, outputs, labels, counts)
     num_rows = len(outputs[0])
     total: Tensor | None = None
     weight: float | None = None
@@ -31,17 +91,53 @@ def mean_loss(
                     "return (mean, weight); else it must return one number."
                 )
             value, weight = value[0], float(value[1])
-        _check_scalar(value, outputs[i], labels[i])
-        value = value.reshape(())
-        if program.is_sum[i]:
-            value = value / num_rows
-        if spec.loss_weights[i] != 1.0:
-            value = value * spec.loss_weights[i]
+        elif isinstance(loss_fn, ClassMean) and not labels[i].is_floating_point():
+            weight = _count(spec, program, i, labels[i])
+        value = _scalar(spec, program, i, value, outputs[i], labels[i])
         total = value if total is None else total + value
     assert total is not None
     if weight is None:
         return Forward(outputs, labels, total, float(num_rows), False, num_rows)
     return Forward(outputs, labels, total, weight, True, num_rows)
+
+
+def _apart_loss(
+    spec: TrainSpec,
+    program: Program,
+    outputs: tuple[Tensor, ...],
+    labels: tuple[Tensor, ...],
+    counts: Counts | None,
+) -> Forward:
+    """The losses of several labels added up, each by what it counts of the whole step."""
+    num_rows = len(outputs[0])
+    own = counts_of(spec, program, labels)
+    shares = [1.0] * len(own) if counts is None else counts.shares(own, num_rows)
+    total: Tensor | None = None
+    parts: list[tuple[Tensor, float]] = []
+    for i, loss_fn in enumerate(program.losses):
+        value = loss_fn(outputs[i], labels[i])
+        value = _scalar(spec, program, i, value, outputs[i], labels[i])
+        parts.append((value.detach(), own[i]))
+        if not own[i]:  # a mean over nothing is NaN, and adds nothing
+            continue
+        value = value if shares[i] == 1.0 else value * shares[i]
+        total = value if total is None else total + value
+    weight = float(num_rows)
+    if total is None:
+        total, weight = outputs[0].sum() * 0.0, 0.0
+    return Forward(outputs, labels, total, weight, False, num_rows, tuple(parts))
+
+
+def _scalar(
+    spec: TrainSpec, program: Program, index: int, value: Any, output: Tensor, label: Tensor
+) -> Tensor:
+    """One label's loss as it is added to the others."""
+    _check_scalar(value, output, label)
+    scalar: Tensor = value.reshape(())
+    if program.is_sum[index]:
+        scalar = scalar / len(output)
+    factor = spec.loss_weights[index]
+    return scalar if factor == 1.0 else scalar * factor
 
 
 def weighted_loss(

@@ -33,6 +33,7 @@ class Forward:
         weight: what the mean counts: the number of rows, or what the loss or the sample weights say.
         is_weighted: whether only this rank knows the weight.
         num_rows: of this rank.
+        parts: each label's mean and what it counts, where these may differ; else nothing.
     """
 
     outputs: tuple[Tensor, ...]
@@ -41,6 +42,7 @@ class Forward:
     weight: float
     is_weighted: bool
     num_rows: int
+    parts: tuple[tuple[Tensor, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,14 +175,27 @@ def _named(metrics: Any) -> list[tuple[str, Any]]:
 class Totals:
     """What one pass over the data adds up to on a rank: loss, its weight, rows and metrics."""
 
-    def __init__(self, metrics: Sequence[Metric | StateMetric], logs: Logs | None = None) -> None:
-        """`logs`: what user code reports in this pass; None where it cannot."""
+    def __init__(
+        self,
+        metrics: Sequence[Metric | StateMetric],
+        logs: Logs | None = None,
+        num_parts: int = 0,
+    ) -> None:
+        """Nothing is counted yet.
+
+        Args:
+            metrics: what is measured besides the loss.
+            logs: what user code reports in this pass; None where it cannot.
+            num_parts: labels whose losses count different rows; 0 if they all count the same.
+        """
         self._logs = logs
         self._logged: list[dict[str, tuple[float, float]]] = []
         self._means = [m for m in metrics if isinstance(m, Metric)]
         self._states = [m.fresh() for m in metrics if isinstance(m, StateMetric)]
         # loss * weight, weight, rows, then the metrics; float64 so that a million rows add up.
         self.values = torch.zeros(3 + len(self._means), dtype=torch.float64)
+        # Per label loss * weight and weight.
+        self.parts = torch.zeros(num_parts, 2, dtype=torch.float64)
 
     @property
     def weight(self) -> float:
@@ -196,6 +211,7 @@ class Totals:
         """The sums of this rank so far, for a checkpoint."""
         return {
             "values": self.values.clone(),
+            "parts": self.parts.clone(),
             "metrics": [s.state_dict() for s in self._states],
             "logs": self._logs.sums() if self._logs is not None else {},
         }
@@ -203,6 +219,7 @@ class Totals:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from sums that `state_dict` gave."""
         self.values.copy_(state["values"])
+        self.parts.copy_(state["parts"])
         for metric, saved in zip(self._states, state["metrics"], strict=True):
             metric.load_state_dict(saved)
         if self._logs is not None:
@@ -213,6 +230,9 @@ class Totals:
         if batch.weight:  # a mean over nothing may be NaN
             self.values[0] += batch.loss.detach().double() * batch.weight
             self.values[1] += batch.weight
+        for part, (value, weight) in zip(self.parts, batch.parts, strict=True):
+            if weight:
+                part += torch.stack([value.double() * weight, part.new_tensor(weight)])
         self.values[2] += batch.num_rows
         for i, metric in enumerate(self._means, start=3):
             output = batch.outputs[metric.label].detach()
@@ -223,6 +243,8 @@ class Totals:
     def combine(self) -> None:
         """Become the totals of all ranks; every rank must call it, once, after the last batch."""
         hvd.allreduce_(self.values, name="totals", op=hvd.Sum)
+        if len(self.parts):
+            hvd.allreduce_(self.parts, name="totals.parts", op=hvd.Sum)
         for state in self._states:
             state.combine()
         if self._logs is not None:
@@ -231,7 +253,10 @@ class Totals:
     def means(self, prefix: str = "") -> dict[str, float]:
         """Mean loss and metrics by name; NaN where there was nothing."""
         total, weight, num_rows, *sums = self.values.tolist()
-        result = {f"{prefix}loss": total / weight if weight else float("nan")}
+        loss = total / weight if weight else float("nan")
+        if self.parts.any():
+            loss = sum(part / of for part, of in self.parts.tolist() if of)
+        result = {f"{prefix}loss": loss}
         for metric, value in zip(self._means, sums, strict=True):
             result[f"{prefix}{metric.name}"] = value / num_rows if num_rows else float("nan")
         for state in self._states:

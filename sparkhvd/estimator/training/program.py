@@ -23,6 +23,7 @@ from sparkhvd.errors import InternalError, InvalidArgumentError
 from sparkhvd.estimator.architecture import dump_shell, light_copy, load_shell, tensors_of
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.class_mean import ClassMean
 from sparkhvd.estimator.training.metrics import Metric, StateMetric
 from sparkhvd.estimator.training.schedulers import describe_scheduler
 from sparkhvd.estimator.training.user_code import UserCode
@@ -301,32 +302,7 @@ def resolve_losses(
             "loss: some of the losses have reduction='sum' and some do not, so their sizes depend on the batch "
             "in different ways. Give all of them one reduction."
         )
-    if num_labels == 1:
-        given = [_ClassMean(loss) if _is_class_mean(loss) else loss for loss in given]
-    return tuple(given), is_sum
-
-
-@dataclass(frozen=True)
-class _ClassMean:
-    """Cross-entropy with class weights or ignored rows: its mean counts these, not rows, so it says what."""
-
-    loss: Any
-
-    def __call__(self, output: Tensor, label: Tensor) -> Any:
-        value = self.loss(output, label)
-        if label.is_floating_point():  # probabilities of classes: then it is a mean over rows
-            return value
-        counted = label[label != self.loss.ignore_index]
-        weight = self.loss.weight
-        return value, counted.numel() if weight is None else weight[counted].sum()
-
-
-def _is_class_mean(loss: Any) -> bool:
-    return (
-        isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss))
-        and loss.reduction == "mean"
-        and (loss.weight is not None or loss.ignore_index >= 0)
-    )
+    return tuple(ClassMean.of(entry) or entry for entry in given), is_sum
 
 
 @dataclass(frozen=True)
@@ -395,5 +371,5 @@ def _compression_name(compression: Any) -> str:
 
 
 def _loss_name(loss: Loss) -> str:
-    loss = loss.loss if isinstance(loss, _ClassMean) else loss
+    loss = loss.loss if isinstance(loss, ClassMean) else loss
     return str(getattr(loss, "__qualname__", type(loss).__name__))

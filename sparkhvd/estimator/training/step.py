@@ -3,12 +3,13 @@
 **One formula for every kind of loss.** A rank's loss is a mean over what it counts: rows, sample weights, or what
 the loss says. Before `backward` it becomes a sum again and is divided by the rows of all ranks and batches of the
 step, which everybody knows beforehand; gradients add up over batches and ranks. Where the counts are not rows,
-the sum of all counts is agreed on once per step, and the reduced gradients are put right by its ratio to the rows.
+the sum of all counts is agreed on once per step, while gradients are on their way, and these are put right by its
+ratio to the rows. Losses of several labels that count different rows are summed before: see `losses`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.estimator import heads
 from sparkhvd.estimator.data.reader import Batch
 from sparkhvd.estimator.training.batches import StepPlan
-from sparkhvd.estimator.training.losses import mean_loss, weighted_loss
+from sparkhvd.estimator.training.logs import Logs
+from sparkhvd.estimator.training.losses import (
+    Counts,
+    counts_apart,
+    counts_of,
+    mean_loss,
+    weighted_loss,
+)
 from sparkhvd.estimator.training.metrics import Forward, Metric, StateMetric, Totals
 from sparkhvd.estimator.training.precision import autocast, widened
 from sparkhvd.estimator.training.program import Program
@@ -62,6 +70,8 @@ class Step:
         self.last_loss: tuple[Tensor | float, float] = (0.0, 0.0)
         # Whether weights of a step are known only after `forward`; None before the first batch.
         self.is_weighted: bool | None = None
+        self.counts_apart = counts_apart(program) and not user.takes(is_training=True)
+        self.counts: Counts | None = None  # of the step that runs, where they do
 
     def run(self, batches: Iterable[Batch], plan: StepPlan, totals: Totals, where: str) -> bool:
         """Forward and backward of this rank's batches, and one step of the optimizer.
@@ -78,8 +88,8 @@ class Step:
         self.optimizer.zero_grad()
         weight, problem = 0.0, ""
         loss: Tensor | float = 0.0
-        for batch in batches:
-            result = self.result(batch)
+        for batch, columns in self.prepared(batches, plan):
+            result = self.result(batch, columns)
             if result is None:
                 continue
             if result.weight:  # a mean over nothing may be NaN, and adds nothing
@@ -89,19 +99,55 @@ class Step:
             weight += result.weight
             totals.add(result)
         self.last_loss = (loss, weight)
+        said = self.say(weight, problem)  # on its way while gradients are
         self.optimizer.synchronize()
-        return self.apply(self.factor(weight, plan, problem, where))
+        return self.apply(self.factor(said, plan, problem, where))
 
-    def result(self, batch: Batch) -> Forward | None:
+    def prepared(
+        self, batches: Iterable[Batch], plan: StepPlan
+    ) -> Iterator[tuple[Batch, Columns | None]]:
+        """The batches of a step, with their columns if these are made already.
+
+        Where labels count apart, what each counts in the step is on its way to all ranks when this gives the first.
+        """
+        if not self.counts_apart:
+            yield from ((batch, None) for batch in batches)
+            return
+        made: list[tuple[Batch, Columns | None]] = []
+        own = torch.zeros(len(self.program.losses), dtype=torch.float64)
+        for batch in batches:
+            columns = self.early_columns(batch)
+            made.append((batch, columns))
+            if columns is not None:
+                labels = self.spec.labels.apply(columns)
+                own += torch.tensor(counts_of(self.spec, self.program, labels))
+        sums = hvd.allreduce_async(own, name="step.counts", op=hvd.Sum)
+        self.counts = Counts(plan.num_rows, sums)
+        yield from made
+        sums.wait()
+
+    def early_columns(self, batch: Batch) -> Columns | None:
+        """The columns of a training batch; None if it has no rows, or `first_forward` is to find what is wrong."""
+        if not batch.num_rows:
+            return None
+        try:
+            return self.columns(batch, is_training=True)
+        except Exception:
+            if self.is_weighted is not None:
+                raise
+            return None
+
+    def result(self, batch: Batch, columns: Columns | None) -> Forward | None:
         """What `forward` gives for this rank's rows; None if it has none."""
         if self.is_weighted is None:
-            return self.first_forward(batch)
-        return self.forward(batch) if batch.num_rows else None
+            return self.first_forward(batch, columns)
+        return self.forward(batch, columns) if batch.num_rows else None
 
-    def forward(self, batch: Batch) -> Forward:
-        """Run the model and the loss on the rows of this rank."""
+    def forward(self, batch: Batch, columns: Columns | None = None) -> Forward:
+        """Run the model and the loss on the rows of this rank; `columns` where they are made already."""
         is_training = torch.is_grad_enabled()
-        columns = self.columns(batch, is_training=is_training)
+        if columns is None:
+            columns = self.columns(batch, is_training=is_training)
         if self.user.takes(is_training=is_training):
             with autocast(self.spec.precision, self.device):
                 return self.user.forward(
@@ -113,7 +159,8 @@ class Step:
         outputs = widened(heads.outputs_of(result))
         labels = self.spec.labels.match(outputs, self.spec.labels.apply(columns))
         if self.spec.sample_weight is None:
-            return mean_loss(self.spec, self.program, outputs, labels)
+            counts = self.counts if is_training else None
+            return mean_loss(self.spec, self.program, outputs, labels, counts)
         weights = torch.from_numpy(columns[self.spec.sample_weight])
         return weighted_loss(self.spec, self.program, outputs, labels, weights)
 
@@ -128,25 +175,39 @@ class Step:
         """The metrics that a pass over the data can compute: none where the user's function sees the outputs."""
         return () if self.user.takes(is_training=is_training) else self.program.metrics
 
+    def totals(self, logs: Logs | None, *, is_training: bool) -> Totals:
+        """What a pass over the data adds up to, before its first batch."""
+        own = self.user.takes(is_training=is_training)
+        num_parts = len(self.program.losses) if counts_apart(self.program) and not own else 0
+        return Totals(self.metrics(is_training=is_training), logs, num_parts)
+
     def backward(self, result: Forward, plan: StepPlan) -> None:
         """Add the gradients of a batch to those of the step."""
         share = result.weight if self.is_sum else result.weight / plan.num_rows
         loss = result.loss * share
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def factor(self, weight: float, plan: StepPlan, problem: str, where: str) -> float:
+    def say(self, weight: float, problem: str) -> hvd.Handle | None:
+        """Begin to tell all ranks what this rank's losses count; None if nobody needs to know."""
+        if not (self.is_weighted or self.spec.terminate_on_nan):
+            return None
+        own = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
+        return hvd.allreduce_async(own, name="step.weight", op=hvd.Sum)
+
+    def factor(self, said: hvd.Handle | None, plan: StepPlan, problem: str, where: str) -> float:
         """What the reduced gradients are to be multiplied by; every rank gets the same number.
 
         Args:
-            weight: what this rank's losses count.
+            said: what `say` gave.
             plan: of the step.
             problem: what is wrong with this rank's loss, or "".
             where: the step in words.
         """
-        if not (self.is_weighted or self.spec.terminate_on_nan):
+        if self.counts_apart and self.counts is not None and not self.counts.sums.wait().any():
+            return 0.0  # no rank has a row that counts
+        if said is None:
             return 1.0
-        own = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
-        total, num_problems = hvd.allreduce(own, name="step.weight", op=hvd.Sum).tolist()
+        total, num_problems = said.wait().tolist()
         if num_problems:
             for rank, text in enumerate(hvd.allgather_object(problem, name="step.problem")):
                 if text:
@@ -184,13 +245,13 @@ class Step:
         self.scaler.update()
         return self.scaler.get_scale() >= before
 
-    def first_forward(self, batch: Batch) -> Forward | None:
+    def first_forward(self, batch: Batch, columns: Columns | None) -> Forward | None:
         """The first batch of a run: if it does not fit on some rank, every rank raises, before any step."""
         result, problem = None, ""
         cause: Exception | None = None
         if batch.num_rows:
             try:
-                result = self.forward(batch)
+                result = self.forward(batch, columns)
                 self.check_first(result)
             except CollectiveError:
                 raise

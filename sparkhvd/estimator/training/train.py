@@ -36,7 +36,6 @@ from sparkhvd.estimator.training.compression_state import load_compression
 from sparkhvd.estimator.training.contexts import Moment
 from sparkhvd.estimator.training.logs import Logs
 from sparkhvd.estimator.training.losses import check_weights
-from sparkhvd.estimator.training.metrics import Totals
 from sparkhvd.estimator.training.module_state import broadcast_module_state
 from sparkhvd.estimator.training.monitor import best_epoch, reason_to_stop
 from sparkhvd.estimator.training.precision import loss_scaler
@@ -182,7 +181,7 @@ def train_epoch(
     """One pass over the training rows, or what is left of it; returns the record of the epoch."""
     epoch, moment = len(position.history), callbacks.ctx.moment
     logs = callbacks.ctx.logs if step.program.user.can_log else None
-    totals = Totals(step.metrics(is_training=True), logs)
+    totals = step.totals(logs, is_training=True)
     began = time.monotonic() - position.begin(totals)
     for plan, batches in data.steps(epoch, position.step):
         moment.step = epoch * data.num_steps + plan.number + 1
@@ -212,7 +211,7 @@ def validate(step: Step, data: Data) -> dict[str, float]:
     step.model.eval()
     logs = step.user.ctx.logs = Logs()
     own = step.user.takes(is_training=False)
-    totals = Totals(step.metrics(is_training=False), logs if own else None)
+    totals = step.totals(logs if own else None, is_training=False)
     with torch.no_grad():
         for batch in data.validation_batches():
             if batch.num_rows:
