@@ -82,6 +82,9 @@ class Metric:
 def _accuracy(output: Tensor, label: Tensor, link: str) -> Tensor:
     if output.ndim > 1 and output.shape[1] > 1 and label.ndim < output.ndim:
         hits = output.argmax(dim=1) == label
+    elif link == heads.SOFTMAX and output.ndim > 1 and output.shape == label.shape:
+        # Probabilities of classes: one-hot, smoothed or of another model.
+        hits = output.argmax(dim=1) == label.argmax(dim=1)
     else:
         # Several labels per row count one by one.
         threshold = 0.0 if link == heads.SIGMOID else 0.5

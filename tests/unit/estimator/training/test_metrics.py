@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,12 +69,24 @@ def test_bad_metrics_are_named(given: Any, message: str) -> None:
         ([[-0.1], [0.2]], [[0.0], [1.0]], "sigmoid", 1.0),
         ([[0.4], [0.6]], [[0.0], [1.0]], "identity", 1.0),
         ([[1.0, -1.0]], [[1.0, 1.0]], "sigmoid", 0.5),
+        ([[2.0, 1.0], [0.1, 0.3]], [[1.0, 0.0], [1.0, 0.0]], "softmax", 0.5),
+        ([[-2.0, -1.0]], [[0.4, 0.6]], "softmax", 1.0),
     ],
 )
 def test_accuracy(output: Any, label: Any, link: str, expected: float) -> None:
     (metric,) = resolve_metrics("accuracy", ["y"], [link])
     found = metric.row_sum(torch.tensor(output), torch.tensor(label))
     assert float(found) == pytest.approx(expected * len(output))
+
+
+@pytest.mark.parametrize("shape", [(50, 4), (50, 4, 3)])
+def test_accuracy_of_probabilities_is_that_of_their_largest(shape: tuple[int, ...]) -> None:
+    generator = np.random.default_rng()
+    output, label = generator.standard_normal(shape), generator.dirichlet(np.ones(4), shape[:1])
+    label = label.reshape(50, 4, *[1] * (len(shape) - 2)) + 0.1 * generator.random(shape)
+    (metric,) = resolve_metrics("accuracy", ["y"], ["softmax"])
+    found = metric.row_sum(torch.from_numpy(output), torch.from_numpy(label))
+    assert float(found) == pytest.approx(50 * np.mean(output.argmax(1) == label.argmax(1)))
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
