@@ -20,7 +20,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -29,11 +29,13 @@ import torch
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.store import Store
 
-__all__ = ["Checkpoint", "Checkpoints", "FORMAT_VERSION"]
+__all__ = ["FORMAT_VERSION", "Checkpoint", "Checkpoints", "Choice"]
 
 FORMAT_VERSION = 2
 # Read at once.
 _PIECE_BYTES = 16 << 20
+# One of several epochs.
+Choice = Callable[[Collection[int]], int]
 _NAME = re.compile(r"epoch-(\d+)(?:-step-(\d+))?\.pt")
 
 
@@ -113,14 +115,14 @@ class Checkpoints:
         name = f"epoch-{epoch}-step-{step}" if step else f"epoch-{epoch}"
         return f"{self._folder}/{name}.pt"
 
-    def save(self, checkpoint: Checkpoint, *, keep: Sequence[int] = ()) -> None:
+    def save(self, checkpoint: Checkpoint, *, keep: Choice | None = None) -> None:
         """Write a checkpoint, then the pointer to it, then the metrics; older ones but the last go.
 
         Whoever is killed in here leaves a checkpoint that can be read: this one, or the one before.
 
         Args:
             checkpoint: what to write.
-            keep: epochs whose files stay besides the last two.
+            keep: of the epochs that are saved, the one whose file stays besides the last two.
 
         Raises:
             InvalidArgumentError: another has begun to write checkpoints of this run: a fit with the same run_id.
@@ -144,7 +146,9 @@ class Checkpoints:
         if not checkpoint.step:
             self.write_history(checkpoint.history)
         # Two stay: a reader that has just seen the old pointer must still find its file.
-        stay = {checkpoint.position, self._previous, *((epoch, 0) for epoch in keep)}
+        stay = {checkpoint.position, self._previous}
+        if keep is not None:
+            stay.add((keep(self.saved_epochs()), 0))
         for position in self._files - stay:
             self._store.delete(self.path(*position))
         self._files &= stay
@@ -159,6 +163,15 @@ class Checkpoints:
         self._store.delete_unfinished(self._folder)
         self._files = self._positions()
         self._previous = self.latest_position() if self._pointer() else None
+        # What was written after it is not what the run goes on from.
+        for position in [p for p in self._files if p > (self._previous or (-1, 0))]:
+            self._store.delete(self.path(*position))
+            self._files.remove(position)
+
+    def saved_epochs(self) -> set[int]:
+        """The epochs whose checkpoints are there."""
+        files = self._positions() if self._files is None else self._files
+        return {epoch for epoch, step in files if not step}
 
     def _check_writer(self) -> None:
         try:

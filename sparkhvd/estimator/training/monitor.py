@@ -6,7 +6,7 @@ goes on after a loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +65,16 @@ class EarlyStopping:
     min_delta: float = 0.0
 
 
-def best_epoch(history: Sequence[Mapping[str, Any]], monitor: Monitor) -> int:
-    """The epoch with the best value, the first of equals; the last epoch where every value is NaN."""
-    best, epoch = None, len(history)
-    for record in history:
+def best_epoch(
+    history: Sequence[Mapping[str, Any]], monitor: Monitor, saved: Collection[int] | None = None
+) -> int:
+    """The epoch with the best value, the first of equals; the last epoch where every value is NaN.
+
+    Only of `saved` epochs, if given: a loop of the user's own need not save each.
+    """
+    chosen = [r for r in history if saved is None or r["epoch"] in saved]
+    best, epoch = None, int(chosen[-1]["epoch"]) if chosen else len(history)
+    for record in chosen:
         value = monitor.value(record)
         if monitor.is_better(value, best):
             best, epoch = value, int(record["epoch"])

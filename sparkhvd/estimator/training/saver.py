@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import time
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from torch import Tensor
 import sparkhvd.torch as hvd
 from sparkhvd.errors import StoreError
 from sparkhvd.estimator.training.cadence import Cadence
-from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints, Choice
 from sparkhvd.estimator.training.compression_state import gather_compression
 from sparkhvd.estimator.training.metrics import Totals
 from sparkhvd.estimator.training.monitor import best_epoch
@@ -102,9 +103,9 @@ class Saver:
         self.wait()
         taken = time.monotonic()
         copied = Checkpoint(**{**snapshot(vars(checkpoint)), "compression": compression})
-        keep: tuple[int, ...] = ()
+        keep: Choice | None = None
         if self._spec.return_best:
-            keep = (best_epoch(checkpoint.history, self._spec.monitor),)
+            keep = functools.partial(best_epoch, copied.history, self._spec.monitor)
         self._cadence.taken(taken)
         self._path = self._checkpoints.path(*checkpoint.position)
         self._writing = Future()
@@ -114,7 +115,7 @@ class Saver:
         ).start()
 
     def _write(
-        self, done: Future[None], checkpoint: Checkpoint, keep: tuple[int, ...], taken: float
+        self, done: Future[None], checkpoint: Checkpoint, keep: Choice | None, taken: float
     ) -> None:
         try:
             self._checkpoints.save(checkpoint, keep=keep)

@@ -99,10 +99,14 @@ def train(spec: TrainSpec) -> TrainResult:
                 user = UserStep(spec, data.schema, program.user, StepContext(spec, state, moment))
                 step = Step(spec, program, state, call, user)
                 stopped = train_epochs(step, data, schedule, callbacks, saver, position)
+        epoch = len(history)
+        if spec.return_best:
+            saved = checkpoints.saved_epochs() if hvd.rank() == 0 else None
+            saved = hvd.broadcast_object(saved, 0, name="saved")
+            epoch = best_epoch(history, spec.monitor, saved)
         order, skipped = data.training.description, data.skipped
     hvd.barrier()  # nobody leaves before the last checkpoint is written
     hvd.shutdown()
-    epoch = best_epoch(history, spec.monitor) if spec.return_best else len(history)
     return TrainResult(history, epoch, order, stopped, skipped)
 
 

@@ -32,6 +32,14 @@ def test_the_best_epoch(mode: str, values: list[float], expected: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("saved", "expected"), [({1, 3}, 3), ({2, 4}, 2), ({5}, 5), ({0, 5, 9}, 5), (set(), 5)]
+)
+def test_the_best_of_the_epochs_that_are_saved(saved: set[int], expected: int) -> None:
+    nan = float("nan")
+    assert best_epoch(history(3.0, 2.0, 1.0, 4.0, nan), Monitor("x"), saved) == expected
+
+
+@pytest.mark.parametrize(
     ("mode", "patience", "min_delta", "values", "stops_after"),
     [
         ("min", 1, 0.0, [3, 2, 2, 1], 3),

@@ -19,6 +19,7 @@ from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.estimator import Callback
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoints
+from sparkhvd.estimator.training.monitor import Monitor
 from sparkhvd.estimator.training.program import Program, dump_program
 from sparkhvd.estimator.training.user_code import UserCode, check_user_code
 from tests.harness.ranks import RanksFailed
@@ -479,6 +480,38 @@ def test_train_fn_trains_as_the_declarative_loop_does(store: Store, size: int) -
     assert [r["step"] for r in result.history] == [steps, 2 * steps, 3 * steps]
     for mine, theirs in zip(result.history, declared.history, strict=True):
         assert mine["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("stops_after", [None, 2, 3])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_best_of_train_fn_is_one_that_it_saved(
+    store: Store, size: int, stops_after: int | None
+) -> None:
+    values = [1.0, 3.0, 2.0, 2.5, 0.5, 4.0]  # of the saved ones the second is the best: 3, 2.5, 4
+    stop = [stops_after]
+
+    def loop(ctx: Any) -> None:
+        for epoch in range(ctx.start_epoch, ctx.epochs):
+            for batch in ctx.train_loader:
+                loss = F.mse_loss(ctx.model(batch["x"]).squeeze(1), batch["y"])
+                ctx.optimizer.zero_grad()
+                ctx.backward(loss)
+                ctx.optimizer.step()
+            ctx.log({"val_loss": values[epoch], "weight": float(ctx.model[0].weight[0, 0])})
+            if epoch % 2:
+                ctx.save_checkpoint()
+            if stop[0] is not None and epoch + 1 > stop[0]:
+                raise ValueError("a loss")
+
+    options = {"epochs": 6, "return_best": True, "monitor": Monitor("val_loss")}
+    own = case(store, user={"train_fn": loop}, options=options)
+    if stops_after is not None:
+        with pytest.raises(RanksFailed):
+            own.train(size)
+        stop[0] = None
+    result = own.train(size)
+    assert result.epoch == 4
+    assert float(own.weights(4)["0.weight"][0, 0]) == result.history[3]["weight"]
 
 
 def test_train_fn_without_records_and_with_its_own_optimizer_gives_its_model(store: Store) -> None:
