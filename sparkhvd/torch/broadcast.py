@@ -41,8 +41,8 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or a list of (name, tensor) or of tensors, which
-            are then told apart by their places. The same names, shapes and dtypes on every rank. None values are
-            passed over.
+            are then told apart by their places. The same names, shapes and dtypes on every rank; complex ones too.
+            None values are passed over.
         root_rank: the rank that has the values.
 
     Raises:
@@ -85,8 +85,10 @@ def _broadcast_tensors(
     started: list[tuple[Work, Tensor, Tensor]] = []
     for name in sorted(named):
         target = named[name].detach()
-        tensor = target.contiguous()
-        work = start_broadcast(ctx, f"{prefix}.{name}", tensor, tensor, root_rank)
+        tensor = target.resolve_conj().resolve_neg().contiguous()
+        # The engine knows no complex numbers, only pairs.
+        sent = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        work = start_broadcast(ctx, f"{prefix}.{name}", sent, sent, root_rank)
         started.append((work, target, tensor))
     for work, target, tensor in started:
         work.wait()

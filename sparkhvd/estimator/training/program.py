@@ -183,6 +183,19 @@ def check_model(model: Any) -> nn.Module:
             raise InvalidArgumentError(
                 f"model: parameter {name!r} is on {parameter.device}. Give the model on the CPU."
             )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise InvalidArgumentError(
+                f"model: parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}, and gradients of complex "
+                "numbers cannot be reduced. Keep real and imaginary parts, and join them in forward with "
+                "torch.view_as_complex."
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.layout != torch.strided:
+            raise InvalidArgumentError(
+                f"model: {name!r} has the layout {tensor.layout}, and ranks share dense parameters and buffers only. "
+                "Register its indices and values, or the tensor as .to_dense(); one that never changes may be a plain "
+                "attribute instead of a buffer."
+            )
     if not any(p.requires_grad for p in model.parameters()):
         raise InvalidArgumentError(
             "model has no parameter that requires a gradient: nothing to train."

@@ -85,6 +85,6 @@ def _rng() -> dict[str, Any]:
 
 
 def _digest(value: Tensor) -> bytes:
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
     kind = f"{tuple(value.shape)} {value.dtype} ".encode()
     return hashlib.blake2b(kind + flat.numpy().tobytes(), digest_size=16).digest()

@@ -55,6 +55,30 @@ def test_buffers_noncontiguous_and_empty_parameters() -> None:
         assert tied == [[1.0, 1.0]] * 3
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_parameters_reach_every_rank(dtype: torch.dtype) -> None:
+    def tensors(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        made = {
+            str(shape): torch.randn(shape, dtype=dtype, generator=generator)
+            for shape in [(), (0, 2), (5,), (3, 4)]
+        }
+        return {
+            **made,
+            "strided": made["(3, 4)"].clone().t(),
+            "conjugate": made["(5,)"].clone().conj(),
+        }
+
+    def body() -> Any:
+        mine = tensors(hvd.rank())
+        hvd.broadcast_parameters(mine, root_rank=1)
+        return mine
+
+    for result in on_ranks(3, body):
+        for name, value in tensors(1).items():
+            assert torch.equal(result[name], value), name
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

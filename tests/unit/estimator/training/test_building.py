@@ -12,6 +12,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.building import Overrides, build_model, given_loss
+from sparkhvd.estimator.training.program import check_model
 from tests.unit.estimator.training.ranks import Case, assert_close, linear
 
 
@@ -103,3 +104,43 @@ def test_loss_constructors() -> None:
     assert given_loss(abs, None, model) is abs
     with pytest.raises(InvalidArgumentError, match="loss_constructors holds 3"):
         given_loss(None, 3, model)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_sparse_buffer_is_refused_before_any_job(persistent: bool) -> None:
+    model = linear()
+    model.register_buffer("adjacency", torch.eye(3).to_sparse(), persistent=persistent)
+    with pytest.raises(InvalidArgumentError) as failed:
+        check_model(model)
+    assert str(failed.value) == (
+        "model: 'adjacency' has the layout torch.sparse_coo, and ranks share dense parameters and buffers only. "
+        "Register its indices and values, or the tensor as .to_dense(); one that never changes may be a plain "
+        "attribute instead of a buffer."
+    )
+
+
+def test_a_sparse_tensor_may_be_a_plain_attribute(store: Store) -> None:
+    class OverGraph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+            self.adjacency = torch.eye(3).to_sparse()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer((self.adjacency @ x.t()).t())
+
+    model = check_model(OverGraph())
+    case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), options={"epochs": 1})
+    case.train(2)
+    assert_close(case.weights(1), case.reference(2, 1)[0], 1e-5)
+
+
+def test_a_complex_parameter_is_refused_before_any_job() -> None:
+    model = linear()
+    model.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
+    with pytest.raises(InvalidArgumentError) as failed:
+        check_model(model)
+    assert str(failed.value) == (
+        "model: parameter 'phase' is complex64, and gradients of complex numbers cannot be reduced. Keep real and "
+        "imaginary parts, and join them in forward with torch.view_as_complex."
+    )

@@ -125,7 +125,27 @@ class Caches(nn.Module):
         return self.layer(x) + 0.01 * shift + (0.0 if self.large is None else 0.01 * self.large)
 
 
-@pytest.mark.parametrize("kind", [Counts, Caches])
+class Turns(nn.Module):
+    """Has complex buffers, which change while it trains, on each rank in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer = nn.Linear(3, 1)
+        angles = torch.polar(torch.ones(3), torch.arange(3.0))
+        self.register_buffer("saved", angles)
+        self.register_buffer("unsaved", angles.conj(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            angle = x.detach().mean()
+            turn = torch.polar(torch.ones(()), angle)
+            self.saved.mul_(turn)
+            self.unsaved = self.unsaved * turn
+        return self.layer((x * self.saved).real + (x * self.unsaved).imag)
+
+
+@pytest.mark.parametrize("kind", [Counts, Caches, Turns])
 @pytest.mark.parametrize("fails_at", [14, 20, 31])
 def test_the_state_of_modules_survives_on_every_rank(
     tmp_path: Path, kind: type[nn.Module], fails_at: int
