@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,15 +106,18 @@ def test_training_on_files_equals_one_process_on_their_rows(
 
 
 class Stop(Callback):
-    """Fails rank 0 once, in the middle of the second epoch."""
+    """Fails rank 0 once, in the second epoch, when a checkpoint of one of its steps is there."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, store: Store, marker: Path) -> None:
+        self.store = store
         self.marker = str(marker)
 
     def on_step_end(self, ctx: Any, *logs: Any) -> None:
-        if ctx.step == 9 and not os.path.exists(self.marker):
-            if ctx.rank == 0:
-                Path(self.marker).touch()
+        if ctx.rank or ctx.epoch == 1 or os.path.exists(self.marker):
+            return
+        time.sleep(0.5)  # they are written beside the training
+        if Checkpoints(self.store, "runs/mine").latest_position() > (1, 0):
+            Path(self.marker).touch()
             raise RuntimeError("stopped on purpose")
 
 
@@ -125,7 +129,7 @@ def test_a_fit_goes_on_inside_an_epoch_only_with_the_same_files(
     model = mlp(2)
     options: dict[str, Any] = {"epochs": 2, "checkpoint_interval_s": 1e-6}
     whole = estimator(model, store, **options).fit_on_parquet(path)
-    options |= {"run_id": "mine", "callbacks": [Stop(tmp_path / "stopped")]}
+    options |= {"run_id": "mine", "callbacks": [Stop(store, tmp_path / "stopped")]}
     with pytest.raises(RankError, match="stopped on purpose"):
         estimator(model, store, **options).fit_on_parquet(path)
     # Else a run that begins anew would do.

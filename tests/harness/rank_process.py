@@ -43,6 +43,7 @@ class RankProcess:
             text=True,
             bufsize=1,
             pass_fds=[fd for fd in filenos if fd >= 0],
+            start_new_session=True,  # so that it goes with what it has forked
         )
         self.tell(
             {
@@ -84,7 +85,9 @@ class RankProcess:
         self._process.send_signal(number)
 
     def close(self) -> None:
-        self._process.kill()
+        # Children of a rank that was killed hold its output open until they notice.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join()
         assert self._process.stdin
