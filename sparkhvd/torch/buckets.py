@@ -7,8 +7,8 @@ A bucket is reduced as one operation: `dense_gradients` (a gather list over the 
 else on the thread that calls the optimizer; both under the GIL, never at the same time.
 
 **Ownership.** From its submission until `wait` the engine reads and writes the memory of a gradient; the
-operation keeps the tensor alive, also if the user drops it. Hooks hold the reducer weakly, and the reducer knows
-nothing of the optimizer, so a dropped optimizer takes its hooks with it.
+operation keeps that memory alive, also if the user drops the tensor or gives it other memory. Hooks hold the reducer
+weakly, and the reducer knows nothing of the optimizer, so a dropped optimizer takes its hooks with it.
 
 **One cycle** is: `passes` backward passes; in the last one every complete bucket is submitted by the hook that
 completes it (if cores are left over, or hosts wait for each other), and when backward ends the others follow, with

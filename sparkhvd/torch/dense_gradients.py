@@ -270,14 +270,15 @@ class DenseBucket(GradientBucket):
                 and tensor.dtype is entry.dtype
                 and tensor.layout is torch.strided
                 and tensor.stride() == entry.stride
-                and owns_memory(tensor)
+                and _is_alone(memory := tensor.untyped_storage())
             ):
                 tensor = self._send_instead(entry, tensor)
+                memory = tensor.untyped_storage()
             address = tensor.data_ptr()
             if address != entry.address:
                 entry.address = address
                 tensors[position].input = tensors[position].output = address
-            keep.append(tensor)
+            keep.append(memory)  # as `lend`
         if self._flagged:
             has_gradient = self._flags()
             tensors[-1].input = has_gradient.data_ptr()
@@ -356,8 +357,12 @@ def owns_memory(tensor: Tensor) -> bool:
     Backward takes views for gradients: `(p.view(-1) + q.view(-1)).backward()` gives both the memory of one gradient,
     which backward may still read afterwards. What the engine writes must be nobody else's.
     """
-    storage = tensor.untyped_storage()
-    return bool(_use_count(storage._cdata) <= _ALONE)
+    return _is_alone(tensor.untyped_storage())
+
+
+def _is_alone(memory: torch.UntypedStorage) -> bool:
+    """Whether at most one tensor has this memory; `memory` itself, which is one object for all who ask, counts not."""
+    return bool(_use_count(memory._cdata) <= _ALONE)
 
 
 _use_count = torch._C._storage_Use_Count

@@ -79,7 +79,7 @@ class ShardedBucket(GradientBucket):
             address = tensor.data_ptr()
             first = self._ranges[position][0]
             self.call.place(position, address, address + first * tensor.element_size())
-            keep.append(tensor)
+            keep.append(tensor.untyped_storage())  # as `lend`
         if self._ones is not None:
             has_gradient = self._who_has(self._ones)
             self.call.place(len(keep), has_gradient.data_ptr(), self._flags.data_ptr())

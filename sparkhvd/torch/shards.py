@@ -16,7 +16,7 @@ from sparkhvd.engine import Call, Work, allgather_into_call
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.collectives.reducescatters import own_rows
-from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.collectives.tensors import engine_dtype, lend
 
 __all__ = [
     "ELEMENTWISE",
@@ -190,11 +190,11 @@ class Gatherer:
         """Submit; every rank must."""
         works = []
         for name, call, indices in self._calls:
-            keep = [tensors[index] for index in indices]
-            for position, tensor in enumerate(keep):
+            own = [tensors[index] for index in indices]
+            for position, tensor in enumerate(own):
                 address = tensor.data_ptr()
                 call.place(position, address, address)
-            works.append(self._engine.start(call, name, keep))
+            works.append(self._engine.start(call, name, lend(*own)))
         return works
 
     def gather(self, tensors: Sequence[Tensor]) -> None:

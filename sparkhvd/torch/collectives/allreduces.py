@@ -14,6 +14,7 @@ from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
     engine_dtype,
+    lend,
     require_contiguous,
     resolve_op,
     view,
@@ -52,7 +53,7 @@ def _start(
         call = ctx.engine.prepare_allreduce(
             views, dtype, op, prescale, postscale, process_set, digest
         )
-        return ctx.engine.start(call, part, (inputs, outputs))
+        return ctx.engine.start(call, part, lend(*inputs, *outputs))
 
     return start_group(name, inputs, start, op, prescale, postscale)
 
@@ -75,14 +76,17 @@ def _run_one(
     if type(postscale) is not float:
         postscale = to_factor(name, "postscale_factor", postscale)
     dtype = engine_dtype(name, source)
+    keep: object
     if target is not None:
         require_contiguous(name, target)
+        keep = target.untyped_storage()  # as `lend`
     else:
         source = source.detach().contiguous()
         target = torch.empty_like(source)
+        keep = (source, target)  # nobody else has these
     views = (view(source, target),)
     call = ctx.engine.prepare_allreduce(views, dtype, op, prescale, postscale, number)
-    ctx.engine.run(call, name, (source, target))
+    ctx.engine.run(call, name, keep)
     return target
 
 

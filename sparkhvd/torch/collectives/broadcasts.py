@@ -12,6 +12,7 @@ from sparkhvd.torch.arguments import to_integer
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
     engine_dtype,
+    lend,
     require_contiguous,
     view,
     wants_gradient,
@@ -40,7 +41,7 @@ def start_broadcast(
 ) -> Work:
     """Submit contiguous tensors; `target` may be `source`."""
     call = _prepare(ctx, name, source, target, root_rank, process_set)
-    return ctx.engine.start(call, name, (source, target))
+    return ctx.engine.start(call, name, lend(source, target))
 
 
 def broadcast_async(
@@ -118,6 +119,6 @@ def broadcast_(
     name = ctx.name("broadcast", name, number)
     engine_dtype(name, tensor)
     require_contiguous(name, tensor)
-    ctx.engine.run(_prepare(ctx, name, tensor, tensor, root_rank, number), name, tensor)
+    ctx.engine.run(_prepare(ctx, name, tensor, tensor, root_rank, number), name, lend(tensor))
     written((tensor,))
     return tensor

@@ -117,6 +117,14 @@ def view(source: Tensor, target: Tensor | None) -> TensorView:
     return TensorView(address, 0 if target is None else target.data_ptr(), source.shape)
 
 
+def lend(*tensors: Tensor) -> list[torch.UntypedStorage]:
+    """The memory of tensors that the engine reads or writes, to be kept until it has finished.
+
+    Not the tensors themselves: `tensor.data = other`, as `module.to()` does it, gives a tensor other memory.
+    """
+    return [tensor.untyped_storage() for tensor in tensors]
+
+
 def wants_gradient(tensor: Tensor) -> bool:
     """Whether autograd must see the operation."""
     return isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()
