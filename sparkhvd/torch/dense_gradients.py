@@ -31,6 +31,7 @@ __all__ = [
     "give_back",
     "owns_memory",
     "require_cpu",
+    "require_same_shape",
 ]
 
 
@@ -145,6 +146,7 @@ class Entry:
     def stand_in(self) -> Tensor:
         """Zeros in place of a gradient that this rank does not have, also as `.grad`."""
         require_same_dtype(self)
+        require_same_shape(self, self.param)
         # The optimizer's own tensor, so that a later backward pass is noticed.
         grad = torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
         self.param.grad = grad
@@ -269,6 +271,7 @@ class DenseBucket(GradientBucket):
                 and tensor.is_cpu
                 and tensor.dtype is entry.dtype
                 and tensor.layout is torch.strided
+                and tensor.shape == entry.shape
                 and tensor.stride() == entry.stride
                 and _is_alone(memory := tensor.untyped_storage())
             ):
@@ -311,6 +314,7 @@ class DenseBucket(GradientBucket):
         """What to send for a gradient that cannot be, or shall not be, sent from where it lies."""
         require_cpu(entry, grad)
         require_same_dtype(entry)
+        require_same_shape(entry, grad)
         is_own = grad.layout is not torch.strided or owns_memory(grad)
         if self._plain and is_own and grad.dtype is entry.dtype and grad.layout is torch.strided:
             strides = grad.stride()
@@ -396,6 +400,16 @@ def require_same_dtype(entry: Entry) -> None:
         )
 
 
+def require_same_shape(entry: Entry, found: Tensor) -> None:
+    """Refuse a parameter or gradient whose shape is not the planned one: the engine would read and write beside it."""
+    if found.shape != entry.shape:
+        whose = "it" if found is entry.param else "its gradient"
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: {entry.name!r} had shape {entry.shape} when the optimizer was built, and "
+            f"{whose} has {tuple(found.shape)} now. Build DistributedOptimizer after the model has its shape."
+        )
+
+
 def give_back(entry: Entry, result: Tensor, neighbours: Neighbours, *, resparsify: bool) -> None:
     """Put a reduced gradient into `.grad`, or in its place where that cannot take it."""
     grad = entry.grad
@@ -476,13 +490,17 @@ class ViewBucket(DenseBucket):
         """Bring every gradient to its place and submit the memory."""
         for entry in self.entries:
             require_same_dtype(entry)
-            self._require_dense(entry)
+            require_same_shape(entry, entry.param)
+            self._check_gradient(entry)
             entry.grad = self._memory.take(entry)
         self.work = engine.start(self.call, self.name, self._flat)
 
-    def _require_dense(self, entry: Entry) -> None:
+    def _check_gradient(self, entry: Entry) -> None:
         grad = entry.param.grad
-        if grad is not None and grad.layout is not torch.strided and not self._sparse_as_dense:
+        if grad is None:
+            return
+        require_same_shape(entry, grad)
+        if grad.layout is not torch.strided and not self._sparse_as_dense:
             raise InvalidArgumentError(
                 f"DistributedOptimizer: the gradient of {entry.name!r} is sparse, and gradients that are views "
                 "(gradient_as_bucket_view=True) are dense. Leave that out, or give sparse_as_dense=True."

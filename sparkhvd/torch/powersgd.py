@@ -31,6 +31,7 @@ from sparkhvd.torch.dense_gradients import (
     give_back,
     owns_memory,
     require_cpu,
+    require_same_shape,
 )
 
 __all__ = ["LowRankBucket", "PowerSGD", "stateless"]
@@ -250,6 +251,7 @@ class _Matrix:
         assert entry.grad is not None
         assert error is not None
         require_cpu(entry, grad := entry.grad)
+        require_same_shape(entry, grad)
         if (
             grad.layout is torch.strided
             and grad.dtype is error.dtype

@@ -118,7 +118,9 @@ class Sharded(Distributed):
         )
         for p in parameters:
             owner = owners.get(id(p), -1)
-            self._shards[p] = Shard(p, len(ranks), place, is_cut=owner < 0, owner=owner)  # type: ignore[index]  # a dictionary here
+            name = self._parameter_names[p]
+            shard = Shard(p, name, len(ranks), place, is_cut=owner < 0, owner=owner)
+            self._shards[p] = shard  # type: ignore[index]  # a dictionary here
 
     def _reduce(
         self,

@@ -17,6 +17,7 @@ from sparkhvd.torch.dense_gradients import (
     ReduceOptions,
     owns_memory,
     require_cpu,
+    require_same_shape,
 )
 from sparkhvd.torch.shards import cut_range, flat, same_places
 
@@ -114,6 +115,7 @@ class ShardedBucket(GradientBucket):
             grad.is_cpu
             and grad.dtype is entry.dtype
             and grad.layout is torch.strided
+            and grad.shape == entry.shape
             and same_places(entry.stride, grad)
             and owns_memory(grad)
         ):
@@ -128,6 +130,7 @@ class ShardedBucket(GradientBucket):
     def _laid_out(self, entry: Entry, grad: Tensor) -> Tensor:
         """The gradient in the memory layout of its parameter, which then is `.grad`."""
         require_cpu(entry, grad)
+        require_same_shape(entry, grad)
         if grad.layout is not torch.strided and not self._sparse_as_dense:
             raise InvalidArgumentError(
                 f"DistributedOptimizer(sharded=True): the gradient of {entry.name!r} is sparse, and only dense "

@@ -89,18 +89,38 @@ class Shard:
 
     Attributes:
         param: the parameter.
+        name: of the parameter, for messages.
         is_cut: whether every rank has a part; if not, one rank has all of it.
         first: the first element that is this rank's, in the order of memory.
         last: the element behind the last one.
         part: this rank's part for the optimizer's own step, a view of the parameter's memory; None if it has none.
     """
 
-    __slots__ = ("_address", "_strides", "first", "is_cut", "last", "owner", "param", "part")
+    __slots__ = (
+        "_address",
+        "_shape",
+        "_strides",
+        "first",
+        "is_cut",
+        "last",
+        "name",
+        "owner",
+        "param",
+        "part",
+    )
 
     def __init__(
-        self, param: Tensor, num_ranks: int, place: int, *, is_cut: bool, owner: int
+        self,
+        param: Tensor,
+        name: str,
+        num_ranks: int,
+        place: int,
+        *,
+        is_cut: bool,
+        owner: int,
     ) -> None:
         self.param = param
+        self.name = name
         self.is_cut = is_cut
         self.owner = owner
         if is_cut:
@@ -108,6 +128,7 @@ class Shard:
         else:
             self.first, self.last = 0, param.numel() if owner == place else 0
         self._address = param.data_ptr()
+        self._shape = tuple(param.shape)
         self._strides = param.stride()
         self.part: Tensor | None = None
         if self.last > self.first:
@@ -119,12 +140,18 @@ class Shard:
 
     def follow(self) -> None:
         """After the user has given the parameter other memory."""
+        if self.param.shape != self._shape:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(sharded=True): {self.name!r} had shape {self._shape} when the optimizer was "
+                f"built, and has {tuple(self.param.shape)} now, but memory is divided. Build DistributedOptimizer "
+                "after the model has its shape."
+            )
         if self.param.data_ptr() == self._address:
             return
         if self.is_cut and not same_places(self._strides, self.param):
             raise InvalidArgumentError(
-                "DistributedOptimizer(sharded=True): a parameter of shape "
-                f"{tuple(self.param.shape)} had strides {self._strides} when the optimizer was built, and has "
+                f"DistributedOptimizer(sharded=True): {self.name!r} of shape "
+                f"{self._shape} had strides {self._strides} when the optimizer was built, and has "
                 f"{self.param.stride()} now, but memory is divided. Use model.to(memory_format=...) before."
             )
         if self.part is not None:
@@ -176,7 +203,7 @@ class Gatherer:
         self, context: Context, name: str, like: Iterable[Tensor], process_set: int
     ) -> None:
         self._engine = context.engine
-        self._calls: list[tuple[str, Call, list[int]]] = []
+        self._calls: list[tuple[str, Call, list[int], list[int]]] = []
         by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         for index, tensor in enumerate(like):
             by_dtype.setdefault(tensor.dtype, []).append((index, tensor))
@@ -184,14 +211,21 @@ class Gatherer:
             shapes = [(tensor.numel(),) for _, tensor in entries]
             dtype = engine_dtype(name, entries[0][1])
             call = allgather_into_call(shapes, dtype, process_set)
-            self._calls.append((f"{name}.{number}", call, [index for index, _ in entries]))
+            indices = [index for index, _ in entries]
+            counts = [tensor.numel() for _, tensor in entries]
+            self._calls.append((f"{name}.{number}", call, indices, counts))
 
     def start(self, tensors: Sequence[Tensor]) -> list[Work]:
         """Submit; every rank must."""
         works = []
-        for name, call, indices in self._calls:
+        for name, call, indices, counts in self._calls:
             own = [tensors[index] for index in indices]
-            for position, tensor in enumerate(own):
+            for position, (tensor, count) in enumerate(zip(own, counts, strict=True)):
+                if tensor.numel() != count:
+                    raise InvalidArgumentError(
+                        f"{name}: a tensor had {count} elements when its ranks agreed on it, and has shape "
+                        f"{tuple(tensor.shape)} now. Build DistributedOptimizer after the model has its shape."
+                    )
                 address = tensor.data_ptr()
                 call.place(position, address, address)
             works.append(self._engine.start(call, name, lend(*own)))

@@ -28,7 +28,7 @@ from sparkhvd.errors import MismatchError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.collectives.allgathers import gathered, start_allgather, unpack
 from sparkhvd.torch.collectives.tensors import view
-from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, require_cpu
+from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, require_cpu, require_same_shape
 
 __all__ = ["LayoutVote", "SparseBucket", "Votes"]
 
@@ -238,6 +238,7 @@ class SparseBucket:
         said = _NO_GRADIENT
         if grad is not None:
             require_cpu(entry, grad)
+            require_same_shape(entry, grad)
             found = _sparse_dim(grad)
             said = _AS_PLANNED if found == entry.sparse_dim else _OTHER_DIMS if found else _DENSE
         if grad is None or said != _AS_PLANNED:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.errors import InvalidArgumentError
 from tests.unit.torch.on_ranks import on_ranks
 
 
@@ -92,3 +93,101 @@ def test_a_tensor_in_flight_that_gets_other_memory_keeps_its_own(
         return was_held, watched.is_held
 
     assert on_ranks(2, body) == [(True, False)] * 2
+
+
+def _shape_error(optimizer: str, whose: str) -> str:
+    divided = ", but memory is divided" if "sharded" in optimizer else ""
+    return (
+        f"{optimizer}: 'w' had shape (100,) when the optimizer was built, and {whose} (10,) now{divided}. Build "
+        "DistributedOptimizer after the model has its shape."
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, _shape_error("DistributedOptimizer", "its gradient has")),
+        (
+            {"compression": hvd.Compression.fp16},
+            _shape_error("DistributedOptimizer", "its gradient has"),
+        ),
+        ({"gradient_as_bucket_view": True}, _shape_error("DistributedOptimizer", "it has")),
+        ({"sharded": True}, _shape_error("DistributedOptimizer(sharded=True)", "has")),
+    ],
+)
+@pytest.mark.parametrize("same_memory", [False, True])
+def test_a_parameter_that_gets_another_shape_is_an_error(
+    options: dict[str, Any], message: str, same_memory: bool
+) -> None:
+    """What lies behind its gradient is not written."""
+
+    def body() -> Any:
+        p = nn.Parameter(torch.zeros(100))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("w", p)], **options)
+        p.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        p.data = p.data[:10] if same_memory else torch.zeros(10)
+        memory = np.full(100, 7.0, np.float32)
+        p.grad = torch.from_numpy(memory[:10])
+        p.grad.fill_(1.0 + hvd.rank())
+        with pytest.raises(InvalidArgumentError) as caught:
+            optimizer.step()
+        return str(caught.value), memory[10:].tolist() == [7.0] * 90
+
+    assert on_ranks(2, body) == [(message, True)] * 2
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_backward_of_a_parameter_with_another_shape_is_an_error(sharded: bool) -> None:
+    def body() -> Any:
+        p = nn.Parameter(torch.zeros(10))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([p], lr=1.0), [("w", p)], sharded=sharded
+        )
+        p.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        p.data = torch.zeros(20)
+        with pytest.raises(InvalidArgumentError, match=r"'w' had shape \(10,\).*has \(20,\) now"):
+            p.sum().backward()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("rows", [4, 20])
+def test_a_sparse_layer_with_another_number_of_rows_is_an_error(rows: int) -> None:
+    def body() -> Any:
+        table = nn.Embedding(10, 2, sparse=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters()
+        )
+        table(torch.tensor([0])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        table.weight.data = torch.zeros(rows, 2)
+        with pytest.raises(InvalidArgumentError) as caught:
+            table(torch.tensor([rows - 1])).sum().backward()
+        return str(caught.value)
+
+    message = (
+        "DistributedOptimizer: 'weight' had shape (10, 2) when the optimizer was built, and its gradient has "
+        f"({rows}, 2) now. Build DistributedOptimizer after the model has its shape."
+    )
+    assert on_ranks(2, body) == [message] * 2
+
+
+def test_a_compressed_matrix_with_another_shape_is_an_error() -> None:
+    def body() -> Any:
+        p = nn.Parameter(torch.zeros(40, 60))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([p], lr=1.0), [("w", p)], hvd.Compression.powersgd(rank=1)
+        )
+        p.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        p.data = torch.zeros(60, 40)
+        with pytest.raises(InvalidArgumentError, match=r"'w' had shape \(40, 60\)"):
+            p.sum().backward()
+
+    on_ranks(2, body)
