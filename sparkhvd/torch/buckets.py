@@ -291,14 +291,20 @@ class Reducer:
             self._vote = self._start_vote()
         for bucket in self._buckets:
             if bucket.work is None:
-                self._complete(bucket)
+                self._submit(bucket)
         if self._order is not None and self._agreed_order is None:
             self._offer_order(self._order)
         self._is_submitted = self.in_flight = True
 
     def wait(self) -> None:
-        """End the cycle: all gradients are reduced and lie in `.grad`."""
+        """End the cycle: all gradients are reduced and lie in `.grad`.
+
+        Raises:
+            InvalidArgumentError: a gradient was replaced in flight. It would be this rank's own, and the others'
+                another. Everything that was submitted has ended, so the next cycle works.
+        """
         self.submit_all()
+        replaced = [e.name for b in self._buckets for e in b.entries if e.is_replaced]
         try:
             for first in self._two_rounds:
                 first.start_second_round(self.context.engine)
@@ -310,6 +316,13 @@ class Reducer:
             self._count_step()
         finally:
             self._reset()
+        if replaced:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: the gradient of {replaced[0]!r} was replaced or dropped while it was being "
+                "reduced (p.grad = ..., p.grad.data = ...), so the reduced one is lost. Call "
+                "optimizer.synchronize() before you change gradients; step() then does not reduce again. Register "
+                "hooks that replace them before the optimizer is built."
+            )
 
     def discard(self) -> None:
         """Forget the cycle; what is in flight is waited for, because the engine still writes it."""
@@ -339,14 +352,12 @@ class Reducer:
         for entry in self._undecided:
             entry.grad = None
 
-    def _complete(self, bucket: Bucket) -> None:
-        """Submit a bucket of which some gradients have not come."""
-        for entry in bucket.entries:
-            if entry.grad is None:
-                bucket.take(entry)
-        self._submit(bucket)
-
     def _submit(self, bucket: Bucket) -> None:
+        """Submit the gradients that are there now, and what stands in for those that have not come."""
+        for entry in bucket.entries:
+            # One that came may have been replaced: by a hook behind the reducer's own, or in the first cycle.
+            if entry.grad is None or entry.param.grad is not entry.grad:
+                bucket.take(entry)
         bucket.start(self.context.engine)
         self.in_flight = True
 
@@ -393,7 +404,7 @@ class Reducer:
             return
         buckets = self._divide([entry.index for entry in late])
         for bucket in buckets:
-            self._complete(bucket)
+            self._submit(bucket)
         self._buckets += buckets
         self._two_rounds += (low := [b for b in buckets if isinstance(b, LowRankBucket)])
         for first in low:
@@ -408,7 +419,7 @@ class Reducer:
         ]
         buckets = [self._bucket(f"{self.label}.late.{entry.index}", [entry]) for entry in late]
         for bucket in buckets:
-            self._complete(bucket)
+            self._submit(bucket)
         for bucket in buckets:
             if isinstance(bucket, LowRankBucket):
                 bucket.start_second_round(self.context.engine)

@@ -114,6 +114,7 @@ class Entry:
         "missing",
         "name",
         "param",
+        "place",
         "shape",
         "sparse_dim",
         "stride",
@@ -133,6 +134,7 @@ class Entry:
         self.grad: Tensor | None = None  # this cycle's gradient, once it is complete
         self.missing = False  # this rank's gradient is a stand-in of zeros
         self.address = -1  # of what was sent last; the call is told when it changes
+        self.place = -1  # where the gradient lay when it was submitted; -1 of a sparse one
 
     @property
     def num_bytes(self) -> int:
@@ -142,6 +144,14 @@ class Entry:
     def forget_stride(self) -> None:
         """Other ranks have other strides: what is sent is row-major."""
         self.stride = torch.empty(self.shape, device="meta").stride()
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether `.grad` is another tensor, or lies elsewhere, than what was submitted."""
+        grad = self.param.grad
+        if grad is not self.grad:
+            return True
+        return grad is not None and self.place >= 0 and grad.data_ptr() != self.place
 
     def stand_in(self) -> Tensor:
         """Zeros in place of a gradient that this rank does not have, also as `.grad`."""
@@ -266,7 +276,7 @@ class DenseBucket(GradientBucket):
         for position, entry in enumerate(self.entries):
             tensor = entry.grad
             assert tensor is not None
-            if not (
+            if (
                 plain
                 and tensor.is_cpu
                 and tensor.dtype is entry.dtype
@@ -275,9 +285,11 @@ class DenseBucket(GradientBucket):
                 and tensor.stride() == entry.stride
                 and _is_alone(memory := tensor.untyped_storage())
             ):
+                entry.place = address = tensor.data_ptr()
+            else:
                 tensor = self._send_instead(entry, tensor)
                 memory = tensor.untyped_storage()
-            address = tensor.data_ptr()
+                address = tensor.data_ptr()
             if address != entry.address:
                 entry.address = address
                 tensors[position].input = tensors[position].output = address
@@ -315,6 +327,7 @@ class DenseBucket(GradientBucket):
         require_cpu(entry, grad)
         require_same_dtype(entry)
         require_same_shape(entry, grad)
+        entry.place = grad.data_ptr() if grad.layout is torch.strided else -1
         is_own = grad.layout is not torch.strided or owns_memory(grad)
         if self._plain and is_own and grad.dtype is entry.dtype and grad.layout is torch.strided:
             strides = grad.stride()
@@ -493,6 +506,7 @@ class ViewBucket(DenseBucket):
             require_same_shape(entry, entry.param)
             self._check_gradient(entry)
             entry.grad = self._memory.take(entry)
+            entry.place = entry.grad.data_ptr()
         self.work = engine.start(self.call, self.name, self._flat)
 
     def _check_gradient(self, entry: Entry) -> None:

@@ -252,6 +252,7 @@ class _Matrix:
         assert error is not None
         require_cpu(entry, grad := entry.grad)
         require_same_shape(entry, grad)
+        entry.place = grad.data_ptr() if grad.layout is torch.strided else -1
         if (
             grad.layout is torch.strided
             and grad.dtype is error.dtype

@@ -94,9 +94,9 @@ class ShardedBucket(GradientBucket):
         ranges = dict(zip(map(id, self.entries), self._ranges, strict=True)) if self.sent else {}
         for entry, wire, compression_context in self.sent:
             first, last = ranges[id(entry)]
-            assert entry.param.grad is not None
+            assert entry.grad is not None
             result = self._compression.decompress(flat(wire)[first:last], compression_context)
-            flat(entry.param.grad)[first:last].copy_(result)
+            flat(entry.grad)[first:last].copy_(result)
         if self._ones is not None and any([entry.missing for entry in self.entries]):
             for entry, used in zip(self.entries, self._flags.tolist(), strict=True):
                 if entry.missing and not used:
@@ -120,6 +120,7 @@ class ShardedBucket(GradientBucket):
             and owns_memory(grad)
         ):
             grad = self._laid_out(entry, grad)
+        entry.place = grad.data_ptr()
         if self._compression is Compression.none:
             return grad
         wire, compression_context = self._compression.compress(grad.detach())

@@ -127,13 +127,13 @@ def test_a_parameter_that_gets_another_shape_is_an_error(
         p.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        p.data = p.data[:10] if same_memory else torch.zeros(10)
-        memory = np.full(100, 7.0, np.float32)
+        parameter, memory = np.full((2, 100), 7.0, np.float32)
+        p.data = p.data[:10] if same_memory else torch.from_numpy(parameter[:10])
         p.grad = torch.from_numpy(memory[:10])
         p.grad.fill_(1.0 + hvd.rank())
         with pytest.raises(InvalidArgumentError) as caught:
             optimizer.step()
-        return str(caught.value), memory[10:].tolist() == [7.0] * 90
+        return str(caught.value), bool((memory[10:] == 7.0).all() and (parameter == 7.0).all())
 
     assert on_ranks(2, body) == [(message, True)] * 2
 
@@ -191,3 +191,158 @@ def test_a_compressed_matrix_with_another_shape_is_an_error() -> None:
             p.sum().backward()
 
     on_ranks(2, body)
+
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"sharded": True},
+    {"compression": hvd.Compression.fp16},
+    {"sharded": True, "compression": hvd.Compression.bf16},
+]
+REPLACED = (
+    "DistributedOptimizer: the gradient of 'w' was replaced or dropped while it was being reduced (p.grad = ..., "
+    "p.grad.data = ...), so the reduced one is lost. Call optimizer.synchronize() before you change gradients; step() "
+    "then does not reduce again. Register hooks that replace them before the optimizer is built."
+)
+
+
+def wrapped(options: dict[str, Any]) -> tuple[nn.Parameter, Any]:
+    p = nn.Parameter(torch.zeros(3))
+    return p, hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("w", p)], **options)
+
+
+def backward(p: nn.Parameter, optimizer: Any) -> None:
+    """The gradients' average is 1.5."""
+    optimizer.zero_grad()
+    (p * (1.0 + hvd.rank())).sum().backward()
+
+
+def assign(p: nn.Parameter) -> None:
+    assert p.grad is not None
+    p.grad = p.grad.clamp(max=10.0)
+
+
+def assign_data(p: nn.Parameter) -> None:
+    assert p.grad is not None
+    p.grad.data = p.grad.data * 1.0
+
+
+def drop(p: nn.Parameter) -> None:
+    p.grad = None
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_what_hooks_put_in_place_of_a_gradient_is_reduced(options: dict[str, Any]) -> None:
+    """Also where they come behind the optimizer's own."""
+
+    def halve(p: nn.Parameter) -> None:
+        assert p.grad is not None
+        p.grad = p.grad * 0.5
+
+    def body() -> Any:
+        p, optimizer = wrapped(options)
+        for reducer in optimizer._reducers:
+            reducer._overlaps = False  # as where the ranks use all cores of one host
+        p.register_post_accumulate_grad_hook(halve)  # type: ignore[arg-type]  # of a Parameter
+        for _ in range(4):
+            backward(p, optimizer)
+            optimizer.step()
+        return p.tolist()
+
+    assert on_ranks(2, body) == [[-3.0] * 3] * 2
+
+
+@pytest.mark.parametrize("replace", [assign, assign_data, drop])
+@pytest.mark.parametrize("options", KINDS)
+def test_replacing_a_gradient_in_flight_is_an_error(
+    options: dict[str, Any], replace: Callable[[nn.Parameter], None]
+) -> None:
+    def body() -> Any:
+        p, optimizer = wrapped(options)
+        backward(p, optimizer)
+        optimizer.step()
+        backward(p, optimizer)
+        replace(p)
+        with pytest.raises(InvalidArgumentError) as caught:
+            optimizer.step()
+        backward(p, optimizer)
+        optimizer.step()  # the next one works
+        return str(caught.value), p.tolist()
+
+    assert on_ranks(2, body) == [(REPLACED, [-3.0] * 3)] * 2
+
+
+def test_replacing_a_matrix_or_a_sparse_gradient_in_flight_is_an_error() -> None:
+    def body() -> Any:
+        matrix = nn.Parameter(torch.zeros(40, 60))
+        table = nn.Parameter(torch.zeros(10, 2))
+        for p, compression, loss in (
+            (matrix, hvd.Compression.powersgd(rank=1), lambda p: p.sum()),
+            (
+                table,
+                hvd.Compression.none,
+                lambda p: nn.functional.embedding(torch.tensor([1]), p, sparse=True).sum(),
+            ),
+        ):
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([p], lr=1.0), [("w", p)], compression
+            )
+            for step in range(3):
+                optimizer.zero_grad()
+                loss(p).backward()
+                if step < 2:
+                    optimizer.step()
+            p.grad = p.grad * 0.5
+            with pytest.raises(InvalidArgumentError) as caught:
+                optimizer.step()
+            assert str(caught.value) == REPLACED
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_a_gradient_that_is_replaced_before_it_is_submitted_counts(options: dict[str, Any]) -> None:
+    """The first cycle submits in step(), or, where no gradient can be sparse, when backward ends."""
+
+    def body() -> Any:
+        p, optimizer = wrapped(options)
+        if "sharded" in options or "gradient_as_bucket_view" in options:
+            optimizer.zero_grad()
+        else:
+            backward(p, optimizer)
+        p.grad = torch.full((3,), 2.0 * hvd.rank())
+        optimizer.step()
+        return p.tolist()
+
+    assert on_ranks(2, body) == [[-1.0] * 3] * 2
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_gradients_may_be_replaced_after_synchronize(options: dict[str, Any]) -> None:
+    def body() -> Any:
+        p, optimizer = wrapped(options)
+        for replace in (assign, assign_data, drop):
+            backward(p, optimizer)
+            optimizer.synchronize()
+            replace(p)
+            optimizer.step()
+        return p.tolist()
+
+    assert on_ranks(2, body) == [[-3.0] * 3] * 2
+
+
+def test_a_hook_behind_a_submission_that_overlaps_is_an_error() -> None:
+    """On several hosts the optimizer's own hook submits."""
+
+    def body() -> Any:
+        p, optimizer = wrapped({})
+        p.register_post_accumulate_grad_hook(assign)  # type: ignore[arg-type]  # of a Parameter
+        backward(p, optimizer)
+        optimizer.step()
+        backward(p, optimizer)
+        with pytest.raises(InvalidArgumentError) as caught:
+            optimizer.step()
+        return str(caught.value)
+
+    assert on_ranks(2, body, hosts=[0, 1]) == [REPLACED] * 2
