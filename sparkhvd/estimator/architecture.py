@@ -9,8 +9,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 import io
+import json
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +29,7 @@ __all__ = [
     "foreign_class",
     "light_copy",
     "load_shell",
+    "module_texts",
     "rebuild",
     "tensors_of",
 ]
@@ -90,6 +94,34 @@ def _is_allowed(kind: type) -> bool:
         and issubclass(kind, nn.Module)
         and getattr(torch.nn, kind.__name__, None) is kind
     ) or kind is nn.modules.linear.NonDynamicallyQuantizableLinear
+
+
+def module_texts(module: nn.Module) -> dict[str, str]:
+    """Per module its class, plain options and the names of its children in order: "Linear(in_features=2, ...)".
+
+    Equal for equal modules in any process, so that two fits can be compared. Options of `torch.nn` are its attributes;
+    of other classes, whose attributes may be anything, they are arguments of the constructor kept as numbers.
+    """
+    return {name: _text(part) for name, part in module.named_modules()}
+
+
+def _text(module: nn.Module) -> str:
+    kind = type(module)
+    values = {n: v for n, v in vars(module).items() if n not in _COMMON and not n.startswith("_")}
+    if not _is_allowed(kind):
+        try:
+            arguments = inspect.signature(kind.__init__).parameters
+        except (TypeError, ValueError):
+            arguments = inspect.signature(lambda: None).parameters
+        numbers = (bool, int, float)
+        values = {n: v for n, v in values.items() if n in arguments and isinstance(v, numbers)}
+    options = []
+    for name, value in sorted(values.items()):
+        with contextlib.suppress(_NotPlain):
+            options.append(f"{name}={json.dumps(_encode(value))}")
+    children = list(module._modules.keys())
+    shown = f"[{', '.join(children)}]" if children else ""
+    return f"{kind.__qualname__}({', '.join(options)}){shown}"
 
 
 # --- descriptions ---------------------------------------------------------------------------------------------

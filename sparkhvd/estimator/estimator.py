@@ -28,7 +28,7 @@ from sparkhvd.estimator.request import Request, bind_features, check_request, tr
 from sparkhvd.estimator.runs import Folds
 from sparkhvd.estimator.training.building import OVERRIDES
 from sparkhvd.estimator.training.checkpoint import Checkpoints
-from sparkhvd.estimator.training.options import FINGERPRINTED
+from sparkhvd.estimator.training.options import FINGERPRINTED, describe_result
 from sparkhvd.estimator.training.program import describe_program, store_program
 from sparkhvd.estimator.training.progress import EpochReporter, poll_interval, report_skipped
 from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
@@ -215,6 +215,9 @@ class TorchEstimator(
             **values,
             **request.program.functions.describe(),
             **data.describe(),
+            **describe_result(
+                request.training, has_schedule=request.program.lr_scheduler is not None
+            ),
             "num_proc": request.cluster.num_proc,
             "random_seed": request.seed,
             # Decides whether rows are permuted at once or in windows.

@@ -291,6 +291,8 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
     change = '\'0.weight\' was [[6, 3], "torch.float32"] and is [[7, 3], "torch.float32"]'
     assert change in str(refused.value)
 
+    rectified = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 1))
+
     # As if the driver had died when all epochs were done, before it had the model.
     store.delete("runs/mine/finished.json")
     fewer = df.limit(39)
@@ -309,6 +311,14 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
         ),
         (df, {"epochs": 1}, "it has 2 epochs, and epochs is 1"),
         (df, {"model": wider}, change),
+        (df, {"model": rectified}, 'modules: \'1\' was "Tanh()" and is "ReLU(inplace=false)"'),
+        (
+            df,
+            {"optimizer": lambda p: torch.optim.Adam(p, lr=0.5)},
+            "optimizer options: 'lr of group 0' was 0.001 and is 0.5",
+        ),
+        (df, {"metrics": ["mse"]}, "metrics: 'mse' is new"),
+        (df, {"return_model": "best", "monitor": "loss"}, 'return_model was "last" and is "best"'),
     ):
         fit = estimator(model, store, **options)
         for name, value in changed.items():

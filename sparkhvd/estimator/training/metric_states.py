@@ -45,6 +45,21 @@ class StateMetric:
     metric: Any
     label: int
 
+    @property
+    def kind(self) -> str:
+        """What it is, with the numbers and texts it was made with; equal in every process."""
+        parts = []
+        for part in _parts(self.metric):
+            options = (
+                f"{name}={value!r}"
+                for name, value in sorted(vars(part).items())
+                if isinstance(value, (bool, int, float, str))
+                and name not in ("training", *part._defaults)
+                and not name.startswith("_")
+            )
+            parts.append(f"{type(part).__qualname__}({', '.join(options)})")
+        return " of ".join(parts)
+
     def fresh(self) -> StateMetric:
         """The same metric with an empty state of its own."""
         metric = self.metric.clone()

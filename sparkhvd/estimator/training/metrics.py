@@ -61,6 +61,13 @@ class Metric:
     label: int
     link: str
 
+    @property
+    def kind(self) -> str:
+        """What it is, in a word; equal in every process."""
+        if isinstance(self.function, str):
+            return self.function
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
+
     def row_sum(self, output: Tensor, label: Tensor) -> Tensor:
         """The sum over the rows of a batch, in float64."""
         if isinstance(self.function, str):

@@ -11,7 +11,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.training.monitor import EarlyStopping, Monitor
 from sparkhvd.estimator.training.precision import PRECISIONS, check_precision
 
-__all__ = ["FINGERPRINTED", "training_options"]
+__all__ = ["FINGERPRINTED", "describe_result", "training_options"]
 
 # Params that two fits must share so that one can go on where the other stopped.
 FINGERPRINTED = (
@@ -83,6 +83,20 @@ def training_options(
         "monitor": monitor,
         "return_best": _returns_best(get, has_validation),
         "early_stopping": _early_stopping(get("early_stopping"), monitor, known, any_name=logs),
+    }
+
+
+def describe_result(options: Mapping[str, Any], *, has_schedule: bool) -> dict[str, Any]:
+    """What two fits must share because it decides which checkpoints stay and what a schedule may have looked at.
+
+    Args:
+        options: what `training_options` gave.
+        has_schedule: whether the fit has a learning-rate scheduler.
+    """
+    monitor, is_best = options["monitor"], options["return_best"]
+    return {
+        "return_model": "best" if is_best else "last",
+        "monitor": f"{monitor.mode} of {monitor.name}" if is_best or has_schedule else None,
     }
 
 

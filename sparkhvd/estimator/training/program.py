@@ -20,12 +20,18 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InternalError, InvalidArgumentError
-from sparkhvd.estimator.architecture import dump_shell, light_copy, load_shell, tensors_of
+from sparkhvd.estimator.architecture import (
+    dump_shell,
+    light_copy,
+    load_shell,
+    module_texts,
+    tensors_of,
+)
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.class_mean import ClassMean
 from sparkhvd.estimator.training.metrics import Metric, StateMetric
-from sparkhvd.estimator.training.schedulers import describe_scheduler
+from sparkhvd.estimator.training.schedulers import describe_scheduler, is_plain, plain
 from sparkhvd.estimator.training.user_code import UserCode
 from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump
 from sparkhvd.torch.powersgd import PowerSGD
@@ -346,34 +352,49 @@ def _per_row(loss: Loss) -> Loss:
 
 
 def describe_program(program: Program) -> dict[str, Any]:
-    """What must be equal for a checkpoint to fit: the model's structure and the kinds of the rest."""
+    """What must be equal for a checkpoint to fit: the structure of model and optimizer, and the kinds of the rest.
+
+    Nothing of it may differ between two processes that were given the same.
+    """
     optimizer = program.optimizer
     is_instance = isinstance(optimizer, torch.optim.Optimizer)
     kind = type(optimizer) if is_instance else optimizer
+    made: torch.optim.Optimizer | None = None
+    if optimizer is not None:
+        made = optimizer if is_instance else build_optimizer(optimizer, light_copy(program.model))
     return {
         "model": {
             n: [list(t.shape), str(t.dtype)]
             for n, t in program.model.state_dict().items()
             if isinstance(t, Tensor)
         },
+        "modules": module_texts(program.model),
         "optimizer": getattr(kind, "__qualname__", type(kind).__name__),
-        "parameter groups": [len(g["params"]) for g in optimizer.param_groups]
-        if is_instance
-        else None,
+        "optimizer options": None if made is None else _options(made),
+        "parameter groups": None if made is None else [len(g["params"]) for g in made.param_groups],
         "loss": [_loss_name(loss) for loss in program.losses],
+        # Their sums are saved in this order.
+        "metrics": {m.name: [i, m.kind] for i, m in enumerate(program.metrics)},
         "gradient_compression": _compression_name(program.compression),
-        "lr_scheduler": _scheduler(program),
+        "lr_scheduler": None
+        if program.lr_scheduler is None or made is None
+        else describe_scheduler(program.lr_scheduler, made),
         **program.user.describe(),
     }
 
 
-def _scheduler(program: Program) -> Any:
-    if program.lr_scheduler is None:
-        return None
-    optimizer = program.optimizer
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = build_optimizer(optimizer, light_copy(program.model))
-    return describe_scheduler(program.lr_scheduler, optimizer)
+# How a step is computed, and what a group says besides its options.
+_NO_OPTIONS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+def _options(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The plain options of all groups: "lr of group 0"."""
+    return {
+        f"{name} of group {number}": plain(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name not in _NO_OPTIONS and is_plain(plain(value))
+    }
 
 
 def _compression_name(compression: Any) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["describe_scheduler", "make_scheduler"]
+__all__ = ["describe_scheduler", "is_plain", "make_scheduler", "plain"]
 
 # `total_steps` for a description: how many steps a run has may change from fit to fit, with `epochs`.
 _SOME_STEPS = 1_000_000
@@ -55,10 +55,10 @@ def describe_scheduler(
         return {"function": getattr(function, "__qualname__", type(function).__qualname__)}
     # Where OneCycleLR and its like keep their arguments.
     written = {
-        f"{key} of group {number}": _plain(value)
+        f"{key} of group {number}": plain(value)
         for number, (group, old) in enumerate(zip(trial.param_groups, before, strict=True))
         for key, value in group.items()
-        if key not in old and key != "initial_lr" and _is_plain(_plain(value))
+        if key not in old and key != "initial_lr" and is_plain(plain(value))
     }
     return {**_described(scheduler), **written}
 
@@ -78,8 +78,8 @@ def _described(scheduler: Any) -> dict[str, Any]:
     state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
     described: dict[str, Any] = {"kind": type(scheduler).__qualname__}
     for name, value in state.items():
-        if name not in (*_NO_ARGUMENTS, "lr_lambdas", "_schedulers") and _is_plain(_plain(value)):
-            described[name] = _plain(value)
+        if name not in (*_NO_ARGUMENTS, "lr_lambdas", "_schedulers") and is_plain(plain(value)):
+            described[name] = plain(value)
     if lambdas := getattr(scheduler, "lr_lambdas", None):
         described["factors"] = [_factors(one) for one in lambdas]
     if inner := getattr(scheduler, "_schedulers", None):
@@ -98,16 +98,22 @@ def _factors(function: Callable[[int], Any]) -> list[float | None]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Numbers of numpy and torch as plain ones, and in lists."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value.item() if hasattr(value, "item") and getattr(value, "size", 0) == 1 else value
+        return [plain(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return plain(value.item()) if value.numel() == 1 else value
+    if hasattr(value, "item") and getattr(value, "size", 0) == 1:
+        value = value.item()
+    # A NaN is not equal to itself, and the same fit must be.
+    return "nan" if isinstance(value, float) and value != value else value
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value can be compared as JSON."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
