@@ -5,6 +5,8 @@ The one place of the estimator that looks below the DataFrame API: no public cal
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +20,52 @@ _MAX_INPUT_FILES = 5000
 # Leaves whose content is told by the plan itself. Not LocalRelation: its text has columns and no rows, and of these
 # the plan's hash has so few bits that rows with other signs have the same.
 _VALUE_LEAVES = frozenset({"Range", "OneRowRelation"})
-# Confs that change what a scan gives; those that a version lacks are None.
-_SCAN_CONFS = (
-    "spark.sql.files.ignoreCorruptFiles",
-    "spark.sql.files.ignoreMissingFiles",
-    "spark.sql.legacy.timeParserPolicy",
-    "spark.sql.parquet.datetimeRebaseModeInRead",
-    "spark.sql.parquet.int96RebaseModeInRead",
-    "spark.sql.avro.datetimeRebaseModeInRead",
+# Any conf of SQL that is set may decide what a plan gives, except these, which decide where and how fast it runs.
+_SQL_CONF = "spark.sql."
+_OTHER_CONFS = tuple(
+    _SQL_CONF + name
+    for name in (
+        "adaptive.",
+        "artifact.",
+        "autoBroadcastJoinThreshold",
+        "broadcastTimeout",
+        "catalogImplementation",
+        "debug.",
+        "execution.arrow.",
+        "files.maxPartitionBytes",
+        "files.maxPartitionNum",
+        "files.minPartitionNum",
+        "files.openCostInBytes",
+        "inMemoryColumnarStorage.",
+        "maxPlanStringLength",
+        "pyspark.",
+        "repl.",
+        "shuffle.",
+        "sources.parallelPartitionDiscovery.",
+        "streaming.",
+        "ui.",
+        "warehouse.dir",
+    )
 )
 # A LogicalRelation is anything that a data source of Spark's first interface reads, JDBC too. Its content is told by the
 # state of its files if it reads files, and nothing but those: a table format's log may say that rows in them are deleted.
 _FILE_RELATION = "HadoopFsRelation"
 _FILE_INDEXES = frozenset({"InMemoryFileIndex", "CatalogFileIndex"})
+# File formats without a state of their own: the relation's options and schemas say all.
+_FILE_FORMATS = frozenset(
+    {
+        "org.apache.spark.ml.source.image.ImageFileFormat",
+        "org.apache.spark.ml.source.libsvm.LibSVMFileFormat",
+        "org.apache.spark.sql.avro.AvroFileFormat",
+        "org.apache.spark.sql.execution.datasources.binaryfile.BinaryFileFormat",
+        "org.apache.spark.sql.execution.datasources.csv.CSVFileFormat",
+        "org.apache.spark.sql.execution.datasources.json.JsonFileFormat",
+        "org.apache.spark.sql.execution.datasources.orc.OrcFileFormat",
+        "org.apache.spark.sql.execution.datasources.parquet.ParquetFileFormat",
+        "org.apache.spark.sql.execution.datasources.text.TextFileFormat",
+        "org.apache.spark.sql.execution.datasources.xml.XmlFileFormat",
+    }
+)
 # Code that may read anything (Spark's names; not every version has all).
 _CODE_PATTERNS = (
     "PYTHON_UDF",
@@ -40,6 +75,7 @@ _CODE_PATTERNS = (
     "EXTERNAL_UDF",
     "USER_DEFINED_AGGREGATION",
     "DESERIALIZE_TO_OBJECT",
+    "TYPED_FILTER",
 )
 # Transformers of Spark ML are Scala functions of its own.
 _ML_PACKAGES = ("org.apache.spark.ml.", "org.apache.spark.sql.ml.")
@@ -87,10 +123,33 @@ def plan_facts(df: Any) -> PlanFacts:
             if state is None:
                 return PlanFacts(f"the state of {url!r} is unknown")
             files.append((url, *state))
-    confs = [df.sparkSession.conf.get(name, None) for name in _SCAN_CONFS]
-    # semanticHash has 32 bits; the canonical text tells more plans apart.
-    canonical = f"{df.semanticHash()} {_text(plan.canonicalized())} {_caches(df)} {confs}"
-    return PlanFacts("", canonical, tuple(files))
+    has_functions = plan.containsPattern(patterns.SCALA_UDF())
+    return PlanFacts("", json.dumps(_description(df, plan, has_functions)), tuple(files))
+
+
+def _description(df: Any, plan: Any, has_functions: bool) -> list[Any]:
+    """Everything that decides the rows of a plan, but for the content of its files; equal in every process.
+
+    Not `semanticHash()` of the plan: it holds the identity of a relation's file format, which every JVM makes anew.
+    """
+    session = df.sparkSession
+    canonical = plan.canonicalized()
+    relations = [
+        _relation(leaf, session) for leaf in _items(plan.collectLeaves()) if _is_relation(leaf)
+    ]
+    return [
+        str(session.version),
+        _text(canonical),
+        _structure(canonical, session),
+        _hashes(canonical),
+        # A canonical plan has no names: those of the columns, and of the columns of its files.
+        str(plan.schema().json()),
+        relations,
+        # Functions are told apart by identity, which means nothing in another process.
+        session.sparkContext.applicationId if has_functions else "",
+        _caches(df),
+        _sql_confs(df),
+    ]
 
 
 def _class_name(java_object: Any) -> str:
@@ -108,6 +167,64 @@ def _text(plan: Any) -> str:
         return str(plan.treeString(*whole))
 
 
+def _structure(canonical: Any, session: Any) -> str:
+    """The plan as JSON: its text quotes no string and names no type, so that '1' looks like 1 in it."""
+    from py4j.protocol import Py4JJavaError
+
+    try:
+        found = str(canonical.toJSON())
+    except Py4JJavaError:  # a node that is not made for it
+        return str(session.sparkContext.applicationId)
+    found = re.sub(r'"jvmId":"[^"]*"', "", found)
+    # Binary literals are addresses here; the text has their bytes.
+    return re.sub(r'"value":"\[B@[0-9a-f]+"', "", found)
+
+
+def _hashes(node: Any) -> list[Any]:
+    """Hashes of the expressions of every node: of what neither text nor JSON shows, such as ANSI mode."""
+    below = [_hashes(child) for child in _items(node.children())]
+    return [int(node.expressions().hashCode()), below]
+
+
+def _is_relation(leaf: Any) -> bool:
+    return _class_name(leaf) == "LogicalRelation"
+
+
+def _relation(leaf: Any, session: Any) -> list[Any]:
+    """What a scan makes of its files."""
+    relation = leaf.relation()
+    form = relation.fileFormat()
+    name = str(form.getClass().getName())
+    state = []
+    if name not in _FILE_FORMATS:  # whatever it holds: equal only if it says so, and only here
+        state = [session.sparkContext.applicationId, int(form.hashCode())]
+    index = relation.location()
+    roots = str(index.rootPaths().mkString("\n"))
+    if _class_name(index) == "CatalogFileIndex":  # the catalog tells the values of its partitions
+        nil = getattr(session._jvm.scala.collection.immutable, "Nil$")
+        index = index.filterPartitions(getattr(nil, "MODULE$"))
+    partitions = index.partitionSpec().partitions()
+    return [
+        name,
+        state,
+        roots,
+        [str(s.json()) for s in (relation.dataSchema(), relation.partitionSchema(), leaf.schema())],
+        sorted(str(relation.options().toSeq().mkString("\0")).split("\0")),
+        [str(partitions.mkString("\n")), int(partitions.hashCode())],
+    ]
+
+
+def _sql_confs(df: Any) -> list[str]:
+    """What is set of Spark's SQL and may decide what a plan gives."""
+    confs = df._jdf.sparkSession().sessionState().conf().getAllConfs()
+    pairs = str(confs.toSeq().mkString("\0")).split("\0")  # each "(name,value)"
+    return sorted(
+        pair
+        for pair in (p[1:-1] for p in pairs)
+        if pair.startswith(_SQL_CONF) and not pair.startswith(_OTHER_CONFS)
+    )
+
+
 def _items(sequence: Any) -> Iterator[Any]:
     for i in range(sequence.size()):
         yield sequence.apply(i)
@@ -115,8 +232,8 @@ def _items(sequence: Any) -> Iterator[Any]:
 
 def _leaf(leaf: Any) -> tuple[str, bool]:
     """(what a leaf reads, whether its content can be told)."""
-    name = _class_name(leaf)
-    if name != "LogicalRelation":
+    if not _is_relation(leaf):
+        name = _class_name(leaf)
         return name, name in _VALUE_LEAVES
     relation = leaf.relation()
     source = _class_name(relation)

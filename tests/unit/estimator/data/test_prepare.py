@@ -116,9 +116,130 @@ def test_columns_beyond_those_that_spark_prints_are_part_of_the_key(spark: Spark
         many = [F.col("id").alias(f"c{i}") for i in range(30)]
         return plan_facts(spark.range(2).select(*many, F.lit(value).alias("last"))).plan
 
-    # Without the hash, which is too short to be relied on.
-    assert text(1.5).partition(" ")[2] != text(2.5).partition(" ")[2]
+    assert text(1.5) != text(2.5)
     assert text(1.5) == text(1.5)
+
+
+def deep(df: DataFrame, value: int) -> DataFrame:
+    """A plan whose text is longer than what Spark prints of one, with `value` in the middle."""
+    condition = "id <> -1"
+    for i in range(60):
+        condition += f" and id + {value if i == 30 else i} <> -{i + 2}"
+    return df.where(condition)
+
+
+def renamed(df: DataFrame, names: str) -> DataFrame:
+    return df.select("id", "label").toDF(*names.split())
+
+
+def scanned(spark: SparkSession, path: str, schema: str, **options: Any) -> DataFrame:
+    return spark.read.schema(schema).options(**options).csv(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "one", "other"),
+    [
+        (deep, 30, 31),
+        (
+            lambda df, at: df.select(
+                *[F.col("label" if i == at else "id").alias(f"c{i}") for i in range(60)]
+            ),
+            30,
+            31,
+        ),
+        (lambda df, v: df.select("id", F.lit(v).cast("string").alias("label")), 1, "1"),
+        (lambda df, v: df.select("id", F.lit(v).alias("label")), ["a, b"], ["a", "b"]),
+        (lambda df, v: df.select("id", F.lit(v).alias("label")), b"1", b"2"),
+        (renamed, "id label", "label id"),
+        (
+            lambda df, f: df.select("id", F.transform(F.array("id"), f)),
+            lambda x: x + 1,
+            lambda x: -x,
+        ),
+    ],
+)
+def test_plans_of_other_rows_have_other_facts(
+    spark: SparkSession, tmp_path: Path, make: Any, one: Any, other: Any
+) -> None:
+    path = str(tmp_path / "source")
+    numbers(spark).write.parquet(path)
+
+    def text(value: Any) -> str:
+        facts = plan_facts(make(spark.read.parquet(path), value))
+        assert facts.obstacle == ""
+        return facts.plan
+
+    assert text(one) == text(one)
+    assert text(one) != text(other)
+
+
+def test_how_files_are_read_is_part_of_the_plan(spark: SparkSession, tmp_path: Path) -> None:
+    path = str(tmp_path / "source")
+    spark.range(3).selectExpr("id", "id + 1").write.csv(path)
+    schemas = ("a int, b int", "b int, a int", "a int, b string")
+    frames = [scanned(spark, path, schema) for schema in schemas]
+    frames += [scanned(spark, path, schemas[0], header=header) for header in (True, False)]
+    frames.append(spark.read.schema(schemas[0]).json(path))
+    assert len({plan_facts(df).plan for df in frames}) == len(frames)
+    assert plan_facts(scanned(spark, path, schemas[0])).plan == plan_facts(frames[0]).plan
+
+
+def test_the_mode_that_an_expression_was_made_in_is_part_of_the_plan(spark: SparkSession) -> None:
+    def text() -> str:
+        df = spark.range(3).selectExpr("cast(cast(id as string) as int) as a")
+        spark.conf.unset("spark.sql.ansi.enabled")
+        return plan_facts(df).plan
+
+    found = set()
+    for mode in ("true", "false"):
+        spark.conf.set("spark.sql.ansi.enabled", mode)
+        found.add(text())
+    assert len(found) == 2
+
+
+def test_values_of_partitions_in_a_catalog_are_part_of_the_plan(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    path = tmp_path / "part"
+    numbers(spark, 3).write.parquet(str(path))
+    found = set()
+    for year in (2024, 2025):
+        spark.sql(
+            f"create table years (id long, label double, year int) using parquet partitioned by (year) "
+            f"location '{tmp_path}/table'"
+        )
+        try:
+            spark.sql(f"alter table years add partition (year = {year}) location '{path}'")
+            found.add(plan_facts(spark.table("years")).plan)
+            assert plan_facts(spark.table("years")).plan in found
+        finally:
+            spark.sql("drop table years")
+    assert len(found) == 2
+
+
+@pytest.mark.timeout(320)
+def test_kept_data_of_files_are_used_by_another_application(tmp_path: Path) -> None:
+    body = f"""
+        from sparkhvd.estimator.data.prepare import prepare
+        from sparkhvd.estimator.data.schema import check_schema
+        from sparkhvd.estimator.data.store import Store
+        store = Store.create({str(tmp_path / "store")!r})
+        source = {str(tmp_path / "source")!r}
+        if not os.path.exists(source):
+            spark.range(20).selectExpr("id", "id * 0.5D as label").coalesce(1).write.parquet(source)
+            spark.read.parquet(source).count()  # what was done before must not matter
+        read = spark.read.option("mergeSchema", "true").parquet(source)
+        for df in (read, read.where("id > 1").select("id", "label")):
+            schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])
+            found = prepare(df, schema, store, app_id=spark.sparkContext.applicationId, keep_data=True)
+            print("RESULT", found.reused, found.manifest.num_rows)
+    """
+    for is_second in (False, True):
+        conf = {"spark.sql.shuffle.partitions": "3" if is_second else "2"}
+        output = run_on("local[1]", body, tmp_path, conf=conf, timeout_s=150)
+        found = [line for line in output.splitlines() if line.startswith("RESULT")]
+        assert found == [f"RESULT {is_second} 20", f"RESULT {is_second} 18"]
+    assert len(Store(str(tmp_path / "store")).data_directories()) == 2
 
 
 def test_a_source_that_changed_is_read_again(
