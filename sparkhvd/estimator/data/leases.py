@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sparkhvd.estimator.data.store import Store
 
-__all__ = ["LEASE_NAME", "LEASE_S", "Lease", "is_abandoned", "lease_of", "write_lease"]
+__all__ = ["LEASE_NAME", "LEASE_S", "Lease", "is_abandoned", "is_owners", "lease_of", "write_lease"]
 
 LEASE_NAME = "_lease.json"
 # An owner that has not renewed its lease for a day is gone: a fit renews it every hour.
@@ -55,6 +55,11 @@ def lease_of(store: Store, data_dir: str) -> Lease | None:
 def write_lease(store: Store, data_dir: str, lease: Lease) -> None:
     """Say who owns a data directory."""
     store.write_bytes(f"{data_dir}/{LEASE_NAME}", json.dumps(asdict(lease)).encode())
+
+
+def is_owners(data_dir: str) -> bool:
+    """Whether a path is the directory of one owner, `data/<key>/<owner>`, and not of a key that could not be listed."""
+    return data_dir.count("/") == 2
 
 
 def is_abandoned(store: Store, data_dir: str, now: float) -> bool:

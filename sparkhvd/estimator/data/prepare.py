@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparkhvd.errors import StoreError
-from sparkhvd.estimator.data.leases import Lease, is_abandoned, lease_of, write_lease
+from sparkhvd.estimator.data.leases import Lease, is_abandoned, is_owners, lease_of, write_lease
 from sparkhvd.estimator.data.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from sparkhvd.estimator.data.materialize import materialize
 from sparkhvd.estimator.data.plan import plan_facts
@@ -271,16 +271,21 @@ def _release_ended() -> None:
 
 
 def sweep(store: Store, *, now: float) -> list[str]:
-    """Delete the data of owners that have been silent for a day (without a lease: unchanged); return their directories."""
+    """Delete the data of owners that have been silent for a day (without a lease: unchanged); return their directories.
+
+    What this user may not list, read or delete stays, for whoever may.
+    """
     with _owned.lock:
         mine = {data_dir for owner, data_dir in _owned.directories if owner == store}
     swept = []
     for data_dir in store.data_directories():
-        if data_dir in mine:
+        if data_dir in mine or not is_owners(data_dir):
             continue
-        if is_abandoned(store, data_dir, now):
-            _remove(store, data_dir)
-            swept.append(data_dir)
+        with suppress(OSError):  # StoreError, too: another one's data must not end this fit
+            if is_abandoned(store, data_dir, now):
+                _remove(store, data_dir)
+                if not store.exists(data_dir):
+                    swept.append(data_dir)
     return swept
 
 
@@ -327,15 +332,19 @@ def _key_lock(store: Store, name: str) -> Iterator[None]:
 def _find(store: Store, name: str, own: str) -> tuple[str, Manifest] | None:
     """This process's data of a key, else kept data of another one."""
     for data_dir in [own, *store.list(f"data/{name}")]:
-        if not store.exists(f"{data_dir}/{MANIFEST_NAME}"):
-            continue
-        if data_dir != own and not _is_kept(store, data_dir):
-            continue
         try:
+            if not store.exists(f"{data_dir}/{MANIFEST_NAME}"):
+                continue
+            if data_dir != own and not _is_kept(store, data_dir):
+                continue
             manifest = Manifest.load(store, data_dir)
+            seen = set(store.list(data_dir))
         except ValueError:  # of another version, or cut off by a kill
             continue
-        seen = set(store.list(data_dir))
+        except OSError:  # StoreError, too
+            if data_dir == own:
+                raise
+            continue  # deleted meanwhile, or of a user who shows it to nobody
         if all(f.path in seen for f in manifest.files):
             return data_dir, manifest
     return None

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import posixpath
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ import pyarrow.fs as pafs
 
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data import addresses, writing
-from sparkhvd.estimator.data.leases import is_abandoned, lease_of
+from sparkhvd.estimator.data.leases import is_abandoned, is_owners, lease_of
 from sparkhvd.runner.spark_shim import connect_session
 
 __all__ = ["Store", "StoredFile"]
@@ -366,7 +368,7 @@ class Store:
         """Delete kept data, and data whose owner is gone.
 
         Data that are not kept stay while the lease of their owner is alive. Kept data go in any case: call it when no fit
-        trains on them. Models are never touched.
+        trains on them. Models are never touched. What this user may not list, read or delete stays, and a warning names it.
 
         Args:
             runs: also delete the folders of all runs (checkpoints, logs, outcomes).
@@ -376,21 +378,49 @@ class Store:
             The paths that were deleted.
         """
         now = time.time() if now is None else now
-        deleted = []
-        for directory in self.data_directories():
+        deleted: Paths = []
+        failed: Paths = []
+
+        def remove(path: str, is_wanted: Callable[[], bool]) -> None:
+            try:
+                if not is_wanted():
+                    return
+                self.delete(path)
+                (failed if self.exists(path) else deleted).append(path)
+            except StoreError:
+                failed.append(path)
+            except OSError:  # its owner deletes it at this moment
+                pass
+
+        def is_over(directory: str) -> bool:
             lease = lease_of(self, directory)
-            if (lease is not None and lease.keep) or is_abandoned(self, directory, now):
-                self.delete(directory)
-                deleted.append(directory)
-        if runs:
-            for run in self.list("runs"):
-                self.delete(run)
-                deleted.append(run)
+            return (lease is not None and lease.keep) or is_abandoned(self, directory, now)
+
+        for directory in self.data_directories():
+            if is_owners(directory):
+                remove(directory, functools.partial(is_over, directory))
+            else:
+                failed.append(directory)
+        for run in self.list("runs") if runs else ():
+            remove(run, lambda: True)
+        if failed:
+            warnings.warn(
+                f"Store.clean: {len(failed)} folders of {self.url} stay, because this user may not list, read or delete "
+                f"them: {', '.join(failed[:20])}{', ...' if len(failed) > 20 else ''}. Let their owners clean, or somebody "
+                "who may.",
+                stacklevel=2,
+            )
         return deleted
 
     def data_directories(self) -> Paths:
-        """Every folder `data/<key>/<owner>` in the store."""
-        return [owner for key in self._folders("data") for owner in self._folders(key)]
+        """Every folder `data/<key>/<owner>` in the store; where a key may not be listed, its folder `data/<key>`."""
+        found = []
+        for key in self._folders("data"):
+            try:
+                found += self._folders(key)
+            except StoreError:  # of a user who shows it to nobody
+                found.append(key)
+        return found
 
     def _folders(self, path: str) -> Paths:
         selector = pafs.FileSelector(self._full(path), allow_not_found=True)

@@ -3,8 +3,10 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -356,6 +358,55 @@ def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
     for _ in range(2):
         list(remote_store._make_private(Store(str(tmp_path / "a" / "b"))))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+@contextlib.contextmanager
+def as_user(number: int) -> Iterator[None]:
+    """The thread's file accesses are those of another user, with nothing of what he makes open to others."""
+    mask = os.umask(0o077)
+    os.setegid(number)
+    os.seteuid(number)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.umask(mask)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_data_that_a_user_may_not_see_keep_nobody_else_from_working() -> None:
+    old = time.time() - 2 * LEASE_S
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        root = f"{folder}/store"
+        store = Store.create(root)
+        for made in ("data", "data/common", "runs"):
+            os.mkdir(f"{root}/{made}")
+            os.chmod(f"{root}/{made}", 0o777)
+        write_lease(store, "data/open/app", Lease("root", old))  # all may read it
+        os.chmod(f"{root}/data/open", 0o755)
+        os.chmod(f"{root}/data/open/app", 0o755)
+        with as_user(1001):
+            write_lease(store, "data/hidden/app", Lease("hidden", old))
+            write_lease(store, "data/common/hidden", Lease("hidden", old))
+            store.write_bytes("runs/hidden/metrics.jsonl", b"x")
+        with as_user(1002):
+            store = Store(root)
+            write_lease(store, "data/common/own", Lease("own", old))
+            assert sweep(store, now=time.time()) == ["data/common/own"]
+            write_lease(store, "data/common/own", Lease("own", old))
+            with pytest.warns(UserWarning, match="Store.clean: 4 folders of") as warned:
+                assert store.clean(runs=True) == ["data/common/own"]
+            stay = "data/common/hidden, data/hidden, data/open/app, runs/hidden. Let their owners"
+            assert stay in str(warned[0].message)
+        # Nothing keeps root from it.
+        assert set(Store(root).clean(runs=True)) == {
+            "data/common/hidden",
+            "data/hidden/app",
+            "data/open/app",
+            "runs/hidden",
+        }
 
 
 def test_clean_deletes_kept_and_abandoned_data_only(store: Store) -> None:
