@@ -25,6 +25,7 @@ __all__ = [
     "open_filesystem",
     "parse",
     "secrets_of",
+    "split",
     "url_options",
     "without_secrets",
 ]
@@ -118,6 +119,22 @@ def parse(given: str) -> Address:
         )
     full = f"{scheme}:{rest}"
     return Address(scheme, without_secrets(full), _root(scheme, full), full)
+
+
+def split(given: str) -> tuple[str, str]:
+    """(folder, name in it) of a path or URL: the folder as `parse` takes it, the name as a file system does.
+
+    A relative path is that of this process.
+    """
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", given):
+        folder, _, name = os.path.abspath(given).rpartition("/")
+        return folder or "/", name
+    url, mark, query = given.partition("?")
+    folder, _, name = url.rstrip("/").rpartition("/")
+    scheme = _ALIASES.get(url.partition(":")[0].lower(), url.partition(":")[0].lower())
+    # As `parse` does with the rest of the path.
+    is_quoted = scheme == "file" or scheme in PYARROW_SCHEMES
+    return f"{folder}{mark}{query}", unquote(name) if is_quoted else name
 
 
 def _root(scheme: str, full: str) -> str | None:

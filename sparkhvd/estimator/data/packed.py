@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.estimator.data import addresses
 from sparkhvd.estimator.data.manifest import FORMAT_VERSION, MANIFEST_NAME, DataFile, Manifest
 from sparkhvd.estimator.data.open_files import OpenFiles
 from sparkhvd.estimator.data.sampler import Rows
@@ -560,16 +561,17 @@ def read_packed(path: str | os.PathLike[str], **storage_options: Any) -> dict[st
     """Read a packed Parquet file, or a data directory with its manifest, into numpy arrays by column name.
 
     Args:
-        path: an absolute path or URL of a `.parquet` file, or of a folder `data/<key>/<app>`.
+        path: a path or URL, as `Store.create` takes it, of a `.parquet` file or of a folder `data/<key>/<app>`.
         **storage_options: as for `Store.create`.
 
     Returns:
         For every column an array of shape (rows, *shape of a row's value); where rows differ in length, an object array
         of arrays, bytes or strings; of sparse vectors an object array of pairs (indices, values).
     """
-    text = os.fspath(path).rstrip("/")
-    folder, _, name = (text if "://" in text else os.path.abspath(text)).rpartition("/")
-    store = Store(folder or "/", storage_options)
+    text = os.fspath(path)
+    folder, name = addresses.split(text)
+    store = Store(folder, storage_options)
+    text = addresses.without_secrets(text)
     if name.endswith(".parquet"):
         file = _PackedFile(store, name)
         try:

@@ -235,7 +235,10 @@ class Store:
 
     def full_url(self, path: str) -> str:
         """The URL of a path in the store, for messages and for Spark."""
-        return f"{self.url.rstrip('/')}/{path}" if path else self.url
+        if not path:
+            return self.url
+        url, mark, query = self.url.partition("?")
+        return f"{url.rstrip('/')}/{path}{mark}{query}"
 
     def waiting(self, limit_s: float) -> Store:
         """This store with another longest wait for one access, where accesses wait for task slots."""
