@@ -53,12 +53,14 @@ def relative(path: Path) -> str:
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b.c` of a chain of names; empty for anything else."""
+    """`a.b().c` of a chain of names and calls of names; empty for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
         inner = dotted(node.value)
         return f"{inner}.{node.attr}" if inner else node.attr
+    if isinstance(node, ast.Call) and (called := dotted(node.func)):
+        return f"{called}()"
     return ""
 
 
@@ -110,17 +112,38 @@ def test_only_listed_files_touch_the_environment(path: Path) -> None:
         assert uses == [], f"{relative(path)} uses the environment in lines {uses}"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=relative)
-def test_only_listed_files_unpickle(path: Path) -> None:
+def unpickling(tree: Iterator[ast.AST]) -> list[str]:
+    """Calls that turn bytes into Python objects; of modules by name, or as `cloudpickle()` gives them."""
     unpicklers = re.compile(
-        r"(^|\.)((c?loud)?pickle\.(loads?|Unpickler)|torch\.load|joblib\.load|marshal\.loads?|"
+        r"(^|\.)(\w*pickle(\(\))?\.(loads?|Unpickler)|torch\.load|joblib\.load|marshal\.loads?|"
         r"dill\.loads?|shelve\.open|read_pickle|np\.load|numpy\.load)$"
     )
-    uses = [
+    return [
         f"{node.lineno}: {dotted(node.func)}"
-        for node in nodes(path)
+        for node in tree
         if isinstance(node, ast.Call) and unpicklers.search(dotted(node.func))
     ]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "pickle.loads(x)",
+        "cloudpickle().loads(x)",
+        "child.cloudpickle().loads(x)",
+        "_pickle.load(x)",
+        "pickle.Unpickler(x).load()",
+        "torch.load(x)",
+    ],
+)
+def test_every_form_of_unpickling_is_found(call: str) -> None:
+    assert len(unpickling(ast.walk(ast.parse(call)))) == 1
+    assert unpickling(ast.walk(ast.parse("cloudpickle().dumps(json.loads(x))"))) == []
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_only_listed_files_unpickle(path: Path) -> None:
+    uses = unpickling(nodes(path))
     hidden = [
         node.lineno
         for node in nodes(path)
