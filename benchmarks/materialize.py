@@ -8,9 +8,13 @@ On `local[2]`, from Parquet that Spark wrote:
 - scalars: 1,000,000 rows of 32 columns of doubles and a label: >= 400,000 rows/s;
 - wide: 50,000 rows of an ML vector of 10,000 doubles, long: 20,000,000 rows of 4 columns of doubles: at least half the
   bytes/s of `vectors` and `scalars`;
-- images: 20,000 PNGs of 64 x 64, and an epoch of a reader that decodes them in two threads.
+- images: 20,000 PNGs of 64 x 64.
 
-A Python worker may take no more memory than what it starts with and a fixed amount, whatever the data.
+Then a reader hands out two epochs of `wide` and `long`, and an epoch of the images, decoded in its own thread and in two, in
+a process of its own.
+
+A Python worker may take no more memory than what it starts with and a fixed amount, whatever the data; a process that
+reads, no more than its `shuffle_bytes`, its `prefetch_bytes` and a fixed amount.
 
 The phases are jobs of their own, each with one thing more than the one before: `JVM` reads and converts rows and drops
 them, `Arrow hop` sends them to Python workers, `encode` makes them arrays and counts what is wrong with them, `write`
@@ -21,9 +25,12 @@ together: on a machine that does other things too they tell more than the clock.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import struct
+import subprocess
+import sys
 import tempfile
 import time
 import zlib
@@ -41,6 +48,12 @@ PHASES = ("JVM", "Arrow hop", "encode", "write")
 # What a worker may take beyond its imports: a row group and its columns as Arrow, the batch in its forms, and what
 # the allocators keep.
 WORKER_BYTES = 400 << 20
+# What a reader holds, as in a fit by default; the second data set is read beyond memory.
+SHUFFLE_BYTES = {"wide": 1 << 30, "long": 128 << 20, "images": 1 << 30}
+PREFETCH_BYTES = 16 << 20
+# What a process that reads may take beyond those: the order of its rows (8 bytes for each of the 20 million of `long`, and as
+# much while it is made), its batches, and what the allocators keep.
+READER_BYTES = 400 << 20
 SIDE = 64
 
 
@@ -256,26 +269,56 @@ def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, floa
         found["worker, MiB"] = (peak_bytes(spark) - before) / 2**20
         found["bytes"] = manifest.num_bytes
         timed("peer", lambda: selected.write.parquet(f"{folder}/spark"))
-        if not case.width:
-            found |= read_images(store, manifest)
+        if case.name in SHUFFLE_BYTES:
+            found |= read_apart(f"{folder}/store", case)
     return found
 
 
-def read_images(store: Any, manifest: Any) -> dict[str, float]:
-    """An epoch of decoded images, without and with workers."""
-    from sparkhvd.estimator.data.functions import RowFunctions
-    from sparkhvd.estimator.data.reader import Reader
+def read_apart(url: str, case: Case) -> dict[str, float]:
+    """What `read_epochs` finds, in a process that has done nothing else."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--read", url, "--cases", case.name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
-    found = {}
-    for workers in (1, CORES):
-        functions = RowFunctions({"image": decode}, {})
+
+def high_water(*, reset: bool = False) -> int:
+    """The most memory that this process has had since the last reset, in bytes."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("VmHWM:")[2].split()[0]) << 10
+
+
+def read_epochs(url: str, name: str) -> dict[str, float]:
+    """Seconds of the epochs of a reader, and the most memory that it took beyond what it may hold."""
+    from sparkhvd.estimator.data.functions import RowFunctions
+    from sparkhvd.estimator.data.manifest import Manifest
+    from sparkhvd.estimator.data.reader import Reader
+    from sparkhvd.estimator.data.store import Store
+
+    store = Store(url)
+    manifest = Manifest.load(store, "data/k/app")
+    is_decoded = name == "images"
+    if is_decoded:
+        decode(png(0))  # imports what it needs
+    before = high_water(reset=True)
+    found: dict[str, float] = {}
+    held = min(SHUFFLE_BYTES[name], manifest.num_bytes) + PREFETCH_BYTES
+    for workers in (1, CORES) if is_decoded else (1,):
+        functions = RowFunctions({"image": decode}, {}) if is_decoded else None
         options = {"functions": functions, "num_workers": workers}
-        with Reader(store, manifest, rank=0, size=1, batch_size=256, **options) as reader:
-            cpu, began = time.process_time(), time.perf_counter()
-            rows = sum(len(batch.columns["image"]) for batch in reader.epoch(0))
-            assert rows == manifest.num_rows
-            found[f"decode, {workers}"] = time.perf_counter() - began
-            found[f"decode, {workers}, CPU"] = time.process_time() - cpu
+        limits = {"shuffle_bytes": SHUFFLE_BYTES[name], "prefetch_bytes": PREFETCH_BYTES}
+        with Reader(store, manifest, rank=0, size=1, batch_size=256, **options, **limits) as reader:
+            for epoch in (0,) if is_decoded else (0, 1):
+                what = f"decode, {workers}" if is_decoded else ("first", "later")[epoch]
+                cpu, began = time.process_time(), time.perf_counter()
+                rows = sum(len(batch.columns["label"]) for batch in reader.epoch(epoch))
+                assert rows == manifest.num_rows
+                found[f"read, {what}"] = time.perf_counter() - began
+                found[f"read, {what}, CPU"] = time.process_time() - cpu
+    found["reader, MiB"] = (high_water() - before) / 2**20
+    found["reader held, MiB"] = held / 2**20
     return found
 
 
@@ -290,6 +333,7 @@ def add_tables(report: Report, results: Mapping[str, Any], rows: Mapping[str, in
     """Rates and memory of every case, and where the time goes."""
     rates: list[list[Any]] = []
     phases: list[list[str]] = []
+    read: list[list[Any]] = []
     bytes_per_s = {}
     for case in CASES:
         if case.name not in results:
@@ -320,16 +364,28 @@ def add_tables(report: Report, results: Mapping[str, Any], rows: Mapping[str, in
             spark = f"{median(rounds, 'peer'):.2f}"
             peer = f"{spark} ({median(rounds, 'peer, CPU'):.2f})"
             phases.append([case.name, *shown, f"{steps[-1]:.2f} ({cpu[-1]:.2f})", peer])
-        if "decode, 1" in rounds[0]:
-            one, two = (count / median(rounds, f"decode, {w}") for w in (1, CORES))
-            report.note(
-                f"Images decoded by a reader: {one:,.0f} rows/s in its own thread, {two:,.0f} in {CORES} workers."
-            )
+        if "reader, MiB" in rounds[0]:
+            read.append(reading_line(case, count, rounds))
     header = "data, materialize s, k rows/s, k rows/s by CPU, MB/s stored, worker MiB, targets"
     report.table(header.split(", "), rates)
     if phases:
         header = "seconds (CPU), JVM, Arrow hop, encode, write, all, Spark's own writer"
         report.table(header.split(", "), phases)
+    if read:
+        header = "read in a process of its own, k rows/s, peak MiB, of these may be data, targets"
+        report.table(header.split(", "), read)
+
+
+def reading_line(case: Case, count: int, rounds: list[Mapping[str, float]]) -> list[Any]:
+    """Rates and memory of a reader."""
+    epochs = [n for n in rounds[0] if n.startswith("read, ") and not n.endswith("CPU")]
+    shown = "; ".join(
+        f"{n.removeprefix('read, ')}: {count / median(rounds, n) / 1e3:,.1f}" for n in epochs
+    )
+    peak = max(one["reader, MiB"] for one in rounds)
+    held = rounds[0]["reader held, MiB"]
+    target = Target("reader", peak, held + READER_BYTES / 2**20, False, "MiB")
+    return [f"{case.name}: {count:,} rows", shown, f"{peak:,.0f}", f"{held:,.0f}", [target]]
 
 
 def main() -> None:
@@ -339,7 +395,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="keep the tables in docs/results/")
     parser.add_argument("--json", metavar="PATH", help="write the raw numbers there")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the rows, for a trial")
+    parser.add_argument("--read", metavar="STORE", help=argparse.SUPPRESS)  # for `read_apart`
     options = parser.parse_args()
+    if options.read:
+        print(json.dumps(read_epochs(options.read, options.cases)))
+        return
     cases = [c for c in CASES if c.name in options.cases.split(",")]
     rows = {case.name: max(100, int(case.rows * options.scale)) for case in cases}
     report = Report("materialize: a DataFrame to packed Parquet on two cores")
@@ -360,11 +420,12 @@ def main() -> None:
     report.note(
         "`k rows/s by CPU`: what two cores would do that do nothing else. MB/s are of the stored values; vectors and "
         "columns are doubles in Spark and float32 in the files. `worker MiB`: the most that a Python worker took "
-        "beyond what it had after its imports. Phases are differences between jobs."
+        "beyond what it had after its imports; `peak MiB` the same of a process that reads, `may be data` its shuffle_bytes or all "
+        "data, and its prefetch_bytes. Images are decoded in one thread and in two. Phases are differences between jobs."
     )
     report.finish("benchmarks/materialize.py", write=options.write, json_path=options.json)
-    missed = [t for t in report.targets if t.what == "worker" and not t.is_met]
-    assert not missed, f"a Python worker took too much memory: {missed[0]}"
+    missed = [t for t in report.targets if t.what in ("worker", "reader") and not t.is_met]
+    assert not missed, f"a process took too much memory: {missed[0]}"
 
 
 if __name__ == "__main__":
