@@ -11,10 +11,12 @@ rewritten (several pages, compression) are decoded by pyarrow instead.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -45,6 +47,8 @@ _PAGE_BYTES = 1 << 30
 _GAP_BYTES = 128 << 10
 # A BYTE_ARRAY value stands behind its length.
 _PREFIX_BYTES = 4
+# Reads of a remote file at a time: each column of a row group is a request of its own, which mostly waits.
+_THREADS = 12
 
 
 def _little_endian(dtype: str) -> np.dtype[Any]:
@@ -212,7 +216,11 @@ class _PackedFile:
     def __init__(self, store: Store, path: str) -> None:
         self.path = path
         local = store.local_path(path)
+        # Whether several threads may read from it at a time.
+        self.is_shared = store.shares_files
         self._source = pa.OSFile(local) if local is not None else store.open_input(path)
+        # Of what must be decoded.
+        self._decoding = threading.Lock()
         try:
             self.metadata = pq.read_metadata(self._source)
         except BaseException:
@@ -241,12 +249,23 @@ class _PackedFile:
         chunk = self._chunks.get((row_group, index)) or self._locate(out, row_group, index)
         row_bytes = out.nbytes // len(out)
         if chunk.offset is None:
-            out.view(np.uint8).reshape(len(out), row_bytes)[:] = self._decode(row_group, index)[
-                start : start + len(out)
-            ]
+            with self._decoding:
+                out.view(np.uint8).reshape(len(out), row_bytes)[:] = self._decode(row_group, index)[
+                    start : start + len(out)
+                ]
             return
-        self._source.seek(chunk.offset + start * row_bytes)
-        got = self._source.readinto(out.reshape(-1).view(np.uint8).data)
+        self._read_at(out.reshape(-1).view(np.uint8), chunk.offset + start * row_bytes)
+
+    def _read_at(self, out: Array, offset: int) -> None:
+        """Fill `out` (bytes) from `offset`; of a remote file, beside other threads that do so."""
+        if self.is_shared:
+            content = self._source.read_at(out.nbytes, offset)
+            got = len(content)
+            if got == out.nbytes:
+                out[:] = np.frombuffer(content, np.uint8)
+        else:
+            self._source.seek(offset)
+            got = self._source.readinto(out.data)
         if got != out.nbytes:
             raise OSError(f"{self.path!r} ended early: {got} of {out.nbytes} bytes were there.")
 
@@ -258,10 +277,7 @@ class _PackedFile:
                 self._page = ((row_group, index), self._decode_page(row_group, index))
             out[:] = self._page[1][offset : offset + len(out)]
             return
-        self._source.seek(chunk.offset + offset)
-        got = self._source.readinto(out.data)
-        if got != out.nbytes:
-            raise OSError(f"{self.path!r} ended early: {got} of {out.nbytes} bytes were there.")
+        self._read_at(out, chunk.offset + offset)
 
     def _locate_page(self, row_group: int, index: int) -> _Chunk:
         group = self.metadata.row_group(row_group)
@@ -300,8 +316,8 @@ class _PackedFile:
         header_bytes = column.total_compressed_size - size
         offset: int | None = None
         if column.compression == "UNCOMPRESSED" and 0 < header_bytes <= 256:
-            self._source.seek(column.data_page_offset)
-            if _page_bytes(self._source.read(16)) == size:
+            header = self._source.read_at(16, column.data_page_offset)
+            if _page_bytes(header) == size:
                 offset = column.data_page_offset + header_bytes
         chunk = _Chunk(offset, group.num_rows)
         self._chunks[row_group, index] = chunk
@@ -319,6 +335,37 @@ class _PackedFile:
         width = column.type.byte_width
         flat: Array = np.frombuffer(column.buffers()[1], dtype=np.uint8)
         return flat[column.offset * width :][: len(column) * width].reshape(len(column), width)
+
+
+def _together(calls: Sequence[Callable[[], None]]) -> None:
+    """Make calls that wait for a remote store, a few at a time; the first error is raised when all have ended."""
+    waiting = iter(calls)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not errors:
+            with lock:
+                call = next(waiting, None)
+            if call is None:
+                return
+            try:
+                call()
+            except BaseException as e:  # noqa: BLE001 - it is raised below
+                errors.append(e)
+
+    # Daemons, because a read may never return.
+    threads = [
+        threading.Thread(target=work, name="sparkhvd-read", daemon=True)
+        for _ in range(min(_THREADS, len(calls)) - 1)
+    ]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _page_bytes(header: bytes) -> int:
@@ -432,17 +479,22 @@ class RowSource:
             last = stop - 1 if rows is None else int(rows[stop - 1])
             group = int(np.searchsorted(self._ends, first, side="right"))
             base = int(self._ends[group - 1]) if group else 0
-            for column in columns:
-                target = out[column.name][start:stop]
-                if column.row_bytes == 0:
-                    continue
-                if last - first + 1 == stop - start:
-                    self._fill(target, group, column.name, first - base)
-                    continue
-                assert rows is not None
-                span = np.empty((last - first + 1, *target.shape[1:]), target.dtype)
-                self._fill(span, group, column.name, first - base)
-                np.take(span, rows[start:stop] - first, axis=0, out=target, mode="clip")
+            opened = self._open.get(self._groups[group][0].path)
+            wanted = None
+            if rows is not None and last - first + 1 != stop - start:
+                wanted = rows[start:stop] - first
+            fills = [
+                functools.partial(
+                    self._fill, opened, out[c.name][start:stop], group, c.name, first - base, wanted
+                )
+                for c in columns
+                if c.row_bytes
+            ]
+            if opened.is_shared:
+                _together(fills)
+            else:
+                for fill in fills:
+                    fill()
         return out
 
     def examples(self, count: int) -> Rows:
@@ -537,9 +589,23 @@ class RowSource:
         edges = [0, *(int(c) for c in cuts if 0 < c < total), total]
         return [(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a]
 
-    def _fill(self, out: Array, group: int, name: str, start: int) -> None:
-        file, row_group = self._groups[group]
-        self._open.get(file.path).read_into(out, row_group, self._index[name], start)
+    def _fill(
+        self,
+        opened: _PackedFile,
+        target: Array,
+        group: int,
+        name: str,
+        start: int,
+        wanted: Rows | None,
+    ) -> None:
+        """Fill `target` with rows of a column from `start` in a row group: all, or of a span the wanted ones."""
+        row_group, index = self._groups[group][1], self._index[name]
+        if wanted is None:
+            opened.read_into(target, row_group, index, start)
+            return
+        span = np.empty((int(wanted[-1]) + 1, *target.shape[1:]), target.dtype)
+        opened.read_into(span, row_group, index, start)
+        np.take(span, wanted, axis=0, out=target, mode="clip")
 
     def _open_file(self, path: str) -> _PackedFile:
         file = self._files[path]

@@ -145,6 +145,14 @@ class Store:
         """Whether this process reads and writes the store itself."""
         return True
 
+    @property
+    def shares_files(self) -> bool:
+        """Whether threads gain by reading one open file at the same time: each read is a request that waits for a server.
+
+        Not so of drivers written in Python, whose files have one position.
+        """
+        return self.is_seen and not self.is_local and self._address.root is not None
+
     # -- reading -------------------------------------------------------------------------------------
 
     def exists(self, path: str) -> bool:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.estimator.data import packed
 from sparkhvd.estimator.data.manifest import DataFile, Manifest
 from sparkhvd.estimator.data.packed import PackedWriter, RowSource, read_packed, write_packed
 from sparkhvd.estimator.data.schema import Column, DataSchema
@@ -165,3 +170,65 @@ def test_manifest_of_another_format_is_refused() -> None:
         InvalidArgumentError, match="format version 99, this sparkhvd reads 1 and 2"
     ):
         Manifest.from_json(text)
+
+
+class FarFile:
+    """A local file whose reads by offset wait as those of a server do; it counts how many wait at a time."""
+
+    def __init__(self, path: str, wait_s: float) -> None:
+        self.file = pa.OSFile(path)
+        self.wait_s = wait_s
+        self.lock = threading.Lock()
+        self.waiting = self.most_waiting = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        with self.lock:
+            self.waiting += 1
+            self.most_waiting = max(self.most_waiting, self.waiting)
+        time.sleep(self.wait_s)
+        with self.lock:
+            self.waiting -= 1
+            content: bytes = self.file.read_at(nbytes, offset)
+        return content
+
+
+@pytest.mark.parametrize("is_all", [True, False])
+def test_columns_of_a_served_file_are_asked_for_together(tmp_path: Path, is_all: bool) -> None:
+    folder = Store.create(tmp_path)
+    columns = [Column(f"c{i}", "scalar", "float32", (), "double", "float32") for i in range(50)]
+    values = {c.name: np.arange(40, dtype="f4") + i for i, c in enumerate(columns)}
+    file = write_packed(folder, "data/k/a/p.parquet", columns, values)
+    manifest = Manifest((file,), DataSchema(tuple(columns), ()), 40)
+    rows = None if is_all else np.array([3, 4, 7, 30])
+    opened: list[FarFile] = []
+
+    class Far(Store):
+        shares_files = True
+
+        def local_path(self, path: str) -> None:
+            return None
+
+        def open_input(self, path: str) -> Any:
+            opened.append(FarFile(f"{tmp_path}/{path}", 0.01))
+            return opened[-1]
+
+    began = time.monotonic()
+    with RowSource(Far(str(tmp_path)), manifest) as source:
+        found = source.read(list(values), rows)
+    # 50 columns, each with a read of its header and one of its values: a second, one after the other.
+    assert time.monotonic() - began < 0.5
+    assert 5 <= opened[0].most_waiting <= 12
+    for name, value in values.items():
+        np.testing.assert_array_equal(found[name], value if rows is None else value[rows])
+
+
+def test_the_first_error_of_reads_together_is_raised() -> None:
+    def fail() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        packed._together([lambda: None, fail, *[lambda: None] * 30])
+    packed._together([])
