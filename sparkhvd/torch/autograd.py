@@ -26,7 +26,7 @@ from sparkhvd.torch.collectives.allreduces import (
     grouped_allreduce,
     start_allreduce,
 )
-from sparkhvd.torch.collectives.alltoalls import alltoall_async
+from sparkhvd.torch.collectives.alltoalls import alltoall, alltoall_async
 from sparkhvd.torch.collectives.broadcasts import broadcast_async
 from sparkhvd.torch.collectives.reducescatters import start_reducescatter
 from sparkhvd.torch.process_sets import ProcessSet, members, set_id
@@ -78,9 +78,19 @@ class GroupedAllreduce(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, op, prescale, postscale, process_set, single = ctx.arguments
         _check_linear("allreduce", op)
-        handle = start_allreduce(gradients, name, op, prescale, postscale, process_set, single)
-        result = handle.wait()
-        return (None, None, None, None, None, None, *([result] if single else result))
+        # Not `start_allreduce`: with create_graph=True the gradient has a gradient too.
+        arguments = {
+            "name": name,
+            "op": op,
+            "prescale_factor": prescale,
+            "postscale_factor": postscale,
+            "process_set": process_set,
+        }
+        if single:
+            reduced = [allreduce(gradients[0], **arguments)]
+        else:
+            reduced = grouped_allreduce(gradients, **arguments)
+        return (None, None, None, None, None, None, *reduced)
 
 
 class Allgather(torch.autograd.Function):
@@ -152,7 +162,7 @@ class Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, process_set, received, rows = ctx.arguments
-        gradient, _ = alltoall_async(gradients[0], received, name, process_set).wait()
+        gradient, _ = alltoall(gradients[0], received, name, process_set)
         unsent = rows - gradient.shape[0]  # rows behind the last split
         if unsent > 0:
             gradient = torch.cat([gradient, gradient.new_zeros(unsent, *gradient.shape[1:])])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,6 +75,29 @@ def test_gradient_of_broadcast_is_the_average_on_the_root_and_zero_elsewhere() -
         return x.grad.tolist()
 
     assert on_ranks(2, body) == [[0.0] * 3, [1.5, 3.0, 4.5]]
+
+
+@pytest.mark.parametrize(
+    ("reduce", "factor"),
+    [
+        # y = 2x on both ranks, and every gradient comes twice: 48x of y**3, 6x of x**3.
+        (lambda x: hvd.allreduce(x, op=hvd.Sum), 54.0),
+        (lambda x: hvd.allreduce(x, op=hvd.Sum, compression=hvd.Compression.fp16), 54.0),
+        (lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, name="one")[0], 54.0),
+        (lambda x: hvd.allreduce(x), 12.0),
+        (lambda x: hvd.alltoall(x), 12.0),
+        (lambda x: hvd.alltoall(x, [1, 1], name="rows")[0], 12.0),
+    ],
+)
+def test_second_derivatives(reduce: Callable[[torch.Tensor], torch.Tensor], factor: float) -> None:
+    def body() -> Any:
+        x = torch.tensor([2.0, 3.0], requires_grad=True)
+        loss = (reduce(x) ** 3).sum() + (x**3).sum()
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        return second.tolist()
+
+    assert on_ranks(2, body) == [[2.0 * factor, 3.0 * factor]] * 2
 
 
 def test_no_graph_is_built_without_grad() -> None:
