@@ -11,6 +11,7 @@ is kept by part.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -324,7 +325,10 @@ class Sharded(Distributed):
             name=f"{self._label}.norm",
             process_set=self._configuration.process_set,
         )
-        return (total if is_max else total.pow(1.0 / norm_type)).to(torch.get_default_dtype())
+        # Of all gradients, because every rank must scale by the same number; as torch.nn.utils.get_total_norm.
+        dtypes = [p.grad.dtype for p in self._shards if p.grad is not None]
+        dtype = functools.reduce(torch.promote_types, dtypes or [torch.get_default_dtype()])
+        return (total if is_max else total.pow(1.0 / norm_type)).to(dtype)
 
     def writing_parameters(self) -> AbstractContextManager[None]:
         """Inside, parameters may be written other than by `step()`; every rank must enter and leave.

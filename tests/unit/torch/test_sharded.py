@@ -317,8 +317,28 @@ def test_clipping_by_norm_equals_one_process(norm_type: float, share: bool) -> N
     expected_norms = torch.stack(norms)
     assert (expected_norms > 0.1).all()  # it does clip
     for found, found_norms in on_ranks(3, body, settings=SMALL):
-        torch.testing.assert_close(found_norms, expected_norms, rtol=1e-6, atol=0)
-        torch.testing.assert_close(found, weights(model), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(found_norms, expected_norms, rtol=1e-10, atol=0)
+        torch.testing.assert_close(found, weights(model), rtol=1e-10, atol=1e-10)
+
+
+def test_the_norm_has_the_type_of_the_gradients() -> None:
+    dtypes = [torch.float32, torch.float64], [torch.bfloat16], [torch.float64]
+
+    def run(distributed: bool) -> list[torch.dtype]:
+        found = []
+        for each in dtypes:
+            parameters = [nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in each]
+            optimizer = torch.optim.SGD(parameters, lr=0.1)
+            if distributed:  # the second rank has no part of a single element
+                optimizer = hvd.DistributedOptimizer(optimizer, sharded=True)
+            sum(p.double().sum() for p in parameters).backward()
+            if distributed:
+                found.append(optimizer.clip_grad_norm_(0.1).dtype)
+            else:
+                found.append(nn.utils.clip_grad_norm_(parameters, 0.1).dtype)
+        return found
+
+    assert on_ranks(2, lambda: run(True)) == [run(False)] * 2
 
 
 def test_synchronize_gives_whole_gradients() -> None:
