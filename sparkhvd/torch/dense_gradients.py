@@ -283,6 +283,7 @@ class DenseBucket(GradientBucket):
                 and tensor.layout is torch.strided
                 and tensor.shape == entry.shape
                 and tensor.stride() == entry.stride
+                and not tensor.is_neg()
                 and _is_alone(memory := tensor.untyped_storage())
             ):
                 entry.place = address = tensor.data_ptr()
@@ -327,9 +328,11 @@ class DenseBucket(GradientBucket):
         require_cpu(entry, grad)
         require_same_dtype(entry)
         require_same_shape(entry, grad)
-        entry.place = grad.data_ptr() if grad.layout is torch.strided else -1
-        is_own = grad.layout is not torch.strided or owns_memory(grad)
-        if self._plain and is_own and grad.dtype is entry.dtype and grad.layout is torch.strided:
+        is_strided = grad.layout is torch.strided
+        entry.place = grad.data_ptr() if is_strided else -1
+        is_own = not is_strided or owns_memory(grad)
+        is_neg = is_strided and grad.is_neg()
+        if self._plain and is_own and grad.dtype is entry.dtype and is_strided and not is_neg:
             strides = grad.stride()
             if all(
                 ours == theirs or length == 1
@@ -338,7 +341,7 @@ class DenseBucket(GradientBucket):
                 # The same memory: the stride of a dimension of length 1 is arbitrary.
                 entry.stride = strides
                 return grad
-        dense = grad.detach() if grad.layout is torch.strided else grad.detach().to_dense()
+        dense = grad.detach().resolve_neg() if is_strided else grad.detach().to_dense()
         wire, compression_context = self._compression.compress(dense)
         is_shared = not is_own and wire.data_ptr() == grad.data_ptr()
         if is_shared or wire.dtype != entry.wire_dtype or wire.stride() != entry.stride:

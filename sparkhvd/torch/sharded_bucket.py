@@ -117,6 +117,7 @@ class ShardedBucket(GradientBucket):
             and grad.layout is torch.strided
             and grad.shape == entry.shape
             and same_places(entry.stride, grad)
+            and not grad.is_neg()
             and owns_memory(grad)
         ):
             grad = self._laid_out(entry, grad)

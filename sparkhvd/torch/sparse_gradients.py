@@ -245,7 +245,10 @@ class SparseBucket:
             indices = torch.empty((0, entry.sparse_dim), dtype=torch.int64)
             values = torch.empty((0, *entry.shape[entry.sparse_dim :]), dtype=entry.dtype)
         else:
-            indices, values = _rows(grad._indices().t(), entry.sparse_dim), grad._values().detach()
+            indices, values = (
+                _rows(grad._indices().t(), entry.sparse_dim),
+                grad._values().detach().resolve_neg(),
+            )
         values, self._context = self._options.compression.compress(values)
         wire = _rows(values.to(entry.wire_dtype), _row_length(entry))
         return torch.tensor([[said]]), indices, wire

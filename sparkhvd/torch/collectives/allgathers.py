@@ -15,7 +15,7 @@ from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_list
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
-from sparkhvd.torch.collectives.tensors import engine_dtype, view, wants_gradient
+from sparkhvd.torch.collectives.tensors import as_sent, engine_dtype, view, wants_gradient
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
@@ -81,7 +81,7 @@ def _start_one_type(
 ) -> Work:
     for tensor in tensors:
         _check(name, tensor)
-    sources = [tensor.detach().contiguous() for tensor in tensors]
+    sources = [as_sent(tensor) for tensor in tensors]
     views = [view(source, None) for source in sources]
     dtype = engine_dtype(name, sources[0])
     return ctx.engine.start(

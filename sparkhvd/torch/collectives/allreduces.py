@@ -13,6 +13,7 @@ from sparkhvd.torch.arguments import check_compression, to_factor, to_list
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
+    as_sent,
     engine_dtype,
     lend,
     require_contiguous,
@@ -81,7 +82,7 @@ def _run_one(
         require_contiguous(name, target)
         keep = target.untyped_storage()  # as `lend`
     else:
-        source = source.detach().contiguous()
+        source = as_sent(source)
         target = torch.empty_like(source)
         keep = (source, target)  # nobody else has these
     views = (view(source, target),)
@@ -136,7 +137,7 @@ def start_allreduce(
     postscale = to_factor(name, "postscale_factor", postscale)
     for tensor in tensors:
         engine_dtype(name, tensor)
-    inputs = [tensor.detach().contiguous() for tensor in tensors]
+    inputs = [as_sent(tensor) for tensor in tensors]
     outputs = [torch.empty_like(tensor) for tensor in inputs]
     works = _start(ctx, name, inputs, outputs, op, prescale, postscale, number)
     return Handle(name, works, outputs[0] if single else outputs)

@@ -12,7 +12,7 @@ from sparkhvd.torch._context import context
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.collectives.allgathers import gathered
 from sparkhvd.torch.collectives.handles import Handle
-from sparkhvd.torch.collectives.tensors import engine_dtype, view, wants_gradient
+from sparkhvd.torch.collectives.tensors import as_sent, engine_dtype, view, wants_gradient
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["alltoall", "alltoall_async"]
@@ -55,7 +55,7 @@ def alltoall_async(
     number = set_id(process_set)
     name = ctx.name("alltoall", name, number)
     dtype = engine_dtype(name, tensor)
-    source = tensor.detach().contiguous()
+    source = as_sent(tensor)
     numbers = split_numbers(name, splits)
     if numbers is not None and not numbers:
         raise InvalidArgumentError(

@@ -11,6 +11,7 @@ from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_integer
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
+    as_sent,
     engine_dtype,
     lend,
     require_contiguous,
@@ -55,7 +56,7 @@ def broadcast_async(
     number = set_id(process_set)
     name = ctx.name("broadcast", name, number)
     engine_dtype(name, tensor)
-    source = tensor.detach().contiguous()
+    source = as_sent(tensor)
     target = torch.empty_like(source)
     work = start_broadcast(ctx, name, source, target, root_rank, number)
     return Handle(name, (work,), target)

@@ -16,6 +16,7 @@ from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
     Average,
+    as_sent,
     engine_dtype,
     resolve_op,
     view,
@@ -63,7 +64,7 @@ def start_reducescatter(
                 f"{name}: Reducescatter does not support scalar inputs: it divides the first dimension. "
                 "Use allreduce."
             )
-    inputs = [tensor.detach().contiguous() for tensor in tensors]
+    inputs = [as_sent(tensor) for tensor in tensors]
     outputs = [
         torch.empty((own_rows(x.shape[0], len(ranks), place), *x.shape[1:]), dtype=x.dtype)
         for x in inputs

@@ -102,11 +102,22 @@ def by_dtype(what: str, tensors: Sequence[Tensor]) -> dict[DType, list[int]]:
 
 def require_contiguous(what: str, tensor: Tensor) -> None:
     """Checks that an in-place operation can write into the tensor's own memory."""
+    if tensor.is_neg():
+        raise InvalidArgumentError(
+            f"{what}: an in-place operation needs the tensor's own values, and its memory has them with the other "
+            "sign (torch's negative bit, as in z.conj().imag). Use the form without the final underscore, or "
+            ".resolve_neg()."
+        )
     if not tensor.is_contiguous():
         raise InvalidArgumentError(
             f"{what}: an in-place operation needs a contiguous tensor, got shape {tuple(tensor.shape)} with "
             f"strides {tensor.stride()}. Use the form without the final underscore, or .contiguous()."
         )
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """The values as the engine reads them: row-major, each with its sign; a copy only where they lie otherwise."""
+    return tensor.detach().contiguous().resolve_neg()
 
 
 def view(source: Tensor, target: Tensor | None) -> TensorView:

@@ -346,3 +346,16 @@ def test_a_hook_behind_a_submission_that_overlaps_is_an_error() -> None:
         return str(caught.value)
 
     assert on_ranks(2, body, hosts=[0, 1]) == [REPLACED] * 2
+
+
+@pytest.mark.parametrize("options", KINDS)
+def test_a_gradient_with_the_negative_bit_keeps_its_sign(options: dict[str, Any]) -> None:
+    def body() -> Any:
+        p, optimizer = wrapped(options)
+        optimizer.zero_grad()
+        p.grad = torch._neg_view(torch.tensor([1.0, 2.0, 3.0]) * (1 + 2 * hvd.rank()))
+        optimizer.synchronize()
+        optimizer.step()
+        return p.tolist()
+
+    assert on_ranks(2, body) == [[2.0, 4.0, 6.0]] * 2

@@ -85,6 +85,53 @@ def test_noncontiguous_tensors_are_made_contiguous_out_of_place() -> None:
     on_ranks(2, body)
 
 
+def test_tensors_with_the_negative_bit_are_sent_with_their_sign() -> None:
+    """`z.conj().imag` of one element is contiguous, and its memory holds the other sign."""
+
+    def body() -> Any:
+        x = torch._neg_view(torch.tensor([1.0, 2.0]))
+        assert x.is_neg()
+        assert x.is_contiguous()
+        named = {"x": torch._neg_view(torch.tensor([1.0, 2.0]) + hvd.rank())}
+        hvd.broadcast_parameters(named, 1)
+        return [
+            named["x"].tolist(),
+            hvd.allreduce(x).tolist(),
+            hvd.allreduce(x, compression=hvd.Compression.fp16).tolist(),
+            hvd.grouped_allreduce([x])[0].tolist(),
+            hvd.broadcast(x, 1).tolist(),
+            hvd.allgather(x).tolist(),
+            hvd.grouped_allgather([x])[0].tolist(),
+            hvd.alltoall(x, [2 - hvd.rank(), hvd.rank()])[0].tolist(),
+            hvd.reducescatter(x).tolist(),
+        ]
+
+    both, double = [-1.0, -2.0], [-1.0, -2.0, -1.0, -2.0]
+    common = [[-2.0, -3.0], both, both, both, both, double, double]
+    assert on_ranks(2, body) == [
+        [*common, [-1.0, -2.0, -1.0], [-1.0]],
+        [*common, [-2.0], [-2.0]],
+    ]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: hvd.allreduce_(x),
+        lambda x: hvd.allreduce_async_(x),
+        lambda x: hvd.grouped_allreduce_([x]),
+        lambda x: hvd.broadcast_(x, 0),
+        lambda x: hvd.broadcast_async_(x, 0),
+    ],
+)
+def test_in_place_on_tensors_with_the_negative_bit_is_an_error(call: Any) -> None:
+    def body() -> None:
+        with pytest.raises(InvalidArgumentError, match="has them with the other sign"):
+            call(torch._neg_view(torch.ones(2)))
+
+    on_ranks(1, body)
+
+
 def test_factors() -> None:
     def body() -> Any:
         x = torch.full((3,), float(hvd.rank() + 1))
