@@ -40,6 +40,7 @@ from sparkhvd.settings import ISAS, Settings
 from sparkhvd.topology import Topology, topology
 from sparkhvd.work import (
     ERROR_BYTES,
+    INTERNAL,
     OK,
     PENDING,
     WAIT_SLICE_MS,
@@ -489,6 +490,8 @@ class Engine:
         except BaseException:  # Ctrl-C, behind the native call
             self._leave_behind(call, keep)
             raise
+        if status == INTERNAL:
+            state.lost.append(keep)
         raise to_exception(status, buffer)
 
     def run(
@@ -520,6 +523,8 @@ class Engine:
         if work is not None:
             work.wait()
         elif status != OK:
+            if status == INTERNAL:
+                state.lost.append(keep)
             raise to_exception(status, buffer)
         elif call.key is not None:
             self._calls[call.key] = call

@@ -41,6 +41,7 @@ ERROR_BYTES = 2048
 # Plain integers for the way of every operation: to look up a member of an enumeration costs more.
 OK = int(Status.OK)
 PENDING = int(Status.PENDING)
+INTERNAL = int(Status.INTERNAL)
 
 
 class ErrorText(threading.local):
@@ -137,6 +138,9 @@ class State:
         self.pid = os.getpid()
         # Every work that has not been given up, and what its operation reads and writes.
         self.works: dict[int, object] = {}
+        # What operations read and write that have no work although they may go on: their submission failed inside
+        # the library (no memory, say), perhaps when the engine had taken them. Kept as long as the engine.
+        self.lost: list[object] = []
         # Works that Python has dropped; given up once they have finished.
         self.orphans: deque[int] = deque()
         # Waits in native code right now; the engine must not be freed under them.
@@ -306,8 +310,10 @@ class Work:
     def _finished(self, status: int, buffer: ctypes.Array[ctypes.c_char]) -> bool:
         if status == PENDING:
             return False
-        # Finished: the caller's memory is free again, also when the Work lives on for its output.
         works, handle = self._state.works, self._handle
+        if status == INTERNAL and self._state.library.poll(handle, None, 0) == PENDING:
+            raise to_exception(status, buffer)  # the wait failed; the operation goes on
+        # Finished: the caller's memory is free again, also when the Work lives on for its output.
         if handle in works:
             works[handle] = None
         if status != OK:

@@ -14,7 +14,9 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.library import Status
+from sparkhvd.torch._context import context
 from tests.unit.torch.on_ranks import on_ranks
 
 
@@ -359,3 +361,59 @@ def test_a_gradient_with_the_negative_bit_keeps_its_sign(options: dict[str, Any]
         return p.tolist()
 
     assert on_ranks(2, body) == [[2.0, 4.0, 6.0]] * 2
+
+
+class Failing:
+    """The library, of which one function does its work and then fails, as where memory ends."""
+
+    def __init__(self, library: Any, function: str) -> None:
+        self._library = library
+        self._function = function
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._library, name)
+        if name != self._function:
+            return found
+
+        def fail(*arguments: Any) -> int:
+            found(*arguments)
+            return int(Status.INTERNAL)
+
+        return fail
+
+
+@pytest.mark.parametrize(
+    ("function", "call"),
+    [
+        ("submit", lambda tensor: hvd.allreduce_async_(tensor, name="x")),
+        ("run", lambda tensor: hvd.allreduce_(tensor, name="x")),
+        ("wait", lambda tensor: hvd.allreduce_async_(tensor, name="x").wait()),
+    ],
+)
+def test_memory_is_kept_where_the_library_fails_behind_a_submission(
+    function: str, call: Callable[[torch.Tensor], Any]
+) -> None:
+    """What it has taken may go on."""
+    rank_0_has_looked = threading.Event()
+
+    def body() -> Any:
+        state = context().engine._state
+        watched = Watched(10)
+        tensor, watched.tensor = watched.tensor, None
+        assert tensor is not None
+        hvd.barrier()
+        if hvd.rank() == 1:
+            assert rank_0_has_looked.wait(30)
+            hvd.allreduce_(tensor, name="x")
+            return True
+        library, state.library = state.library, Failing(state.library, function)  # type: ignore[assignment]  # stands in
+        try:
+            with pytest.raises(InternalError):
+                call(tensor)
+            del tensor
+            return watched.is_held
+        finally:
+            state.library = library
+            rank_0_has_looked.set()
+
+    assert on_ranks(2, body) == [True] * 2
