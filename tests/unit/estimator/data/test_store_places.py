@@ -281,6 +281,7 @@ def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
         """A session and a DataFrame whose one row says that a file is not there."""
 
         __module__ = "pyspark.sql.connect"  # by which sessions are told apart
+        conf: dict[str, str] = {}  # nothing is set
 
         def __getattr__(self, name: str) -> object:
             return lambda *_: self
