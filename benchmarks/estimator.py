@@ -7,8 +7,8 @@ One vector column of 32 numbers and a label in Parquet, an MLP 32-64-1, SGD, 2 r
 - 200,000 rows, 3 epochs, batches of 256 per rank: fit <= 9 s;
 - 1,000,000 rows, 1 epoch, batches of 1024 per rank: fit <= 14 s, and transform of these rows <= 5 s.
 
-In every fit the loop waits for batches in less than 2 % of the time of its epochs (`data wait`; the first epoch's
-wait is reading the rows into memory, which is shown beside it).
+In every fit the loop waits for batches in less than 2 % of the time of its epochs (`data wait`). Rows are read into
+memory while a rank imports torch; what is left of that is in the first epoch's wait.
 
 A round of `fit` materializes its data anew. The peer is what a Spark user would write without an estimator: pyspark's
 TorchDistributor (local_mode=False) starts two processes, each reads the same files with pyarrow, keeps its half of

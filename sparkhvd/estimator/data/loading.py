@@ -1,9 +1,9 @@
 """Training rows on their way into memory before the reader is there.
 
 A rank imports torch for seconds before it can do anything else. Meanwhile a thread of the same process reads the rows
-that it will train on, if they fit in memory, and permutes their numbers for the first epoch. `begin` starts the thread, `begun` finds it again, and a `Reader` takes
-its rows if they are just those that it would read itself. It is a head start and nothing else: where reading fails
-or finds other rows, the reader does it again and says what is wrong.
+that it will train on, if they fit in memory, and permutes their numbers for the first epoch. `begin` starts the
+thread, `begun` finds it again, and a `Reader` takes its rows if they are just those that it would read itself. It is
+a head start and nothing else: where reading fails or finds other rows, the reader does it again and says what is wrong.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from sparkhvd.estimator.data.subset import (
     column_names,
     count_of,
     fits_in_memory,
+    read_rows,
     same_rows,
     select_rows,
 )
@@ -102,8 +103,7 @@ class Loading:
                     source, manifest, self._subset, validation=self._validation, seed=self._seed
                 )
                 if fits_in_memory(self._rows, manifest.row_bytes(self._names), self._shuffle_bytes):
-                    rows = None if isinstance(self._rows, int) else self._rows
-                    self._values = source.read(self._names, rows)
+                    self._values = read_rows(source, self._names, self._rows)
                     if self._shuffle:
                         self._order = permutation(count_of(self._rows), self._seed, 0)
         except Exception:  # noqa: BLE001 - the reader meets it too, and knows the rank and the step

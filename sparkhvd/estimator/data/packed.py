@@ -16,6 +16,7 @@ import inspect
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
@@ -49,6 +50,8 @@ _GAP_BYTES = 128 << 10
 _PREFIX_BYTES = 4
 # Reads of a remote file at a time: each column of a row group is a request of its own, which mostly waits.
 _THREADS = 12
+# The longest wait for all of them.
+_REQUESTS_S = 3600.0
 
 
 def _little_endian(dtype: str) -> np.dtype[Any]:
@@ -338,7 +341,11 @@ class _PackedFile:
 
 
 def _together(calls: Sequence[Callable[[], None]]) -> None:
-    """Make calls that wait for a remote store, a few at a time; the first error is raised when all have ended."""
+    """Make calls that wait for a remote store, a few at a time; the first error is raised when all have ended.
+
+    Raises:
+        TimeoutError: the store has not answered some of them for an hour.
+    """
     waiting = iter(calls)
     lock = threading.Lock()
     errors: list[BaseException] = []
@@ -362,8 +369,11 @@ def _together(calls: Sequence[Callable[[], None]]) -> None:
     for thread in threads:
         thread.start()
     work()
+    deadline = time.monotonic() + _REQUESTS_S
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"requests to the store have not been answered for {_REQUESTS_S:g} s")
     if errors:
         raise errors[0]
 

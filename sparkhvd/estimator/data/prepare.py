@@ -144,8 +144,8 @@ def prepare(
 
     Data are reused if every leaf of the plan is a file scan or `range`, and plan, source files (path,
     size, time of change), columns, dtypes, format version, session time zone and confs of Spark SQL that may decide
-    rows are the same; or if the user gave
-    the same `data_key` for the same columns; or, of anything else, inside one `scope`. Fits of one process with one key
+    rows are the same; or if the user gave the same `data_key` for the same columns; or, of anything else, inside one
+    `scope`. Fits of one process with one key
     wait for each other.
 
     Args:

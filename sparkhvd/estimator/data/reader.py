@@ -33,6 +33,7 @@ from sparkhvd.estimator.data.subset import (
     column_names,
     count_of,
     fits_in_memory,
+    read_rows,
     select_rows,
 )
 from sparkhvd.estimator.data.values import Ragged, SparseRows, take
@@ -330,8 +331,7 @@ class Reader:
         loading, self._loading = self._loading, None
         values = loading.take(self._names, self._rows, _READ_S) if loading is not None else None
         if values is None:
-            rows = None if isinstance(self._rows, int) else self._rows
-            values = self._source.read(self._names, rows)
+            values = read_rows(self._source, self._names, self._rows)
         return values
 
     def _queue_length(self) -> int:

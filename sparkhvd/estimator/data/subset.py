@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,15 @@ from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.sampler import Rows, split_validation
 from sparkhvd.estimator.data.sources import Source
 
-__all__ = ["SUBSETS", "column_names", "count_of", "fits_in_memory", "same_rows", "select_rows"]
+__all__ = [
+    "SUBSETS",
+    "column_names",
+    "count_of",
+    "fits_in_memory",
+    "read_rows",
+    "same_rows",
+    "select_rows",
+]
 
 SUBSETS = ("all", "train", "validation")
 
@@ -73,6 +82,11 @@ def fits_in_memory(rows: Rows | int, row_bytes: int, limit_bytes: int) -> bool:
 def count_of(rows: Rows | int) -> int:
     """How many rows there are."""
     return rows if isinstance(rows, int) else len(rows)
+
+
+def read_rows(source: Source, names: Sequence[str], rows: Rows | int) -> dict[str, Any]:
+    """The arrays of these columns and rows, as `Source.read` gives them."""
+    return source.read(names, None if isinstance(rows, int) else rows)
 
 
 def same_rows(a: Any, b: Any) -> bool:
