@@ -6,9 +6,12 @@ fixtures start after session-scoped ones, so a shared Spark session is part of "
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "leaks(reason): the police let this test leave things behind"
     )
+    # Test files run side by side; each process has temporary files of its own, for tests that count them.
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"{worker}-")
+        tempfile.tempdir = None
+        config.add_cleanup(
+            functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
+        )
     # pytest-timeout dumps every thread's stack and fails the test; a hang is the usual failure here.
     if getattr(config.option, "timeout", None) is None and not config.getini("timeout"):
         config.option.timeout = DEFAULT_TIMEOUT_S

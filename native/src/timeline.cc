@@ -1,9 +1,7 @@
 #include "timeline.h"
 
-#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,10 +16,9 @@ namespace {
 
 // Long enough to write many events at once, short enough that a killed process loses little.
 constexpr auto kBatchTime = std::chrono::milliseconds(50);
-// One write. The kernel shows readers a write page by page, and may run another thread in between; so
-// writes have the size of a page, and what is seen in the middle of one lasts microseconds.
-constexpr std::size_t kBatchBytes = 4 << 10;
 constexpr std::size_t kMaxShownName = 200;
+// An item of the file has room for it with every byte escaped.
+constexpr std::size_t kMaxShownMessage = 400;
 // From here on names that differ in digits only share lanes, and then everything of one collective.
 constexpr std::size_t kManyLabels = 200;
 constexpr std::size_t kTooManyLabels = 400;
@@ -31,8 +28,6 @@ constexpr std::size_t kMaxOwners = 4096;
 // An operation may be submitted while the driver finishes the one before it in the same lane.
 constexpr std::int64_t kOverlap_ns = 50'000;
 constexpr std::uint32_t kMarksLane = 0;
-constexpr char kClosing[] = "\n]\n";
-constexpr std::size_t kClosingBytes = sizeof(kClosing) - 1;
 
 std::string status_text(std::int32_t status) {
   switch (status) {
@@ -70,34 +65,11 @@ bool is_numbered(const std::string& name) {
          name.starts_with("sparkhvd.");
 }
 
-Fd open_file(const std::string& path) {
-  const auto fail = [&path](const std::string& found) {
-    throw Error(SPARKHVD_INVALID_ARGUMENT,
-                "start_timeline('" + path + "'): " + found +
-                    ". Give a path of a file that this process may write.");
-  };
-  // O_NONBLOCK: opening a pipe must not wait for a reader; it means nothing for a file.
-  Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666));
-  if (!file.valid()) fail(errno_text(errno));
-  struct stat found{};
-  if (::fstat(file.get(), &found) != 0) fail(errno_text(errno));
-  if (!S_ISREG(found.st_mode)) fail("it is not a plain file");
-  if (::ftruncate(file.get(), 0) != 0) fail(errno_text(errno));
-  return file;
-}
-
 }  // namespace
 
 Timeline::Timeline(Options options)
-    : options_(std::move(options)), start_(Clock::now()), file_(open_file(options_.path)) {
+    : options_(std::move(options)), start_(Clock::now()), file_(options_.path) {
   header();
-  const std::string trouble = put("[\n" + text_);
-  if (!trouble.empty()) {
-    throw Error(SPARKHVD_INVALID_ARGUMENT, "start_timeline('" + options_.path +
-                                               "'): writing failed: " + trouble +
-                                               ". Make room on the disk, or choose another path.");
-  }
-  text_.clear();
   // Signals are for the program's own threads; a full quota is told by the result of the write.
   sigset_t all;
   sigset_t before;
@@ -158,67 +130,35 @@ void Timeline::run() {
       batch.swap(queue_);
       dropped = dropped_;
     }
-    std::string trouble;
-    std::size_t in_text = 0;
     std::size_t in_file = 0;
-    const auto flush = [&] {
-      trouble = put(text_);
-      text_.clear();
-      if (trouble.empty()) in_file = in_text;
-    };
     report_drops(dropped);
     for (const auto& event : batch) {
       write(event);
-      ++in_text;
-      if (text_.size() >= kBatchBytes) flush();
-      if (!trouble.empty()) break;
+      if (!trouble_.empty()) break;
+      ++in_file;
     }
-    if (trouble.empty()) flush();
+    if (trouble_.empty()) trouble_ = file_.flush();
     {
       const std::scoped_lock lock(mutex_);
       written_ += in_file;
-      if (!trouble.empty()) {
+      if (!trouble_.empty()) {
         is_broken_ = true;
         dropped_ += batch.size() - in_file + queue_.size();
         queue_.clear();
       }
     }
     batch.clear();
-    if (trouble.empty()) continue;
-    options_.warn("the timeline '" + options_.path + "' ends here: " + trouble +
+    if (trouble_.empty()) continue;
+    options_.warn("the timeline '" + options_.path + "' ends here: " + trouble_ +
                   ". Training goes on without it.");
     return;
   }
 }
 
-/// Appends `text` (events, each but the file's first with a comma before it) and closes the list
-/// again, in one write over the former closing. Returns what went wrong; the file then ends behind the
-/// last whole event that fitted.
-std::string Timeline::put(const std::string& text) {
-  if (text.empty()) return {};
-  const std::string whole = text + kClosing;
-  std::size_t done = 0;
-  while (done < whole.size()) {
-    const auto count = ::pwrite(file_.get(), whole.data() + done, whole.size() - done,
-                                static_cast<off_t>(end_ + done));
-    if (count > 0) {
-      done += static_cast<std::size_t>(count);
-      continue;
-    }
-    if (count < 0 && errno == EINTR) continue;
-    const std::string trouble = count == 0 ? "nothing could be written" : errno_text(errno);
-    if (end_ > 0) {
-      // What was there before has room; of the rest, whole events that leave room for the closing.
-      std::size_t kept = done < kClosingBytes ? 0 : text.rfind(",\n{", done - kClosingBytes);
-      if (kept == std::string::npos) kept = 0;
-      const auto end = static_cast<off_t>(end_ + kept);
-      [[maybe_unused]] const auto closed = ::pwrite(file_.get(), kClosing, kClosingBytes, end);
-      [[maybe_unused]] const auto cut = ::ftruncate(file_.get(), end + off_t{kClosingBytes});
-    }
-    return trouble;
-  }
-  end_ += text.size();
-  return {};
+/// Puts the event that is ready in `text_` into the file.
+void Timeline::put() {
+  if (trouble_.empty()) trouble_ = file_.append(text_);
+  text_.clear();
 }
 
 std::int64_t Timeline::since_start(TimePoint at) const noexcept {
@@ -231,7 +171,7 @@ void Timeline::begin_event(const char* phase, std::uint32_t lane, std::int64_t a
   const std::int64_t whole = at / 1000;
   const auto rest = static_cast<int>(at % 1000);
   // What came before the timeline began has negative times.
-  std::snprintf(head, sizeof(head), ",\n{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u,\"ts\":%s%lld.%03d",
+  std::snprintf(head, sizeof(head), "{\"ph\":\"%s\",\"pid\":%d,\"tid\":%u,\"ts\":%s%lld.%03d",
                 phase, index_of(options_.rank), lane, at < 0 ? "-" : "",
                 static_cast<long long>(whole < 0 ? -whole : whole), rest < 0 ? -rest : rest);
   text_ += head;
@@ -240,18 +180,23 @@ void Timeline::begin_event(const char* phase, std::uint32_t lane, std::int64_t a
 void Timeline::header() {
   const auto epoch = std::chrono::system_clock::now().time_since_epoch();
   const std::string pid = std::to_string(index_of(options_.rank));
+  const std::string head = R"({"ph":"M","pid":)" + pid;
+  text_ = head + R"(,"name":"process_name","args":{"name":"rank )" + pid + R"("}})";
+  put();
+  text_ = head + R"(,"name":"process_sort_index","args":{"sort_index":)" + pid + "}}";
+  put();
   text_ =
-      R"({"ph":"M","pid":)" + pid + R"(,"name":"process_name","args":{"name":"rank )" + pid +
-      R"("}},)" + "\n" + R"({"ph":"M","pid":)" + pid +
-      R"(,"name":"process_sort_index","args":{"sort_index":)" + pid + "}},\n" +
-      R"({"ph":"M","pid":)" + pid + R"(,"name":"sparkhvd","args":{"rank":)" + pid + R"(,"size":)" +
+      head + R"(,"name":"sparkhvd","args":{"rank":)" + pid + R"(,"size":)" +
       std::to_string(options_.size) + R"(,"start_time_since_epoch_in_micros":)" +
       std::to_string(std::chrono::duration_cast<std::chrono::microseconds>(epoch).count()) +
       R"(,"start_monotonic_ns":)" +
       std::to_string(
           std::chrono::duration_cast<std::chrono::nanoseconds>(start_.time_since_epoch()).count()) +
-      "}},\n" + R"({"ph":"M","pid":)" + pid +
-      R"(,"tid":0,"name":"thread_name","args":{"name":"engine"}})";
+      "}}";
+  put();
+  text_ = head + R"(,"tid":0,"name":"thread_name","args":{"name":"engine"}})";
+  put();
+  if (trouble_.empty()) trouble_ = file_.flush();
   lanes_.push_back({});  // kMarksLane
 }
 
@@ -322,6 +267,7 @@ void Timeline::open(std::uint32_t lane, const TimelineEvent& event) {
            std::to_string(event.bytes) + R"(,"dtype":")";
   text_ += name_of(event.dtype);
   text_ += "\"}}";
+  put();
 }
 
 void Timeline::close(std::uint32_t lane, std::int64_t end, const TimelineEvent* event) {
@@ -332,11 +278,12 @@ void Timeline::close(std::uint32_t lane, std::int64_t end, const TimelineEvent* 
     text_ += R"(,"args":{"status":")" + status_text(event->status) + '"';
     if (!event->message.empty()) {
       text_ += R"(,"message":)";
-      append_json_string(text_, event->message);
+      append_json_string(text_, event->message.substr(0, kMaxShownMessage));
     }
     text_ += '}';
   }
   text_ += '}';
+  put();
   row.is_open = false;
   row.free_from = end;
 }
@@ -352,6 +299,7 @@ void Timeline::phase(std::uint32_t lane, const char* name, TimePoint begin, Time
   text_ += R"(,"cat":"sparkhvd","name":")";
   text_ += name;
   text_ += "\"}";
+  put();
 }
 
 void Timeline::instant(std::uint32_t lane, const std::string& name, std::int64_t at) {
@@ -359,6 +307,7 @@ void Timeline::instant(std::uint32_t lane, const std::string& name, std::int64_t
   text_ += R"(,"s":"t","cat":"sparkhvd","name":)";
   append_json_string(text_, name);
   text_ += '}';
+  put();
 }
 
 // ---- Lanes
@@ -402,11 +351,14 @@ std::uint32_t Timeline::take_lane(const std::string& label, std::int64_t begin) 
   std::string name = label;
   if (rows.size() > 1) name += " #" + std::to_string(rows.size());
   const std::string id = std::to_string(made);
-  const std::string head = ",\n{\"ph\":\"M\",\"pid\":" + std::to_string(index_of(options_.rank)) +
+  const std::string head = "{\"ph\":\"M\",\"pid\":" + std::to_string(index_of(options_.rank)) +
                            ",\"tid\":" + id + ",\"name\":";
-  text_ += head + R"("thread_name","args":{"name":)";
+  text_ = head + R"("thread_name","args":{"name":)";
   append_json_string(text_, name);
-  text_ += "}}" + head + R"("thread_sort_index","args":{"sort_index":)" + id + "}}";
+  text_ += "}}";
+  put();
+  text_ = head + R"("thread_sort_index","args":{"sort_index":)" + id + "}}";
+  put();
   return made;
 }
 

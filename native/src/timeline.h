@@ -1,5 +1,5 @@
-// The timeline of one rank: Chrome's trace event format, one file that is valid JSON whenever
-// no write is under way (a write of one page takes microseconds).
+// The timeline of one rank: Chrome's trace event format, one file that is valid JSON all the time
+// (trace_file.h).
 //
 // **Threads.** Any thread adds events, which costs a short lock and never waits for the disk. A
 // thread of its own, alive as long as the Timeline, turns them into text in batches.
@@ -29,7 +29,7 @@
 
 #include "clock.h"
 #include "trace.h"
-#include "transport/fd.h"
+#include "trace_file.h"
 #include "types.h"
 
 namespace sparkhvd {
@@ -106,12 +106,11 @@ class Timeline {
   void begin_event(const char* phase, std::uint32_t lane, std::int64_t at);
   void header();
   void report_drops(std::uint64_t dropped);
-  std::string put(const std::string& text);
+  void put();
   std::int64_t since_start(TimePoint at) const noexcept;
 
   Options options_;
   TimePoint start_;
-  Fd file_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
@@ -122,8 +121,9 @@ class Timeline {
   std::uint64_t dropped_ = 0;
 
   // The writer's.
-  std::uint64_t end_ = 0;  // of the file, before the closing bracket
-  std::string text_;       // not in the file yet
+  TraceFile file_;
+  std::string text_;     // the event that is being put together
+  std::string trouble_;  // that ended the file
   std::vector<Lane> lanes_;
   std::map<std::string, std::vector<std::uint32_t>> lanes_by_label_;
   std::map<Key, std::uint32_t> owners_;

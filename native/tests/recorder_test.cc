@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -21,6 +22,7 @@
 #include "message.h"
 #include "stacks.h"
 #include "test.h"
+#include "trace_file.h"
 
 using namespace sparkhvd;
 using sparkhvd::test::Failure;
@@ -333,6 +335,54 @@ TEST(timeline_is_valid_json_at_every_moment) {
   CHECK(looks > 100);
   recorder.stop_timeline();
   CHECK_EQUAL(count(parse(contents(path)), "B", "allreduce"), 400U);
+}
+
+TEST(trace_file_of_a_killed_writer_is_valid) {
+  const Folder folder;
+  const std::string path = folder.path + "/t.json";
+  std::size_t items = 0;
+  for (int round = 0; round < 100; ++round) {
+    const pid_t writer = ::fork();
+    if (writer == 0) {
+      TraceFile file(path);
+      for (int i = 0;; ++i) {
+        std::string item(static_cast<std::size_t>(2 + i * 37 % 700), 'x');
+        item.front() = item.back() = '"';
+        if (!file.append(item).empty() || (i % 5 == 0 && !file.flush().empty())) ::_exit(1);
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(2000 + 131 * round));
+    ::kill(writer, SIGKILL);
+    int status = 0;
+    CHECK_EQUAL(::waitpid(writer, &status, 0), writer);
+    CHECK_MESSAGE(WIFSIGNALED(status), "the writer ended by itself");
+    items += parse(contents(path)).items.size();
+  }
+  CHECK_MESSAGE(items > 10000, std::to_string(items));
+}
+
+TEST(trace_file_keeps_every_item_in_order) {
+  const Folder folder;
+  const std::string path = folder.path + "/t.json";
+  for (const std::size_t count : {0U, 1U, 2U, 40U, 3000U}) {
+    {
+      TraceFile file(path);
+      for (std::size_t i = 0; i < count; ++i) {
+        std::string item = R"({"i":)";
+        item.append(std::to_string(i)).append(i * 97 % 3000, ' ').append("}");
+        CHECK_EQUAL(file.append(item), "");
+        if (i % 7 == 0) CHECK_EQUAL(file.flush(), "");
+      }
+      CHECK_EQUAL(file.append(std::string(TraceFile::kMaxItemBytes + 1, '1')), "");  // left out
+    }
+    const std::string text = contents(path);
+    CHECK(text.ends_with("\n]\n"));
+    const Json found = parse(text);
+    CHECK_EQUAL(found.items.size(), count);
+    for (std::size_t i = 0; i < count; ++i) {
+      CHECK_EQUAL(found.items[i].at("i").text, std::to_string(i));
+    }
+  }
 }
 
 TEST(timeline_can_be_started_again_elsewhere) {

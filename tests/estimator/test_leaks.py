@@ -6,6 +6,7 @@ import gc
 import os
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
 NUM_FITS = amount(5, 20)
 # Python workers, class loaders and pools come with the first fits.
 NUM_WARM_UP = 2
+# Memory files of other tests that run at the same time come and go.
+SETTLE_S = 30
 
 
 def holdings(store: Store) -> dict[str, int]:
@@ -44,6 +47,10 @@ def holdings(store: Store) -> dict[str, int]:
         "files at the root": len(list(root(store).iterdir())),
         "models": len(store.list("models")),
     }
+
+
+def beyond(before: dict[str, int], after: dict[str, int], allowed: int) -> list[str]:
+    return [name for name, count in before.items() if after[name] - count >= allowed]
 
 
 def root(store: Store) -> Path:
@@ -74,11 +81,13 @@ def test_fits_in_a_row_leave_nothing_behind(spark: SparkSession, tmp_path: Path)
         del model
         assert wait_for_no_trainers() == set()
         seen.append(holdings(store))
-    num_later = NUM_FITS - NUM_WARM_UP
-    for name, before in seen[NUM_WARM_UP - 1].items():
-        grown = seen[-1][name] - before
-        # What leaks once per fit has grown by as much as there were fits; caches and pools breathe.
-        assert grown < max(1, num_later // 2), (name, [s[name] for s in seen])
+    # What leaks once per fit has grown by as much as there were fits, and stays; caches and pools breathe.
+    allowed = max(1, (NUM_FITS - NUM_WARM_UP) // 2)
+    deadline = time.monotonic() + SETTLE_S
+    while grown := beyond(seen[NUM_WARM_UP - 1], seen[-1], allowed):
+        assert time.monotonic() < deadline, {name: [s[name] for s in seen] for name in grown}
+        time.sleep(0.5)
+        seen[-1] = holdings(store)
     assert seen[-1]["trainers"] == 0
     assert seen[-1]["files being written"] == 0
     # A run keeps what a later fit needs, and no more.

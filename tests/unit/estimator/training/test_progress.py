@@ -91,8 +91,13 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("sparkhvd.estimator.training.progress._LAST_LOOK_S", 0.1)
     answers = threading.Event()
+
+    def history() -> list[dict[str, Any]]:
+        answers.wait(20)
+        return []
+
     with EpochReporter(checkpoints, epochs=3, verbose=0, progress=None) as reporter:
-        monkeypatch.setattr(reporter._checkpoints, "history", lambda: answers.wait(20) or [])
+        monkeypatch.setattr(reporter._checkpoints, "history", history)
         time.sleep(0.5)
         began = time.monotonic()
     assert time.monotonic() - began < 5
