@@ -16,6 +16,8 @@ namespace {
 
 // Long enough to write many events at once, short enough that a killed process loses little.
 constexpr auto kBatchTime = std::chrono::milliseconds(50);
+// Of the file, before the first event; then it doubles.
+constexpr std::uint64_t kFirstBytes = 1 << 20;
 constexpr std::size_t kMaxShownName = 200;
 // An item of the file has room for it with every byte escaped.
 constexpr std::size_t kMaxShownMessage = 400;
@@ -119,6 +121,8 @@ Timeline::Statistics Timeline::statistics() const {
 void Timeline::run() {
   ::pthread_setname_np(::pthread_self(), "sparkhvd-trace");
   std::vector<TimelineEvent> batch;
+  [[maybe_unused]] const auto later =
+      file_.reserve(kFirstBytes);  // found again when an event needs it
   while (true) {
     std::uint64_t dropped = 0;
     {

@@ -41,7 +41,7 @@ std::uint64_t room_in_page(std::uint64_t at) {
 TraceFile::TraceFile(const std::string& path) : file_(open_file(path)) {
   std::string trouble = write("[\n]\n", 0);
   end_ = closing_ = 1;
-  if (trouble.empty()) trouble = extend();
+  if (trouble.empty()) trouble = reserve(kPageBytes);
   if (!trouble.empty()) {
     throw Error(SPARKHVD_INVALID_ARGUMENT, "start_timeline('" + path +
                                                "'): writing failed: " + trouble +
@@ -67,7 +67,8 @@ std::string TraceFile::append(std::string_view item) {
     const auto room = room_in_page(end_);
     const std::uint64_t begin = bytes > room ? end_ + room : end_;
     while (begin + bytes > closing_) {
-      if (auto trouble = extend(); !trouble.empty()) return trouble;
+      if (auto trouble = reserve(std::min(closing_, kLargestArea)); !trouble.empty())
+        return trouble;
     }
     end_ = begin;
   }
@@ -86,11 +87,11 @@ std::string TraceFile::flush() {
 }
 
 /// Moves the closing bracket on: first the whitespace behind it, which changes nothing for a reader.
-std::string TraceFile::extend() {
+std::string TraceFile::reserve(std::uint64_t bytes) {
   const std::uint64_t begin = closing_ + kClosing.size();
-  std::uint64_t area = std::clamp<std::uint64_t>(begin, kPageBytes, kLargestArea);
   std::string trouble;
-  for (; area >= kPageBytes; area /= 2) {
+  for (std::uint64_t area = std::max<std::uint64_t>(bytes, kPageBytes); area >= kPageBytes;
+       area /= 2) {
     const std::uint64_t end = (begin + area) / kPageBytes * kPageBytes;
     for (std::uint64_t at = begin; at < end && trouble.empty(); at += kBlankBytes) {
       trouble = write(std::string(std::min<std::uint64_t>(kBlankBytes, end - at), ' '), at);

@@ -27,13 +27,15 @@ class TraceFile {
   /// Cuts the whitespace off.
   ~TraceFile();
 
+  /// Makes room for about so many bytes of items, as far as the disk has it: the bracket need not move
+  /// before they are used. Returns what went wrong, or nothing.
+  std::string reserve(std::uint64_t bytes);
   /// Appends one JSON value; it is in the file after flush() at the latest. Returns what went wrong,
   /// or nothing; what came before stays in the file.
   std::string append(std::string_view item);
   std::string flush();
 
  private:
-  std::string extend();
   std::string write(std::string_view text, std::uint64_t at);
 
   Fd file_;
