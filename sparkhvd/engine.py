@@ -27,8 +27,10 @@ from sparkhvd import stacks
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.library import (
     ABI_VERSION,
+    DEVICE_CPU,
     WIRE_VERSION,
     Collective,
+    DeviceOptions,
     DType,
     EngineOptions,
     Isa,
@@ -132,11 +134,12 @@ def allreduce_call(
     prescale: float = 1.0,
     postscale: float = 1.0,
     process_set: int = 0,
+    device: int = DEVICE_CPU,
 ) -> Call:
     """An allreduce for `Engine.start`, of tensors with these shapes; the caller places them and may use it
     again and again. Otherwise as `Engine.allreduce`.
     """
-    return Call(_ALLREDUCE, shapes, dtype, op, 0, prescale, postscale, process_set)
+    return Call(_ALLREDUCE, shapes, dtype, op, 0, prescale, postscale, process_set, (), device)
 
 
 def reducescatter_call(
@@ -146,21 +149,26 @@ def reducescatter_call(
     prescale: float = 1.0,
     postscale: float = 1.0,
     process_set: int = 0,
+    device: int = DEVICE_CPU,
 ) -> Call:
     """A reducescatter for `Engine.start`, as `allreduce_call`; arguments as for `Engine.prepare_reducescatter`."""
     kind = Collective.REDUCESCATTER
-    return Call(kind, shapes, dtype, op, 0, prescale, postscale, process_set)
+    return Call(kind, shapes, dtype, op, 0, prescale, postscale, process_set, (), device)
 
 
 def allgather_into_call(
-    shapes: Sequence[tuple[int, ...]], dtype: DType, process_set: int = 0
+    shapes: Sequence[tuple[int, ...]],
+    dtype: DType,
+    process_set: int = 0,
+    device: int = DEVICE_CPU,
 ) -> Call:
     """The inverse of a reducescatter, in place: every rank has its rows of each tensor and gets the others'.
 
     For `Engine.start`, as `allreduce_call`. Shapes are equal on all ranks, inputs are outputs; of d rows rank r of n
     has d // n, and one more if r < d % n.
     """
-    return Call(Collective.ALLGATHER_INTO, shapes, dtype, 0, 0, 1.0, 1.0, process_set)
+    kind = Collective.ALLGATHER_INTO
+    return Call(kind, shapes, dtype, 0, 0, 1.0, 1.0, process_set, (), device)
 
 
 class Engine:
@@ -208,6 +216,44 @@ class Engine:
     def size(self) -> int:
         """Number of ranks."""
         return self.topology.size
+
+    def open_device(
+        self,
+        ordinal: int,
+        cuda_library: str | None = None,
+        nccl_library: str | None = None,
+        nccl_candidates: Sequence[str] = (),
+    ) -> None:
+        """Open this rank's GPU, so that calls may have it as their `device`. The same one again: nothing happens.
+
+        Not collective. A rank has one device.
+
+        Args:
+            ordinal: as the CUDA driver counts in this process.
+            cuda_library: None = libcuda.so.1.
+            nccl_library: this one and no other; None = the copy that the process has loaded, then
+                `nccl_candidates` in their order, then libnccl.so.2.
+            nccl_candidates: paths.
+
+        Raises:
+            InvalidArgumentError: a library or the device is missing or too old, or another device is open.
+        """
+        self._state.check_usable("open_device()")
+        candidates = [os.fsencode(path) for path in nccl_candidates]
+        options = DeviceOptions(
+            struct_size=ctypes.sizeof(DeviceOptions),
+            device=ordinal,
+            cuda_library=None if cuda_library is None else os.fsencode(cuda_library),
+            nccl_library=None if nccl_library is None else os.fsencode(nccl_library),
+            nccl_candidates=(ctypes.c_char_p * len(candidates))(*candidates),
+            num_nccl_candidates=len(candidates),
+        )
+        buffer = error_text.buffer
+        status = self._state.library.device_open(
+            self._state.handle, ctypes.byref(options), buffer, ERROR_BYTES
+        )
+        if status != OK:
+            raise to_exception(status, buffer)
 
     def allreduce(
         self,
@@ -326,6 +372,7 @@ class Engine:
         name: str | None = None,
         process_set: int = 0,
         one_piece: bool = False,
+        device: int = DEVICE_CPU,
     ) -> Buffer:
         """Make registered memory; every rank of the process set must call this, with as many bytes. Waits.
 
@@ -338,13 +385,14 @@ class Engine:
             process_set: whose ranks share it.
             one_piece: the ranks of a host get the same piece instead of one each. What they write there they
                 must order themselves (`barrier`).
+            device: the opened device, to make memory there, each rank its own, which NCCL knows.
 
         Raises:
             InvalidArgumentError: there is not enough memory on this rank (or, of one piece, on any rank); or as for `allreduce`.
             MismatchError, CollectiveTimeoutError, PeerLostError: as for any operation.
         """
         numbers = (num_bytes, 1) if one_piece else (num_bytes,)
-        call = Call(Collective.REGISTER, process_set=process_set, numbers=numbers)
+        call = Call(Collective.REGISTER, process_set=process_set, numbers=numbers, device=device)
         work = self.start(call, name or self._number("allocate", process_set))
         work.wait()
         return work.buffer()
@@ -386,6 +434,7 @@ class Engine:
         postscale: float = 1.0,
         process_set: int = 0,
         digest: tuple[int, ...] = (),
+        device: int = DEVICE_CPU,
     ) -> Call:
         """An allreduce as a call; arguments as for `allreduce`.
 
@@ -397,9 +446,10 @@ class Engine:
             postscale: factor of the result.
             process_set: 0 = all ranks.
             digest: one number that must be equal on all ranks, of all operations that belong together.
+            device: where the tensors lie: the CPU, or the device that was opened.
         """
         shapes = tuple([tensor[2] for tensor in tensors])
-        key = (_ALLREDUCE, shapes, dtype, op, 0, prescale, postscale, process_set, digest)
+        key = (_ALLREDUCE, shapes, dtype, op, 0, prescale, postscale, process_set, digest, device)
         return self._prepare(key, tensors)
 
     def prepare_reducescatter(
@@ -411,6 +461,7 @@ class Engine:
         postscale: float = 1.0,
         process_set: int = 0,
         digest: tuple[int, ...] = (),
+        device: int = DEVICE_CPU,
     ) -> Call:
         """An allreduce of which every rank gets its rows only.
 
@@ -425,10 +476,11 @@ class Engine:
             postscale: factor of the result.
             process_set: 0 = all ranks.
             digest: as for `prepare_allreduce`.
+            device: as for `prepare_allreduce`.
         """
         shapes = tuple([tensor[2] for tensor in tensors])
         kind = Collective.REDUCESCATTER
-        key = (kind, shapes, dtype, op, 0, prescale, postscale, process_set, digest)
+        key = (kind, shapes, dtype, op, 0, prescale, postscale, process_set, digest, device)
         return self._prepare(key, tensors)
 
     def prepare_allgather(
@@ -437,13 +489,15 @@ class Engine:
         dtype: DType,
         process_set: int = 0,
         digest: tuple[int, ...] = (),
+        device: int = DEVICE_CPU,
     ) -> Call:
         """The ranks' tensors joined along the first dimension, in rank order, as `Work.output()`.
 
-        First dimensions may differ between ranks, the others may not.
+        First dimensions may differ between ranks, the others may not. On a device the result goes to the tensors'
+        outputs, which have room for all ranks' rows.
         """
         shapes = tuple([tensor[2] for tensor in tensors])
-        key = (Collective.ALLGATHER, shapes, dtype, 0, 0, 1.0, 1.0, process_set, digest)
+        key = (Collective.ALLGATHER, shapes, dtype, 0, 0, 1.0, 1.0, process_set, digest, device)
         return self._prepare(key, tensors)
 
     def prepare_alltoall(
@@ -452,6 +506,7 @@ class Engine:
         splits: Sequence[int] | None,
         dtype: DType,
         process_set: int = 0,
+        device: int = DEVICE_CPU,
     ) -> Call:
         """Rows to every rank and rows from every rank; those that came, in rank order, are `Work.output()`.
 
@@ -460,16 +515,24 @@ class Engine:
             splits: rows for each rank of the process set, at most as many as there are; None = equal parts.
             dtype: element type.
             process_set: 0 = all ranks.
+            device: as for `prepare_allreduce`; there what came goes to the tensor's output.
         """
         numbers = () if splits is None else tuple(splits)
-        key = (Collective.ALLTOALL, (tensor.shape,), dtype, 0, 0, 1.0, 1.0, process_set, numbers)
+        kind, shapes = Collective.ALLTOALL, (tensor.shape,)
+        key = (kind, shapes, dtype, 0, 0, 1.0, 1.0, process_set, numbers, device)
         return self._prepare(key, (tensor,))
 
     def prepare_broadcast(
-        self, tensor: TensorView, root_rank: int, dtype: DType, process_set: int = 0
+        self,
+        tensor: TensorView,
+        root_rank: int,
+        dtype: DType,
+        process_set: int = 0,
+        device: int = DEVICE_CPU,
     ) -> Call:
         """Rank `root_rank`'s input (its number among all ranks) copied to every rank's output."""
-        key = (Collective.BROADCAST, (tensor.shape,), dtype, 0, root_rank, 1.0, 1.0, process_set)
+        kind, shapes = Collective.BROADCAST, (tensor.shape,)
+        key = (kind, shapes, dtype, 0, root_rank, 1.0, 1.0, process_set, (), device)
         return self._prepare(key, (tensor,))
 
     # --- Submitting. ---

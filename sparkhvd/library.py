@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import EngineUnavailableError
 
-ABI_VERSION = 3
-WIRE_VERSION = 5
+ABI_VERSION = 4
+WIRE_VERSION = 6
 
 
 class Status(IntEnum):
@@ -126,6 +126,20 @@ class EngineOptions(ctypes.Structure):
     ]
 
 
+class DeviceOptions(ctypes.Structure):
+    """`sparkhvd_device_options`."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("device", ctypes.c_int32),
+        ("cuda_library", ctypes.c_char_p),
+        ("nccl_library", ctypes.c_char_p),
+        ("nccl_candidates", ctypes.POINTER(ctypes.c_char_p)),
+        ("num_nccl_candidates", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
+    ]
+
+
 class Tensor(ctypes.Structure):
     """`sparkhvd_tensor`."""
 
@@ -176,6 +190,7 @@ class Output(ctypes.Structure):
 
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "sparkhvd_engine_options": EngineOptions,
+    "sparkhvd_device_options": DeviceOptions,
     "sparkhvd_tensor": Tensor,
     "sparkhvd_request": Request,
     "sparkhvd_output": Output,
@@ -218,6 +233,10 @@ FUNCTIONS: dict[str, Signature] = {
         ctypes.c_int32, (_HANDLE, ctypes.c_char_p, ctypes.c_int32, *_ERROR), may_block=True
     ),
     "sparkhvd_timeline_stop": Signature(ctypes.c_int32, (_HANDLE, *_ERROR), may_block=True),
+    # Loads libraries and starts the device.
+    "sparkhvd_device_open": Signature(
+        ctypes.c_int32, (_HANDLE, ctypes.POINTER(DeviceOptions), *_ERROR), may_block=True
+    ),
     "sparkhvd_submit": Signature(
         ctypes.c_int32, (_HANDLE, ctypes.POINTER(Request), _OUT_HANDLE, *_ERROR)
     ),
@@ -228,11 +247,15 @@ FUNCTIONS: dict[str, Signature] = {
     ),
     "sparkhvd_poll": Signature(ctypes.c_int32, (_HANDLE, *_ERROR)),
     "sparkhvd_wait": Signature(ctypes.c_int32, (_HANDLE, ctypes.c_uint32, *_ERROR), may_block=True),
+    "sparkhvd_wait_stream": Signature(
+        ctypes.c_int32, (_HANDLE, ctypes.c_uint64, ctypes.c_uint32, *_ERROR), may_block=True
+    ),
     "sparkhvd_work_output": Signature(ctypes.c_int32, (_HANDLE, ctypes.POINTER(Output), *_ERROR)),
     "sparkhvd_work_buffer": Signature(ctypes.c_int32, (_HANDLE, _OUT_HANDLE, *_ERROR)),
     "sparkhvd_buffer_data": Signature(ctypes.c_void_p, (_HANDLE,)),
     "sparkhvd_buffer_bytes": Signature(ctypes.c_uint64, (_HANDLE,)),
     "sparkhvd_buffer_is_shared": Signature(ctypes.c_int32, (_HANDLE,)),
+    "sparkhvd_buffer_device": Signature(ctypes.c_int32, (_HANDLE,)),
     "sparkhvd_buffer_release": Signature(None, (_HANDLE,)),
     "sparkhvd_work_release": Signature(None, (_HANDLE,)),
 }

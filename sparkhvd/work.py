@@ -111,9 +111,18 @@ class Buffer:
         address: the first byte, aligned to a page.
         num_bytes: length.
         is_shared: whether other ranks of this host share it; if not, it is as any other memory.
+        device: the device whose memory it is; -1 for ordinary memory.
     """
 
-    __slots__ = ("__weakref__", "_handle", "_library", "address", "is_shared", "num_bytes")
+    __slots__ = (
+        "__weakref__",
+        "_handle",
+        "_library",
+        "address",
+        "device",
+        "is_shared",
+        "num_bytes",
+    )
 
     def __init__(self, library: Library, handle: int) -> None:
         self._library = library
@@ -121,8 +130,11 @@ class Buffer:
         self.address: int = library.buffer_data(handle)
         self.num_bytes: int = library.buffer_bytes(handle)
         self.is_shared = bool(library.buffer_is_shared(handle))
+        self.device: int = library.buffer_device(handle)
 
     def __repr__(self) -> str:
+        if self.device != DEVICE_CPU:
+            return f"<Buffer of {self.num_bytes} bytes on device {self.device}>"
         return f"<Buffer of {self.num_bytes} bytes, {'shared' if self.is_shared else 'not shared'}>"
 
     def __del__(self) -> None:
@@ -275,6 +287,47 @@ class Work:
         finally:
             waiting.discard(token)
 
+    def wait_stream(self, stream: int, timeout_s: float | None = None) -> None:
+        """Make a stream wait for the end of this operation on the device; this thread does not wait for the device.
+
+        Returns once the operation has been handed to the device, which takes every rank's submission; drives every
+        operation of the engine meanwhile. What is enqueued on `stream` afterwards sees the results.
+
+        Args:
+            stream: the CUstream.
+            timeout_s: longest wait here; None means until the operation's own timeout.
+
+        Raises:
+            InvalidArgumentError: the operation is not one on a device, or the stream is being captured.
+            MismatchError, CollectiveTimeoutError, PeerLostError, CollectiveError: as `wait`.
+        """
+        self._check()
+        state, token = self._state, object()
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        slice_ms = WAIT_SLICE_MS
+        state.waiting.add(token)
+        try:
+            while True:
+                if timeout_s is not None:
+                    left_ms = math.ceil((deadline - time.monotonic()) * 1000)
+                    slice_ms = max(0, min(WAIT_SLICE_MS, left_ms))
+                buffer = error_text.buffer
+                status = state.library.wait_stream(
+                    self._handle, stream, slice_ms, buffer, ERROR_BYTES
+                )
+                if status == OK:
+                    return
+                if status != PENDING:
+                    raise to_exception(status, buffer)
+                if time.monotonic() >= deadline:
+                    raise CollectiveTimeoutError(
+                        f"{self._name}: not handed to the device after the {timeout_s} s that wait_stream() was "
+                        "given. It goes on; wait again, or shut the engine down."
+                    )
+                self._check()
+        finally:
+            state.waiting.discard(token)
+
     def output(self) -> GatherOutput:
         """What a finished operation has made: allgather, alltoall, join, a new process set.
 
@@ -356,6 +409,8 @@ class Call:
         postscale: factor of its result.
         process_set: 0 = all ranks.
         numbers: what else the operation needs to know: the splits of an alltoall, ranks, bytes.
+        device: where the tensors lie: -1, the CPU, or the device that was opened. Then the caller sets
+            `request.stream` before every submission.
     """
 
     __slots__ = ("_kept", "key", "reference", "request", "tensors", "work", "work_reference")
@@ -371,6 +426,7 @@ class Call:
         postscale: float = 1.0,
         process_set: int = 0,
         numbers: Sequence[int] = (),
+        device: int = DEVICE_CPU,
     ) -> None:
         self.key: object = None  # where the engine keeps it while nobody uses it
         array = (Tensor * len(shapes))()
@@ -388,7 +444,7 @@ class Call:
             root_rank=root_rank,
             prescale=prescale,
             postscale=postscale,
-            device=DEVICE_CPU,
+            device=device,
             num_tensors=len(shapes),
             tensors=array,
         )

@@ -8,8 +8,9 @@
  *     NUL-terminated sentence (UTF-8, truncated to fit) into `error`, which may be NULL when `error_size` is 0;
  *   - structures begin with `struct_size`, set by the caller to sizeof; fields are only ever appended, and a
  *     field that a shorter caller does not know has the documented default;
- *   - only sparkhvd_run, sparkhvd_wait, sparkhvd_engine_create, sparkhvd_engine_shutdown,
- *     sparkhvd_timeline_start and sparkhvd_timeline_stop may block, the last two on the disk only.
+ *   - only sparkhvd_run, sparkhvd_wait, sparkhvd_wait_stream, sparkhvd_engine_create,
+ *     sparkhvd_engine_shutdown, sparkhvd_device_open, sparkhvd_timeline_start and sparkhvd_timeline_stop
+ *     may block, the last two on the disk only.
  */
 #ifndef SPARKHVD_H_
 #define SPARKHVD_H_
@@ -24,9 +25,9 @@ extern "C" {
 #define SPARKHVD_API __attribute__((visibility("default")))
 
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
-#define SPARKHVD_ABI_VERSION 3
+#define SPARKHVD_ABI_VERSION 4
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
-#define SPARKHVD_WIRE_VERSION 5
+#define SPARKHVD_WIRE_VERSION 6
 
 /* Status of a call or of a finished operation. */
 #define SPARKHVD_OK 0
@@ -133,6 +134,19 @@ typedef struct sparkhvd_engine_options {
   int32_t stack_pipe;
 } sparkhvd_engine_options;
 
+/* Where a rank's GPU and the libraries for it are. */
+typedef struct sparkhvd_device_options {
+  uint32_t struct_size;
+  int32_t device;           /* ordinal as the CUDA driver counts in this process */
+  const char* cuda_library; /* NULL: libcuda.so.1 */
+  /* This one and no other; NULL: the copy that the process has loaded, then the candidates, then
+   * libnccl.so.2. */
+  const char* nccl_library;
+  const char* const* nccl_candidates; /* [num_nccl_candidates] paths, tried in order */
+  uint32_t num_nccl_candidates;
+  uint32_t reserved; /* 0 */
+} sparkhvd_device_options;
+
 /* One tensor of a request: contiguous, row-major. */
 typedef struct sparkhvd_tensor {
   const void* input; /* read until the operation is finished */
@@ -156,12 +170,16 @@ typedef struct sparkhvd_request {
   int32_t root_rank;   /* broadcast: global rank */
   double prescale;  /* allreduce, reducescatter: factor of every input, in the accumulation type */
   double postscale; /* allreduce, reducescatter: factor of the result */
-  int32_t device;   /* SPARKHVD_DEVICE_CPU or the ordinal of a CUDA device */
+  /* SPARKHVD_DEVICE_CPU, or the device that was opened: the tensors lie there, and NCCL runs the
+   * operation. Then reductions are Sum, Min, Max or Product without scales and not of 16-bit integers;
+   * allgather and alltoall need `output`, with room for what the other ranks bring; there is no barrier,
+   * join or process set. REGISTER makes memory of the device. */
+  int32_t device;
   uint32_t
       num_tensors; /* allreduce: any number, reduced as one ("gather list"); allgather, reducescatter,
                       allgather_into: at least 1; broadcast, alltoall: 1; others: 0 */
   const sparkhvd_tensor* tensors; /* [num_tensors], copied at submission */
-  uint64_t stream;                /* CUstream that produced the inputs; 0 on CPU */
+  uint64_t stream; /* on a device: the CUstream whose work up to here the operation waits for */
   const int64_t*
       splits; /* allreduce, allgather(_into), reducescatter: nothing, or one number that must be equal on all
                  ranks: the digest of a group that is several operations. alltoall: [num_splits] rows for each rank of the set; NULL = equal parts.
@@ -221,6 +239,12 @@ SPARKHVD_API int32_t sparkhvd_timeline_start(sparkhvd_engine* engine, const char
 SPARKHVD_API int32_t sparkhvd_timeline_stop(sparkhvd_engine* engine, char* error,
                                             size_t error_size);
 
+/* Opens this rank's device; its operations may be submitted from now on. Again with the same device:
+ * nothing happens. Not collective. UNSUPPORTED if a library or the device is missing. */
+SPARKHVD_API int32_t sparkhvd_device_open(sparkhvd_engine* engine,
+                                          const sparkhvd_device_options* options, char* error,
+                                          size_t error_size);
+
 /* Submits one operation; never blocks on a peer. On OK, *work must be released. */
 SPARKHVD_API int32_t sparkhvd_submit(sparkhvd_engine* engine, const sparkhvd_request* request,
                                      sparkhvd_work** work, char* error, size_t error_size);
@@ -235,6 +259,10 @@ SPARKHVD_API int32_t sparkhvd_poll(sparkhvd_work* work, char* error, size_t erro
 /* Drives every operation of the engine until this one is finished or `timeout_ms` is over (PENDING). */
 SPARKHVD_API int32_t sparkhvd_wait(sparkhvd_work* work, uint32_t timeout_ms, char* error,
                                    size_t error_size);
+/* Drives until the operation on the device has been handed to the device, or has ended, or `timeout_ms` is
+ * over (PENDING); then makes `stream` wait for its end. The caller's thread never waits for the device. */
+SPARKHVD_API int32_t sparkhvd_wait_stream(sparkhvd_work* work, uint64_t stream, uint32_t timeout_ms,
+                                          char* error, size_t error_size);
 /* The result of a finished operation that has one of its own (see sparkhvd_output). */
 SPARKHVD_API int32_t sparkhvd_work_output(sparkhvd_work* work, sparkhvd_output* output, char* error,
                                           size_t error_size);
@@ -248,6 +276,8 @@ SPARKHVD_API void* sparkhvd_buffer_data(sparkhvd_buffer* buffer);
 SPARKHVD_API uint64_t sparkhvd_buffer_bytes(sparkhvd_buffer* buffer);
 /* 1 if the ranks of this host share it. */
 SPARKHVD_API int32_t sparkhvd_buffer_is_shared(sparkhvd_buffer* buffer);
+/* The device whose memory it is; SPARKHVD_DEVICE_CPU for ordinary memory. */
+SPARKHVD_API int32_t sparkhvd_buffer_device(sparkhvd_buffer* buffer);
 /* Unmaps. No operation on it may be in flight. Any thread, also after the engine is destroyed. */
 SPARKHVD_API void sparkhvd_buffer_release(sparkhvd_buffer* buffer);
 

@@ -236,6 +236,16 @@ int32_t sparkhvd_timeline_stop(sparkhvd_engine* engine, char* error, size_t erro
   });
 }
 
+int32_t sparkhvd_device_open(sparkhvd_engine* engine, const sparkhvd_device_options* options,
+                             char* error, size_t error_size) {
+  return guard({error, error_size}, [&]() -> std::int32_t {
+    check_handle(engine, "engine");
+    const auto raw = read_struct(options, sparkhvd_device_options{}, "options");
+    throw Error(SPARKHVD_UNSUPPORTED, "device " + std::to_string(raw.device) +
+                                          ": this build of sparkhvd works in CPU memory only.");
+  });
+}
+
 int32_t sparkhvd_submit(sparkhvd_engine* engine, const sparkhvd_request* request,
                         sparkhvd_work** work, char* error, size_t error_size) {
   return guard({error, error_size}, [&] {
@@ -284,6 +294,14 @@ int32_t sparkhvd_wait(sparkhvd_work* work, uint32_t timeout_ms, char* error, siz
                          sparkhvd::Clock::now() + std::chrono::milliseconds(timeout_ms));
     }
     return status_of(*work->operation, {error, error_size});
+  });
+}
+
+int32_t sparkhvd_wait_stream(sparkhvd_work* work, [[maybe_unused]] uint64_t stream,
+                             [[maybe_unused]] uint32_t timeout_ms, char* error, size_t error_size) {
+  return guard({error, error_size}, [&]() -> std::int32_t {
+    check_handle(work, "work");
+    invalid(work->operation->label() + " is not an operation on a device: wait for it.");
   });
 }
 
@@ -345,6 +363,8 @@ int32_t sparkhvd_buffer_is_shared(sparkhvd_buffer* buffer) {
   if (buffer == nullptr) return 0;
   return buffer->segment->num_pieces() > 1 || buffer->segment->is_one_piece() ? 1 : 0;
 }
+
+int32_t sparkhvd_buffer_device(sparkhvd_buffer*) { return SPARKHVD_DEVICE_CPU; }
 
 void sparkhvd_buffer_release(sparkhvd_buffer* buffer) {
   const std::unique_ptr<sparkhvd_buffer> owner(buffer);

@@ -19,8 +19,8 @@ from sparkhvd._rendezvous.endpoints import Job
 from sparkhvd._rendezvous.loop import _read, _send, _Wait
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
-ABI_VERSION = 3
-WIRE_VERSION = 5
+ABI_VERSION = 4
+WIRE_VERSION = 6
 
 NONCE_BYTES = 32
 MAC_BYTES = 32

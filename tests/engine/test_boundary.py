@@ -28,6 +28,8 @@ C_TYPES = {
     "void*": ctypes.c_void_p,
     "int32_t*": ctypes.POINTER(ctypes.c_int32),
     "int64_t*": ctypes.POINTER(ctypes.c_int64),
+    "char**": ctypes.POINTER(ctypes.c_char_p),
+    "sparkhvd_device_options*": ctypes.POINTER(library.DeviceOptions),
     "sparkhvd_tensor*": ctypes.POINTER(library.Tensor),
     "sparkhvd_engine_options*": ctypes.POINTER(library.EngineOptions),
     "sparkhvd_request*": ctypes.POINTER(library.Request),
@@ -43,6 +45,7 @@ C_TYPES = {
 
 def split_declaration(text: str) -> tuple[str, str]:
     """A C declaration as type and name: "const char* name" -> ("char*", "name")."""
+    text = re.sub(r"\*\s*const\s*\*", "**", text)
     words = re.fullmatch(r"(?:const\s+)?(\w+)\s*(\**)\s*(\w+)", text.strip())
     assert words, text
     return words[1] + words[2], words[3]
