@@ -1,0 +1,99 @@
+// Where the ranks of a communicator meet: shared memory without a name, so that a killed test
+// leaves nothing behind. It works between threads of one process and between processes of a host.
+//
+// The unique id holds the process that made it and its descriptor of the memory, which the others
+// open through /proc; so that process must live until all have joined, as with the real one.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "nccl/nccl_api.h"
+
+namespace fake {
+
+/// What a rank says about a collective before the data, so that disagreement is found.
+struct Descriptor {
+  std::uint32_t kind = 0;
+  std::uint32_t dtype = 0;
+  std::uint32_t op = 0;
+  std::uint32_t root = 0;
+  std::uint64_t count = 0;
+  bool operator==(const Descriptor&) const = default;
+};
+
+struct Identity {
+  std::uint64_t host = 0;
+  std::uint64_t gpu[2] = {};
+};
+
+inline constexpr std::size_t kChunkBytes = 64 << 10;
+inline constexpr std::size_t kMailBytes = 16 << 10;
+
+/// One per rank, in shared memory.
+struct alignas(64) Seat {
+  std::atomic<std::uint32_t> is_taken;
+  std::atomic<std::uint32_t> step;  // barriers passed
+  Identity identity;
+  Descriptor descriptor;
+  std::int32_t color;
+  std::int32_t key;
+  sparkhvd::nccl::NcclUniqueId id;  // of the part of a split that this rank leads
+  std::byte chunk[kChunkBytes];
+};
+
+/// One per pair of ranks: a chunk on its way.
+struct alignas(64) Mailbox {
+  std::atomic<std::uint32_t> is_full;
+  std::uint64_t message_bytes;
+  std::uint64_t chunk_bytes;
+  std::byte chunk[kMailBytes];
+};
+
+using Stop = std::function<bool()>;
+
+class Meeting {
+ public:
+  /// Opens the memory of `id` for `size` ranks and takes the seat `rank`. Throws std::runtime_error.
+  Meeting(const sparkhvd::nccl::NcclUniqueId& id, int rank, int size, const Identity& identity);
+  Meeting(const Meeting&) = delete;
+  Meeting& operator=(const Meeting&) = delete;
+  ~Meeting();
+
+  /// Waits until every rank has its seat. False where `stop` said so first; so for all waits.
+  bool wait_for_all(const Stop& stop);
+  bool barrier(const Stop& stop);
+  bool wait(const std::function<bool()>& condition, const Stop& stop);
+  /// Wakes those who wait after a change that is no barrier.
+  void ring();
+
+  Seat& seat(int rank) const { return seats_[rank]; }
+  Mailbox& mailbox(int from, int to) const { return mailboxes_[from * size_ + to]; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  /// The same on all ranks, and no other communicator's.
+  std::uint64_t key() const { return key_; }
+
+ private:
+  struct Header;
+
+  int rank_;
+  int size_;
+  std::uint64_t key_ = 0;
+  std::size_t bytes_ = 0;
+  void* memory_ = nullptr;
+  Header* header_ = nullptr;
+  Seat* seats_ = nullptr;
+  Mailbox* mailboxes_ = nullptr;
+  std::uint32_t step_ = 0;
+  sparkhvd::nccl::NcclUniqueId id_;
+};
+
+/// A fresh id, whose memory stays until all ranks have joined.
+sparkhvd::nccl::NcclUniqueId make_unique_id();
+
+}  // namespace fake

@@ -1,0 +1,219 @@
+// Runs the conformity suite of CUDA and NCCL through the engine's own function tables.
+//
+//   nccl_conformity --ranks 2                              the stand-ins, ranks are threads
+//   nccl_conformity --ranks 2 --processes                  the same, ranks are processes
+//   nccl_conformity --cuda-library libcuda.so.1 --nccl-library <libnccl.so.2> --ranks 1
+//   ... --ranks 2 --processes --same-gpu                   two ranks on the one GPU of a machine
+//   nccl_conformity --no-device --nccl-library <path>      what can be known without a GPU
+//   ... <words>                                            only tests whose name has one of them
+#include "nccl_conformity.h"
+
+#include <dlfcn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <string_view>
+#include <thread>
+
+namespace sparkhvd::conformity {
+
+namespace {
+
+// Everything together; SIGALRM ends the process then, because a hang is what fails here.
+constexpr unsigned kDeadlineS = 240;
+
+struct Options {
+  std::string cuda_library = FAKE_CUDA_LIBRARY;
+  std::string nccl_library = FAKE_NCCL_LIBRARY;
+  int ranks = 2;
+  bool has_processes = false;
+  bool has_one_gpu = false;
+  bool has_device = true;
+  std::vector<std::string> words;
+};
+
+Options parse(int argc, char** argv) {
+  Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view word = argv[i];
+    const auto value = [&]() -> const char* {
+      if (i + 1 == argc) throw std::runtime_error(std::string(word) + " needs a value");
+      return argv[++i];
+    };
+    if (word == "--cuda-library") {
+      options.cuda_library = value();
+    } else if (word == "--nccl-library") {
+      options.nccl_library = value();
+    } else if (word == "--ranks") {
+      options.ranks = std::atoi(value());
+    } else if (word == "--processes") {
+      options.has_processes = true;
+    } else if (word == "--same-gpu") {
+      options.has_one_gpu = true;
+    } else if (word == "--no-device") {
+      options.has_device = false;
+    } else if (word.starts_with("--")) {
+      throw std::runtime_error("no option is called " + std::string(word));
+    } else {
+      options.words.emplace_back(word);
+    }
+  }
+  return options;
+}
+
+/// How two ranks may be on one GPU: to 2.29 they pretend to be on two hosts, from 2.30 they say so.
+void share_gpu(int rank) {
+  ::setenv("NCCL_HOSTID", ("conformity-" + std::to_string(rank)).c_str(), 1);
+  ::setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+  ::setenv("NCCL_SOCKET_IFNAME", "lo", 1);
+  ::setenv("NCCL_IB_DISABLE", "1", 1);
+}
+
+Controls find_controls(const Library& library) {
+  Controls controls;
+  bind(library, "fake_cuda_fail", controls.fail);
+  bind(library, "fake_cuda_hang", controls.hang);
+  bind(library, "fake_cuda_skip_wait", controls.skip_wait);
+  bind(library, "fake_cuda_stream_delay_us", controls.stream_delay_us);
+  bind(library, "fake_cuda_reset", controls.reset);
+  bind(library, "fake_cuda_misuse", controls.misuse);
+  bind(library, "fake_cuda_begin_capture", controls.begin_capture);
+  bind(library, "fake_cuda_end_capture", controls.end_capture);
+  return controls;
+}
+
+std::vector<Test> chosen(const Options& options, const Controls& controls) {
+  std::vector<Test> tests;
+  for (const auto& some : {collective_tests(), device_tests(), failure_tests()}) {
+    for (const Test& test : some) {
+      const bool is_wanted =
+          options.words.empty() || std::ranges::any_of(options.words, [&](const auto& word) {
+            return std::string_view(test.name).find(word) != std::string_view::npos;
+          });
+      const bool can_run = (!test.needs_peers || options.ranks > 1) &&
+                           (!test.needs_stand_in || controls) &&
+                           (!test.is_for_one_rank || options.ranks == 1);
+      if (is_wanted && can_run) tests.push_back(test);
+    }
+  }
+  return tests;
+}
+
+/// All tests of one rank; returns how many passed, or -1 after the first failure.
+int run_rank(const Options& options, const CudaApi& cuda, const NcclApi& nccl,
+             const Controls& controls, Room& room, int index) {
+  Rank rank{cuda, nccl, controls, room, index, options.ranks};
+  const int device = options.has_one_gpu ? 0 : index;
+  std::string at = "start";
+  int passed = 0;
+  try {
+    expect_ok(rank, cuda.cuDevicePrimaryCtxRetain(&rank.context, device), "primary context");
+    const CurrentContext current(cuda, rank.context);
+    expect_ok(rank, cuda.cuStreamCreateWithPriority(&rank.stream, kCudaStreamNonBlocking, 0),
+              "cuStreamCreateWithPriority");
+    for (const Test& test : chosen(options, controls)) {
+      at = test.name;
+      const auto start = std::chrono::steady_clock::now();
+      room.barrier();
+      test.body(rank);
+      room.barrier();
+      if (controls) expect(*controls.misuse() == '\0', std::string("misuse: ") + controls.misuse());
+      const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+      if (index == 0) std::printf("ok      %6.2f s  %s\n", took.count(), test.name);
+      std::fflush(stdout);
+      ++passed;
+    }
+    expect_ok(rank, cuda.cuStreamDestroy(rank.stream), "cuStreamDestroy");
+    expect_ok(rank, cuda.cuDevicePrimaryCtxRelease(device), "cuDevicePrimaryCtxRelease");
+    return passed;
+  } catch (const std::exception& error) {
+    std::printf("FAILED  rank %d of %d, %s\n        %s\n", index, options.ranks, at.c_str(),
+                error.what());
+    std::fflush(stdout);
+    room.fail();
+    return -1;
+  }
+}
+
+int run_threads(const Options& options, Room& room) {
+  const auto cuda = CudaApi::load(options.cuda_library);
+  const auto nccl = NcclApi::load({options.nccl_library, {}});
+  const Controls controls = find_controls(cuda->library);
+  std::printf("%d ranks in threads, NCCL %s%s\n", options.ranks, nccl->version_text().c_str(),
+              controls ? " (fake)" : "");
+  std::vector<int> passed(static_cast<std::size_t>(options.ranks));
+  {
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < options.ranks; ++i) {
+      threads.emplace_back([&, i] {
+        passed[static_cast<std::size_t>(i)] = run_rank(options, *cuda, *nccl, controls, room, i);
+      });
+    }
+  }
+  std::printf("%d tests passed\n", passed[0]);
+  return std::ranges::min(passed) > 0 ? 0 : 1;
+}
+
+int run_process(const Options& options, Room& room, int index) {
+  ::alarm(kDeadlineS);
+  try {
+    if (options.has_one_gpu) share_gpu(index);
+    const auto cuda = CudaApi::load(options.cuda_library);
+    const auto nccl = NcclApi::load({options.nccl_library, {}});
+    const Controls controls = find_controls(cuda->library);
+    if (index == 0) {
+      std::printf("%d ranks in processes, NCCL %s%s\n", options.ranks, nccl->version_text().c_str(),
+                  controls ? " (fake)" : "");
+    }
+    const int passed = run_rank(options, *cuda, *nccl, controls, room, index);
+    if (index == 0) std::printf("%d tests passed\n", passed);
+    std::fflush(stdout);
+    return passed > 0 ? 0 : 1;
+  } catch (const std::exception& error) {
+    std::printf("FAILED  rank %d: %s\n", index, error.what());
+    std::fflush(stdout);
+    room.fail();
+    return 1;
+  }
+}
+
+int run_processes(const Options& options, Room& room) {
+  std::vector<pid_t> children;
+  for (int i = 0; i < options.ranks; ++i) {
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(run_process(options, room, i));
+    children.push_back(child);
+  }
+  int failed = 0;
+  for (const pid_t child : children) {
+    int status = 0;
+    if (::waitpid(child, &status, 0) != child || status != 0) failed = 1;
+  }
+  return failed;
+}
+
+}  // namespace
+
+int run(int argc, char** argv) {
+  const Options options = parse(argc, argv);
+  ::alarm(kDeadlineS);
+  if (!options.has_device) return check_without_device(options.nccl_library);
+  Room room(options.ranks);
+  return options.has_processes ? run_processes(options, room) : run_threads(options, room);
+}
+
+}  // namespace sparkhvd::conformity
+
+int main(int argc, char** argv) {
+  try {
+    return sparkhvd::conformity::run(argc, argv);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "nccl_conformity: %s\n", error.what());
+    return 2;
+  }
+}
