@@ -45,6 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Test files run side by side; each process has temporary files of its own, for tests that count them.
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"{worker}-")
+        os.chmod(os.environ["TMPDIR"], 0o1777)  # as /tmp: some tests are about other users
         tempfile.tempdir = None
         config.add_cleanup(
             functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
