@@ -31,6 +31,7 @@ struct sparkhvd_work {
 struct sparkhvd_buffer {
   std::shared_ptr<sparkhvd::Segment> segment;
   sparkhvd::Rank rank;
+  std::shared_ptr<sparkhvd::nccl::DeviceBuffer> device;  // instead of a segment
 };
 
 namespace {
@@ -130,6 +131,23 @@ sparkhvd::EngineOptions read_options(const sparkhvd_engine_options* given) {
   options.host_loss_s = raw.host_loss_s;
   options.stack_signal = raw.stack_signal;
   options.stack_pipe = raw.stack_pipe;
+  return options;
+}
+
+sparkhvd::nccl::DeviceOptions read_device_options(const sparkhvd_device_options* given) {
+  const auto raw = read_struct(given, sparkhvd_device_options{}, "options");
+  sparkhvd::nccl::DeviceOptions options;
+  options.ordinal = raw.device;
+  if (raw.cuda_library != nullptr) options.cuda_library = raw.cuda_library;
+  if (raw.nccl_library != nullptr) options.nccl.library = raw.nccl_library;
+  if (raw.num_nccl_candidates > 0 && raw.nccl_candidates == nullptr) {
+    invalid("nccl_candidates must not be NULL.");
+  }
+  for (std::uint32_t i = 0; i < raw.num_nccl_candidates; ++i) {
+    if (raw.nccl_candidates[i] != nullptr) {
+      options.nccl.candidates.emplace_back(raw.nccl_candidates[i]);
+    }
+  }
   return options;
 }
 
@@ -238,11 +256,10 @@ int32_t sparkhvd_timeline_stop(sparkhvd_engine* engine, char* error, size_t erro
 
 int32_t sparkhvd_device_open(sparkhvd_engine* engine, const sparkhvd_device_options* options,
                              char* error, size_t error_size) {
-  return guard({error, error_size}, [&]() -> std::int32_t {
+  return guard({error, error_size}, [&] {
     check_handle(engine, "engine");
-    const auto raw = read_struct(options, sparkhvd_device_options{}, "options");
-    throw Error(SPARKHVD_UNSUPPORTED, "device " + std::to_string(raw.device) +
-                                          ": this build of sparkhvd works in CPU memory only.");
+    engine->engine->open_device(read_device_options(options));
+    return SPARKHVD_OK;
   });
 }
 
@@ -297,11 +314,20 @@ int32_t sparkhvd_wait(sparkhvd_work* work, uint32_t timeout_ms, char* error, siz
   });
 }
 
-int32_t sparkhvd_wait_stream(sparkhvd_work* work, [[maybe_unused]] uint64_t stream,
-                             [[maybe_unused]] uint32_t timeout_ms, char* error, size_t error_size) {
-  return guard({error, error_size}, [&]() -> std::int32_t {
+int32_t sparkhvd_wait_stream(sparkhvd_work* work, uint64_t stream, uint32_t timeout_ms, char* error,
+                             size_t error_size) {
+  return guard({error, error_size}, [&] {
     check_handle(work, "work");
-    invalid(work->operation->label() + " is not an operation on a device: wait for it.");
+    auto& operation = *work->operation;
+    if (!operation.on_device) {
+      invalid(operation.label() + " is not an operation on a device: wait for it.");
+    }
+    if (work->engine->is_forked_copy()) throw sparkhvd::created_before_fork();
+    work->engine->wait_launched(operation,
+                                sparkhvd::Clock::now() + std::chrono::milliseconds(timeout_ms));
+    const std::int32_t status = status_of(operation, {error, error_size});
+    if (status > SPARKHVD_PENDING) return status;
+    return operation.on_device->let_wait(stream, operation.label()) ? SPARKHVD_OK : status;
   });
 }
 
@@ -340,31 +366,40 @@ int32_t sparkhvd_work_buffer(sparkhvd_work* work, sparkhvd_buffer** buffer, char
     if (operation.descriptor.collective != sparkhvd::Collective::kRegister) {
       invalid(operation.label() + " registered no memory.");
     }
+    if (operation.on_device) {
+      *buffer = new sparkhvd_buffer{nullptr, work->rank, operation.on_device->buffer};
+      return SPARKHVD_OK;
+    }
     if (!operation.segment) {
       throw Error(SPARKHVD_UNSUPPORTED,
                   operation.label() +
                       ": a rank of this host could not make or map the memory "
                       "(it printed the reason). Use ordinary memory.");
     }
-    *buffer = new sparkhvd_buffer{operation.segment, work->rank};
+    *buffer = new sparkhvd_buffer{operation.segment, work->rank, nullptr};
     return SPARKHVD_OK;
   });
 }
 
 void* sparkhvd_buffer_data(sparkhvd_buffer* buffer) {
-  return buffer == nullptr ? nullptr : buffer->segment->data(buffer->rank);
+  if (buffer == nullptr) return nullptr;
+  return buffer->device ? buffer->device->memory().data() : buffer->segment->data(buffer->rank);
 }
 
 uint64_t sparkhvd_buffer_bytes(sparkhvd_buffer* buffer) {
-  return buffer == nullptr ? 0 : buffer->segment->bytes();
+  if (buffer == nullptr) return 0;
+  return buffer->device ? buffer->device->memory().bytes() : buffer->segment->bytes();
 }
 
 int32_t sparkhvd_buffer_is_shared(sparkhvd_buffer* buffer) {
-  if (buffer == nullptr) return 0;
+  if (buffer == nullptr || buffer->device) return 0;
   return buffer->segment->num_pieces() > 1 || buffer->segment->is_one_piece() ? 1 : 0;
 }
 
-int32_t sparkhvd_buffer_device(sparkhvd_buffer*) { return SPARKHVD_DEVICE_CPU; }
+int32_t sparkhvd_buffer_device(sparkhvd_buffer* buffer) {
+  return buffer != nullptr && buffer->device ? buffer->device->memory().ordinal()
+                                             : SPARKHVD_DEVICE_CPU;
+}
 
 void sparkhvd_buffer_release(sparkhvd_buffer* buffer) {
   const std::unique_ptr<sparkhvd_buffer> owner(buffer);

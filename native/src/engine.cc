@@ -258,21 +258,37 @@ bool Engine::progress_until_idle() {
   return false;
 }
 
+namespace {
+
+bool has_finished(const Operation& operation) { return operation.is_finished(); }
+
+}  // namespace
+
 void Engine::wait(Operation& operation, TimePoint deadline) {
   if (operation.is_finished()) return;
   std::unique_lock lock(mutex_);
-  wait(lock, operation, deadline);
+  wait(lock, operation, deadline, has_finished);
+}
+
+void Engine::wait_launched(Operation& operation, TimePoint deadline) {
+  const Reached reached = [](const Operation& one) {
+    return one.is_finished() || one.on_device->is_launched.load(std::memory_order_acquire);
+  };
+  if (reached(operation)) return;
+  std::unique_lock lock(mutex_);
+  wait(lock, operation, deadline, reached);
 }
 
 void Engine::run(std::shared_ptr<Operation> operation, TimePoint deadline) {
   std::unique_lock lock(mutex_);
   accept(lock, operation);
-  wait(lock, *operation, deadline);
+  wait(lock, *operation, deadline, has_finished);
 }
 
-void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, TimePoint deadline) {
+void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, TimePoint deadline,
+                  Reached reached) {
   ++waiters_;
-  while (!operation.is_finished() && !is_stopping_) {
+  while (!reached(operation) && !is_stopping_) {
     if (has_driver_) {
       hand_over_.store(true, std::memory_order_relaxed);
       recorder_.activity().waits.add();
@@ -285,7 +301,7 @@ void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, Time
     bool stop = false;
     bool is_spinning = false;
     TimePoint spin_end = Clock::now() + spin_time();
-    while (!operation.is_finished() && !stop) {
+    while (!reached(operation) && !stop) {
       if (try_step(Work::kAll)) {
         if (std::exchange(is_spinning, false)) {
           failed_spins_ = 0;
@@ -467,6 +483,7 @@ void Engine::shutdown() {
     warn(rank_text(rank_) + " could not say goodbye: " + error.what());
     for (auto& link : world_->links()) link.close();
   }
+  stop_device();
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(control_.get(), &one, sizeof(one));
   thread_.join();
@@ -478,14 +495,19 @@ void Engine::shutdown() {
 }
 
 void Engine::say_goodbye() {
+  hear_device();  // what has ended on the device belongs into the goodbye
   if (!has_failed_) {
     fail_all(SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(rank_) +
                                      " was shut down while the operation was in flight.");
     Goodbye goodbye;
-    for (const auto& [id, group] : groups_) goodbye.sets.push_back({id, group->executed});
+    for (const auto& [id, group] : groups_) {
+      goodbye.sets.push_back({id, group->executed, group->device.finished});
+    }
     for (auto& link : world_->control_links()) {
       if (link.is_open()) link.send(encode(goodbye));
     }
+    // What has ended here may need this rank's communicators on the others for a moment.
+    if (!on_plane_.empty()) abort_device();
   }
   const TimePoint deadline = Clock::now() + kGoodbyeTime;
   // A connection is closed when the peer has nothing more to say: closing earlier could destroy
@@ -532,7 +554,8 @@ void Engine::after_fork() noexcept {
 bool Engine::step(Work work) {
   // What others have told before this rank's own submissions: a join must not be passed by an answer to
   // them that does without what its rank submitted before.
-  bool moved = !has_failed_ && hear();
+  bool moved = hear_device();
+  moved |= !has_failed_ && hear();
   moved |= take_inbox();
   if (has_failed_) {
     bool interrupted = false;
@@ -543,7 +566,8 @@ bool Engine::step(Work work) {
     // On one host the shared memory matters, not the sockets: looking at them costs a system call.
     const bool must_look = std::exchange(must_look_, false);
     moved |= must_look;
-    if (must_look || !is_all_shared() || ++steps_ % 8 == 0) {
+    // Orders for devices come on a connection.
+    if (must_look || plane() != nullptr || !is_all_shared() || ++steps_ % 8 == 0) {
       bool interrupted = false;
       moved |= poll_links(0, interrupted);
     }
@@ -690,7 +714,8 @@ bool Engine::run_operations() {
   for (auto entry = groups_.begin(); entry != groups_.end() && !has_failed_;) {
     Group& group = *entry->second;
     while (!group.running.empty() && !has_failed_ && run_first(group)) moved = true;
-    if (group.is_removed && group.running.empty()) {
+    if (group.is_removed && group.running.empty() && is_device_done(group)) {
+      if (auto* device = plane()) device->remove(group.id);
       entry = groups_.erase(entry);
     } else {
       ++entry;
@@ -705,7 +730,7 @@ bool Engine::is_running() const {
 }
 
 TimePoint Engine::next_deadline() const {
-  TimePoint next = kNever;
+  TimePoint next = next_device_deadline();
   for (const auto& [id, group] : groups_) {
     if (group->negotiation) next = std::min(next, group->negotiation->next_deadline());
     if (!group->running.empty()) next = std::min(next, group->running.front().deadline);
@@ -783,6 +808,8 @@ void Engine::fail_all(std::int32_t status, const std::string& message) {
     inbox_.clear();
   }
   for (auto& operation : operations) {
+    // The device may still write to its tensors: it ends with the communicators.
+    if (operation->on_device && operation->on_device->is_with_plane) continue;
     const std::string label = operation->label() + ": ";
     finish(*operation, status, message.starts_with(label) ? message : label + message);
   }
@@ -793,6 +820,7 @@ void Engine::fail(std::int32_t status, const std::string& message) {
   has_failed_ = true;
   for (auto& [id, group] : groups_) group->negotiation.reset();
   fail_all(status, message);
+  abort_device();
   const bool is_abort = status == SPARKHVD_SHUT_DOWN;
   const Bytes frame = encode(Abort{is_abort ? SPARKHVD_PEER_LOST : status, message});
   for (auto& link : world_->control_links()) {

@@ -32,6 +32,7 @@
 #include "error.h"
 #include "group.h"
 #include "kernels/kernels.h"
+#include "nccl/plane.h"
 #include "negotiation.h"
 #include "operation.h"
 #include "recorder.h"
@@ -73,10 +74,17 @@ class Engine {
   std::shared_ptr<const std::vector<Rank>> members(std::int32_t process_set) const;
   double stall_shutdown_s() const noexcept { return stall_shutdown_s_; }
 
+  /// Throws UNSUPPORTED if a library or the device is missing; nothing happens if it is open.
+  void open_device(const nccl::DeviceOptions& options);
+  /// Null before it is open.
+  std::shared_ptr<nccl::Device> device() const;
+
   /// Throws InvalidArgument for a name in flight, else what made the engine unusable.
   void submit(std::shared_ptr<Operation> operation);
   /// Drives until the operation is finished, `deadline`, or a signal.
   void wait(Operation& operation, TimePoint deadline);
+  /// The same until it has been handed to the device, or has ended.
+  void wait_launched(Operation& operation, TimePoint deadline);
   /// Submits and waits, without a change of drivers in between.
   void run(std::shared_ptr<Operation> operation, TimePoint deadline);
   Recorder& recorder() noexcept { return recorder_; }
@@ -92,7 +100,9 @@ class Engine {
 
   // Who drives. `lock` holds mutex_.
   void accept(const std::unique_lock<std::mutex>& lock, std::shared_ptr<Operation> operation);
-  void wait(std::unique_lock<std::mutex>& lock, Operation& operation, TimePoint deadline);
+  using Reached = bool (*)(const Operation&);
+  void wait(std::unique_lock<std::mutex>& lock, Operation& operation, TimePoint deadline,
+            Reached reached);
   void become_driver(const std::unique_lock<std::mutex>& lock);
   void stop_driving(const std::unique_lock<std::mutex>& lock);
   void start_timer(const std::unique_lock<std::mutex>& lock);
@@ -160,6 +170,31 @@ class Engine {
   void abandon_group(const Operation& operation, Rank departed);
   void configure(Group& group, const Operation& operation);
 
+  // Operations on devices (engine_device.cc).
+  nccl::DevicePlane* plane() const noexcept { return plane_.load(std::memory_order_acquire); }
+  bool hear_device();
+  void check_device_time(TimePoint now);
+  TimePoint next_device_deadline() const;
+  void order_on_device(Group& group, Execute execute);
+  void send_device_orders(Group& group);
+  void on_unique_id(std::int32_t process_set, const nccl::NcclUniqueId& id);
+  void on_order(Rank from, Execute execute);
+  void pass_on(std::span<const Rank> ranks, Execute execute);
+  void relay_to(std::int32_t process_set, std::vector<Rank> ranks);
+  void on_device_execute(Rank from, Execute message);
+  std::shared_ptr<Operation> take_submitted(Group& group, const Execute& message);
+  void hand_over(Group& group, const Execute& message, std::shared_ptr<Operation> operation);
+  void on_device_done(const nccl::News::Done& done);
+  void end_on_plane();
+  void abort_device();
+  void stop_device();
+  void depart_on_device(Group& group, Rank rank, std::uint64_t executed);
+  void refuse_orders(Group& group);
+  void on_relay_end();
+  bool may_be_ordered(const Group& group, const Operation& operation) const;
+  void settle_device(Group& group);
+  bool is_device_done(const Group& group) const;
+
   void finish(Operation& operation, std::int32_t status, std::string message);
   void fail(std::int32_t status, const std::string& message);
   void fail_all(std::int32_t status, const std::string& message);
@@ -217,6 +252,32 @@ class Engine {
   bool is_crowded_ = false;  // one host, with more ranks than CPUs
   std::uint32_t max_failed_spins_ = 0;
   std::uint32_t failed_spins_ = 0;  // waiters' spins in a row that ended in sleep
+
+  // Operations that the plane has, in the order of the device; null: of others, this rank has joined.
+  struct OnPlane {
+    std::int32_t process_set = 0;
+    std::uint64_t sequence = 0;
+    std::shared_ptr<Operation> operation;
+    std::string label;
+    double timeout_s = 0;
+    TimePoint deadline = kNever;  // of the first
+  };
+  std::deque<OnPlane> on_plane_;
+  TimePoint abort_deadline_ = kNever;  // then operations on the plane end without it
+  TimePoint condemned_deadline_ = kNever;
+  std::optional<Error> device_failure_;  // becomes the engine's at ...
+  TimePoint device_failure_at_ = kNever;
+  // Rank 0's: process sets by whose coordinator it is told what to pass on, in order.
+  struct Relay {
+    std::vector<Rank> ranks;
+    std::uint64_t next = 0;
+  };
+  std::map<std::int32_t, Relay> relays_;
+  std::vector<std::pair<Rank, Execute>> held_orders_;  // for sets that this rank has yet to make
+
+  std::mutex device_mutex_;                       // of opening
+  std::unique_ptr<nccl::DevicePlane> own_plane_;  // guarded by device_mutex_ until `plane_` has it
+  std::atomic<nccl::DevicePlane*> plane_{nullptr};
 
   std::mutex shutdown_mutex_;
   std::jthread thread_;

@@ -98,7 +98,7 @@ void Engine::submit_to(Group& group, std::shared_ptr<Operation> operation) {
   const bool is_bounded = operation->descriptor.timeout_s > 0 && !group.is_coordinator();
   operation->give_up_at =
       deadline_after(Clock::now(), is_bounded ? operation->coordinator_patience_s() : 0);
-  place(group, *operation);
+  if (!operation->on_device) place(group, *operation);
   group.submitted.emplace(operation->name, operation);
   Ready ready{operation->process_set, operation->name, operation->descriptor};
   if (group.is_coordinator()) {
@@ -191,6 +191,7 @@ bool Engine::hear_next(Group& group, ControlReader& reader) {
   }
   auto execute = decode<Execute>(body);
   if (execute.process_set != group.id) throw nonsense("a frame of another process set");
+  if (execute.is_on_device) throw nonsense("an order for devices in shared memory");
   // An order before this one was too large, and comes on the connection.
   if (execute.sequence > group.executes_received) return false;
   reader.pop();
@@ -222,6 +223,8 @@ void Engine::handle(Link& link, FrameType type, std::span<const std::byte> body)
       return on_ready(from, decode<Ready>(body));
     case FrameType::kExecute:
       return on_execute(from, decode<Execute>(body));
+    case FrameType::kOrder:
+      return on_order(from, decode<Order>(body).execute);
     case FrameType::kRefuse:
       return on_refuse(from, decode<Refuse>(body));
     case FrameType::kGoodbye:
@@ -292,6 +295,12 @@ void Engine::apply(Group& group, Negotiation::Outcome outcome) {
   recorder_.activity().stall_warnings.add(outcome.warnings.size());
   ask_for_stacks(outcome.awaited);
   for (auto& decision : outcome.decisions) {
+    if (auto* execute = std::get_if<Execute>(&decision.message);
+        execute != nullptr && execute->is_on_device) {
+      order_on_device(group, std::move(*execute));
+      if (has_failed_) return;
+      continue;
+    }
     const Bytes frame =
         std::visit([](const auto& message) { return encode(message); }, decision.message);
     // Orders go to all members alike; their number keeps those that take different ways in order.
@@ -315,6 +324,7 @@ void Engine::apply(Group& group, Negotiation::Outcome outcome) {
 }
 
 void Engine::on_execute(Rank from, Execute message) {
+  if (message.is_on_device) return on_device_execute(from, std::move(message));
   const auto place = groups_.find(message.process_set);
   if (place == groups_.end() || from != place->second->coordinator()) {
     throw nonsense("a frame that only the coordinator of a process set may send");
@@ -432,6 +442,7 @@ void Engine::on_refuse(Rank from, const Refuse& message) {
   }
   if (message.name.empty()) {
     if (group.id == 0) throw nonsense("the end of the process set of all ranks");
+    group.device.expected = message.device_orders;
     return close_group(group, status_of(message), message.message);
   }
   const auto entry = group.submitted.find(message.name);
@@ -569,6 +580,7 @@ void Engine::add_group(Group& group, Running& running) {
   const std::int32_t id = next_process_set_++;
   running.operation->rows = {id};
   Team team = group.team.restricted(ranks_of(*running.operation));
+  relay_to(id, ranks_of(*running.operation));
   if (!team.includes(rank_)) return;
   open_group(std::make_unique<Group>(id, team));
   running.context->team = std::move(team);
@@ -597,7 +609,9 @@ void Engine::remove_group(Running& running) {
 
 /// The coordinator's last word on a process set.
 void Engine::announce_end(Group& group, std::int32_t status, const std::string& text) {
-  const Bytes frame = encode(Refuse{group.id, "", status, text});
+  const std::uint64_t orders = group.negotiation ? group.negotiation->device_orders() : 0;
+  group.device.expected = orders;
+  const Bytes frame = encode(Refuse{group.id, "", status, text, orders});
   for (const Rank rank : group.team.ranks()) {
     if (rank != rank_ && world_->link(rank).is_open()) world_->link(rank).send(frame);
   }
@@ -608,10 +622,11 @@ void Engine::close_group(Group& group, std::int32_t status, const std::string& t
   group.is_closed = true;
   group.why_closed = status;
   group.closing_text = text;
-  for (const auto& [name, operation] : group.submitted) {
-    finish(*operation, status, operation->label() + ": " + text);
-  }
-  group.submitted.clear();
+  std::erase_if(group.submitted, [&](const auto& entry) {
+    if (may_be_ordered(group, *entry.second)) return false;
+    finish(*entry.second, status, entry.second->label() + ": " + text);
+    return true;
+  });
   group.negotiation.reset();
 }
 
@@ -706,11 +721,16 @@ void Engine::on_goodbye(Rank from, const Goodbye& message) {
     if (!group->team.includes(from)) continue;
     // Who does not speak of a process set has removed it, after all that was agreed on there.
     std::uint64_t executed = UINT64_MAX;
+    std::uint64_t executed_on_device = UINT64_MAX;
     for (const auto& entry : message.sets) {
-      if (entry.process_set == id) executed = entry.executed;
+      if (entry.process_set != id) continue;
+      executed = entry.executed;
+      executed_on_device = entry.executed_on_device;
     }
+    depart_on_device(*group, from, executed_on_device);
     depart(*group, from, executed);
   }
+  if (from == Rank{0}) on_relay_end();
 }
 
 /// Operations that the leaver has finished can be finished here; later ones cannot.
@@ -753,12 +773,13 @@ void Engine::abandon_group(const Operation& operation, Rank departed) {
 void Engine::refuse_after_coordinator(Group& group) {
   const Rank coordinator = group.coordinator();
   if (!said_goodbye_[static_cast<std::size_t>(index_of(coordinator))]) return;
-  while (!group.submitted.empty()) {
-    const auto operation = group.submitted.begin()->second;
-    group.submitted.erase(group.submitted.begin());
-    finish(*operation, SPARKHVD_SHUT_DOWN,
-           departure_text(operation->descriptor.collective, operation->name, coordinator));
-  }
+  std::erase_if(group.submitted, [&](const auto& entry) {
+    const auto& operation = *entry.second;
+    if (may_be_ordered(group, operation)) return false;
+    finish(*entry.second, SPARKHVD_SHUT_DOWN,
+           departure_text(operation.descriptor.collective, operation.name, coordinator));
+    return true;
+  });
 }
 
 void Engine::on_link_end(Link& link) {

@@ -29,6 +29,26 @@ struct Running {
   TimePoint deadline = kNever;  // moves on with every step
 };
 
+/// What a process set has agreed to run on its ranks' devices, beside `running`.
+struct DeviceOrders {
+  std::uint64_t received = 0;
+  std::uint64_t finished = 0;
+  std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
+  /// So many come, once the coordinator has said its last word or has left: rank 0 passes them on,
+  /// so they may come after it.
+  std::optional<std::uint64_t> expected;
+
+  // The coordinator's.
+  bool has_id = false;
+  TimePoint id_deadline = kNever;  // of what makes the communicator's id
+  std::deque<Execute> waiting;     // for the id
+  struct Sent {
+    std::string name;
+    Collective collective{};
+  };
+  std::deque<Sent> sent;  // to rank 0, which has not passed them on yet
+};
+
 struct Group {
   Group(std::int32_t the_id, Team the_team) : id(the_id), team(std::move(the_team)) {}
 
@@ -45,6 +65,7 @@ struct Group {
   std::deque<Running> running;                                  // in the agreed order
   std::uint64_t executes_received = 0;
   std::uint64_t executed = 0;
+  DeviceOrders device;
   std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
   std::optional<Rank> departed;                // the first that has left in order
   bool is_closed = false;                      // the coordinator orders nothing more, and why

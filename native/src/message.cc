@@ -159,6 +159,7 @@ void write(Writer& writer, const Descriptor& descriptor) {
   for (const auto& shape : descriptor.shapes) writer.numbers(shape);
   writer.numbers(descriptor.numbers).flag(descriptor.place.has_value());
   if (descriptor.place) write(writer, *descriptor.place);
+  writer.flag(descriptor.is_on_device);
 }
 
 Descriptor read_descriptor(Reader& reader) {
@@ -181,7 +182,41 @@ Descriptor read_descriptor(Reader& reader) {
   }
   descriptor.numbers = reader.numbers<std::int64_t>();
   if (reader.flag()) descriptor.place = read_place(reader);
+  descriptor.is_on_device = reader.flag();
   return descriptor;
+}
+
+void write(Writer& writer, const Execute& message) {
+  writer.number(message.process_set)
+      .number(message.sequence)
+      .text(message.name)
+      .numbers(message.rows)
+      .number(static_cast<std::uint32_t>(message.places.size()));
+  for (const auto& place : message.places) write(writer, place);
+  writer.numbers(message.contributors).flag(message.descriptor.has_value());
+  if (message.descriptor) write(writer, *message.descriptor);
+  writer.flag(message.is_on_device).numbers(message.unique_id);
+}
+
+Execute read_execute(Reader& reader) {
+  Execute message;
+  message.process_set = reader.number<std::int32_t>();
+  message.sequence = reader.number<std::uint64_t>();
+  message.name = reader.text(kMaxNameBytes);
+  message.rows = reader.numbers<std::int64_t>();
+  const auto places = reader.number<std::uint32_t>();
+  for (std::uint32_t i = 0; i < places; ++i) message.places.push_back(read_place(reader));
+  message.contributors = reader.numbers<Rank>();
+  if (reader.flag()) message.descriptor = read_descriptor(reader);
+  message.is_on_device = reader.flag();
+  message.unique_id = reader.numbers<std::uint8_t>();
+  const std::size_t id = message.unique_id.size();
+  if (id != 0 && (id != kUniqueIdBytes || !message.is_on_device)) malformed("an id out of place");
+  if (message.is_on_device && !message.places.empty()) malformed("places on a device");
+  if (message.descriptor && message.descriptor->is_on_device != message.is_on_device) {
+    malformed("an order and a description of two planes");
+  }
+  return message;
 }
 
 }  // namespace
@@ -227,14 +262,13 @@ Bytes encode(const Ready& message) {
 
 Bytes encode(const Execute& message) {
   Writer writer(FrameType::kExecute);
-  writer.number(message.process_set)
-      .number(message.sequence)
-      .text(message.name)
-      .numbers(message.rows)
-      .number(static_cast<std::uint32_t>(message.places.size()));
-  for (const auto& place : message.places) write(writer, place);
-  writer.numbers(message.contributors).flag(message.descriptor.has_value());
-  if (message.descriptor) write(writer, *message.descriptor);
+  write(writer, message);
+  return writer.finish();
+}
+
+Bytes encode(const Order& message) {
+  Writer writer(FrameType::kOrder);
+  write(writer, message.execute);
   return writer.finish();
 }
 
@@ -244,13 +278,16 @@ Bytes encode(const Refuse& message) {
       .text(message.name)
       .number(message.status)
       .text(message.message)
+      .number(message.device_orders)
       .finish();
 }
 
 Bytes encode(const Goodbye& message) {
   Writer writer(FrameType::kGoodbye);
   writer.number(static_cast<std::uint32_t>(message.sets.size()));
-  for (const auto& entry : message.sets) writer.number(entry.process_set).number(entry.executed);
+  for (const auto& entry : message.sets) {
+    writer.number(entry.process_set).number(entry.executed).number(entry.executed_on_device);
+  }
   return writer.finish();
 }
 
@@ -287,7 +324,7 @@ FrameHeader decode_header(std::span<const std::byte> header) {
   result.body_bytes = reader.number<std::uint32_t>();
   const auto type = reader.number<std::uint8_t>();
   if (type < static_cast<std::uint8_t>(FrameType::kHello) ||
-      type > static_cast<std::uint8_t>(FrameType::kSegmentMapped)) {
+      type > static_cast<std::uint8_t>(FrameType::kOrder)) {
     malformed("a frame of unknown type " + std::to_string(type));
   }
   result.type = static_cast<FrameType>(type);
@@ -339,16 +376,17 @@ Ready decode<Ready>(std::span<const std::byte> body) {
 template <>
 Execute decode<Execute>(std::span<const std::byte> body) {
   Reader reader(body);
-  Execute message;
-  message.process_set = reader.number<std::int32_t>();
-  message.sequence = reader.number<std::uint64_t>();
-  message.name = reader.text(kMaxNameBytes);
-  message.rows = reader.numbers<std::int64_t>();
-  const auto places = reader.number<std::uint32_t>();
-  for (std::uint32_t i = 0; i < places; ++i) message.places.push_back(read_place(reader));
-  message.contributors = reader.numbers<Rank>();
-  if (reader.flag()) message.descriptor = read_descriptor(reader);
+  Execute message = read_execute(reader);
   reader.end();
+  return message;
+}
+
+template <>
+Order decode<Order>(std::span<const std::byte> body) {
+  Reader reader(body);
+  Order message{read_execute(reader)};
+  reader.end();
+  if (!message.execute.is_on_device) malformed("an order to pass on that is not for devices");
   return message;
 }
 
@@ -360,6 +398,7 @@ Refuse decode<Refuse>(std::span<const std::byte> body) {
   message.name = reader.text(kMaxNameBytes);
   message.status = read_failure(reader);
   message.message = reader.text(kMaxControlBytes);
+  message.device_orders = reader.number<std::uint64_t>();
   reader.end();
   return message;
 }
@@ -370,8 +409,11 @@ Goodbye decode<Goodbye>(std::span<const std::byte> body) {
   Goodbye message;
   const auto sets = reader.number<std::uint32_t>();
   for (std::uint32_t i = 0; i < sets; ++i) {
-    const auto process_set = reader.number<std::int32_t>();
-    message.sets.push_back({process_set, reader.number<std::uint64_t>()});
+    Goodbye::Entry entry;
+    entry.process_set = reader.number<std::int32_t>();
+    entry.executed = reader.number<std::uint64_t>();
+    entry.executed_on_device = reader.number<std::uint64_t>();
+    message.sets.push_back(entry);
   }
   reader.end();
   return message;

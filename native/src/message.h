@@ -32,6 +32,7 @@ enum class FrameType : std::uint8_t {
   kStack = 10,          // the answer: stacks of the Python threads
   kSegmentOffer = 11,   // new memory for the ranks of this host, with its descriptor
   kSegmentMapped = 12,  // "I could (not) map what was offered"
+  kOrder = 13,  // from a coordinator to rank 0: this operation on devices is next of its set
 };
 
 /// Before every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.
@@ -41,6 +42,7 @@ inline constexpr std::size_t kMaxDataBytes = 1 << 20;
 inline constexpr std::size_t kMaxNameBytes = 4096;
 inline constexpr std::size_t kMaxStackBytes = 64 << 10;
 inline constexpr std::uint32_t kMaxDims = 64;
+inline constexpr std::size_t kUniqueIdBytes = 128;
 
 struct FrameHeader {
   std::uint32_t body_bytes = 0;
@@ -72,6 +74,8 @@ struct Descriptor {
   std::vector<std::int64_t> numbers;
   /// Where this rank's tensors lie, if in one range of registered memory.
   std::optional<Place> place;
+  /// They lie on the rank's device, and NCCL runs the operation.
+  bool is_on_device = false;
 };
 
 struct Hello {
@@ -107,6 +111,16 @@ struct Execute {
   /// operation from `descriptor`.
   std::vector<Rank> contributors = {};
   std::optional<Descriptor> descriptor = {};
+  /// An operation on devices: these have numbers of their own, and come from rank 0, in one order for
+  /// all process sets.
+  bool is_on_device = false;
+  /// With the first of a process set: what its communicator is made of (NCCL's unique id).
+  std::vector<std::uint8_t> unique_id = {};
+};
+
+/// What rank 0 is to pass on to a process set that it does not coordinate.
+struct Order {
+  Execute execute;
 };
 
 struct Refuse {
@@ -114,6 +128,8 @@ struct Refuse {
   std::string name;
   std::int32_t status = 0;
   std::string message;
+  /// The end of a process set: so many operations on devices were ordered there. They come another way.
+  std::uint64_t device_orders = 0;
 };
 
 struct Goodbye {
@@ -121,6 +137,7 @@ struct Goodbye {
   struct Entry {
     std::int32_t process_set = 0;
     std::uint64_t executed = 0;
+    std::uint64_t executed_on_device = 0;
   };
   std::vector<Entry> sets;
 };
@@ -152,6 +169,7 @@ Bytes encode(const Hello& message);
 Bytes encode(const Mapped& message);
 Bytes encode(const Ready& message);
 Bytes encode(const Execute& message);
+Bytes encode(const Order& message);
 Bytes encode(const Refuse& message);
 Bytes encode(const Goodbye& message);
 Bytes encode(const Abort& message);
@@ -179,6 +197,8 @@ template <>
 Ready decode<Ready>(std::span<const std::byte> body);
 template <>
 Execute decode<Execute>(std::span<const std::byte> body);
+template <>
+Order decode<Order>(std::span<const std::byte> body);
 template <>
 Refuse decode<Refuse>(std::span<const std::byte> body);
 template <>

@@ -95,6 +95,13 @@ std::optional<std::string> difference(const std::string& name, const Submission&
     return differ("the operation", std::string(name_of(a.collective)),
                   std::string(name_of(b.collective)), call_same);
   }
+  if (a.is_on_device != b.is_on_device) {
+    const auto place = [](const Descriptor& d) {
+      return std::string(d.is_on_device ? "tensors on its GPU" : "tensors in CPU memory");
+    };
+    return differ("where the tensors are", place(a), place(b),
+                  "Move them to the same kind of device on every rank.");
+  }
   if (a.shapes.size() != b.shapes.size()) {
     return differ("the number of tensors", std::to_string(a.shapes.size()),
                   std::to_string(b.shapes.size()), call_same);
@@ -192,7 +199,8 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
   const Descriptor& first = pending.arrived.begin()->second;
   Execute execute;
   execute.process_set = options_.process_set;
-  execute.sequence = next_sequence_++;
+  execute.is_on_device = first.is_on_device;
+  execute.sequence = first.is_on_device ? next_device_sequence_++ : next_sequence_++;
   execute.name = name;
   if (first.collective == Collective::kAllgather) {
     for (std::size_t i = 0; i < first.shapes.size(); ++i) {

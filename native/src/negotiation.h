@@ -46,6 +46,8 @@ class Negotiation {
   Outcome departed(Rank rank);
   /// Warnings and timeouts that are due.
   Outcome tick(TimePoint now);
+  /// How many operations on devices have been ordered.
+  std::uint64_t device_orders() const noexcept { return next_device_sequence_; }
   /// When `tick` has something to say next.
   TimePoint next_deadline() const;
 
@@ -87,6 +89,7 @@ class Negotiation {
 
   Options options_;
   std::uint64_t next_sequence_ = 0;
+  std::uint64_t next_device_sequence_ = 0;  // operations on devices are numbered by themselves
   std::map<std::string, Pending> pending_;
   std::multimap<std::string, Refused> refused_;
   std::optional<Join> join_;

@@ -20,6 +20,10 @@
 
 namespace sparkhvd {
 
+namespace nccl {
+struct OnDevice;
+}
+
 /// A list of tensors seen as one long sequence of bytes, so that many private tensors are reduced
 /// together without being copied into one buffer first.
 class Pieces {
@@ -115,6 +119,8 @@ struct Operation {
   std::size_t output_bytes = 0;
   std::vector<std::int64_t> rows;
   std::shared_ptr<Segment> segment;  // registration of memory: what was registered
+  /// Set if the tensors lie on the device; then `pieces` only tells how many bytes they have.
+  std::shared_ptr<nccl::OnDevice> on_device;
 
   // `message` is written before `status` leaves PENDING and never after.
   std::atomic<std::int32_t> status{SPARKHVD_PENDING};

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "nccl/device_collectives.h"
 #include "text.h"
 
 namespace sparkhvd {
@@ -64,6 +65,7 @@ class RequestReader {
     read_tensors();
     read_numbers();
     check_message_size();
+    record_ready();
   }
 
  private:
@@ -74,12 +76,7 @@ class RequestReader {
       refuse("the name has " + std::to_string(operation_.name.size()) +
              " bytes; it must have 1 to " + std::to_string(kMaxNameBytes) + ".");
     }
-    if (raw_.device != SPARKHVD_DEVICE_CPU) {
-      throw Error(SPARKHVD_UNSUPPORTED,
-                  label_ +
-                      ": this build of sparkhvd reduces tensors in CPU memory "
-                      "only. Move the tensor to the CPU.");
-    }
+    if (raw_.device != SPARKHVD_DEVICE_CPU) read_device();
     if (form_.has_dtype) {
       const auto dtype = to_dtype(raw_.dtype);
       if (!dtype) refuse("dtype " + std::to_string(raw_.dtype) + " does not exist.");
@@ -88,6 +85,48 @@ class RequestReader {
     const double timeout_s = raw_.timeout_s < 0 ? engine_.stall_shutdown_s() : raw_.timeout_s;
     if (std::isnan(timeout_s)) refuse("timeout_s is not a number.");
     descriptor_.timeout_s = timeout_s;
+  }
+
+  void read_device() {
+    const auto device = engine_.device();
+    if (!device || device->ordinal() != raw_.device) {
+      refuse("device " + std::to_string(raw_.device) + " is not open on " +
+             rank_text(engine_.rank()) +
+             (device ? ", which has opened device " + std::to_string(device->ordinal()) : "") +
+             ". Open it first, or move the tensor to the CPU.");
+    }
+    if (*nccl::algorithm_of(descriptor_.collective) == '\0') {
+      refuse("it takes no device: it has no tensors. Leave the device at -1, the CPU.");
+    }
+    operation_.on_device = std::make_shared<nccl::OnDevice>(device);
+    descriptor_.is_on_device = true;
+  }
+
+  void check_device_reduction() const {
+    const char fix[] = " Scale with tensor operations, and reduce with Sum.";
+    if (!nccl::nccl_op(descriptor_.reduce_op, descriptor_.dtype)) {
+      refuse("on a device there is no " + std::string(name_of(descriptor_.reduce_op)) + "." + fix);
+    }
+    if (raw_.prescale != 1 || raw_.postscale != 1) {
+      refuse(std::string("on a device prescale and postscale must be 1.") + fix);
+    }
+    if (!nccl::nccl_type(descriptor_.dtype)) {
+      refuse("NCCL does not reduce " + std::string(name_of(descriptor_.dtype)) +
+             ". Convert the tensor to int32.");
+    }
+  }
+
+  /// What the caller's stream has up to now comes before the operation, and nothing later does.
+  void record_ready() {
+    if (!operation_.on_device || descriptor_.collective == Collective::kRegister) return;
+    auto& on_device = *operation_.on_device;
+    const nccl::Device& device = *on_device.device;
+    const auto stream = reinterpret_cast<nccl::CUstream>(raw_.stream);
+    const nccl::CurrentContext current(device.cuda(), device.context());
+    device.refuse_capture(stream, label_);
+    on_device.ready = nccl::Event(on_device.device);
+    device.cuda().check(device.cuda().cuEventRecord(on_device.ready.get(), stream),
+                        "cuEventRecord");
   }
 
   void read_reduction() {
@@ -107,6 +146,7 @@ class RequestReader {
         refuse("bool cannot be scaled. Leave prescale and postscale at 1.");
       }
     }
+    if (operation_.on_device) return check_device_reduction();
     if (*op == ReduceOp::kAdasum) check_adasum();
   }
 
@@ -164,6 +204,10 @@ class RequestReader {
     total_ += bytes;
     if (total_ > kMaxTensorBytes) refuse("more than 64 TiB.");
     if (bytes > 0 && tensor.input == nullptr) invalid(which + " has no input.");
+    if (operation_.on_device) {
+      operation_.on_device->tensors.push_back(
+          {static_cast<const std::byte*>(tensor.input), static_cast<std::byte*>(tensor.output)});
+    }
     const bool is_divided = descriptor_.collective == Collective::kReducescatter ||
                             descriptor_.collective == Collective::kAllgatherInto;
     if (is_divided && shape.empty()) {
@@ -219,6 +263,9 @@ class RequestReader {
         }
         if (numbers.size() == 2 && numbers[1] != 0 && numbers[1] != 1) {
           refuse("the second number is 1 for one piece per host, or 0.");
+        }
+        if (operation_.on_device && numbers.size() == 2 && numbers[1] == 1) {
+          refuse("the ranks of a host have no common piece of their devices' memory.");
         }
         return;
       case Collective::kConfigure:

@@ -452,7 +452,7 @@ TEST(bad_requests_are_refused_with_a_sentence) {
     CHECK_EQUAL(refused([](auto& raw) { raw.reduce_op = 77; }).code, SPARKHVD_INVALID_ARGUMENT);
     CHECK_EQUAL(refused([](auto& raw) { raw.reduce_op = SPARKHVD_AVERAGE; }, SPARKHVD_BOOL).code,
                 SPARKHVD_INVALID_ARGUMENT);
-    CHECK_EQUAL(refused([](auto& raw) { raw.device = 0; }).code, SPARKHVD_UNSUPPORTED);
+    CHECK_EQUAL(refused([](auto& raw) { raw.device = 0; }).code, SPARKHVD_INVALID_ARGUMENT);
     CHECK_EQUAL(refused([](auto& raw) { raw.name = nullptr; }).code, SPARKHVD_INVALID_ARGUMENT);
     CHECK_EQUAL(refused([](auto& raw) { raw.name = ""; }).code, SPARKHVD_INVALID_ARGUMENT);
     CHECK_EQUAL(refused([](auto& raw) { raw.dtype = -1; }).code, SPARKHVD_INVALID_ARGUMENT);

@@ -42,6 +42,7 @@ void survive_all(std::span<const std::byte> body) {
   survive<Mapped>(body);
   survive<Ready>(body);
   survive<Execute>(body);
+  survive<Order>(body);
   survive<Refuse>(body);
   survive<Goodbye>(body);
   survive<SegmentOffer>(body);
@@ -87,14 +88,44 @@ TEST(messages_survive_the_round_trip) {
   CHECK(hello.hosts == (std::vector<std::int32_t>{0, 0, 1}));
   CHECK(hello.has_memory);
   CHECK(decode<Abort>(body_of(encode(Abort{5, "why"}))).message == "why");
-  CHECK(decode<Goodbye>(body_of(encode(Goodbye{{{3, 12}}}))).sets.at(0).executed == 12);
-  CHECK(decode<Refuse>(body_of(encode(Refuse{0, "n", 3, "m"}))).status == 3);
+  CHECK(decode<Goodbye>(body_of(encode(Goodbye{{{3, 12, 8}}}))).sets.at(0).executed == 12);
+  const Goodbye leaving{{{3, 12, 8}}};
+  CHECK(decode<Goodbye>(body_of(encode(leaving))).sets.at(0).executed_on_device == 8);
+  CHECK(decode<Refuse>(body_of(encode(Refuse{0, "n", 3, "m", 6}))).status == 3);
+  CHECK(decode<Refuse>(body_of(encode(Refuse{0, "n", 3, "m", 6}))).device_orders == 6);
+}
+
+TEST(orders_for_devices_survive_the_round_trip_and_nothing_else_passes) {
+  Execute execute{4, 7, "x", {1, 2}};
+  execute.is_on_device = true;
+  execute.unique_id.assign(kUniqueIdBytes, 0xab);
+  execute.contributors = {Rank{1}};
+  execute.descriptor = example().descriptor;
+  execute.descriptor->is_on_device = true;
+  const Execute direct = decode<Execute>(body_of(encode(execute)));
+  CHECK(direct.is_on_device && direct.unique_id == execute.unique_id);
+  CHECK(direct.descriptor->is_on_device);
+  const Execute relayed = decode<Order>(body_of(encode(Order{execute}))).execute;
+  CHECK(relayed.sequence == 7 && relayed.rows == execute.rows && relayed.is_on_device);
+  Execute wrong = execute;
+  wrong.unique_id.pop_back();
+  CHECK_THROWS(Error, decode<Execute>(body_of(encode(wrong))));
+  wrong = execute;
+  wrong.places = {{{2, 5}, 640}};
+  CHECK_THROWS(Error, decode<Execute>(body_of(encode(wrong))));
+  wrong = execute;
+  wrong.descriptor->is_on_device = false;
+  CHECK_THROWS(Error, decode<Execute>(body_of(encode(wrong))));
+  wrong = execute;
+  wrong.is_on_device = false;
+  CHECK_THROWS(Error, decode<Execute>(body_of(encode(wrong))));
+  CHECK_THROWS(Error, decode<Order>(body_of(encode(Order{Execute{4, 7, "x", {}}}))));
 }
 
 TEST(frames_have_the_documented_bytes) {
-  const Bytes goodbye = encode(Goodbye{{{2, 0x0102030405060708}}});
-  const unsigned char expected[] = {16, 0, 0, 0, 7, 0, 0, 0, 1, 0, 0, 0,
-                                    2,  0, 0, 0, 8, 7, 6, 5, 4, 3, 2, 1};
+  const Bytes goodbye = encode(Goodbye{{{2, 0x0102030405060708, 9}}});
+  const unsigned char expected[] = {24, 0, 0, 0, 7, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0,
+                                    8,  7, 6, 5, 4, 3, 2, 1, 9, 0, 0, 0, 0, 0, 0, 0};
   CHECK(goodbye.size() == sizeof(expected));
   CHECK(std::memcmp(goodbye.data(), expected, sizeof(expected)) == 0);
   const Bytes data = encode_data_header(2, 256);
@@ -121,7 +152,7 @@ TEST(impossible_headers_and_shapes_are_refused) {
     return bytes;
   };
   CHECK_THROWS(Error, decode_header(header(0, 0)));
-  CHECK_THROWS(Error, decode_header(header(0, 13)));
+  CHECK_THROWS(Error, decode_header(header(0, 14)));
   CHECK_THROWS(Error, decode_header(header(0xffffffff, 3)));
   CHECK_THROWS(Error, decode_header(header(3, 6)));
   CHECK_THROWS(Error, decode_header(header(kMaxDataBytes + 5, 6)));

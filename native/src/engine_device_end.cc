@@ -1,0 +1,219 @@
+// What the device tells, and the ends of its operations: finished, failed, left by a rank. Called by the
+// driver (see engine.h).
+#include <algorithm>
+#include <cstdio>
+
+#include "engine.h"
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+// How long a failure that NCCL lays to a peer waits for the name of the peer.
+constexpr auto kNamingTime = std::chrono::seconds(1);
+// For the communicator of a set that a rank has left: see kLeaverTime in nccl/plane.cc.
+constexpr auto kCondemnedTime = std::chrono::seconds(4);
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g", seconds);
+  return text;
+}
+
+}  // namespace
+
+// ---- From the device
+// -----------------------------------------------------------------------------------
+
+/// What the plane tells. True if it was something.
+bool Engine::hear_device() {
+  auto* open = plane();
+  if (open == nullptr) return false;
+  bool moved = false;
+  if (open->has_news()) {
+    moved = true;
+    nccl::News news = open->take_news();
+    for (const auto& made : news.ids) {
+      if (!has_failed_) on_unique_id(made.process_set, made.id);
+    }
+    for (const auto& done : news.done) on_device_done(done);
+    if (news.failure && !has_failed_ && !device_failure_) {
+      const bool blames_a_peer = news.failure->status() == SPARKHVD_PEER_LOST;
+      device_failure_ = std::move(news.failure);
+      device_failure_at_ = Clock::now() + (blames_a_peer ? kNamingTime : Clock::duration::zero());
+    }
+    if (news.is_aborted) end_on_plane();
+    const std::scoped_lock lock(mutex_);
+    if (waiters_ > 0) changed_.notify_all();  // somebody may wait for a launch
+  }
+  if (const auto now = Clock::now(); now >= next_device_deadline()) {
+    check_device_time(now);
+    moved = true;
+  }
+  return moved;
+}
+
+TimePoint Engine::next_device_deadline() const {
+  if (has_failed_) return on_plane_.empty() ? kNever : abort_deadline_;
+  TimePoint next = std::min(condemned_deadline_, device_failure_at_);
+  if (!on_plane_.empty()) next = std::min(next, on_plane_.front().deadline);
+  if (plane() == nullptr) return next;
+  for (const auto& [id, group] : groups_) next = std::min(next, group->device.id_deadline);
+  return next;
+}
+
+void Engine::check_device_time(TimePoint now) {
+  if (has_failed_) return end_on_plane();
+  if (now >= device_failure_at_) {
+    device_failure_at_ = kNever;
+    return fail(device_failure_->status(), "NCCL on " + rank_text(rank_) + ": " +
+                                               without_stop(device_failure_->what()) +
+                                               ". Start the engine again.");
+  }
+  const char* where = plane()->whereabouts();
+  if (!on_plane_.empty() && now >= on_plane_.front().deadline) {
+    const OnPlane& first = on_plane_.front();
+    return fail(SPARKHVD_TIMEOUT, first.label + ": " + rank_text(rank_) + " waited " +
+                                      seconds_text(first.timeout_s) + " s for " + where +
+                                      ". A process may be stopped, or a GPU or the network "
+                                      "between GPUs hangs.");
+  }
+  if (now >= condemned_deadline_) {
+    return fail(SPARKHVD_SHUT_DOWN, "the communicator of " + rank_text(rank_) +
+                                        " with a rank that shut down does not end. Call "
+                                        "shutdown() on a rank only after its last operation.");
+  }
+  for (const auto& [id, group] : groups_) {
+    if (now < group->device.id_deadline) continue;
+    const std::string name =
+        group->device.waiting.empty() ? "" : group->device.waiting.front().name;
+    return fail(SPARKHVD_TIMEOUT, "operation '" + name + "' on the device: " + rank_text(rank_) +
+                                      " waited in vain for " + where +
+                                      ", which begins a communicator.");
+  }
+}
+
+void Engine::on_device_done(const nccl::News::Done& done) {
+  const auto entry = std::ranges::find_if(on_plane_, [&](const OnPlane& one) {
+    return one.process_set == done.process_set && one.sequence == done.sequence;
+  });
+  if (entry == on_plane_.end()) return;  // ended by a deadline
+  const auto operation = entry->operation;
+  const bool was_first = entry == on_plane_.begin();
+  on_plane_.erase(entry);
+  if (was_first && !on_plane_.empty()) {
+    OnPlane& first = on_plane_.front();
+    first.deadline = deadline_after(Clock::now(), first.timeout_s);
+  }
+  const auto place = groups_.find(done.process_set);
+  Group* group = place == groups_.end() ? nullptr : place->second.get();
+  const bool is_possible = group == nullptr || done.sequence < group->device.departure_limit;
+  if (group != nullptr && is_possible) ++group->device.finished;
+  if (condemned_deadline_ != kNever) {
+    const bool has_more = std::ranges::any_of(on_plane_, [&](const OnPlane& one) {
+      const auto its = groups_.find(one.process_set);
+      return its != groups_.end() && one.sequence >= its->second->device.departure_limit;
+    });
+    if (!has_more) condemned_deadline_ = kNever;
+  }
+  if (!operation) return;
+  operation->on_device->is_with_plane = false;
+  if (has_failed_) {
+    finish(*operation, failure_->status(), operation->label() + ": " + failure_->what());
+  } else if (!is_possible) {
+    finish(*operation, SPARKHVD_SHUT_DOWN,
+           departure_text(operation->descriptor.collective, operation->name, *group->departed));
+  } else {
+    const bool ok = done.status == SPARKHVD_OK;
+    finish(*operation, done.status, ok ? std::string() : operation->label() + ": " + done.message);
+  }
+}
+
+// ---- Endings
+// -------------------------------------------------------------------------------------------
+
+void Engine::abort_device() {
+  auto* open = plane();
+  if (open == nullptr) return;
+  if (abort_deadline_ == kNever) abort_deadline_ = Clock::now() + nccl::kAbortTime;
+  open->abort();
+}
+
+/// The communicators have ended, or had their time: what was on them ends with the engine's error.
+void Engine::end_on_plane() {
+  while (!on_plane_.empty()) {
+    const auto operation = on_plane_.front().operation;
+    on_plane_.pop_front();
+    if (!operation) continue;
+    operation->on_device->is_with_plane = false;
+    const std::string label = operation->label() + ": ";
+    const std::string text = failure_->what();
+    finish(*operation, failure_->status(), text.starts_with(label) ? text : label + text);
+  }
+}
+
+/// At shutdown: nothing of the plane runs afterwards, and every operation has ended.
+void Engine::stop_device() {
+  abort_device();
+  auto* open = plane();
+  if (open == nullptr) return;
+  if (!open->stop(abort_deadline_)) {
+    warn("NCCL or CUDA on " + rank_text(rank_) +
+         " does not come back (it is in: " + open->whereabouts() + "); its thread is left behind.");
+  }
+  end_on_plane();
+}
+
+/// Operations that the leaver has finished end here by themselves; later ones must be ended.
+void Engine::depart_on_device(Group& group, Rank rank, std::uint64_t executed) {
+  DeviceOrders& orders = group.device;
+  if (!group.departed) group.departed = rank;
+  orders.departure_limit = std::min(orders.departure_limit, executed);
+  // A set that the leaver's goodbye does not speak of has had its last word.
+  if (rank == group.coordinator() && !orders.expected && executed != UINT64_MAX) {
+    orders.expected = std::max(executed, orders.received);
+  }
+  const bool has_some = std::ranges::any_of(on_plane_, [&](const OnPlane& one) {
+    return one.process_set == group.id && one.sequence >= orders.departure_limit;
+  });
+  if (!has_some) return;
+  condemned_deadline_ = std::min(condemned_deadline_, Clock::now() + kCondemnedTime);
+  plane()->condemn(group.id, orders.departure_limit);
+}
+
+/// Rank 0 has left, and passes nothing on any more.
+void Engine::on_relay_end() {
+  for (auto& [id, group] : groups_) {
+    if (group->is_coordinator()) refuse_orders(*group);
+    settle_device(*group);
+  }
+}
+
+/// Whether its order may still come although the coordinator orders nothing more.
+bool Engine::may_be_ordered(const Group& group, const Operation& operation) const {
+  return operation.on_device && group.device.expected &&
+         group.device.received < *group.device.expected && !said_goodbye_[0];
+}
+
+/// Refuses what waited for the orders behind the coordinator's last word, when these have come.
+void Engine::settle_device(Group& group) {
+  if (group.is_closed) {
+    std::erase_if(group.submitted, [&](const auto& entry) {
+      if (may_be_ordered(group, *entry.second)) return false;
+      finish(*entry.second, group.why_closed, entry.second->label() + ": " + group.closing_text);
+      return true;
+    });
+  }
+  refuse_after_coordinator(group);
+}
+
+/// A removed process set goes when what was ordered on devices there has ended.
+bool Engine::is_device_done(const Group& group) const {
+  const DeviceOrders& orders = group.device;
+  const bool may_come = orders.expected && orders.received < *orders.expected && !said_goodbye_[0];
+  return !may_come && std::ranges::none_of(on_plane_, [&](const OnPlane& one) {
+    return one.process_set == group.id;
+  });
+}
+
+}  // namespace sparkhvd

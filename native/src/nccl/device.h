@@ -1,0 +1,115 @@
+// One GPU of this process: the primary context, a stream of our own, events and memory.
+//
+// **Threads.** Any. The pool of events has a lock of its own; everything else is set once.
+//
+// **Ownership.** Shared by the plane, by operations (their events) and by memory, which may all
+// outlive the engine; the last one gives the context back.
+//
+// **Fork.** A forked child calls nothing of CUDA: what it drops is lost with its process.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "nccl/cuda_api.h"
+#include "nccl/nccl_api.h"
+
+namespace sparkhvd::nccl {
+
+struct DeviceOptions {
+  int ordinal = 0;
+  std::string cuda_library;
+  NcclSearch nccl;
+};
+
+class Device {
+ public:
+  /// Throws UNSUPPORTED or INTERNAL with the reason.
+  explicit Device(const DeviceOptions& options);
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+  ~Device();
+
+  int ordinal() const noexcept { return ordinal_; }
+  const CudaApi& cuda() const noexcept { return *cuda_; }
+  const NcclApi& nccl() const noexcept { return *nccl_; }
+  CUcontext context() const noexcept { return context_; }
+  /// All that NCCL does on this device is enqueued here, in one order.
+  CUstream stream() const noexcept { return stream_; }
+  /// False in a forked child.
+  bool is_mine() const noexcept;
+
+  CUevent take_event();
+  void give_event(CUevent event) noexcept;
+
+  /// Throws INVALID_ARGUMENT if the stream is being captured into a graph.
+  void refuse_capture(CUstream stream, const std::string& label) const;
+
+ private:
+  void start();
+
+  const int ordinal_;
+  const int pid_;
+  std::shared_ptr<const CudaApi> cuda_;
+  std::shared_ptr<const NcclApi> nccl_;
+  CUdevice device_ = 0;
+  CUcontext context_ = nullptr;
+  CUstream stream_ = nullptr;
+  std::mutex mutex_;
+  std::vector<CUevent> events_;  // guarded by mutex_: nobody uses them
+};
+
+/// An event of the pool, for as long as somebody needs it.
+class Event {
+ public:
+  Event() noexcept = default;
+  explicit Event(std::shared_ptr<Device> device)
+      : device_(std::move(device)), event_(device_->take_event()) {}
+  Event(Event&& other) noexcept
+      : device_(std::move(other.device_)), event_(std::exchange(other.event_, nullptr)) {}
+  Event& operator=(Event&& other) noexcept {
+    std::swap(device_, other.device_);
+    std::swap(event_, other.event_);
+    return *this;
+  }
+  Event(const Event&) = delete;
+  ~Event() {
+    if (event_ != nullptr) device_->give_event(event_);
+  }
+
+  CUevent get() const noexcept { return event_; }
+  explicit operator bool() const noexcept { return event_ != nullptr; }
+
+ private:
+  std::shared_ptr<Device> device_;
+  CUevent event_ = nullptr;
+};
+
+/// Memory of a device, NCCL's own kind where the version has it, because only that can be registered.
+class DeviceMemory {
+ public:
+  /// Throws UNSUPPORTED if there is not enough. The calling thread has the context.
+  DeviceMemory(std::shared_ptr<Device> device, std::size_t bytes);
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+  /// Any thread.
+  ~DeviceMemory();
+
+  std::byte* data() const noexcept { return data_; }
+  std::size_t bytes() const noexcept { return bytes_; }
+  int ordinal() const noexcept { return device_->ordinal(); }
+  bool is_mine() const noexcept { return device_->is_mine(); }
+  bool can_be_registered() const noexcept { return is_nccls_; }
+
+ private:
+  std::shared_ptr<Device> device_;
+  std::size_t bytes_;
+  std::byte* data_ = nullptr;
+  bool is_nccls_ = false;
+};
+
+}  // namespace sparkhvd::nccl

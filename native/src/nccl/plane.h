@@ -1,0 +1,123 @@
+// The device's side of the engine: makes communicators, launches operations in the order in which
+// the driver hands them over, and finds out when they have ended.
+//
+// **Threads.** One thread, "sparkhvd-nccl", makes every call of NCCL, because neither a communicator
+// nor two of one device may be used by two threads at a time. The driver hands over requests and
+// takes news; a ring of its bell says that there are some. A second thread runs only to abort:
+// ncclCommAbort may block, and nobody waits for it longer than kAbortTime.
+//
+// **Ownership.** Requests and news are queues with locks of their own. Communicators and operations
+// in flight belong to the plane's thread; when it has parked, to the one that aborts.
+//
+// **Shutdown.** Failure and shutdown alike: `abort`, then `stop`. A thread that a library does not give
+// back is left behind, with everything that it may touch: it can be neither joined nor ended, and
+// waiting for it would hang the process.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "clock.h"
+#include "error.h"
+#include "nccl/device_operation.h"
+
+namespace sparkhvd::nccl {
+
+/// How long operations wait for the end of their communicators after a failure.
+inline constexpr auto kAbortTime = std::chrono::seconds(3);
+
+struct MakeUniqueId {
+  std::int32_t process_set = 0;
+};
+struct RemoveCommunicator {
+  std::int32_t process_set = 0;
+};
+struct FreeMemory {
+  std::shared_ptr<DeviceMemory> memory;
+};
+using Request = std::variant<std::unique_ptr<Launch>, MakeUniqueId, RemoveCommunicator, FreeMemory>;
+
+/// What others ask of the plane's thread, in order.
+class Requests {
+ public:
+  /// False once closed: then nobody will ever look at it.
+  bool push(Request request);
+  /// The next one; nothing after `longest`, or when woken.
+  std::optional<Request> next(Clock::duration longest);
+  void wake();
+  /// Takes nothing more; returns what is left.
+  std::deque<Request> close();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Request> requests_;
+  bool is_woken_ = false;
+  bool is_closed_ = false;
+};
+
+/// What has happened on the device since the driver last asked.
+struct News {
+  struct Done {
+    std::int32_t process_set = 0;
+    std::uint64_t sequence = 0;
+    std::int32_t status = SPARKHVD_OK;
+    std::string message = {};
+  };
+  struct Id {
+    std::int32_t process_set = 0;
+    NcclUniqueId id{};
+  };
+  std::vector<Done> done;  // in the order of their end
+  std::vector<Id> ids;
+  std::optional<Error> failure;  // of NCCL or CUDA: nothing can be launched any more
+  bool is_aborted = false;       // every communicator has ended
+};
+
+class DevicePlane {
+ public:
+  /// `ring` wakes the driver; called by any thread until `stop`.
+  DevicePlane(std::shared_ptr<Device> device, std::function<void()> ring);
+  DevicePlane(const DevicePlane&) = delete;
+  DevicePlane& operator=(const DevicePlane&) = delete;
+  ~DevicePlane();
+
+  const std::shared_ptr<Device>& device() const noexcept;
+
+  // The driver's.
+  void launch(Launch launch);
+  void make_unique_id(std::int32_t process_set);
+  /// All of its operations have ended on this rank.
+  void remove(std::int32_t process_set);
+  /// Operations of the set from this number on end without result: a rank has left that they need.
+  void condemn(std::int32_t process_set, std::uint64_t limit);
+  /// Something may be in `take_news`.
+  bool has_news() const noexcept;
+  News take_news();
+  /// What the plane's thread is doing: "the GPU", or the function of NCCL that it is in.
+  const char* whereabouts() const noexcept;
+  /// Ends every communicator and what runs on them; news follow. Again: nothing happens.
+  void abort();
+  /// After `abort`: waits for its end until `deadline`. False if a thread had to be left behind.
+  bool stop(TimePoint deadline);
+
+ private:
+  class Core;
+
+  std::shared_ptr<Core> core_;
+  std::thread thread_;
+  std::thread aborter_;
+};
+
+}  // namespace sparkhvd::nccl

@@ -1,0 +1,258 @@
+// Devices and NCCL that fail, ranks that leave and die, memory that outlives: everything ends, soon, and
+// with a reason. Ranks are threads, the device is the stand-in of tests/fake_cuda.
+#include <atomic>
+#include <chrono>
+
+#include "device_world.h"
+
+namespace sparkhvd::test {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return Seconds(std::chrono::steady_clock::now() - start).count();
+}
+
+/// Rows of fake_cuda_fail: ncclRemoteError and others.
+constexpr int kUnhandledCudaError = 1;
+constexpr int kRemoteError = 6;
+
+bool has(const Status& status, const std::string& text) {
+  return status.message.find(text) != std::string::npos;
+}
+
+class DeviceBuffer {
+ public:
+  DeviceBuffer(TestEngine& engine, Gpu& gpu, std::int64_t bytes, const std::string& name) {
+    Request request(SPARKHVD_REGISTER, name);
+    TestWork work = engine.submit(gpu.use(request.numbers({bytes})));
+    const Status status = work.wait();
+    CHECK_EQUAL(status.message, "");
+    char text[1024] = "";
+    CHECK_MESSAGE(sparkhvd_work_buffer(work.get(), &buffer_, text, sizeof(text)) == SPARKHVD_OK,
+                  text);
+  }
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  ~DeviceBuffer() { release(); }
+  void release() { sparkhvd_buffer_release(std::exchange(buffer_, nullptr)); }
+  std::byte* data() { return static_cast<std::byte*>(sparkhvd_buffer_data(buffer_)); }
+  sparkhvd_buffer* get() { return buffer_; }
+
+ private:
+  sparkhvd_buffer* buffer_ = nullptr;
+};
+
+}  // namespace
+
+TEST(a_communicator_that_cannot_be_made_fails_the_engine_with_ncclss_words) {
+  FakeScope fake;
+  Fake::get().fail("ncclCommInitRankConfig", 1, kUnhandledCudaError);
+  run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    Sum sum(gpu, Floats(3, 1));
+    const Status status = sum.start(engine, "x").wait();
+    CHECK_EQUAL(status.code, SPARKHVD_INTERNAL);
+    CHECK_MESSAGE(has(status, "ncclCommInitRankConfig failed"), status.message);
+    CHECK_MESSAGE(has(status, "NCCL on rank "), status.message);
+  });
+  fake.check();
+}
+
+TEST(an_asynchronous_error_of_nccl_fails_the_engine_on_every_rank) {
+  FakeScope fake;
+  run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    Sum first(gpu, Floats(3, 1));
+    CHECK_EQUAL(first.start(engine, "first").wait().message, "");
+    Request barrier(SPARKHVD_BARRIER, "before");
+    CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
+    if (rank == 0) Fake::get().fail("ncclAllReduce@stream", 1, kRemoteError);
+    Request armed(SPARKHVD_BARRIER, "armed");
+    CHECK_EQUAL(engine.submit(armed.raw()).wait().message, "");
+    const auto start = std::chrono::steady_clock::now();
+    Sum sum(gpu, Floats(3, 1));
+    const Status status = sum.start(engine, "x").wait();
+    CHECK_MESSAGE(status.code == SPARKHVD_PEER_LOST, status.message);
+    CHECK_MESSAGE(has(status, "NCCL on rank "), status.message);
+    CHECK(seconds_since(start) < 5);
+  });
+  fake.check();
+}
+
+TEST(a_call_that_hangs_ends_with_the_operations_timeout) {
+  for (const char* function : {"ncclCommInitRankConfig", "ncclGetUniqueId", "ncclAllReduce"}) {
+    FakeScope fake;
+    Fake::get().hang(function, 1);
+    std::atomic<int> num_ended{0};
+    run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+      Gpu gpu(engine, rank);
+      const auto start = std::chrono::steady_clock::now();
+      Sum sum(gpu, Floats(3, 1));
+      Request request(SPARKHVD_ALLREDUCE, "x");
+      request.tensor(sum.memory, sum.memory, {3}).raw().timeout_s = 1;
+      const Status status = engine.submit(gpu.use(request)).wait();
+      CHECK_MESSAGE(status.code == SPARKHVD_TIMEOUT, status.message);
+      CHECK_MESSAGE(has(status, "waited"), status.message);
+      CHECK(seconds_since(start) < 6);
+      // What hangs can come back before the engine goes, so that no thread is left behind.
+      ++num_ended;
+      while (num_ended < 2) std::this_thread::yield();
+      if (rank == 0) Fake::get().reset();
+    });
+  }
+}
+
+TEST(a_device_that_hangs_ends_with_the_operations_timeout) {
+  FakeScope fake;
+  run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    Sum sum(gpu, Floats(3, 1));
+    if (rank == 0) Fake::get().hang("ncclAllReduce@stream", 1);
+    Request armed(SPARKHVD_BARRIER, "armed");
+    CHECK_EQUAL(engine.submit(armed.raw()).wait().message, "");
+    Request request(SPARKHVD_ALLREDUCE, "x");
+    request.tensor(sum.memory, sum.memory, {3}).raw().timeout_s = 1;
+    const auto start = std::chrono::steady_clock::now();
+    const Status status = engine.submit(gpu.use(request)).wait();
+    CHECK_MESSAGE(status.code == SPARKHVD_TIMEOUT, status.message);
+    CHECK_MESSAGE(has(status, "for the GPU"), status.message);
+    CHECK(seconds_since(start) < 6);
+  });
+}
+
+TEST(shutdown_ends_operations_that_are_on_the_device) {
+  FakeScope fake;
+  run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    Sum sum(gpu, Floats(1000, 1));
+    if (rank == 1) {
+      // Its part comes so late that the others are in the middle of the operation.
+      Fake::get().hang("ncclAllReduce@stream", 1);
+    }
+    TestWork work = sum.start(engine, "x");
+    if (rank == 0) {
+      const Status status = work.wait();
+      CHECK_EQUAL(status.code, SPARKHVD_SHUT_DOWN);
+      CHECK_MESSAGE(has(status, "rank 1 shut down"), status.message);
+      return;
+    }
+    CHECK_EQUAL(gpu.wait_stream(work).message, "");
+    const auto start = std::chrono::steady_clock::now();
+    CHECK_EQUAL(engine.shutdown().message, "");
+    CHECK(seconds_since(start) < 5);
+    const Status status = work.wait();
+    CHECK_EQUAL(status.code, SPARKHVD_SHUT_DOWN);
+  });
+}
+
+TEST(what_a_leaver_does_not_launch_ends_on_the_others) {
+  FakeScope fake;
+  run_ranks(world(one_host(3)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    const auto pair = add_process_set(engine, {0, 1});
+    Sum first(gpu, Floats(10, 1));
+    CHECK_EQUAL(first.start(engine, "first").wait().message, "");
+    CHECK(first.result() == Floats(10, 3));
+    if (rank == 2) {
+      CHECK_EQUAL(engine.shutdown().message, "");
+      return;
+    }
+    const auto start = std::chrono::steady_clock::now();
+    Sum second(gpu, Floats(10, 1));
+    Status submitted;
+    TestWork work = second.start(engine, "second", 0, &submitted);
+    const Status status = submitted.code == SPARKHVD_OK ? work.wait() : submitted;
+    CHECK_EQUAL(status.code, SPARKHVD_SHUT_DOWN);
+    CHECK_MESSAGE(has(status, "rank 2 shut down before it"), status.message);
+    CHECK(seconds_since(start) < 5);
+    // The set without the leaver goes on.
+    for (int i = 0; i < 5; ++i) {
+      Sum third(gpu, Floats(10, 1));
+      CHECK_EQUAL(third.start(engine, "third", pair).wait().message, "");
+      CHECK(third.result() == Floats(10, 2));
+    }
+  });
+  fake.check();
+}
+
+TEST(without_rank_0_nothing_is_ordered_on_devices_any_more) {
+  FakeScope fake;
+  run_ranks(world(one_host(3)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    const auto pair = add_process_set(engine, {1, 2});
+    if (rank == 0) {
+      CHECK_EQUAL(engine.shutdown().message, "");
+      return;
+    }
+    // The goodbye of rank 0 is known when an operation of all ranks is refused.
+    Request barrier(SPARKHVD_BARRIER, "all");
+    Status submitted;
+    TestWork all = engine.submit(barrier.raw(), &submitted);
+    if (submitted.code == SPARKHVD_OK) CHECK_EQUAL(all.wait().code, SPARKHVD_SHUT_DOWN);
+    Sum sum(gpu, Floats(10, 1));
+    const Status status = sum.start(engine, "x", pair).wait();
+    CHECK_EQUAL(status.code, SPARKHVD_SHUT_DOWN);
+    CHECK_MESSAGE(has(status, "rank 0 shut down"), status.message);
+    Floats data(10, 1);
+    Request on_cpu(SPARKHVD_ALLREDUCE, "cpu");
+    on_cpu.tensor(data.data(), data.data(), {10}).on(pair);
+    CHECK_EQUAL(engine.submit(on_cpu.raw()).wait().message, "");
+    CHECK(data == Floats(10, 2));
+  });
+  fake.check();
+}
+
+TEST(memory_of_the_device_is_reduced_in_place_and_freed_whenever) {
+  FakeScope fake;
+  run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    auto kept = std::make_unique<DeviceBuffer>(engine, gpu, 4000, "kept");
+    DeviceBuffer freed(engine, gpu, 4000, "freed");
+    CHECK_EQUAL(sparkhvd_buffer_device(kept->get()), rank);
+    CHECK_EQUAL(sparkhvd_buffer_bytes(kept->get()), 4000U);
+    Floats values(1000);
+    gpu.read(values.data(), kept->data(), 4000);
+    gpu.synchronize();
+    CHECK(values == Floats(1000, 0));
+    const Floats ones(1000, static_cast<float>(rank + 1));
+    gpu.write(kept->data(), ones.data(), 4000);
+    Request request(SPARKHVD_ALLREDUCE, "x");
+    request.tensor(kept->data(), kept->data(), {1000});
+    TestWork work = engine.submit(gpu.use(request));
+    CHECK_EQUAL(gpu.wait_stream(work).message, "");
+    gpu.read(values.data(), kept->data(), 4000);
+    gpu.synchronize();
+    CHECK(values == Floats(1000, 3));
+    CHECK_EQUAL(work.wait().message, "");
+    freed.release();
+    CHECK_EQUAL(engine.shutdown().message, "");
+    engine.destroy();
+    gpu.read(values.data(), kept->data(), 4000);
+    gpu.synchronize();
+    CHECK(values == Floats(1000, 3));
+    kept.reset();
+  });
+  fake.check();
+  CHECK_EQUAL(Fake::get().count("ncclMemAlloc"), Fake::get().count("ncclMemFree"));
+}
+
+TEST(an_abort_ends_operations_on_the_device_with_its_reason) {
+  FakeScope fake;
+  run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    Sum sum(gpu, Floats(1000, 1));
+    if (rank == 1) Fake::get().hang("ncclAllReduce@stream", 1);
+    TestWork work = sum.start(engine, "x");
+    if (rank == 1) {
+      CHECK_EQUAL(gpu.wait_stream(work).message, "");
+      engine.abort("enough");
+    }
+    const auto start = std::chrono::steady_clock::now();
+    const Status status = work.wait();
+    CHECK_MESSAGE(has(status, "enough"), status.message);
+    CHECK(seconds_since(start) < 5);
+  });
+}
+
+}  // namespace sparkhvd::test
