@@ -47,7 +47,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time: the machine's cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: wheel test-wheels test-aarch64 test-petastorm
+.PHONY: wheel test-wheels test-aarch64 test-petastorm test-nccl
 .PHONY: env native test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -70,7 +70,7 @@ native: $(NATIVE)
 java:
 	@tools/java.sh >/dev/null
 
-test: lint test-native test-races test-memory test-python test-petastorm
+test: lint test-native test-races test-memory test-nccl test-python test-petastorm
 
 lint: $(PACKAGES)
 	$(VENV)/bin/ruff check .
@@ -86,6 +86,12 @@ format: $(PACKAGES)
 
 test-native: $(NATIVE)
 	$(VENV)/bin/cmake --build build/native --target check
+
+# Real libraries of NCCL, from PyPI, without a GPU; kept in build/nccl, skipped where there is no index.
+test-nccl: $(NATIVE)
+	$(VENV)/bin/cmake --build build/native --target nccl_conformity
+	@$(PY) -m tools.nccl_libraries
+	$(PY) -m pytest $(PYTEST_FLAGS) tests/nccl
 
 # The C++ tests again, watched. The short legs look for data races where threads meet, and for memory and
 # undefined behaviour in what does not wait for clocks; the long one runs all of them, for both.

@@ -5,6 +5,7 @@
 //   nccl_conformity --cuda-library libcuda.so.1 --nccl-library <libnccl.so.2> --ranks 1
 //   ... --ranks 2 --processes --same-gpu                   two ranks on the one GPU of a machine
 //   nccl_conformity --no-device --nccl-library <path>      what can be known without a GPU
+//   ... --nccl-candidate <path> --loaded <path>            the search instead of one library
 //   ... <words>                                            only tests whose name has one of them
 #include "nccl_conformity.h"
 
@@ -27,9 +28,16 @@ namespace {
 // Everything together; SIGALRM ends the process then, because a hang is what fails here.
 constexpr unsigned kDeadlineS = 240;
 
+#ifdef __SANITIZE_THREAD__
+constexpr bool kFindsRaces = true;
+#else
+constexpr bool kFindsRaces = false;
+#endif
+
 struct Options {
   std::string cuda_library = FAKE_CUDA_LIBRARY;
-  std::string nccl_library = FAKE_NCCL_LIBRARY;
+  NcclSearch nccl = {.library = FAKE_NCCL_LIBRARY, .candidates = {}};
+  std::string loaded;  // opened before anything is searched
   int ranks = 2;
   bool has_processes = false;
   bool has_one_gpu = false;
@@ -48,7 +56,12 @@ Options parse(int argc, char** argv) {
     if (word == "--cuda-library") {
       options.cuda_library = value();
     } else if (word == "--nccl-library") {
-      options.nccl_library = value();
+      options.nccl.library = value();
+    } else if (word == "--nccl-candidate") {
+      options.nccl.library.clear();
+      options.nccl.candidates.emplace_back(value());
+    } else if (word == "--loaded") {
+      options.loaded = value();
     } else if (word == "--ranks") {
       options.ranks = std::atoi(value());
     } else if (word == "--processes") {
@@ -95,9 +108,9 @@ std::vector<Test> chosen(const Options& options, const Controls& controls) {
           options.words.empty() || std::ranges::any_of(options.words, [&](const auto& word) {
             return std::string_view(test.name).find(word) != std::string_view::npos;
           });
-      const bool can_run = (!test.needs_peers || options.ranks > 1) &&
-                           (!test.needs_stand_in || controls) &&
-                           (!test.is_for_one_rank || options.ranks == 1);
+      const bool can_run =
+          (!test.needs_peers || options.ranks > 1) && (!test.needs_stand_in || controls) &&
+          (!test.is_for_one_rank || options.ranks == 1) && (!test.races || !kFindsRaces);
       if (is_wanted && can_run) tests.push_back(test);
     }
   }
@@ -142,7 +155,7 @@ int run_rank(const Options& options, const CudaApi& cuda, const NcclApi& nccl,
 
 int run_threads(const Options& options, Room& room) {
   const auto cuda = CudaApi::load(options.cuda_library);
-  const auto nccl = NcclApi::load({options.nccl_library, {}});
+  const auto nccl = NcclApi::load(options.nccl);
   const Controls controls = find_controls(cuda->library);
   std::printf("%d ranks in threads, NCCL %s%s\n", options.ranks, nccl->version_text().c_str(),
               controls ? " (fake)" : "");
@@ -164,7 +177,7 @@ int run_process(const Options& options, Room& room, int index) {
   try {
     if (options.has_one_gpu) share_gpu(index);
     const auto cuda = CudaApi::load(options.cuda_library);
-    const auto nccl = NcclApi::load({options.nccl_library, {}});
+    const auto nccl = NcclApi::load(options.nccl);
     const Controls controls = find_controls(cuda->library);
     if (index == 0) {
       std::printf("%d ranks in processes, NCCL %s%s\n", options.ranks, nccl->version_text().c_str(),
@@ -202,7 +215,9 @@ int run_processes(const Options& options, Room& room) {
 int run(int argc, char** argv) {
   const Options options = parse(argc, argv);
   ::alarm(kDeadlineS);
-  if (!options.has_device) return check_without_device(options.nccl_library);
+  Library loaded;
+  if (!options.loaded.empty()) loaded = Library::open(options.loaded);
+  if (!options.has_device) return check_without_device(options.nccl);
   Room room(options.ranks);
   return options.has_processes ? run_processes(options, room) : run_threads(options, room);
 }

@@ -127,12 +127,13 @@ struct Test {
   bool needs_peers = false;
   bool needs_stand_in = false;
   bool is_for_one_rank = false;
+  bool races = false;  // on purpose, so not under ThreadSanitizer
 };
 std::vector<Test> collective_tests();
 std::vector<Test> device_tests();
 std::vector<Test> failure_tests();
 
 /// Checks of libnccl on a machine without a GPU; prints what it found. Returns the exit status.
-int check_without_device(const std::string& nccl_library);
+int check_without_device(const NcclSearch& search);
 
 }  // namespace sparkhvd::conformity

@@ -1,5 +1,7 @@
 // Wrong calls, ends that are not polite, and failures that the stand-in is told to have.
+#include <chrono>
 #include <string>
+#include <thread>
 
 #include "nccl_conformity.h"
 
@@ -88,6 +90,41 @@ void abort_ends_a_collective_that_waits_for_a_peer(Rank& rank) {
     rank.nccl.check(rank.nccl.ncclGroupEnd(), "ncclGroupEnd");
     wait_until([&] { return rank.cuda.cuStreamQuery(rank.stream) == kCudaSuccess; },
                "the collective that was aborted");
+  }
+  expect_that_a_new_communicator_works(rank);
+}
+
+/// The stand-in alone; a GPU with room for both would get away with it, this time.
+void communicators_in_different_orders_deadlock(Rank& rank) {
+  {
+    Comm first(rank);
+    Comm second(rank);
+    CUstream other = nullptr;
+    expect_ok(rank, rank.cuda.cuStreamCreateWithPriority(&other, kCudaStreamNonBlocking, 0),
+              "cuStreamCreateWithPriority");
+    const Memory memory(rank, 4 * 1000);
+    memory.read();
+    Comm* const order[] = {rank.rank == 0 ? &first : &second, rank.rank == 0 ? &second : &first};
+    const CUstream streams[] = {rank.stream, other};
+    for (int i = 0; i < 2; ++i) {
+      order[i]->done(rank.nccl.ncclBroadcast(memory.at(), memory.at(), 1000, kType, 0,
+                                             order[i]->get(), streams[i]),
+                     "ncclBroadcast");
+      // The second is launched when the first has the device.
+      if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    rank.room.barrier();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    for (const CUstream stream : streams) {
+      expect(rank.cuda.cuStreamQuery(stream) == kCudaErrorNotReady, "no deadlock");
+    }
+    rank.room.barrier();
+    rank.nccl.check(rank.nccl.ncclGroupStart(), "ncclGroupStart");
+    rank.nccl.check(rank.nccl.ncclCommAbort(first.release()), "ncclCommAbort");
+    rank.nccl.check(rank.nccl.ncclCommAbort(second.release()), "ncclCommAbort");
+    rank.nccl.check(rank.nccl.ncclGroupEnd(), "ncclGroupEnd");
+    expect_ok(rank, rank.cuda.cuStreamSynchronize(other), "cuStreamSynchronize");
+    expect_ok(rank, rank.cuda.cuStreamDestroy(other), "cuStreamDestroy");
   }
   expect_that_a_new_communicator_works(rank);
 }
@@ -188,6 +225,10 @@ std::vector<Test> failure_tests() {
           {.name = "abort_ends_an_initialisation_that_waits_for_a_peer",
            .body = abort_ends_an_initialisation_that_waits_for_a_peer,
            .needs_peers = true},
+          {.name = "communicators_in_different_orders_deadlock",
+           .body = communicators_in_different_orders_deadlock,
+           .needs_peers = true,
+           .needs_stand_in = true},
           {.name = "an_asynchronous_error_is_reported",
            .body = an_asynchronous_error_is_reported,
            .needs_peers = true,

@@ -87,8 +87,8 @@ std::string init_without_device(const NcclApi& nccl) {
 
 }  // namespace
 
-int check_without_device(const std::string& nccl_library) {
-  const auto nccl = NcclApi::load({nccl_library, {}});
+int check_without_device(const NcclSearch& search) {
+  const auto nccl = NcclApi::load(search);
   std::printf("version %d\nfile %s\n", nccl->version, nccl->file.c_str());
   check_symbols(*nccl);
   std::printf("symbols %zu\n", std::size(kSymbols));
