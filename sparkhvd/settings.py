@@ -159,6 +159,12 @@ class Settings:
         unit="first-last",
         doc="Ports that ranks may listen on, for example 40000-40100; empty = any free port.",
     )
+    cuda_library: str = knob(
+        "",
+        env="SPARKHVD_CUDA_LIB",
+        unit="path",
+        doc="Library of CUDA's driver; empty = the system's libcuda.so.1.",
+    )
     start_timeout_s: float = knob(
         600.0,
         env="SPARKHVD_START_TIMEOUT_S",

@@ -6,14 +6,13 @@ default. Nothing here starts a job.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.runner import placement, preflight
+from sparkhvd.runner import gpus, placement, preflight, profiles
 from sparkhvd.runner.spark_shim import SparkShim
 from sparkhvd.settings import CONF_PREFIX, Settings
 
@@ -40,6 +39,8 @@ class Cluster:
         verbose: 0 prints nothing on the driver.
         settings: of the engine.
         slots: tasks that the configuration can run at once; None where nothing bounds them.
+        use_gpu: the Param.
+        looks_for_gpu: a rank takes a GPU that torch sees, although nobody gave it one.
     """
 
     num_proc: int
@@ -48,6 +49,8 @@ class Cluster:
     verbose: int
     settings: Settings
     slots: int | None = None
+    use_gpu: bool | None = None
+    looks_for_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,24 +70,34 @@ def resolve_cluster(spark: Any, given: Given) -> Cluster:
     """Decide on everything that depends on the cluster; prints the number of ranks where nobody gave it.
 
     Raises:
-        InvalidArgumentError: an argument or a conf is wrong (the message has its name), or a GPU is asked for.
-        PreflightError: the configured cluster can never run that many ranks at once.
+        InvalidArgumentError: an argument or a conf is wrong (the message has its name).
+        PreflightError: the configured cluster can never run that many ranks at once, or gives several of them one GPU.
     """
     keys = {CONF_PREFIX + name for name in (*_PARAMS, *_SETTINGS)}
     shim = SparkShim(spark)
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *sorted(keys)))
     values = {name: _param(name, given, conf) for name in _PARAMS}
     settings = _settings(given, {key: conf[key] for key in keys if key in conf})
-    _check_gpu(given.value("use_gpu"), conf)
     preflight.check_conf(conf)
-    slots = placement.configured_slots(conf, os.cpu_count() or 1)
+    use_gpu = given.value("use_gpu")
+    # Whether Spark takes the profile that may be needed is found out when the ranks are launched.
+    plan = gpus.decide(conf, use_gpu, refused=profiles.no_profiles())
+    slots = profiles.slots_of(conf, plan)
     num_proc = placement.choose_num_proc(values["num_proc"], slots)
     if values["num_proc"] is None and values["verbose"]:
         ranks = f"{num_proc} rank{'s' * (num_proc != 1)}"
-        sys.stdout.write(f"num_proc is not given: {ranks}, one per task slot ({slots.reason}).\n")
+        per = "GPU" if plan.mode == gpus.Mode.TASK else "task slot"
+        sys.stdout.write(f"num_proc is not given: {ranks}, one per {per} ({slots.reason}).\n")
         sys.stdout.flush()
     given_values = {**values, "num_proc": num_proc}
-    return Cluster(**given_values, settings=settings, slots=slots.maximum)
+    looks = plan.mode == gpus.Mode.FREE and placement.is_local(conf.get("spark.master", ""))
+    return Cluster(
+        **given_values,
+        settings=settings,
+        slots=slots.maximum,
+        use_gpu=use_gpu,
+        looks_for_gpu=looks,
+    )
 
 
 def _param(name: str, given: Given, conf: Mapping[str, str]) -> Any:
@@ -122,18 +135,3 @@ def _settings(given: Given, conf: Mapping[str, str]) -> Settings:
             f"settings is {settings!r:.100}; it must be a sparkhvd.Settings."
         )
     return settings
-
-
-def _check_gpu(use_gpu: bool | None, conf: Mapping[str, str]) -> None:
-    if not use_gpu:
-        return
-    amount = conf.get("spark.task.resource.gpu.amount", "")
-    if not amount:
-        raise InvalidArgumentError(
-            "use_gpu is True, and Spark gives no task a GPU: spark.task.resource.gpu.amount is not set. Leave use_gpu "
-            "out to train on the CPU."
-        )
-    raise InvalidArgumentError(
-        f"use_gpu is True (spark.task.resource.gpu.amount={amount}), and this version trains on the CPU only. Leave "
-        "use_gpu out."
-    )

@@ -180,6 +180,7 @@ class TorchEstimator(
             num_workers=self.getOrDefault("num_workers"),
             val_num_workers=self._get("val_reader_num_workers") or self.getOrDefault("num_workers"),
             **request.training,
+            looks_for_gpu=request.cluster.looks_for_gpu,
             transformed=transformed,
             fingerprint=self._fingerprint(request, data),
         )
@@ -238,6 +239,7 @@ class TorchEstimator(
             progress=checkpoints.latest_position,
             requirements=("torch", "pyarrow", "numpy", "cloudpickle", *reader_packages(self._get)),
             early=spec.early(),
+            use_gpu=cluster.use_gpu,
         )
         reporter = EpochReporter(
             checkpoints,
@@ -286,6 +288,8 @@ class TorchEstimator(
             run_id=spec.run_dir.removeprefix("runs/"),
         )
         self._copyValues(model)
+        if model._get("use_gpu"):  # of the ranks; a task of transform may have none
+            model.clear(model.use_gpu)
         model._set(store=request.store)
         return model
 

@@ -25,6 +25,7 @@ from sparkhvd.estimator.data.schema import RAW_TYPES, Column, check_schema
 from sparkhvd.estimator.data.vectors import join_vectors, split_vectors, vector_columns
 from sparkhvd.estimator.params import PredictParams, with_signature
 from sparkhvd.estimator.predict import Output, PredictSpec, output_widths, predict
+from sparkhvd.estimator.predict_device import TaskGpus
 from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump, store_weights
 
 if TYPE_CHECKING:
@@ -182,12 +183,14 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             outputs=outputs,
             output_fn=self._get("output_fn"),
             functions=self._row_functions(fitted),
+            use_gpu=self._get("use_gpu"),
         )
 
         is_vector = vector_columns(dataset.schema)
 
         def run(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-            return predict(spec, (join_vectors(batch, is_vector) for batch in batches))
+            joined = (join_vectors(batch, is_vector) for batch in batches)
+            return predict(spec, joined, _task_gpus())
 
         fields = [
             *dataset.schema.fields,
@@ -404,6 +407,17 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         loaded: TorchModel = ModelReader(cls, trusted=trust).load(path)
         return loaded
+
+
+def _task_gpus() -> TaskGpus:
+    """What Spark gave the task that runs in this worker."""
+    from pyspark import TaskContext
+
+    task = TaskContext.get()
+    if task is None:
+        return TaskGpus()
+    gpu = task.resources().get("gpu")
+    return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId())
 
 
 # Spark's types that it sends to no Python function, whatever the function does with them.

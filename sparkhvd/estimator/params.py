@@ -277,6 +277,11 @@ class PredictParams(TorchParams):
         TypeConverters.toString,
         "column for the model's output as a vector; '' = none",
     )
+    use_gpu = _p(
+        "use_gpu",
+        TypeConverters.toBoolean,
+        "a GPU per rank, and in transform; default where Spark gives tasks GPUs",
+    )
     output_fn = _p("output_fn", _function, "the model's output -> (rows, classes) probabilities")
     store = _p("store", _store, "Store where data, checkpoints and weights live")
 
@@ -359,7 +364,7 @@ class TrainParams(HorovodParams, PredictParams):
     batch_size = _p("batch_size", _whole, "rows per rank and step")
     val_batch_size = _p("val_batch_size", _whole, "rows per rank and step of validation")
     epochs = _p("epochs", _whole, "passes over the data")
-    num_proc = _p("num_proc", _whole, "number of ranks; default every task slot")
+    num_proc = _p("num_proc", _whole, "number of ranks; default every GPU or task slot")
     validation = _p(
         "validation",
         _any,
@@ -428,7 +433,6 @@ class TrainParams(HorovodParams, PredictParams):
         "end with an error at a loss that is no number",
     )
     compile = _p("compile", TypeConverters.toBoolean, "run the model through torch.compile")
-    use_gpu = _p("use_gpu", TypeConverters.toBoolean, "True is an error: training is on the CPU")
     train_step = _p(
         "train_step", _any, "(model, batch, ctx) -> loss of a batch; instead of forward and loss"
     )

@@ -6,9 +6,10 @@ Loaded in every worker, so it imports nothing of pyspark.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,8 @@ from sparkhvd.estimator.data.convert import (
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.values import SparseRows, Values, row_shape
+from sparkhvd.estimator.predict_device import NO_GPUS, TaskGpus, choose, held
+from sparkhvd.estimator.training.moving import Mover
 from sparkhvd.estimator.weights import Weights
 
 __all__ = ["Output", "PredictSpec", "predict"]
@@ -75,6 +78,7 @@ class PredictSpec:
         outputs: columns to add, in order.
         output_fn: the user's probabilities from an output, or None.
         functions: the user's decoders and collate functions.
+        use_gpu: the Param.
     """
 
     shell: bytes = field(repr=False)
@@ -87,6 +91,7 @@ class PredictSpec:
     outputs: tuple[Output, ...]
     output_fn: Callable[[Tensor], Tensor] | None = None
     functions: RowFunctions = field(default_factory=RowFunctions)
+    use_gpu: bool | None = None
 
 
 class ModelCache:
@@ -94,15 +99,15 @@ class ModelCache:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._models: OrderedDict[tuple[str, str], nn.Module] = OrderedDict()
+        self._models: OrderedDict[tuple[str, str, str], nn.Module] = OrderedDict()
 
-    def get(self, spec: PredictSpec) -> nn.Module:
-        """The model of a spec, in eval mode."""
-        key = (spec.weights.sha256, hashlib.sha256(spec.shell).hexdigest())
+    def get(self, spec: PredictSpec, device: torch.device) -> nn.Module:
+        """The model of a spec, in eval mode, on the device."""
+        key = (spec.weights.sha256, hashlib.sha256(spec.shell).hexdigest(), str(device))
         if key not in self._models:
             # One thread per task: Spark runs as many tasks as there are cores.
             torch.set_num_threads(1)
-            self._models[key] = load_shell(spec.shell, spec.weights.load()).eval()
+            self._models[key] = load_shell(spec.shell, spec.weights.load()).eval().to(device)
             while len(self._models) > self._size:
                 self._models.popitem(last=False)
         self._models.move_to_end(key)
@@ -112,21 +117,32 @@ class ModelCache:
 _cache = ModelCache(KEPT_MODELS)
 
 
-def predict(spec: PredictSpec, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def predict(
+    spec: PredictSpec, batches: Iterator[pa.RecordBatch], task: TaskGpus = NO_GPUS
+) -> Iterator[pa.RecordBatch]:
     """Add the output columns to every batch; all other columns pass as they came. They are named c0, c1, ..."""
-    model: nn.Module | None = None
+    filled = (batch for batch in batches if batch.num_rows)
+    first = next(filled, None)
+    if first is None:  # no rows, no model
+        return
+    device = choose(spec.use_gpu, task)
+    with held(device):
+        yield from _predicted(spec, device, itertools.chain([first], filled))
+
+
+def _predicted(
+    spec: PredictSpec, device: torch.device, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    model = _cache.get(spec, device)
+    move = Mover(device)
     at_once = rows_at_once(spec.columns)
     for batch in batches:
-        if not batch.num_rows:
-            continue
-        if model is None:  # no rows, no model
-            model = _cache.get(spec)
         batch, columns = features(spec, batch)
         if not batch.num_rows:
             continue
         with torch.inference_mode():
             parts = [
-                run(spec, model, {n: v[start : start + at_once] for n, v in columns.items()})
+                run(spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move)
                 for start in range(0, batch.num_rows, at_once)
             ]
         added = [to_arrow(np.concatenate(values)) for values in zip(*parts, strict=True)]
@@ -144,10 +160,12 @@ def rows_at_once(columns: Sequence[Column]) -> int:
     return max(1, min(MAX_ROWS, MAX_BYTES // max(1, sum(widths))))
 
 
-def run(spec: PredictSpec, model: nn.Module, columns: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
+def run(
+    spec: PredictSpec, model: nn.Module, columns: dict[str, Any], move: Mover
+) -> list[np.ndarray[Any, Any]]:
     """The output columns for some rows: (rows,) for doubles, (rows, width) for vectors; float64."""
     decoded = spec.functions.decode(spec.columns, columns)
-    arguments, keywords = spec.inputs.apply(spec.functions.collate_batch(decoded))
+    arguments, keywords = move(spec.inputs.apply(spec.functions.collate_batch(decoded)))
     outputs = heads.outputs_of(model(*arguments, **keywords))
     num_rows = len(next(iter(columns.values())))
     for output in outputs:
@@ -175,7 +193,7 @@ def column_values(spec: PredictSpec, column: Output, output: Tensor) -> np.ndarr
     else:
         tensor = heads.prediction(link, output)
     assert tensor is not None  # checked on the driver
-    values = tensor.double().numpy()
+    values = tensor.double().cpu().numpy()
     return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
 
 

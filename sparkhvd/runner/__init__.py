@@ -43,6 +43,7 @@ def run(
     start_timeout: float | None = None,
     max_retries: int = 2,
     verbose: int = 1,
+    use_gpu: bool | None = None,
     profile: ResourceProfile | None = None,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `num_proc` ranks in one Spark barrier stage; return results by rank.
@@ -60,14 +61,20 @@ def run(
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
         num_proc: number of ranks. None means every task slot of the configured cluster: N for `local[N]`,
-            executors x (cores // `spark.task.cpus`) elsewhere; an error where the configuration does not say.
+            executors x (cores // `spark.task.cpus`) elsewhere, or every GPU where Spark gives ranks GPUs; an error
+            where the configuration does not say.
         spark: the session to use, classic or Connect; None means the active one.
         env: environment variables of the ranks, set before `fn` and its modules load.
         settings: engine settings; None reads them from this process's environment.
         start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`.
         max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
         verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
-        profile: Spark resource profile of the stage (pyspark 4 and a cluster master).
+        use_gpu: True: every rank gets a GPU of its own, which `context().gpu` numbers in its process, or the job fails
+            before `fn` starts. False: the ranks see no GPU. None: True if Spark gives tasks
+            GPUs, else the ranks see what their executor sees. See docs/gpus.md.
+        profile: Spark resource profile of the stage (pyspark 4 and a cluster master). None means one that asks for a
+            GPU and its share of the cores per rank, where Spark gives ranks GPUs.
+
 
     Returns:
         What `fn` returned on rank 0, 1, ...
@@ -86,6 +93,7 @@ def run(
         start_timeout_s=start_timeout,
         max_retries=max_retries,
         verbose=verbose,
+        use_gpu=use_gpu,
         profile=profile,
     )
     session = job.active_session() if spark is None else spark
@@ -101,6 +109,7 @@ def run_local(
     env: Mapping[str, str] | None = None,
     settings: Settings | None = None,
     verbose: int = 1,
+    use_gpu: bool | None = None,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `num_proc` processes of this host, without Spark; return results by rank.
 
@@ -114,13 +123,18 @@ def run_local(
         env: environment variables of the ranks, set before `fn` and its modules load.
         settings: engine settings; None reads them from this process's environment.
         verbose: 0 keeps the ranks' output; 1 prints it to stderr, each line after its [rank].
+        use_gpu: True: every rank gets a GPU of its own, which `context().gpu` numbers in its process, or the job fails
+            before `fn` starts. False: the ranks see no GPU. None: they see what this
+            process sees.
+
 
     Returns:
         What `fn` returned on rank 0, 1, ...
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
-        PreflightError: the processes may have too little address space for torch. Nothing has started.
+        PreflightError: the processes may have too little address space for torch, or too few GPUs. `fn` has not
+            started.
         RankError: `fn` failed on a rank: which, and its traceback or signal.
     """
     from sparkhvd.runner import local
@@ -128,5 +142,12 @@ def run_local(
 
     resolved = Settings.resolve() if settings is None else settings
     return local.launch_local(
-        fn, args, kwargs or {}, num_proc, env=dict(env or {}), settings=resolved, verbose=verbose
+        fn,
+        args,
+        kwargs or {},
+        num_proc,
+        env=dict(env or {}),
+        settings=resolved,
+        verbose=verbose,
+        use_gpu=use_gpu,
     )

@@ -3,7 +3,8 @@
 It is started as `python -m sparkhvd.runner.child SPEC_FD RESULT_FD` by `trainer.Trainer`, and talks with its parent
 through two pipes. On the first it receives three frames: the prologue (environment, paths), the program (pickled
 function and arguments) and, when all ranks have found each other, the job. Start-up and imports overlap with the
-ranks finding each other. On the second it sends when the function began, how it ended, and its result.
+ranks finding each other. On the second it sends which GPUs it sees if it is asked, when the function began, how it
+ended, and its result.
 
 **Threads**: the main thread runs the user's function, so signals and `asyncio` behave as in a script. One daemon
 thread reads the first pipe to its end. **Ownership**: both pipes belong to this process only; they are not
@@ -18,6 +19,7 @@ import base64
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import importlib
 import io
 import json
@@ -34,7 +36,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparkhvd.runner import allocator
+from sparkhvd.runner import allocator, gpu_probe
 
 __all__ = [
     "JobFrame",
@@ -62,6 +64,8 @@ class Prologue:
         keep_freed_memory: whether the process keeps what it frees, for its next allocations.
         preload: modules to import while the ranks find each other; a failure is ignored here.
         early: what to call before that, see `early_call`; "" for nothing.
+        asks_gpus: whether to tell which GPUs the process sees, as its first frame.
+        cuda_library: of CUDA's driver; "" for the system's.
         spark_files: root of `SparkFiles`; "" outside Spark.
         listener: file descriptors of the bound listener (TCP, Unix).
         endpoint: the listener's address, as `Endpoint.to_dict` gives it.
@@ -74,6 +78,8 @@ class Prologue:
     keep_freed_memory: bool = False
     preload: list[str] = field(default_factory=list)
     early: str = ""
+    asks_gpus: bool = False
+    cuda_library: str = ""
     spark_files: str = ""
     listener: tuple[int, int] = (-1, -1)
     endpoint: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +98,7 @@ class JobFrame:
         settings: `Settings.to_json()`.
         local_rank: index among this host's ranks.
         attempt: 0 for the first launch.
+        gpu: the rank's GPU as CUDA counts in its process; None where it was given none.
         env: the standard torch variables.
     """
 
@@ -99,6 +106,7 @@ class JobFrame:
     settings: str = field(repr=False)
     local_rank: int = 0
     attempt: int = 0
+    gpu: int | None = None
     env: dict[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -182,6 +190,8 @@ def main(spec_fd: int, result_fd: int) -> int:
     for fd in prologue.listener:
         if fd >= 0:
             os.set_inheritable(fd, False)
+    if prologue.asks_gpus:  # before anything starts a thread; the job comes after the answer
+        gpu_probe.ask(prologue.cuda_library, functools.partial(_tell, result_fd))
     _begin(prologue.early)
     _preload(prologue.preload)
     payload = read_frame(spec_fd)
@@ -217,6 +227,11 @@ def _enter(prologue: Prologue) -> None:
     if prologue.cwd:
         os.chdir(prologue.cwd)
     sys.argv[1:] = []
+
+
+def _tell(result_fd: int, answer: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        write_frame(result_fd, answer)
 
 
 def _begin(early: str) -> None:
@@ -264,7 +279,7 @@ def _install(prologue: Prologue, frame: JobFrame) -> None:
     listener = rendezvous.Listener.from_filenos(*prologue.listener, endpoint)
     rendezvous.install(rendezvous.SocketRendezvous(job, listener, settings))
     place = rank_context.RankContext(
-        job.rank, job.size, frame.local_rank, frame.attempt, prologue.num_threads
+        job.rank, job.size, frame.local_rank, frame.attempt, prologue.num_threads, frame.gpu
     )
     rank_context.install(place)
     if prologue.spark_files:

@@ -19,9 +19,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
-from sparkhvd.runner import launching, placement, preflight, task
+from sparkhvd.runner import gpus, launching, placement, preflight, task
 from sparkhvd.runner.child import cloudpickle, early_call
 from sparkhvd.runner.preflight import SharedFiles
+from sparkhvd.runner.profiles import check_profile, plan_gpus, slots_of
 from sparkhvd.runner.results import (
     Kind,
     Outcome,
@@ -72,7 +73,8 @@ class LaunchOptions:
         progress: how far the job has come, for example the newest checkpoint's number. Two losses in a row with
             an equal value are final.
         requirements: modules that the workers' Python must have, for example ("torch", "pyarrow").
-        profile: Spark resource profile of the stage.
+        use_gpu: whether every rank gets a GPU of its own; None: if Spark gives tasks GPUs. See `gpus.decide`.
+        profile: Spark resource profile of the stage; None: one that asks for a GPU per rank where that is needed.
         early: called in each rank's process before it imports anything and before it knows its rank, for example to
             begin reading in a thread; must return soon. What it raises is ignored.
     """
@@ -87,6 +89,7 @@ class LaunchOptions:
     run_dir: str | None = None
     progress: Callable[[], object] | None = None
     requirements: tuple[str, ...] = ()
+    use_gpu: bool | None = None
     profile: ResourceProfile | None = None
     early: Callable[[], object] | None = None
 
@@ -149,14 +152,20 @@ def launch(
     env = launching.check_env(options.env)
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
     preflight.check_conf(conf)
-    _check_profile(options.profile, conf)
-    slots = placement.configured_slots(conf, os.cpu_count() or 1, _profile_cpus(options.profile))
+    check_profile(options.profile, conf)
+    gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
+    if gpu_plan.leaves_gpus:
+        _say(
+            options.verbose, f"The executors have GPUs, and the ranks get none: {gpu_plan.reason}."
+        )
+    slots = slots_of(conf, gpu_plan, options.profile)
     size = placement.choose_num_proc(num_proc, slots)
     plan = _Plan(
         shim=shim,
         program=program,
         size=size,
-        options=replace(options, env=env),
+        options=replace(options, env=env, profile=profile),
+        gpus=gpu_plan,
         fixed_threads=_fixed_threads(options, conf, size),
         shared=b"" if options.shared is None else cloudpickle().dumps(options.shared),
     )
@@ -172,6 +181,7 @@ class _Plan:
     program: bytes = field(repr=False)
     size: int
     options: LaunchOptions
+    gpus: gpus.GpuPlan
     fixed_threads: int | None
     shared: bytes = field(repr=False)
 
@@ -250,6 +260,8 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
         early=early_call(options.early),
         fixed_threads=plan.fixed_threads,
         run_dir=options.run_dir or "",
+        gpu_mode=plan.gpus.mode,
+        needs_gpu=plan.gpus.is_required,
     )
     body = task.make_task(spec, plan.program, plan.shared)
     submitted_at = time.time()
@@ -312,29 +324,6 @@ def _check_size(program: bytes, shim: SparkShim) -> None:
             f"fn and its arguments are {len(program) / 2**20:.0f} MiB when pickled; Spark Connect takes "
             f"{shim.closure_limit / 2**20:.0f} MiB. Put large data in a file or table and load it inside fn."
         )
-
-
-def _check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> None:
-    if profile is None:
-        return
-    import pyspark
-
-    if int(pyspark.__version__.split(".")[0]) < 4:
-        raise InvalidArgumentError(
-            f"profile is given, and pyspark {pyspark.__version__} has no resource profiles for DataFrame "
-            "stages. Leave profile out, or use pyspark 4."
-        )
-    if placement.is_local(conf.get("spark.master", "")):
-        raise InvalidArgumentError(
-            f"profile is given, and Spark takes none on master {conf['spark.master']!r}. Leave profile out."
-        )
-
-
-def _profile_cpus(profile: ResourceProfile | None) -> int | None:
-    if profile is None:
-        return None
-    cpus = profile.taskResources.get("cpus")
-    return int(cpus.amount) if cpus is not None else None
 
 
 def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -> int | None:

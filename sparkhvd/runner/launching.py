@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.rendezvous import Job
+from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner.child import JobFrame, dump_program
+from sparkhvd.runner.gpus import Mode
 from sparkhvd.settings import Settings
 from sparkhvd.topology import topology
 
@@ -21,6 +22,7 @@ __all__ = [
     "dump_call",
     "job_frame",
     "load_result",
+    "local_ranks",
     "own_address",
     "preload",
     "reserved_port",
@@ -105,14 +107,30 @@ def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
     return ["pyspark.cloudpickle", *sorted(modules)]
 
 
-def job_frame(job: Job, settings: Settings, master: tuple[str, int]) -> JobFrame:
-    """What a trainer is told once all ranks are known; `master` is the address for torch.distributed."""
+def local_ranks(endpoints: Sequence[Endpoint]) -> list[int]:
+    """By rank, its index among the ranks of its host."""
+    hosts = [endpoint.host_key for endpoint in endpoints]
+    return [topology(rank, hosts).local_rank for rank in range(len(hosts))]
+
+
+def job_frame(
+    job: Job, settings: Settings, master: tuple[str, int], gpus: str = Mode.FREE
+) -> JobFrame:
+    """What a trainer is told once all ranks are known.
+
+    Args:
+        job: who the ranks are.
+        settings: of the engine.
+        master: address for torch.distributed.
+        gpus: where GPUs come from: of `Mode`.
+    """
     place = topology(job.rank, [endpoint.host_key for endpoint in job.endpoints])
     return JobFrame(
         job=job.to_json(),
         settings=settings.to_json(),
         local_rank=place.local_rank,
         attempt=job.attempt,
+        gpu={Mode.TASK: 0, Mode.HOST: place.local_rank}.get(gpus),
         env={
             "RANK": str(place.rank),
             "WORLD_SIZE": str(place.size),

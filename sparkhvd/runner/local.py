@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, placement, preflight
+from sparkhvd.runner import gpus, launching, placement, preflight
 from sparkhvd.runner.child import Prologue
 from sparkhvd.runner.results import Kind, Outcome, error_of, root_cause
-from sparkhvd.runner.trainer import Trainer
+from sparkhvd.runner.trainer import Trainer, inherited
 from sparkhvd.settings import Settings
 
 __all__ = ["launch_local"]
@@ -38,6 +38,7 @@ def launch_local(
     env: Mapping[str, str],
     settings: Settings,
     verbose: int,
+    use_gpu: bool | None = None,
 ) -> list[Any]:
     """See `sparkhvd.runner.run_local`."""
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
@@ -45,7 +46,9 @@ def launch_local(
             f"num_proc is {num_proc!r}; it must be a whole number of at least 1."
         )
     program = launching.dump_call(fn, args, kwargs)
-    variables = launching.check_env(env)
+    gpu_plan = gpus.decide({"spark.master": "local"}, use_gpu)
+    hidden = gpus.variables(gpu_plan.mode, (), None, None)
+    variables = {**hidden, **launching.check_env(env)}
     modules = launching.preload(program)
     needed = preflight.address_space_needed(
         modules, settings.slots * settings.slot_bytes * num_proc
@@ -74,11 +77,14 @@ def launch_local(
                     num_threads=threads,
                     keep_freed_memory=settings.keep_freed_memory,
                     preload=modules,
+                    asks_gpus=gpu_plan.mode == gpus.Mode.HOST,
+                    cuda_library=settings.cuda_library,
                     listener=listener.filenos(),
                     endpoint=listener.endpoint().to_dict(),
                 )
                 trainer = Trainer(rank, prologue, program, log, functools.partial(ended.put, rank))
                 trainers.append(stack.enter_context(trainer))
+        _check_gpus(gpu_plan, trainers, variables)
         with launching.reserved_port(_ADDRESS) as port:
             for rank, trainer in enumerate(trainers):
                 job = Job(
@@ -89,12 +95,22 @@ def launch_local(
                     size=num_proc,
                     endpoints=tuple(endpoints),
                 )
-                trainer.send(launching.job_frame(job, settings, (_ADDRESS, port)))
+                trainer.send(launching.job_frame(job, settings, (_ADDRESS, port), gpu_plan.mode))
             outcomes = _outcomes(trainers, ended)
     cause = root_cause(outcomes)
     if cause is not None:
         raise error_of(cause, num_proc, others=outcomes)
     return [launching.load_result(trainer.result) for trainer in trainers]
+
+
+def _check_gpus(plan: gpus.GpuPlan, trainers: Sequence[Trainer], env: Mapping[str, str]) -> None:
+    visible = env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
+    found = [
+        gpus.RankGpus(socket.gethostname(), rank, *trainer.gpus(), visible)
+        for rank, trainer in enumerate(trainers)
+    ]
+    if problem := gpus.check_gpus(plan.mode, found, is_required=plan.is_required):
+        raise PreflightError(problem)
 
 
 def _outcomes(trainers: Sequence[Trainer], ended: queue.SimpleQueue[int]) -> list[Outcome]:

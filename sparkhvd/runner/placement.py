@@ -18,6 +18,7 @@ __all__ = [
     "Slots",
     "choose_num_proc",
     "configured_slots",
+    "executor_cores",
     "is_local",
     "threads_per_rank",
 ]
@@ -66,16 +67,36 @@ def local_slots(master: str, num_cpus: int) -> int | None:
     return num_cpus if threads == "*" else int(threads or 1)
 
 
-def configured_slots(conf: Mapping[str, str], num_cpus: int, task_cpus: int | None = None) -> Slots:
+def executor_cores(conf: Mapping[str, str]) -> int | None:
+    """Cores of one executor; None where the configuration does not say."""
+    master = conf.get("spark.master", "").strip()
+    cores = conf.get("spark.executor.cores")
+    cluster = _LOCAL_CLUSTER.match(master)
+    if cores:
+        return int(cores)
+    if cluster is not None:
+        return int(cluster.group(2))
+    return 1 if master == "yarn" or master.startswith("k8s://") else None
+
+
+def configured_slots(
+    conf: Mapping[str, str],
+    num_cpus: int,
+    task_cpus: int | None = None,
+    task_gpus: float | None = None,
+) -> Slots:
     """Work out the most slots that a configuration can reach.
 
     Args:
         conf: Spark configuration; only `CONF_KEYS` are read.
         num_cpus: processors of the driver's host, for `local[*]`.
         task_cpus: cores per task from a resource profile; None means `spark.task.cpus`.
+        task_gpus: GPUs per task from a resource profile; None means `spark.task.resource.gpu.amount`.
     """
     master = conf.get("spark.master", "").strip()
     cpus = task_cpus or int(conf.get("spark.task.cpus") or 1)
+    if task_gpus is not None:
+        conf = {**conf, "spark.task.resource.gpu.amount": str(task_gpus)}
     threads = local_slots(master, num_cpus)
     if threads is not None:
         return Slots(
@@ -116,7 +137,11 @@ def _of_executors(
     conf: Mapping[str, str], executors: int, cores: int, cpus: int, source: str, remedy: str
 ) -> Slots:
     per_executor = cores // cpus
-    reason = f"{source}, spark.task.cpus={cpus}"
+    reason = (
+        f"{source}, {cpus} cores per task"
+        if cpus != int(conf.get("spark.task.cpus") or 1)
+        else f"{source}, spark.task.cpus={cpus}"
+    )
     per_task = float(conf.get("spark.task.resource.gpu.amount") or 0)
     if per_task > 0:
         gpus = float(conf.get("spark.executor.resource.gpu.amount") or 0)

@@ -105,6 +105,9 @@ class RankFacts:
         limit_bytes: the most address space that its processes may have (RLIMIT_AS); 0 means no limit.
         needed_bytes: address space that a trainer needs at least; 0 where nothing is known.
         numpy: version of numpy if it is required, else "".
+        gpus: UUIDs of the GPUs that the rank's process sees, where that was asked.
+        gpu_error: why they are not known, or "".
+        visible: CUDA_VISIBLE_DEVICES of the rank's process, or None.
     """
 
     host: str
@@ -117,6 +120,9 @@ class RankFacts:
     limit_bytes: int = 0
     needed_bytes: int = 0
     numpy: str = ""
+    gpus: tuple[str, ...] = ()
+    gpu_error: str = ""
+    visible: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """This as JSON-able data."""
@@ -125,7 +131,8 @@ class RankFacts:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankFacts:
         """The facts that `to_dict` gave."""
-        return cls(**{**data, "missing": tuple(data["missing"])})
+        lists = {name: tuple(data[name]) for name in ("missing", "gpus")}
+        return cls(**{**data, **lists})
 
 
 def rank_facts(requirements: Sequence[str], error: str = "", *, needed_bytes: int = 0) -> RankFacts:

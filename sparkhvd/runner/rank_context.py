@@ -17,6 +17,8 @@ class RankContext:
         local_rank: index among the job's processes on this host.
         attempt: 0 for the first launch of the job, then one more per relaunch.
         num_threads: threads this process may use; already set for OpenMP and MKL.
+        gpu: this rank's GPU as CUDA counts in this process: 0 where Spark gave one, its local rank where `use_gpu=True`
+            shares those of the host; None where it was given none.
     """
 
     rank: int
@@ -24,6 +26,7 @@ class RankContext:
     local_rank: int
     attempt: int
     num_threads: int
+    gpu: int | None = None
 
 
 # At most one entry: a trainer process sets it once, before the user's function runs.

@@ -70,13 +70,46 @@ class SparkShim:
         if self.is_connect:
             return None
         context = self.session.sparkContext._jsc.sc()
-        manager = context.resourceProfileManager()
-        chosen = (
-            manager.defaultResourceProfile()
-            if profile is None
-            else manager.resourceProfileFromId(profile.id)
-        )
+        if profile is None:
+            chosen = context.resourceProfileManager().defaultResourceProfile()
+        else:
+            chosen = profile._java_resource_profile
+        if chosen is None:  # built before there was a session: Spark learns of it with the stage
+            return None
         return int(context.maxNumConcurrentTasks(chosen))
+
+    def profile(self, cpus: int | None, gpus: float | None) -> Any:
+        """A resource profile of a stage whose tasks get so much each, known to Spark; None leaves a resource out.
+
+        Raises:
+            Exception: of Spark's own kinds, where its master takes no profiles.
+        """
+        from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+        requests = TaskResourceRequests()
+        if cpus is not None:
+            requests = requests.cpus(cpus)
+        if gpus is not None:
+            requests = requests.resource("gpu", gpus)
+        profile = ResourceProfileBuilder().require(requests).build
+        if self.is_connect:
+            self._register_remotely(profile)
+        else:
+            context = self.session.sparkContext._jsc.sc()
+            context.resourceProfileManager().addResourceProfile(profile._java_resource_profile)
+        return profile
+
+    def _register_remotely(self, profile: Any) -> None:
+        """Make a profile known to the server; by itself it would ask the session that is active in this thread."""
+        from pyspark.sql.connect import proto
+
+        tasks = {
+            name: proto.TaskResourceRequest(resource_name=name, amount=one.amount)
+            for name, one in profile.taskResources.items()
+        }
+        profile._id = self.session.client._create_profile(
+            proto.ResourceProfile(task_resources=tasks)
+        )
 
     def worker_python(self) -> str:
         """The Python that Spark's workers are told to run; for messages, so it never raises."""

@@ -14,17 +14,17 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InternalError, RankError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, placement, preflight
+from sparkhvd.runner import gpus, launching, placement, preflight
 from sparkhvd.runner.child import Prologue
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.results import Kind, Outcome, chunks, describe, embed, root_cause
-from sparkhvd.runner.trainer import Trainer
+from sparkhvd.runner.trainer import Trainer, inherited
 from sparkhvd.settings import Settings
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class TaskSpec:
         early: what the trainers call before that, see `early_call`; "" for nothing.
         fixed_threads: threads per rank where the driver decides; None means the task's cores.
         run_dir: where outcomes go in the shared files; "" for none.
+        gpu_mode: where a rank's GPU comes from: of `gpus.Mode`.
+        needs_gpu: whether a rank without a GPU is an error.
     """
 
     size: int
@@ -73,6 +75,8 @@ class TaskSpec:
     early: str
     fixed_threads: int | None
     run_dir: str
+    gpu_mode: str = gpus.Mode.FREE
+    needs_gpu: bool = False
 
     def __repr__(self) -> str:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
@@ -161,6 +165,7 @@ def _run_rank(
     settings = Settings.from_json(spec.settings)
     with contextlib.ExitStack() as stack:
         trainer: Trainer | None = None
+        visible: str | None = None
         error = ""
         port = 0
         endpoint: dict[str, Any] = {}
@@ -169,6 +174,9 @@ def _run_rank(
             with Listener.bind(address, settings) as listener:
                 endpoint = listener.endpoint().to_dict()
                 prologue = _prologue(barrier, spec, listener)
+                visible = prologue.env.get(
+                    "CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES")
+                )
                 trainer = stack.enter_context(Trainer(rank, prologue, program, _log))
             if rank == 0:
                 port = stack.enter_context(launching.reserved_port(address))
@@ -177,6 +185,7 @@ def _run_rank(
         if files is not None and not error:
             error = preflight.write_token(files, spec.run_dir, spec.attempt, rank, spec.job_id)
         same_host = [host_of(info.address) for info in infos].count(host)
+        seen: tuple[tuple[str, ...], str] = ((), "") if trainer is None else trainer.gpus()
         facts = preflight.rank_facts(
             spec.requirements,
             error,
@@ -185,12 +194,19 @@ def _run_rank(
                 settings.slots * settings.slot_bytes * same_host,
             ),
         )
+        facts = replace(facts, gpus=seen[0], gpu_error=seen[1], visible=visible)
         gathered = exchange_facts(
             barrier, {"facts": facts.to_dict(), "endpoint": endpoint, "port": port}
         )
         ranks = [RankFacts.from_dict(one["facts"]) for one in gathered]
         driver = RankFacts.from_dict(spec.driver)
+        endpoints: list[Endpoint] = []
+        found: list[gpus.RankGpus] = []
         problem = preflight.check_ranks(driver, ranks)
+        if not problem:  # else one of them may have no endpoint
+            endpoints = [Endpoint.from_dict(one["endpoint"]) for one in gathered]
+            found = rank_gpus(ranks, endpoints)
+            problem = gpus.check_gpus(spec.gpu_mode, found, is_required=spec.needs_gpu)
         if not problem and files is not None:
             hosts = [facts.host for facts in ranks]
             problem = preflight.check_tokens(
@@ -206,8 +222,10 @@ def _run_rank(
                 message=problem,
             )
             return outcome, b""
-        warning = preflight.patch_warning(driver, ranks)
-        if warning and rank == 0:
+        warnings = [preflight.patch_warning(driver, ranks)]
+        if spec.gpu_mode == gpus.Mode.TASK:
+            warnings.append(gpus.check_summary(found))
+        for warning in filter(None, warnings if rank == 0 else ()):
             _log(f"sparkhvd: {warning}")
         if trainer is None:
             raise InternalError(f"rank {rank} passed the checks without a trainer.")
@@ -217,10 +235,10 @@ def _run_rank(
             attempt=spec.attempt,
             rank=rank,
             size=spec.size,
-            endpoints=tuple(Endpoint.from_dict(one["endpoint"]) for one in gathered),
+            endpoints=tuple(endpoints),
         )
         master = (str(gathered[0]["endpoint"]["address"]), int(gathered[0]["port"]))
-        trainer.send(launching.job_frame(job, settings, master))
+        trainer.send(launching.job_frame(job, settings, master, spec.gpu_mode))
         trainer.wait()
         return trainer.outcome(host=host, attempt=spec.attempt), trainer.result
 
@@ -231,24 +249,40 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
     threads = placement.threads_per_rank(
         barrier.cpus(), preflight.affinity(), preflight.cgroup_quota(), spec.fixed_threads
     )
+    settings = Settings.from_json(spec.settings)
     return Prologue(
-        env={**foreign_variables(barrier), **spec.env},
+        env={**foreign_variables(barrier, spec.gpu_mode), **spec.env},
         sys_path=list(sys.path),
         cwd=os.getcwd(),
         num_threads=threads,
-        keep_freed_memory=Settings.from_json(spec.settings).keep_freed_memory,
+        keep_freed_memory=settings.keep_freed_memory,
         preload=list(spec.preload),
         early=spec.early,
+        asks_gpus=spec.gpu_mode in (gpus.Mode.TASK, gpus.Mode.HOST),
+        cuda_library=settings.cuda_library,
         spark_files=SparkFiles.getRootDirectory(),
         listener=listener.filenos(),
         endpoint=listener.endpoint().to_dict(),
     )
 
 
-def foreign_variables(barrier: BarrierTaskContext) -> dict[str, str]:
-    """Variables of others that depend on the task: today the GPUs that Spark gave it."""
+def foreign_variables(barrier: BarrierTaskContext, gpu_mode: str) -> dict[str, str]:
+    """Variables of others that depend on the task, for the trainer only: which GPUs it sees."""
     gpu = barrier.resources().get("gpu")
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpu.addresses)} if gpu else {}
+    return gpus.variables(
+        gpu_mode,
+        gpu.addresses if gpu else (),
+        inherited("CUDA_VISIBLE_DEVICES"),
+        inherited("CUDA_DEVICE_ORDER"),
+    )
+
+
+def rank_gpus(ranks: Sequence[RankFacts], endpoints: Sequence[Endpoint]) -> list[gpus.RankGpus]:
+    """What the ranks' processes see, by rank."""
+    return [
+        gpus.RankGpus(facts.host, local_rank, facts.gpus, facts.gpu_error, facts.visible)
+        for facts, local_rank in zip(ranks, launching.local_ranks(endpoints), strict=True)
+    ]
 
 
 def exchange_facts(barrier: BarrierTaskContext, mine: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -33,15 +33,22 @@ from sparkhvd.runner.child import (
 )
 from sparkhvd.runner.results import Kind, Outcome, exit_text
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "inherited"]
 
 LOG_TAIL_LINES = 100
 # A line without an end (a progress bar) is passed on at this length.
 _LINE_BYTES = 16 << 10
 # How long a trainer may live on after it has reported: threads and exit handlers of the user's code.
 EXIT_GRACE_S = 30.0
+# How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it starts each of them for that.
+GPU_ANSWER_S = 120.0
 # How long the pipes may take to reach their end after the whole process group was killed.
 _DRAIN_S = 5.0
+
+
+def inherited(name: str) -> str | None:
+    """A variable that the trainer inherits from this process, or None."""
+    return os.environ.get(name)  # noqa: TID251 - another's variable, as the trainer will see it
 
 
 class Trainer:
@@ -75,6 +82,9 @@ class Trainer:
         self._status = 0
         self._rss = 0
         self._reported = threading.Event()
+        self._asks_gpus = prologue.asks_gpus
+        self._gpus: dict[str, Any] | None = None
+        self._told_gpus = threading.Event()
         self._ended = threading.Event()
         self._reap_lock = (
             threading.Lock()
@@ -143,6 +153,16 @@ class Trainer:
         """Tell the trainer who the ranks are; it starts the function."""
         with contextlib.suppress(BrokenPipeError):  # it is gone; its end says why
             write_frame(self._spec, job.to_bytes())
+
+    def gpus(self, timeout_s: float = GPU_ANSWER_S) -> tuple[tuple[str, ...], str]:
+        """UUIDs of the GPUs that the process sees, and why they are not known or ""; waits for the answer."""
+        if not self._asks_gpus:
+            return (), ""
+        if not self._told_gpus.wait(timeout_s):
+            return (), f"CUDA's driver did not answer in {timeout_s:g} s"
+        if self._gpus is None:
+            return (), "the process ended before it had asked CUDA's driver"
+        return tuple(self._gpus["uuids"]), str(self._gpus["error"])
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the process has ended and its output is read; True if it has."""
@@ -242,6 +262,10 @@ class Trainer:
 
     def _receive(self, fd: int) -> None:
         with contextlib.closing(_Closing(fd)):
+            if self._asks_gpus:
+                answer = read_frame(fd)
+                self._gpus = None if answer is None else json.loads(answer)
+                self._told_gpus.set()
             started = read_frame(fd)
             if started is None:
                 return

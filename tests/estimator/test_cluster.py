@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -47,14 +47,19 @@ def test_an_argument_wins_over_the_conf_it_over_the_environment_that_over_the_de
 ) -> None:
     monkeypatch.setenv("SPARKHVD_SPIN_US", "8")
     monkeypatch.setenv("SPARKHVD_SLOTS", "6")
-    assert resolve(spark) == Cluster(1, 5, 12.5, 0, Settings(spin_us=9, slots=6), slots=2)
+    # A local master gives no GPUs; a rank takes one that torch sees.
+    also: dict[str, Any] = {"slots": 2, "looks_for_gpu": True}
+    assert resolve(spark) == Cluster(1, 5, 12.5, 0, Settings(spin_us=9, slots=6), **also)
     given = {"num_proc": 2, "max_retries": 2, "start_timeout": 3.0, "verbose": 1}
     assert resolve(spark, **given, settings=Settings(spin_us=7)) == Cluster(
-        2, 2, 3.0, 1, Settings(spin_us=7), slots=2
+        2, 2, 3.0, 1, Settings(spin_us=7), **also
     )
     for key in conf:
         spark.conf.unset(key)
-    assert resolve(spark) == Cluster(2, 2, None, 1, Settings(spin_us=8, slots=6), slots=2)
+    assert resolve(spark) == Cluster(2, 2, None, 1, Settings(spin_us=8, slots=6), **also)
+    for use_gpu in (True, False):  # decided before it starts
+        found = resolve(spark, use_gpu=use_gpu)
+        assert (found.use_gpu, found.looks_for_gpu) == (use_gpu, False)
 
 
 def test_the_number_of_ranks_is_printed_where_nobody_gave_it(

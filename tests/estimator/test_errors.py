@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd import InvalidArgumentError, PreflightError, RankError, Store, TorchEstimator
+from sparkhvd import (
+    InvalidArgumentError,
+    PreflightError,
+    RankError,
+    Settings,
+    Store,
+    TorchEstimator,
+)
 from tests.estimator.fits import estimator, mlp
 
 if TYPE_CHECKING:
@@ -206,10 +213,6 @@ LOCK = threading.Lock()
             {"gradient_compression": "fp16"},
             "gradient_compression: compression='fp16' has no compress() and decompress().",
         ),
-        (
-            {"use_gpu": True},
-            "use_gpu is True, and Spark gives no task a GPU: spark.task.resource.gpu.amount is not set.",
-        ),
         ({"settings": {}}, "settings is {}; it must be a sparkhvd.Settings."),
         (
             {"inputs": {"z": "x"}},
@@ -236,6 +239,18 @@ def test_wrong_params_are_named_before_any_job(
         fit.fit(df)
     assert str(failed.value).startswith(message)
     assert tracker.getJobIdsForGroup() == jobs
+
+
+def test_a_gpu_that_no_rank_has_is_an_error_that_says_what_was_found(
+    df: DataFrame, store: Store
+) -> None:
+    fit = estimator(mlp(2), store, use_gpu=True)
+    fit.setSettings(Settings(cuda_library="/nowhere/libcuda.so.1"))
+    with pytest.raises(
+        PreflightError,
+        match=r"use_gpu is True, and rank 0 on host \S+ sees no GPU.*: /nowhere/libcuda\.so\.1: cannot open shared",
+    ):
+        fit.fit(df)
 
 
 def test_too_many_ranks_are_an_error_before_any_job(df: DataFrame, store: Store) -> None:

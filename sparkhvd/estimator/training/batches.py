@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
@@ -51,12 +50,19 @@ class Data:
         waited_s: seconds that the loop has waited for training batches since `steps` began.
     """
 
-    def __init__(self, spec: TrainSpec, functions: RowFunctions | None = None) -> None:
+    def __init__(
+        self,
+        spec: TrainSpec,
+        functions: RowFunctions | None = None,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
         """Open the data; nothing large is read yet. All ranks must do it: they may share looking for usable rows.
 
         Args:
             spec: what the rank got.
             functions: the user's decoders and collate functions.
+            pin_memory: put batches into page-locked memory, from which a GPU copies beside its work.
         """
         self._spec = spec
         self.waited_s = 0.0
@@ -67,7 +73,14 @@ class Data:
         usable = self._usable("training", files, manifest)
         loading = begun(spec.store, spec.data_dir)
         self.training = _reader(
-            spec, files, manifest, spec.training_subset, functions, usable, loading=loading
+            spec,
+            files,
+            manifest,
+            spec.training_subset,
+            functions,
+            usable,
+            loading=loading,
+            pin_memory=pin_memory,
         )
         self.validation: Reader | None = None
         num_held_out = manifest.num_rows
@@ -77,11 +90,25 @@ class Data:
             theirs = spec.validation_store or spec.store
             rows = self._usable("validation", theirs, held_out)
             self.validation = _reader(
-                spec, theirs, held_out, "all", functions, rows, is_training=False
+                spec,
+                theirs,
+                held_out,
+                "all",
+                functions,
+                rows,
+                is_training=False,
+                pin_memory=pin_memory,
             )
         elif spec.has_validation:
             self.validation = _reader(
-                spec, files, manifest, "validation", functions, usable, is_training=False
+                spec,
+                files,
+                manifest,
+                "validation",
+                functions,
+                usable,
+                is_training=False,
+                pin_memory=pin_memory,
             )
         self.num_steps = len(step_plans(spec, self.training, 0))
         for name, reader, steps, total in (
@@ -211,6 +238,7 @@ def _reader(
     *,
     is_training: bool = True,
     loading: Loading | None = None,
+    pin_memory: bool = False,
 ) -> Reader:
     return Reader(
         store,
@@ -226,7 +254,7 @@ def _reader(
         shuffle_bytes=spec.shuffle_bytes,
         functions=functions,
         num_workers=spec.num_workers if is_training else spec.val_num_workers,
-        pin_memory=torch.cuda.is_available(),
+        pin_memory=pin_memory,
         usable=usable,
         loading=loading,
     )

@@ -30,17 +30,23 @@ def gather_compression(compression: Any) -> dict[str, Any]:
     if not isinstance(compression, PowerSGD):
         return {}
     states = compression.state_dict()
-    alike = {n: {"steps": s["steps"], "q": s["q"].clone()} for n, s in states.items()}
+    alike = {
+        n: {"steps": s["steps"], "q": s["q"].detach().to("cpu", copy=True)}
+        for n, s in states.items()
+    }
     errors = {n: _gather(n, s["error"]) for n, s in states.items() if s["error"] is not None}
     return {"alike": alike, "errors": errors} if hvd.rank() == 0 else {}
 
 
-def load_compression(compression: Any, state: Mapping[str, Any]) -> None:
+def load_compression(
+    compression: Any, state: Mapping[str, Any], device: torch.device | None = None
+) -> None:
     """Go on from what `gather_compression` gave rank 0, before the optimizer is built; all ranks must call it.
 
     Args:
         compression: of this rank.
         state: rank 0's counts; an empty one changes nothing.
+        device: where the gradients are; None means on the CPU.
     """
     if not isinstance(compression, PowerSGD):
         return
@@ -56,11 +62,18 @@ def load_compression(compression: Any, state: Mapping[str, Any]) -> None:
         name: _deal(name, shape, dtype, state["errors"][name] if hvd.rank() == 0 else None)
         for name, (shape, dtype) in shapes.items()
     }
-    compression.load_state_dict({n: {**s, "error": errors.get(n)} for n, s in alike.items()})
+    compression.load_state_dict(
+        {
+            n: {**s, "q": s["q"].to(device), "error": e if e is None else e.to(device)}
+            for n, s in alike.items()
+            for e in [errors.get(n)]
+        }
+    )
 
 
 def _gather(name: str, mine: Tensor) -> Tensor:
-    """On rank 0 (ranks, *shape); elsewhere without rows."""
+    """On rank 0 (ranks, *shape), on the CPU; elsewhere without rows."""
+    mine = mine.cpu()
     splits = [mine.numel(), *[0] * (hvd.size() - 1)]
     received, _ = hvd.alltoall(mine.reshape(-1), splits, name=f"compression.{name}")
     return received.reshape(-1, *mine.shape)

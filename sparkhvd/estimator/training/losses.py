@@ -72,13 +72,16 @@ def mean_loss(
     outputs: tuple[Tensor, ...],
     labels: tuple[Tensor, ...],
     counts: Counts | None = None,
+    counted: tuple[Tensor, ...] = (),
 ) -> Forward:
     """The loss as the user's functions give it: a mean over rows, or (mean, weight).
 
-    `counts` is of the training step where `counts_apart`.
+    `counts` is of the training step where `counts_apart`; `counted` the labels where counting them waits for nothing, if
+    they are not there already.
     """
+    counted = counted or labels
     if counts_apart(program):
-        return _apart_loss(spec, program, outputs, labels, counts)
+        return _apart_loss(spec, program, outputs, labels, counts, counted)
     num_rows = len(outputs[0])
     total: Tensor | None = None
     weight: float | None = None
@@ -92,7 +95,7 @@ def mean_loss(
                 )
             value, weight = value[0], float(value[1])
         elif isinstance(loss_fn, ClassMean) and not labels[i].is_floating_point():
-            weight = _count(spec, program, i, labels[i])
+            weight = _count(spec, program, i, counted[i])
         value = _scalar(spec, program, i, value, outputs[i], labels[i])
         total = value if total is None else total + value
     assert total is not None
@@ -107,10 +110,11 @@ def _apart_loss(
     outputs: tuple[Tensor, ...],
     labels: tuple[Tensor, ...],
     counts: Counts | None,
+    counted: tuple[Tensor, ...],
 ) -> Forward:
     """The losses of several labels added up, each by what it counts of the whole step."""
     num_rows = len(outputs[0])
-    own = counts_of(spec, program, labels)
+    own = counts_of(spec, program, counted)
     shares = [1.0] * len(own) if counts is None else counts.shares(own, num_rows)
     total: Tensor | None = None
     parts: list[tuple[Tensor, float]] = []
@@ -147,8 +151,9 @@ def weighted_loss(
     labels: tuple[Tensor, ...],
     weights: Tensor,
 ) -> Forward:
-    """The mean of the rows' losses by their weights, and the sum of the weights."""
+    """The mean of the rows' losses by their weights, which are on the CPU, and the sum of the weights."""
     sum_of_weights = float(weights.double().sum())
+    weights = weights.to(outputs[0].device)
     total: Tensor | None = None
     for i, loss_fn in enumerate(program.losses):
         per_row = loss_fn(outputs[i], labels[i])

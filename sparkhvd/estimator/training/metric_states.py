@@ -60,9 +60,11 @@ class StateMetric:
             parts.append(f"{type(part).__qualname__}({', '.join(options)})")
         return " of ".join(parts)
 
-    def fresh(self) -> StateMetric:
-        """The same metric with an empty state of its own."""
+    def fresh(self, device: torch.device | None = None) -> StateMetric:
+        """The same metric with an empty state of its own, on the device."""
         metric = self.metric.clone()
+        if device is not None:
+            metric.to(device)
         metric.reset()
         return StateMetric(self.name, metric, self.label)
 
@@ -84,10 +86,11 @@ class StateMetric:
         for part, saved in zip(_parts(self.metric), state, strict=True):
             part._update_count = saved["count"]
             for name, value in saved["values"].items():
-                setattr(part, name, _copied(value))
+                setattr(part, name, _copied(value, part.device))
 
     def combine(self) -> None:
-        """Take the state of all ranks together; every rank must call it."""
+        """Take the state of all ranks together, on the CPU; every rank must call it."""
+        self.metric.cpu()
         parts = _parts(self.metric)
         everyone = hvd.allgather_object(
             [_state(part) for part in parts], name=f"metric.{self.name}"
@@ -115,13 +118,16 @@ def _parts(metric: Any) -> list[Any]:
 
 
 def _state(metric: Any) -> dict[str, Any]:
-    values = {name: _copied(getattr(metric, name)) for name in metric._reductions}
+    cpu = torch.device("cpu")
+    values = {name: _copied(getattr(metric, name), cpu) for name in metric._reductions}
     return {"count": metric._update_count, "values": values}
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, device: torch.device) -> Any:
     """A state that later updates leave alone: they write into tensors and append to lists."""
-    return value.clone() if isinstance(value, Tensor) else list(value)
+    if isinstance(value, Tensor):
+        return value.to(device, copy=True)
+    return [v.to(device) if isinstance(v, Tensor) else v for v in value]
 
 
 def _merge(metric: Any, states: list[dict[str, Any]]) -> None:

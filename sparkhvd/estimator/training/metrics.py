@@ -190,6 +190,7 @@ class Totals:
         metrics: Sequence[Metric | StateMetric],
         logs: Logs | None = None,
         num_parts: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         """Nothing is counted yet.
 
@@ -197,15 +198,16 @@ class Totals:
             metrics: what is measured besides the loss.
             logs: what user code reports in this pass; None where it cannot.
             num_parts: labels whose losses count different rows; 0 if they all count the same.
+            device: where batches are computed, and added up without waiting for it; None means on the CPU.
         """
         self._logs = logs
         self._logged: list[dict[str, tuple[float, float]]] = []
         self._means = [m for m in metrics if isinstance(m, Metric)]
-        self._states = [m.fresh() for m in metrics if isinstance(m, StateMetric)]
+        self._states = [m.fresh(device) for m in metrics if isinstance(m, StateMetric)]
         # loss * weight, weight, rows, then the metrics; float64 so that a million rows add up.
-        self.values = torch.zeros(3 + len(self._means), dtype=torch.float64)
+        self.values = torch.zeros(3 + len(self._means), dtype=torch.float64, device=device)
         # Per label loss * weight and weight.
-        self.parts = torch.zeros(num_parts, 2, dtype=torch.float64)
+        self.parts = torch.zeros(num_parts, 2, dtype=torch.float64, device=device)
 
     @property
     def weight(self) -> float:
@@ -220,8 +222,8 @@ class Totals:
     def state_dict(self) -> dict[str, Any]:
         """The sums of this rank so far, for a checkpoint."""
         return {
-            "values": self.values.clone(),
-            "parts": self.parts.clone(),
+            "values": self.values.to("cpu", copy=True),
+            "parts": self.parts.to("cpu", copy=True),
             "metrics": [s.state_dict() for s in self._states],
             "logs": self._logs.sums() if self._logs is not None else {},
         }
@@ -251,7 +253,8 @@ class Totals:
             state.update(batch.outputs[state.label].detach(), batch.labels[state.label])
 
     def combine(self) -> None:
-        """Become the totals of all ranks; every rank must call it, once, after the last batch."""
+        """Become the totals of all ranks, on the CPU; every rank must call it, once, after the last batch."""
+        self.values, self.parts = self.values.cpu(), self.parts.cpu()
         hvd.allreduce_(self.values, name="totals", op=hvd.Sum)
         if len(self.parts):
             hvd.allreduce_(self.parts, name="totals.parts", op=hvd.Sum)

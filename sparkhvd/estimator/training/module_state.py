@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.estimator.training.moving import to_cpu
 
 __all__ = [
     "broadcast_module_state",
@@ -39,7 +40,8 @@ def load_buffers(model: nn.Module, values: Mapping[str, Tensor | None]) -> None:
             owner = model.get_submodule(path)
             found = owner._buffers.get(leaf)
             if value is None or found is None or not _is_alike(found, value):
-                owner._buffers[leaf] = None if value is None else value.clone()
+                device = _device(model) if found is None else found.device
+                owner._buffers[leaf] = None if value is None else value.to(device, copy=True)
             else:
                 found.copy_(value)
 
@@ -48,10 +50,15 @@ def _is_alike(a: Tensor, b: Tensor) -> bool:
     return (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
+def _device(model: nn.Module) -> torch.device:
+    parameter = next(model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
 def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What `get_extra_state` of the modules that have it gives, by the name of the module."""
+    """What `get_extra_state` of the modules that have it gives, by the name of the module; tensors on the CPU."""
     return {
-        name: module.get_extra_state()
+        name: to_cpu(module.get_extra_state())
         for name, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }

@@ -63,7 +63,8 @@ def load_rng(state: dict[str, Any]) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, words, following = state["random"]
     random.setstate((version, tuple(words), following))
-    if state["cuda"] is not None:
+    # One that a GPU's run left says nothing on a machine without.
+    if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 

@@ -62,6 +62,7 @@ class TrainSpec:
         early_stopping: when to end before the last epoch, or None.
         terminate_on_nan: end with an error when a loss is not finite.
         compile: run the model through torch.compile.
+        looks_for_gpu: where nobody gave the rank a GPU, take one that torch sees.
         transformed: the columns as the user's transformations return them; None without these.
         fingerprint: JSON object of what a checkpoint must share with this run.
     """
@@ -104,6 +105,7 @@ class TrainSpec:
     early_stopping: EarlyStopping | None = None
     terminate_on_nan: bool = False
     compile: bool = False
+    looks_for_gpu: bool = False
     transformed: DataSchema | None = None
     fingerprint: str = "{}"
 

@@ -29,6 +29,7 @@ from sparkhvd.estimator.training.losses import (
     weighted_loss,
 )
 from sparkhvd.estimator.training.metrics import Forward, Metric, StateMetric, Totals
+from sparkhvd.estimator.training.moving import Mover
 from sparkhvd.estimator.training.precision import autocast, widened
 from sparkhvd.estimator.training.program import Program
 from sparkhvd.estimator.training.spec import TrainSpec
@@ -63,6 +64,7 @@ class Step:
         self.optimizer = state.optimizer
         self.scaler = state.scaler
         self.device = next(state.model.parameters()).device
+        self.move = Mover(self.device)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.user = user
         self.is_sum = program.user.train_step is None and all(program.is_sum)
@@ -153,14 +155,16 @@ class Step:
                 return self.user.forward(
                     self.call, columns, batch.num_rows, is_training=is_training
                 )
-        arguments, keywords = self.spec.inputs.apply(columns)
+        arguments, keywords = self.move(self.spec.inputs.apply(columns))
         with autocast(self.spec.precision, self.device):
             result = self.call(*arguments, **keywords)
         outputs = widened(heads.outputs_of(result))
-        labels = self.spec.labels.match(outputs, self.spec.labels.apply(columns))
+        # What they count is looked up here: asking the device would wait for it.
+        here = self.spec.labels.apply(columns)
+        labels = self.spec.labels.match(outputs, self.move(here))
         if self.spec.sample_weight is None:
             counts = self.counts if is_training else None
-            return mean_loss(self.spec, self.program, outputs, labels, counts)
+            return mean_loss(self.spec, self.program, outputs, labels, counts, here)
         weights = torch.from_numpy(columns[self.spec.sample_weight])
         return weighted_loss(self.spec, self.program, outputs, labels, weights)
 
@@ -179,7 +183,7 @@ class Step:
         """What a pass over the data adds up to, before its first batch."""
         own = self.user.takes(is_training=is_training)
         num_parts = len(self.program.losses) if counts_apart(self.program) and not own else 0
-        return Totals(self.metrics(is_training=is_training), logs, num_parts)
+        return Totals(self.metrics(is_training=is_training), logs, num_parts, self.device)
 
     def backward(self, result: Forward, plan: StepPlan) -> None:
         """Add the gradients of a batch to those of the step."""

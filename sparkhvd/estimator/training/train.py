@@ -34,10 +34,12 @@ from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.compiling import compile_model
 from sparkhvd.estimator.training.compression_state import load_compression
 from sparkhvd.estimator.training.contexts import Moment
+from sparkhvd.estimator.training.device import agree, choose_device
 from sparkhvd.estimator.training.logs import Logs
 from sparkhvd.estimator.training.losses import check_weights
 from sparkhvd.estimator.training.module_state import broadcast_module_state
 from sparkhvd.estimator.training.monitor import best_epoch, reason_to_stop
+from sparkhvd.estimator.training.moving import move_losses, move_optimizer
 from sparkhvd.estimator.training.precision import loss_scaler
 from sparkhvd.estimator.training.program import (
     PROGRAM_NAME,
@@ -74,16 +76,22 @@ def train(spec: TrainSpec) -> TrainResult:
     """
     if (place := context()) is not None:
         torch.set_num_threads(place.num_threads)
+    device, problem = choose_device(place, looks=spec.looks_for_gpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before anything makes a context on another one
     hvd.init()
+    agree(device, problem)
     pickled = spec.store.read_bytes(f"{spec.run_dir}/{PROGRAM_NAME}")
     program = load_program(pickled, spec.program_sha256, spec.program_weights)
-    program = replace(program, model=build_model(program.model, spec.seed))
+    # In place: an optimizer that the user made holds these parameters.
+    program = replace(program, model=build_model(program.model, spec.seed).to(device))
+    move_losses(program.losses, device)
     call = compile_model(program.model) if spec.compile else program.model
     checkpoints = Checkpoints(spec.store, spec.run_dir)
-    with Data(spec, program.functions) as data:
+    with Data(spec, program.functions, pin_memory=device.type == "cuda") as data:
         start = find_start(spec, checkpoints, program.model)
         data.prepare(*start.position)
-        load_compression(program.compression, start.compression)
+        load_compression(program.compression, start.compression, device)
         state, schedule = build(spec, program, data)
         moment = Moment()
         callbacks = Callbacks(program.user.callbacks, CallbackContext(spec, state, moment))
@@ -151,8 +159,10 @@ def build(spec: TrainSpec, program: Program, data: Data) -> tuple[TrainingState,
     model = program.model
     optimizer: Any = None
     if program.optimizer is not None:  # else train_fn makes its own
+        own = spec.overrides.apply(build_optimizer(program.optimizer, model), hvd.size())
+        move_optimizer(own)
         optimizer = hvd.DistributedOptimizer(
-            spec.overrides.apply(build_optimizer(program.optimizer, model), hvd.size()),
+            own,
             model.named_parameters(),
             compression=program.compression,
             backward_passes_per_step=spec.accumulate,

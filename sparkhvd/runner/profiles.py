@@ -1,0 +1,87 @@
+"""Resource profiles of a barrier stage: the caller's own, or one that gives each rank a GPU and its share of the cores."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner import gpus, placement
+from sparkhvd.runner.spark_shim import SparkShim
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+
+__all__ = ["check_profile", "no_profiles", "plan_gpus", "slots_of"]
+
+
+def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> None:
+    """Refuse a profile of the caller's where Spark would.
+
+    Raises:
+        InvalidArgumentError: it would.
+    """
+    if profile is None:
+        return
+    if refused := no_profiles():
+        raise InvalidArgumentError(
+            f"profile is given, and {refused}. Leave profile out, or use pyspark 4."
+        )
+    if placement.is_local(conf.get("spark.master", "")):
+        raise InvalidArgumentError(
+            f"profile is given, and Spark takes none on master {conf['spark.master']!r}. Leave profile out."
+        )
+
+
+def no_profiles() -> str:
+    """Why this pyspark gives no stage a resource profile, or ""."""
+    import pyspark
+
+    if int(pyspark.__version__.split(".")[0]) < 4:
+        return f"pyspark {pyspark.__version__} has no resource profiles for DataFrame stages"
+    return ""
+
+
+def plan_gpus(
+    shim: SparkShim, conf: Mapping[str, str], use_gpu: bool | None, given: ResourceProfile | None
+) -> tuple[gpus.GpuPlan, ResourceProfile | None]:
+    """How ranks get GPUs, and the profile of the stage: the caller's, else one if it is needed.
+
+    Raises:
+        InvalidArgumentError: see `gpus.decide`.
+        PreflightError: see `gpus.decide`.
+    """
+    share = _share(given)
+    plan = gpus.decide(conf, use_gpu, refused=no_profiles(), given=share)
+    if given is not None or plan.profile is None:
+        return plan, given
+    try:
+        return plan, shim.profile(plan.profile.cpus, plan.profile.gpus)
+    except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own: this master takes no profiles
+        refused = f"Spark takes no resource profile here ({_first_line(e)})"
+        return gpus.decide(conf, use_gpu, refused=refused), None
+
+
+def _first_line(error: Exception) -> str:
+    """What Spark says, without the JVM's stack."""
+    text = str(getattr(error, "java_exception", None) or error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def slots_of(
+    conf: Mapping[str, str], plan: gpus.GpuPlan, given: ResourceProfile | None = None
+) -> placement.Slots:
+    """The most ranks that the configuration can run at once, each with its share."""
+    share = _share(given) or plan.profile or gpus.Share()
+    return placement.configured_slots(conf, os.cpu_count() or 1, share.cpus, share.gpus)
+
+
+def _share(profile: ResourceProfile | None) -> gpus.Share | None:
+    if profile is None:
+        return None
+    cpus, gpu = (profile.taskResources.get(name) for name in ("cpus", "gpu"))
+    # A profile that does not name GPUs gives none, whatever the conf says.
+    return gpus.Share(
+        None if cpus is None else int(cpus.amount), 0.0 if gpu is None else gpu.amount
+    )

@@ -1,0 +1,106 @@
+"""Where a Python worker computes in transform, and how many do so on one GPU at a time."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.predict_device import TaskGpus, choose, held
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def sees(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda index: types.SimpleNamespace(uuid=f"0000-{index}"),
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "addresses", "partition", "count", "expected"),
+    [
+        (None, (), 3, 2, CPU),
+        (False, ("0",), 3, 2, CPU),
+        (None, ("1",), 3, 2, torch.device("cuda", 1)),
+        (True, ("1",), 3, 2, torch.device("cuda", 1)),
+        (None, ("GPU-0000-1",), 3, 2, torch.device("cuda", 1)),
+        (True, (), 3, 2, torch.device("cuda", 1)),  # tasks are dealt out
+        (True, (), 4, 2, torch.device("cuda", 0)),
+    ],
+)
+def test_the_device_of_a_task(
+    sees: Any,
+    use_gpu: bool | None,
+    addresses: tuple[str, ...],
+    partition: int,
+    count: int,
+    expected: torch.device,
+) -> None:
+    sees(count)
+    assert choose(use_gpu, TaskGpus(addresses, partition)) == expected
+
+
+def test_a_gpu_that_is_not_there_is_an_error(sees: Any) -> None:
+    host = socket.gethostname()
+    sees(0)
+    for use_gpu, addresses, why in (
+        (True, (), "use_gpu is True"),
+        (None, ("1",), "Spark gave the task the GPU with address 1"),
+    ):
+        with pytest.raises(InvalidArgumentError) as e:
+            choose(use_gpu, TaskGpus(addresses))
+        assert str(e.value) == (
+            f"transform: {why}, and torch {torch.__version__} of the worker on host {host} sees none. Install torch "
+            "with CUDA there, or set use_gpu=False on the model."
+        )
+    sees(1)
+    for address in ("1", "GPU-ffff"):
+        with pytest.raises(InvalidArgumentError) as e:
+            choose(None, TaskGpus((address,)))
+        assert str(e.value) == (
+            f"transform: Spark gave the task the GPU with address {address}, and the worker on host {host} sees 1, "
+            "numbered from 0. Let the discovery script print such numbers, or UUIDs; or set use_gpu=False on the model."
+        )
+
+
+def test_so_many_at_a_time_and_the_others_wait(tmp_path: Path) -> None:
+    device, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    with held(device, limit=2, folder=tmp_path), held(device, limit=2, folder=tmp_path):
+        with held(other, limit=2, folder=tmp_path):
+            pass
+        with held(CPU, limit=0, folder=tmp_path):
+            pass
+        with (
+            pytest.raises(
+                TimeoutError, match="2 other processes of this host have computed on cuda:0"
+            ),
+            held(device, limit=2, wait_s=0.1, folder=tmp_path),
+        ):
+            pass
+    entered = threading.Event()
+
+    def waits() -> None:
+        with held(device, limit=1, wait_s=30, folder=tmp_path):
+            entered.set()
+
+    thread = threading.Thread(target=waits)
+    with held(device, limit=1, folder=tmp_path):
+        thread.start()
+        assert not entered.wait(0.3)
+    assert entered.wait(10)
+    thread.join(10)

@@ -1,0 +1,128 @@
+"""What CUDA's driver counts in a rank's process, and what a rank on this host gets of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.errors import PreflightError
+from sparkhvd.runner import context, gpu_probe, run_local
+from sparkhvd.runner.trainer import Trainer
+from sparkhvd.settings import Settings
+from tests.harness.fake_driver import fake_driver, uuid_of
+from tests.harness.processes import wait_for_no_trainers
+
+ASK = "import sys, json; from sparkhvd.runner.gpu_probe import cuda_uuids; print(json.dumps(cuda_uuids(sys.argv[1])))"
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return fake_driver(tmp_path_factory.mktemp("driver"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, [5, 6, 7]), ("2", [7]), ("1,0", [6, 5])],
+)
+def test_uuids_are_those_that_the_process_sees_in_its_order(
+    driver: str, visible: str | None, expected: list[int]
+) -> None:
+    env = {**os.environ, "FAKE_GPUS": "5,6,7"}
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    if visible is not None:
+        env["CUDA_VISIBLE_DEVICES"] = visible
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, driver], env=env, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == [uuid_of(n) for n in expected]
+
+
+def answer(library: str) -> dict[str, object]:
+    said: list[bytes] = []
+    told = threading.Event()
+
+    def tell(data: bytes) -> None:
+        said.append(data)
+        told.set()
+
+    gpu_probe.ask(library, tell)
+    assert told.wait(30)
+    return dict(json.loads(said[0]))
+
+
+def test_the_driver_does_not_start_in_the_process_that_asks(
+    driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_GPUS", "9")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert answer(driver) == {"uuids": [uuid_of(9)], "error": ""}
+    assert driver not in Path("/proc/self/maps").read_text()
+
+
+def test_why_there_is_no_answer_is_told(
+    driver: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "libcuda.so.1")
+    assert missing in str(answer(missing)["error"])
+    monkeypatch.delenv("FAKE_GPUS", raising=False)
+    error = "cuInit gave error 100 (no CUDA-capable device is detected)"
+    assert answer(driver) == {"uuids": [], "error": error}
+    # A driver that crashes takes nobody along.
+    crash = fake_driver(tmp_path, "int cuInit(unsigned f) { return *(volatile int*)8; }", "crash")
+    assert answer(crash)["error"] == "the process that asked CUDA's driver ended with -11"
+
+
+def sees() -> tuple[str | None, int | None]:
+    here = context()
+    assert here is not None
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), here.gpu
+
+
+def test_ranks_of_this_host_get_gpus_by_their_local_rank(
+    driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    settings = Settings(cuda_library=driver)
+    env = {"FAKE_GPUS": "1,2"}
+    given = run_local(sees, num_proc=2, env=env, settings=settings, use_gpu=True)
+    assert given == [(None, 0), (None, 1)]
+    assert run_local(sees, num_proc=1, env=env, settings=settings) == [(None, None)]
+    assert run_local(sees, num_proc=1, env=env, settings=settings, use_gpu=False) == [("", None)]
+
+
+def test_too_few_gpus_or_none_are_refused_before_the_function_starts(driver: str) -> None:
+    settings = Settings(cuda_library=driver)
+    with pytest.raises(
+        PreflightError, match=r"rank 1 on host \S+ is number 2 there, where a process sees 1 GPU "
+    ):
+        run_local(
+            sees,
+            num_proc=2,
+            env={"FAKE_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "1"},
+            settings=settings,
+            use_gpu=True,
+        )
+    with pytest.raises(
+        PreflightError, match=r"rank 0 on host \S+ sees no GPU.*: cuInit gave error 100 \("
+    ):
+        run_local(sees, num_proc=1, settings=settings, use_gpu=True)
+    with pytest.raises(PreflightError, match="Ranks 0 and 1 on host .* have the same GPU"):
+        run_local(sees, num_proc=2, env={"FAKE_GPUS": "3,3"}, settings=settings, use_gpu=True)
+
+
+def test_a_driver_that_hangs_is_waited_for_so_long_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang = "#include <unistd.h>\nint cuInit(unsigned f) { for (;;) sleep(1000); }"
+    settings = Settings(cuda_library=fake_driver(tmp_path, hang, "hang"))
+    monkeypatch.setattr(Trainer, "gpus", functools.partialmethod(Trainer.gpus, 0.5))
+    with pytest.raises(PreflightError, match=r": CUDA's driver did not answer in 0\.5 s\. Run on"):
+        run_local(sees, num_proc=1, settings=settings, use_gpu=True)
+    assert wait_for_no_trainers() == set()

@@ -1,0 +1,280 @@
+"""Which GPU a rank gets, as tables: configuration -> plan; addresses -> variables; what ranks see -> an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.runner.gpus import (
+    GpuPlan,
+    Mode,
+    RankGpus,
+    Share,
+    check_gpus,
+    check_summary,
+    decide,
+    variables,
+)
+from sparkhvd.runner.placement import choose_num_proc
+from sparkhvd.runner.profiles import plan_gpus, slots_of
+
+YARN = {"spark.master": "yarn", "spark.executor.instances": "3"}
+STANDALONE = {"spark.master": "spark://h:7077", "spark.cores.max": "16"}
+K8S = {"spark.master": "k8s://https://h", "spark.executor.instances": "2"}
+CLUSTER = {"spark.master": "local-cluster[2,8,1024]"}
+OLD = "pyspark 3.5.6 has no resource profiles for DataFrame stages"
+
+
+def conf(base: dict[str, str], **amounts: object) -> dict[str, str]:
+    """A configuration with cores= and gpus= of an executor, and task= and cpus= of a task."""
+    keys = {
+        "cores": "spark.executor.cores",
+        "gpus": "spark.executor.resource.gpu.amount",
+        "task": "spark.task.resource.gpu.amount",
+        "cpus": "spark.task.cpus",
+    }
+    return {**base, **{keys[name]: str(value) for name, value in amounts.items()}}
+
+
+# conf, use_gpu, refused -> mode, profile, ranks with num_proc=None (None: nothing bounds them)
+TABLE: list[tuple[dict[str, str], bool | None, str, str, Share | None, int | None]] = [
+    # A local master gives tasks no GPUs, whatever the conf says, and takes no profile.
+    ({"spark.master": "local[4]"}, None, "", Mode.FREE, None, 4),
+    ({"spark.master": "local[4]"}, True, "", Mode.HOST, None, 4),
+    ({"spark.master": "local[4]"}, False, "", Mode.OFF, None, 4),
+    (conf({"spark.master": "local[4]"}, gpus=2), None, "", Mode.FREE, None, 4),
+    # No GPUs in the conf.
+    (conf(YARN, cores=4), None, "", Mode.FREE, None, 12),
+    (conf(YARN, cores=4), True, "", Mode.HOST, None, 12),
+    # GPUs of executors, no word on tasks: the profile asks for them.
+    (conf(YARN, cores=8, gpus=2), None, "", Mode.TASK, Share(4, 1.0), 6),
+    (conf(YARN, cores=8, gpus=2), True, "", Mode.TASK, Share(4, 1.0), 6),
+    (conf(YARN, cores=8, gpus=2), None, OLD, Mode.FREE, None, 24),
+    # A part of a GPU per task: whole ones by profile.
+    (conf(K8S, cores=8, gpus=4, task=0.25), None, "", Mode.TASK, Share(2, 1.0), 8),
+    (conf(CLUSTER, gpus=2, task=0.5), True, "", Mode.TASK, Share(4, 1.0), 4),
+    (conf(CLUSTER, cores=4, gpus=3, task=0.1), None, "", Mode.TASK, Share(1, 1.0), 6),
+    (conf(K8S, cores=2, gpus=4, task=0.1), None, "", Mode.TASK, Share(1, 1.0), 4),
+    # One GPU per task: the profile gives its share of the cores, and is not needed where the conf does.
+    (conf(YARN, cores=8, gpus=2, task=1), None, "", Mode.TASK, Share(4, 1.0), 6),
+    (conf(YARN, cores=8, gpus=2, task=1, cpus=4), None, "", Mode.TASK, None, 6),
+    (conf(YARN, gpus=1, task=1), None, "", Mode.TASK, None, 3),
+    (conf(YARN, cores=8, gpus=2, task=1), None, OLD, Mode.TASK, None, 6),
+    # Executors that take all cores of their host: the share is not known.
+    (conf(STANDALONE, gpus=2, task=0.5), None, "", Mode.TASK, Share(None, 1.0), 16),
+    (conf(STANDALONE, gpus=2, task=1), None, "", Mode.TASK, None, 16),
+    (conf(STANDALONE, cores=8, gpus=4), None, "", Mode.TASK, Share(2, 1.0), 8),
+    # Several per task.
+    (conf(YARN, cores=8, gpus=4, task=2), None, "", Mode.TASK, Share(2, 1.0), 12),
+    (conf(YARN, cores=8, gpus=4, task=2), None, OLD, Mode.TASK, None, 6),
+    # The CPU on GPU executors.
+    (conf(YARN, cores=8, gpus=2, task=0.5), False, "", Mode.OFF, None, 12),
+]
+
+
+@pytest.mark.parametrize(("given", "use_gpu", "refused", "mode", "profile", "ranks"), TABLE)
+def test_plans(
+    given: dict[str, str],
+    use_gpu: bool | None,
+    refused: str,
+    mode: str,
+    profile: Share | None,
+    ranks: int | None,
+) -> None:
+    plan = decide(given, use_gpu, refused=refused)
+    assert (plan.mode, plan.profile, plan.is_required) == (mode, profile, bool(use_gpu))
+    assert plan.reason
+    has_gpus = "spark.executor.resource.gpu.amount" in given and "local[" not in str(given)
+    assert plan.leaves_gpus == (mode == Mode.FREE and has_gpus)
+    assert choose_num_proc(None, slots_of(given, plan)) == ranks
+
+
+def test_the_reason_of_the_slots_names_gpus_and_the_share_of_the_cores() -> None:
+    given = conf(YARN, cores=8, gpus=2, task=0.5)
+    slots = slots_of(given, decide(given, None))
+    with pytest.raises(PreflightError) as e:
+        choose_num_proc(7, slots)
+    assert str(e.value) == (
+        "num_proc=7: the application can run 6 barrier tasks at once (spark.executor.instances=3, "
+        "spark.executor.cores=8, 4 cores per task, 2 GPUs per executor and 1 per task), so a stage of 7 would never "
+        "start. Lower num_proc, or raise spark.executor.instances."
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "use_gpu", "kind", "message"),
+    [
+        (
+            conf(YARN, cores=8, gpus=2, task=0.5),
+            use_gpu,
+            PreflightError,
+            "spark.task.resource.gpu.amount is 0.5, so Spark would put 2 ranks on one GPU, and this stage cannot ask "
+            f"for whole ones: {OLD}. Set spark.task.resource.gpu.amount=1, or give use_gpu=False.",
+        )
+        for use_gpu in (None, True)
+    ]
+    + [
+        (
+            conf(YARN, cores=8, gpus=2),
+            True,
+            PreflightError,
+            "use_gpu is True, spark.executor.resource.gpu.amount is 2 and spark.task.resource.gpu.amount is not set, so "
+            f"tasks get no GPU, and this stage cannot ask for one: {OLD}. Set spark.task.resource.gpu.amount=1.",
+        ),
+        (
+            conf({"spark.master": "local[4]"}, gpus=2, task=0.5),
+            False,
+            PreflightError,
+            "spark.task.resource.gpu.amount is 0.5, and master 'local[4]' has no GPUs for tasks, so Spark would never "
+            "start one. Start the session without it; with use_gpu=True ranks get the GPUs of this host by their local "
+            "rank.",
+        ),
+        (
+            YARN,
+            "yes",
+            InvalidArgumentError,
+            "use_gpu is 'yes'; it must be True, False or None (automatic).",
+        ),
+        (
+            conf(YARN, gpus="two"),
+            None,
+            PreflightError,
+            "spark.executor.resource.gpu.amount is 'two'; it must be a number.",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    given: dict[str, str], use_gpu: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind) as e:
+        decide(given, use_gpu, refused=OLD)
+    assert str(e.value) == message
+
+
+def test_the_users_own_profile_decides() -> None:
+    given = conf(YARN, cores=8, gpus=2, task=0.5)
+    assert decide(given, None, given=Share(2, 1.0)) == GpuPlan(
+        Mode.TASK, "as the profile given asks"
+    )
+    assert decide(given, None, given=Share(2, 2.0)).mode == Mode.TASK
+    assert decide(given, None, given=Share(2, 0.0)).mode == Mode.FREE
+    assert decide(given, False, given=Share(2, 1.0)).mode == Mode.OFF
+    with pytest.raises(InvalidArgumentError, match="the profile given asks for no GPU per task"):
+        decide(given, True, given=Share(2, 0.0))
+    with pytest.raises(InvalidArgumentError, match=r"asks for 0\.5 GPUs per task, so Spark would"):
+        decide(given, None, given=Share(1, 0.5))
+
+
+ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "addresses", "visible", "order", "expected"),
+    [
+        (Mode.OFF, ["0"], "0,1", None, {"CUDA_VISIBLE_DEVICES": ""}),
+        (Mode.FREE, [], "0,1", None, {}),
+        (Mode.HOST, [], None, None, {}),
+        (Mode.TASK, ["3"], None, None, {"CUDA_VISIBLE_DEVICES": "3", **ORDER}),
+        (Mode.TASK, ["1"], "4,7", None, {"CUDA_VISIBLE_DEVICES": "7", **ORDER}),
+        (Mode.TASK, ["0", "2"], "4, 5, 6", "X", {"CUDA_VISIBLE_DEVICES": "4,6"}),
+        (Mode.TASK, ["1"], "GPU-a,MIG-b", None, {"CUDA_VISIBLE_DEVICES": "MIG-b", **ORDER}),
+        (Mode.TASK, ["GPU-c"], None, None, {"CUDA_VISIBLE_DEVICES": "GPU-c", **ORDER}),
+        (Mode.TASK, ["MIG-b"], "GPU-a,MIG-b", None, {"CUDA_VISIBLE_DEVICES": "MIG-b", **ORDER}),
+    ],
+)
+def test_variables_of_a_rank(
+    mode: str,
+    addresses: list[str],
+    visible: str | None,
+    order: str | None,
+    expected: dict[str, str],
+) -> None:
+    assert variables(mode, addresses, visible, order) == expected
+
+
+def test_an_address_that_the_executor_hides_is_an_error() -> None:
+    with pytest.raises(PreflightError) as e:
+        variables(Mode.TASK, ["2"], "4,7", None)
+    assert str(e.value) == (
+        "Spark gave the task the GPU with address 2, and CUDA_VISIBLE_DEVICES='4,7' of the executor names 2; addresses "
+        "count in this list, from 0. Unset the variable for the executors, or let the discovery script print the "
+        "numbers of its entries."
+    )
+    with pytest.raises(PreflightError, match=r"CUDA_VISIBLE_DEVICES='' of the executor names 0"):
+        variables(Mode.TASK, ["0"], "", None)
+    with pytest.raises(PreflightError, match="Spark gave the task no GPU"):
+        variables(Mode.TASK, [], None, None)
+
+
+def rank(host: str, local_rank: int, *uuids: str, error: str = "", visible: str = "0") -> RankGpus:
+    return RankGpus(host, local_rank, uuids, error, visible)
+
+
+def test_ranks_with_gpus_of_their_own_pass() -> None:
+    given = [rank("h", 0, "GPU-a"), rank("h", 1, "GPU-b"), rank("i", 0, "GPU-c")]
+    assert check_gpus(Mode.TASK, given, is_required=True) == ""
+    shared = [rank("h", 0, "GPU-a", "GPU-b"), rank("h", 1, "GPU-a", "GPU-b")]
+    assert check_gpus(Mode.HOST, shared, is_required=True) == ""
+    twice = [rank("h", 0, "GPU-a"), rank("h", 1, "GPU-a")]
+    for mode in (Mode.OFF, Mode.FREE):
+        assert check_gpus(mode, twice, is_required=False) == ""
+
+
+def test_two_ranks_with_one_gpu_are_named_with_it() -> None:
+    given = [rank("h", 0, "GPU-a"), rank("i", 0, "GPU-c"), rank("h", 1, "GPU-a")]
+    assert check_gpus(Mode.TASK, given, is_required=False) == (
+        "Ranks 0 and 2 on host h have the same GPU, GPU-a (CUDA_VISIBLE_DEVICES='0' and '0'); a GPU is for one rank. Set "
+        "spark.task.resource.gpu.amount=1, and let the discovery script (spark.executor.resource.gpu.discoveryScript) "
+        "print each GPU of a host once, or give use_gpu=False."
+    )
+    # Containers with names of their own, each of which sees the same card.
+    contained = [rank("c1", 0, "GPU-a"), rank("c2", 0, "GPU-a")]
+    assert check_gpus(Mode.HOST, contained, is_required=True).startswith(
+        "Rank 0 on host c1 and rank 1 on host c2 have the same GPU, GPU-a"
+    )
+
+
+def test_a_rank_without_a_gpu_is_named_with_what_was_found() -> None:
+    given = [rank("h", 0, error="libcuda.so.1: cannot open shared object file", visible="3")]
+    assert check_gpus(Mode.HOST, given, is_required=True) == (
+        "use_gpu is True, and rank 0 on host h sees no GPU (CUDA_VISIBLE_DEVICES='3'): libcuda.so.1: cannot open shared "
+        "object file. Run on hosts with a GPU and its driver, or leave use_gpu out to train on the CPU."
+    )
+    few = [RankGpus("h", r, ("GPU-a", "GPU-b")) for r in range(3)]
+    assert check_gpus(Mode.HOST, few, is_required=True) == (
+        "use_gpu is True, and rank 2 on host h is number 3 there, where a process sees 2 GPUs. Give num_proc so that no "
+        "host has more ranks than GPUs, or leave use_gpu out to train on the CPU."
+    )
+    # Nobody asked for one: then it is worth a line.
+    assert check_gpus(Mode.TASK, given, is_required=False) == ""
+    assert check_summary(given).startswith(
+        "Spark gave rank 0 on host h a GPU, and its process sees none (libcuda"
+    )
+    assert check_summary([rank("h", 0, "GPU-a")]) == ""
+
+
+class Refusing:
+    """A shim whose Spark takes no profile, as one whose master is not among those that do."""
+
+    def profile(self, cpus: int | None, gpus: float | None) -> Any:
+        raise RuntimeError(
+            "TaskResourceProfiles are only supported for Standalone, Yarn and Kubernetes cluster\n\tat org.apache..."
+        )
+
+
+def test_where_spark_takes_no_profile_the_conf_must_do() -> None:
+    shim: Any = Refusing()
+    plan, profile = plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=1), True, None)
+    assert (plan.mode, plan.profile, profile) == (Mode.TASK, None, None)
+    with pytest.raises(PreflightError) as e:
+        plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=0.5), None, None)
+    assert str(e.value) == (
+        "spark.task.resource.gpu.amount is 0.5, so Spark would put 2 ranks on one GPU, and this stage cannot ask for "
+        "whole ones: Spark takes no resource profile here (TaskResourceProfiles are only supported for Standalone, Yarn "
+        "and Kubernetes cluster). Set spark.task.resource.gpu.amount=1, or give use_gpu=False."
+    )
+    # Nobody needs one here.
+    plan, _ = plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=1, cpus=4), None, None)
+    assert plan.mode == Mode.TASK
