@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training import moving
 from sparkhvd.estimator.training.class_mean import ClassMean
 from sparkhvd.estimator.training.device import agree, choose_device
 from sparkhvd.estimator.training.moving import Mover, move_losses, move_optimizer, to_cpu
@@ -136,6 +139,49 @@ def test_batches_stay_as_they_are_on_the_cpu_and_keep_their_form_elsewhere() -> 
     assert type(moved[1]["y"]) is Pair
     assert moved[1]["x"][1] == "text"
     assert moved[0][0].device == CPU
+
+
+def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader gives its page-locked memory to the next batch when nobody holds this one."""
+    events: list[Any] = []
+
+    class Event:
+        is_over = False
+
+        def __init__(self) -> None:
+            events.append(self)
+
+        def record(self, stream: object) -> None:
+            assert stream == "the stream of cuda:0"
+
+        def query(self) -> bool:
+            return self.is_over
+
+    def copy(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
+        assert (device, non_blocking) == (torch.device("cuda", 0), True)
+        return list(value)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    monkeypatch.setattr(moving, "_moved", copy)
+    move = Mover(torch.device("cuda", 0))
+    batches = [torch.ones(1) for _ in range(3)]
+    held = [weakref.ref(b) for b in batches]
+    for batch in batches:
+        assert move([batch]) == [batch]
+    del batch, batches
+    gc.collect()
+    assert all(ref() is not None for ref in held)
+    events[0].is_over = events[2].is_over = (
+        True  # a stream ends in order; nobody looks past the second
+    )
+    move([])
+    gc.collect()
+    assert [ref() is not None for ref in held] == [False, True, True]
+    events[1].is_over = True
+    move([])
+    gc.collect()
+    assert [ref() is not None for ref in held] == [False] * 3
 
 
 def test_what_the_user_made_moves_with_the_model() -> None:
