@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.runner.placement import executor_cores, is_local
 
-__all__ = ["GpuPlan", "Mode", "RankGpus", "Share", "check_gpus", "decide", "variables"]
+__all__ = [
+    "GpuPlan",
+    "Mode",
+    "RankGpus",
+    "Share",
+    "check_gpus",
+    "decide",
+    "unknown_warning",
+    "variables",
+]
 
 _EXECUTOR = "spark.executor.resource.gpu.amount"
 _TASK = "spark.task.resource.gpu.amount"
@@ -272,7 +281,7 @@ def _twice(mode: str, a: int, first: RankGpus, b: int, second: RankGpus, uuid: s
     return f"{where} have the same GPU, {uuid} ({seen}); a GPU is for one rank. {what}, or give use_gpu=False."
 
 
-def check_summary(ranks: Sequence[RankGpus]) -> str:
+def unknown_warning(ranks: Sequence[RankGpus]) -> str:
     """A warning where Spark gave GPUs whose identity nobody could ask for, else ""."""
     for rank, found in enumerate(ranks):
         if not found.uuids:

@@ -224,7 +224,7 @@ def _run_rank(
             return outcome, b""
         warnings = [preflight.patch_warning(driver, ranks)]
         if spec.gpu_mode == gpus.Mode.TASK:
-            warnings.append(gpus.check_summary(found))
+            warnings.append(gpus.unknown_warning(found))
         for warning in filter(None, warnings if rank == 0 else ()):
             _log(f"sparkhvd: {warning}")
         if trainer is None:

@@ -13,8 +13,8 @@ from sparkhvd.runner.gpus import (
     RankGpus,
     Share,
     check_gpus,
-    check_summary,
     decide,
+    unknown_warning,
     variables,
 )
 from sparkhvd.runner.placement import choose_num_proc
@@ -249,10 +249,10 @@ def test_a_rank_without_a_gpu_is_named_with_what_was_found() -> None:
     )
     # Nobody asked for one: then it is worth a line.
     assert check_gpus(Mode.TASK, given, is_required=False) == ""
-    assert check_summary(given).startswith(
+    assert unknown_warning(given).startswith(
         "Spark gave rank 0 on host h a GPU, and its process sees none (libcuda"
     )
-    assert check_summary([rank("h", 0, "GPU-a")]) == ""
+    assert unknown_warning([rank("h", 0, "GPU-a")]) == ""
 
 
 class Refusing:
