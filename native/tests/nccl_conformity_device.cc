@@ -120,6 +120,35 @@ void a_wait_is_for_what_was_recorded_before_it(Rank& rank) {
   wait_until([&] { return free.is_reached(); }, "the stream that waited");
 }
 
+/// The default stream waits for those that were made without the flag, and they for it.
+void the_default_stream_waits_for_streams_that_are_not_free_of_it(Rank& rank) {
+  CUstream tied = nullptr;
+  expect_ok(rank, rank.cuda.cuStreamCreateWithPriority(&tied, 0, 0), "cuStreamCreateWithPriority");
+  Stream other(rank);
+  Event event(rank);
+  Event free(rank);
+  const CUstream legacy = nullptr;
+  {
+    Gate gate(rank, other.get());
+    event.record(legacy);
+    wait_until([&] { return event.is_reached(); }, "the default stream, which nothing holds");
+  }
+  {
+    Gate gate(rank, tied);
+    event.record(legacy);
+    free.record(other.get());
+    wait_until([&] { return free.is_reached(); }, "a stream that is free of the default one");
+    expect(!event.is_reached(), "the default stream does not wait");
+  }
+  {
+    Gate gate(rank, legacy);
+    event.record(tied);
+    expect(!event.is_reached(), "a stream does not wait for the default one");
+  }
+  wait_until([&] { return event.is_reached(); }, "the stream that waited");
+  expect_ok(rank, rank.cuda.cuStreamDestroy(tied), "cuStreamDestroy");
+}
+
 /// As the engine does it: the caller's stream, its own, and back, with nothing waited for on the
 /// host. A collective that reads too early or is copied too early gives other numbers.
 bool overlapped_step_is_right(Rank& rank) {
@@ -269,6 +298,8 @@ void pointers_are_known(Rank& rank) {
 std::vector<Test> device_tests() {
   return {{"events_are_places_in_a_stream", events_are_places_in_a_stream},
           {"a_wait_is_for_what_was_recorded_before_it", a_wait_is_for_what_was_recorded_before_it},
+          {"the_default_stream_waits_for_streams_that_are_not_free_of_it",
+           the_default_stream_waits_for_streams_that_are_not_free_of_it},
           {"collectives_are_ordered_by_events", collectives_are_ordered_by_events},
           {.name = "a_missing_wait_gives_wrong_data",
            .body = a_missing_wait_gives_wrong_data,

@@ -77,6 +77,8 @@ void abort_ends_a_collective_that_waits_for_a_peer(Rank& rank) {
     Comm first(rank);
     Comm second(rank);
     const Memory memory(rank, 4 * 1000);
+    // The first collective of a communicator connects the ranks, for which the host needs them all.
+    first.done(allreduce(rank, memory, first.get(), 1000), "ncclAllReduce");
     memory.read();
     if (rank.rank == 0) {
       first.done(allreduce(rank, memory, first.get(), 1000), "ncclAllReduce");
