@@ -42,6 +42,7 @@ void decode_everything(Input body) {
   try_decode<Mapped>(body);
   try_decode<Ready>(body);
   try_decode<Execute>(body);
+  try_decode<Order>(body);
   try_decode<Refuse>(body);
   try_decode<Goodbye>(body);
   try_decode<Abort>(body);
@@ -112,6 +113,10 @@ void write_corpus(const std::filesystem::path& folder) {
   partial.contributors = {Rank{0}, Rank{2}};
   partial.descriptor = ready.descriptor;
   frames.push_back(encode(partial));
+  partial.is_on_device = partial.descriptor->is_on_device = true;
+  partial.unique_id.assign(kUniqueIdBytes, 1);
+  frames.push_back(encode(partial));
+  frames.push_back(encode(Order{partial}));
   frames.push_back(encode(Goodbye{{{0, 12}, {3, 1}}}));
   frames.push_back(encode(SegmentOffer{{}, true}));
   frames.push_back(encode(SegmentMapped{{}, true}));

@@ -11,7 +11,7 @@ namespace {
 
 // How long a failure that NCCL lays to a peer waits for the name of the peer.
 constexpr auto kNamingTime = std::chrono::seconds(1);
-// For the communicator of a set that a rank has left: see kLeaverTime in nccl/plane.cc.
+// For the communicator of a set that a rank has left: see kLeaverTime in nccl/plane_end.cc.
 constexpr auto kCondemnedTime = std::chrono::seconds(4);
 
 std::string seconds_text(double seconds) {

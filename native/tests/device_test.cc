@@ -333,7 +333,12 @@ TEST(wait_stream_orders_what_comes_after_without_the_host) {
 
 TEST(without_a_wait_between_streams_the_result_is_wrong) {
   // Each operation has two: the plane's for the caller's stream, and the caller's for the plane.
-  for (const int wait : {0, 1, 2}) {
+#if defined(__SANITIZE_THREAD__)
+  const int last = 0;  // the race that comes with a wait left out is what the sanitizer is for
+#else
+  const int last = 2;
+#endif
+  for (int wait = 0; wait <= last; ++wait) {
     FakeScope fake;
     std::atomic<int> num_wrong{0};
     run_ranks(world(one_host(1)), [&](TestEngine& engine, std::int32_t rank) {

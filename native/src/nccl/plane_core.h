@@ -1,0 +1,141 @@
+// Inside the plane: what its thread does, and the end of it. See plane.h for who may touch what.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "nccl/device_collectives.h"
+#include "nccl/plane.h"
+
+namespace sparkhvd::nccl {
+
+// Looks at what has no way to wake a thread become rarer, from the first to the second.
+inline constexpr auto kShortestSleep = std::chrono::microseconds(20);
+inline constexpr auto kLongestSleep = std::chrono::milliseconds(1);
+inline constexpr auto kAsyncErrorPeriod = std::chrono::milliseconds(100);
+
+class DevicePlane::Core {
+ public:
+  Core(std::shared_ptr<Device> the_device, std::function<void()> the_ring)
+      : device(std::move(the_device)),
+        requests(std::make_shared<Requests>()),
+        ring_(std::move(the_ring)) {}
+
+  void run() noexcept;
+  void abort_all() noexcept;
+  void ask_to_abort();
+  void condemn(std::int32_t process_set, std::uint64_t limit);
+  /// True once both threads have ended, at the latest at `deadline`.
+  bool wait_for_end(TimePoint deadline);
+  void forget_ring() {
+    const std::scoped_lock lock(mutex_);
+    ring_ = nullptr;
+  }
+  News take_news() {
+    const std::scoped_lock lock(mutex_);
+    has_news.store(false, std::memory_order_relaxed);
+    return std::exchange(news_, {});
+  }
+
+  const std::shared_ptr<Device> device;
+  const std::shared_ptr<Requests> requests;
+  std::atomic<bool> has_news{false};
+  std::atomic<const char*> whereabouts{"the GPU"};
+  std::atomic<bool> is_aborting{false};
+
+ private:
+  struct Communicator {
+    ncclComm_t handle = nullptr;
+    std::map<const DeviceMemory*, void*> registered;
+  };
+  struct InFlight {
+    std::int32_t process_set = 0;
+    std::uint64_t sequence = 0;
+    std::shared_ptr<Operation> operation;  // null: this rank has joined
+    Event own_event;                       // then
+    CUevent done = nullptr;
+  };
+  struct Condemnation {
+    std::uint64_t limit = 0;
+    TimePoint deadline{};
+  };
+  /// What the plane's thread is doing, for messages.
+  class Doing {
+   public:
+    Doing(Core& core, const char* what) : core_(core), before_(core.whereabouts.exchange(what)) {}
+    Doing(const Doing&) = delete;
+    ~Doing() { core_.whereabouts.store(before_); }
+
+   private:
+    Core& core_;
+    const char* before_;
+  };
+
+  const CudaApi& cuda() const { return device->cuda(); }
+  const NcclApi& nccl() const { return device->nccl(); }
+
+  template <class Tell>
+  void tell(Tell tell) {
+    const std::scoped_lock lock(mutex_);
+    tell(news_);
+    has_news.store(true, std::memory_order_release);
+    if (ring_) ring_();
+  }
+
+  void work();
+  void park();
+  Clock::duration sleep_time();
+  void serve(std::unique_ptr<Launch>& request);
+  void serve(MakeUniqueId& request);
+  void serve(RemoveCommunicator& request);
+  void serve(FreeMemory& request);
+
+  Communicator& communicator_of(const Launch& launch);
+  void make_communicator(const Launch& launch);
+  void run_on_device(const Launch& launch);
+  void make_memory(const Launch& launch);
+  const Scratch& scratch_of(std::size_t bytes);
+  [[noreturn]] void fail(NcclResult result, const char* call, ncclComm_t communicator) const;
+  void settle(ncclComm_t communicator, NcclResult result, const char* call, const Launch* launch);
+  void pause(Clock::duration longest);
+
+  bool poll_finished();
+  void poll_errors();
+  void check_communicator(ncclComm_t communicator) const;
+  void poll_condemned();
+  void poll_retired();
+  bool is_condemned(std::int32_t process_set, std::uint64_t sequence);
+  bool has_earlier(std::int32_t process_set, std::uint64_t limit) const;
+  bool has_condemned_communicator(std::int32_t process_set) const {
+    return communicators_.contains(process_set);
+  }
+  void end_condemned(std::int32_t process_set);
+  void add_live(ncclComm_t communicator);
+  void remove_live(ncclComm_t communicator);
+
+  // The plane's thread's.
+  std::map<std::int32_t, Communicator> communicators_;
+  std::vector<ncclComm_t> retired_;  // of removed process sets: finalized, and then destroyed
+  std::deque<InFlight> in_flight_;   // in the order of the stream
+  std::vector<std::unique_ptr<DeviceMemory>> scratch_memory_;
+  Scratch scratch_;
+  std::size_t scratch_bytes_ = 0;
+  TimePoint spin_until_{};
+  TimePoint next_error_look_{};
+  Clock::duration sleep_ = kShortestSleep;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  // Guarded by mutex_.
+  std::function<void()> ring_;
+  News news_;
+  std::vector<ncclComm_t> live_;  // to abort
+  std::map<std::int32_t, Condemnation> condemned_;
+  bool is_parked_ = false;
+  bool is_aborter_running_ = false;
+
+  std::atomic<bool> has_condemned_{false};
+};
+
+}  // namespace sparkhvd::nccl

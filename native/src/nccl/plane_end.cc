@@ -1,0 +1,176 @@
+// What the plane's thread looks at between launches, ranks that leave, and the end.
+#include <pthread.h>
+
+#include <algorithm>
+
+#include "nccl/plane_core.h"
+
+namespace sparkhvd::nccl {
+namespace {
+
+// What the leaver has finished can be finished here, soon; then its communicator ends.
+constexpr auto kLeaverTime = std::chrono::seconds(1);
+// How long the plane's thread has to come out of NCCL before its communicators are aborted under it.
+constexpr auto kParkTime = std::chrono::milliseconds(500);
+
+}  // namespace
+
+// ---- What happens meanwhile
+// ------------------------------------------------------------------------------
+
+bool DevicePlane::Core::poll_finished() {
+  bool moved = false;
+  while (!in_flight_.empty()) {
+    const InFlight& first = in_flight_.front();
+    const CUresult result = cuda().cuEventQuery(first.done);
+    if (result == kCudaErrorNotReady) break;
+    cuda().check(result, "cuEventQuery");
+    // An operation that a failed communicator has let go of is not done.
+    const auto used = communicators_.find(first.process_set);
+    if (used != communicators_.end()) check_communicator(used->second.handle);
+    tell([&](News& news) { news.done.push_back({first.process_set, first.sequence}); });
+    in_flight_.pop_front();
+    moved = true;
+  }
+  if (in_flight_.empty() && scratch_memory_.size() > 2) {
+    scratch_memory_.erase(scratch_memory_.begin(), scratch_memory_.end() - 2);
+  }
+  return moved;
+}
+
+void DevicePlane::Core::poll_errors() {
+  if (in_flight_.empty()) return;
+  const auto now = Clock::now();
+  if (now < next_error_look_) return;
+  next_error_look_ = now + kAsyncErrorPeriod;
+  for (const auto& [id, communicator] : communicators_) check_communicator(communicator.handle);
+}
+
+void DevicePlane::Core::check_communicator(ncclComm_t communicator) const {
+  NcclResult state = NcclResult::kSuccess;
+  const auto asked = nccl().ncclCommGetAsyncError(communicator, &state);
+  if (asked != NcclResult::kSuccess) fail(asked, "ncclCommGetAsyncError", communicator);
+  if (state != NcclResult::kSuccess && state != NcclResult::kInProgress) {
+    fail(state, "a collective", communicator);
+  }
+}
+
+void DevicePlane::Core::poll_retired() {
+  std::erase_if(retired_, [this](ncclComm_t communicator) {
+    NcclResult state = NcclResult::kSuccess;
+    const auto asked = nccl().ncclCommGetAsyncError(communicator, &state);
+    if (asked == NcclResult::kSuccess && state == NcclResult::kInProgress) return false;
+    if (asked == NcclResult::kSuccess && state == NcclResult::kSuccess) {
+      remove_live(communicator);
+      nccl().ncclCommDestroy(communicator);
+    }
+    return true;  // with an error it ends with the plane
+  });
+}
+
+// ---- Ranks that leave
+// ------------------------------------------------------------------------------------
+
+void DevicePlane::Core::condemn(std::int32_t process_set, std::uint64_t limit) {
+  {
+    const std::scoped_lock lock(mutex_);
+    const Condemnation given{limit, Clock::now() + kLeaverTime};
+    auto [entry, is_new] = condemned_.try_emplace(process_set, given);
+    if (!is_new) entry->second.limit = std::min(entry->second.limit, limit);
+  }
+  has_condemned_.store(true, std::memory_order_release);
+  requests->wake();
+}
+
+bool DevicePlane::Core::is_condemned(std::int32_t process_set, std::uint64_t sequence) {
+  if (!has_condemned_.load(std::memory_order_acquire)) return false;
+  const std::scoped_lock lock(mutex_);
+  const auto entry = condemned_.find(process_set);
+  return entry != condemned_.end() && sequence >= entry->second.limit;
+}
+
+/// Communicators that a rank has left, once what it has finished is finished here.
+void DevicePlane::Core::poll_condemned() {
+  std::map<std::int32_t, Condemnation> condemned;
+  {
+    const std::scoped_lock lock(mutex_);
+    condemned = condemned_;
+  }
+  for (const auto& [process_set, condemnation] : condemned) {
+    const auto entry = communicators_.find(process_set);
+    if (entry == communicators_.end()) continue;
+    if (!has_earlier(process_set, condemnation.limit) || Clock::now() >= condemnation.deadline) {
+      end_condemned(process_set);
+    }
+  }
+}
+
+bool DevicePlane::Core::has_earlier(std::int32_t process_set, std::uint64_t limit) const {
+  return std::ranges::any_of(in_flight_, [&](const InFlight& one) {
+    return one.process_set == process_set && one.sequence < limit;
+  });
+}
+
+void DevicePlane::Core::end_condemned(std::int32_t process_set) {
+  const auto entry = communicators_.find(process_set);
+  if (entry == communicators_.end()) return;
+  const Doing doing(*this, "ncclCommAbort");
+  const ncclComm_t handle = entry->second.handle;
+  communicators_.erase(entry);
+  remove_live(handle);
+  nccl().ncclCommAbort(handle);
+}
+
+// ---- The end
+// ---------------------------------------------------------------------------------------------
+
+void DevicePlane::Core::ask_to_abort() {
+  {
+    const std::scoped_lock lock(mutex_);
+    is_aborting.store(true);
+    is_aborter_running_ = true;
+    changed_.notify_all();
+  }
+  requests->wake();
+}
+
+void DevicePlane::Core::abort_all() noexcept {
+  ::pthread_setname_np(::pthread_self(), "sparkhvd-abort");
+  const TimePoint deadline = Clock::now() + kAbortTime;
+  try {
+    std::vector<ncclComm_t> live;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, kParkTime, [this] { return is_parked_; });
+      live = std::exchange(live_, {});
+    }
+    const CurrentContext current(cuda(), device->context());
+    const RelaxedCapture relaxed(cuda());
+    if (!live.empty()) {
+      // In one group: one after the other, each may wait for a kernel of the next.
+      nccl().ncclGroupStart();
+      for (const ncclComm_t communicator : live) nccl().ncclCommAbort(communicator);
+      nccl().ncclGroupEnd();
+    }
+    // The kernels have been told to end; until they have, they may write.
+    while (cuda().cuStreamQuery(device->stream()) == kCudaErrorNotReady &&
+           Clock::now() < deadline) {
+      std::unique_lock lock(mutex_);
+      changed_.wait_for(lock, kLongestSleep, [] { return false; });
+    }
+  } catch (const std::exception&) {  // the driver's deadline ends what is left
+  }
+  // Memory that callers have let go of is freed here, behind the communicators.
+  requests->close().clear();
+  tell([](News& news) { news.is_aborted = true; });
+  const std::scoped_lock lock(mutex_);
+  is_aborter_running_ = false;
+  changed_.notify_all();
+}
+
+bool DevicePlane::Core::wait_for_end(TimePoint deadline) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, deadline, [this] { return is_parked_ && !is_aborter_running_; });
+}
+
+}  // namespace sparkhvd::nccl
