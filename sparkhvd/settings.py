@@ -70,6 +70,19 @@ class Settings:
         doc="Gradients are reduced together up to this many bytes.",
         alias="HOROVOD_FUSION_THRESHOLD",
     )
+    device_bucket_bytes: int = knob(
+        32 << 20,
+        env="SPARKHVD_DEVICE_BUCKET_BYTES",
+        unit="bytes",
+        doc="The same for gradients on a GPU, where an operation costs a launch.",
+    )
+    nccl_library: str = knob(
+        "",
+        env="SPARKHVD_NCCL_LIB",
+        unit="path",
+        doc="The NCCL to load for tensors on GPUs, and no other; empty = the copy that torch has loaded, else one "
+        "that pip has installed, else libnccl.so.2.",
+    )
     spin_us: int = knob(
         100,
         env="SPARKHVD_SPIN_US",
@@ -178,6 +191,7 @@ class Settings:
         self._require(self.slot_bytes >= 4096, "slot_bytes", "at least 4096")
         self._require(2 <= self.slots <= 64, "slots", "from 2 to 64")
         self._require(self.bucket_bytes >= 1, "bucket_bytes", "at least 1")
+        self._require(self.device_bucket_bytes >= 1, "device_bucket_bytes", "at least 1")
         self._require(self.spin_us >= 0, "spin_us", "0 or more")
         self._require(1 <= self.streams <= 64, "streams", "from 1 to 64")
         self._require(self.stall_warning_s >= 0, "stall_warning_s", "0 or more")

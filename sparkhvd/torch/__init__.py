@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
+
 from sparkhvd import timeline
 from sparkhvd.counters import Metrics
 from sparkhvd.errors import (
@@ -67,6 +69,7 @@ from sparkhvd.torch.collectives import (
     synchronize,
 )
 from sparkhvd.torch.compression import Compression
+from sparkhvd.torch.device import nccl_version
 from sparkhvd.torch.optimizer import DistributedOptimizer
 from sparkhvd.torch.process_sets import (
     ProcessSet,
@@ -338,17 +341,17 @@ def gloo_enabled() -> bool:
 
 
 def nccl_built() -> int:
-    """NCCL's version code; 0, because this version moves CPU tensors only."""
-    return 0
+    """The version code of the NCCL that this process's torch has; 0 if it has none, and no tensors on GPUs."""
+    return nccl_version()
 
 
 def cuda_built() -> bool:
-    """False: this version moves CPU tensors only."""
-    return False
+    """Whether this process's torch can have tensors on NVIDIA's GPUs; sparkhvd itself can always move them."""
+    return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """False: this version moves CPU tensors only."""
+    """False: AMD's GPUs are not used."""
     return False
 
 

@@ -40,6 +40,12 @@ class Context:
         # The registered process sets by their ranks (made and used by `process_sets.py`).
         self.process_sets: dict[tuple[int, ...], Any] = {}
         self.joins = 0  # how often all ranks have joined
+        # This rank's GPU, once a tensor on it has come, and what opens it (made and used by `device.py`).
+        self.device: Any = None
+        self.opener: Callable[[Engine, int], Any] | None = None
+        # Its operations by process set and name, and gathers that go on without the caller (of `collectives/device_*`).
+        self.on_device: dict[tuple[int, str], Any] = {}
+        self.gathers: Any = None
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def number(self, kind: str, process_set: int = 0) -> int:

@@ -16,20 +16,19 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import context
 from sparkhvd.torch.arguments import to_factor
 from sparkhvd.torch.collectives.allgathers import (
-    gathered,
     grouped_allgather,
-    start_allgather,
     start_grouped_allgather,
+    start_single_allgather,
 )
 from sparkhvd.torch.collectives.allreduces import (
     allreduce,
     grouped_allreduce,
     start_allreduce,
 )
-from sparkhvd.torch.collectives.alltoalls import alltoall, alltoall_async
+from sparkhvd.torch.collectives.alltoalls import alltoall, start_alltoall
 from sparkhvd.torch.collectives.broadcasts import broadcast_async
 from sparkhvd.torch.collectives.reducescatters import start_reducescatter
-from sparkhvd.torch.process_sets import ProcessSet, members, set_id
+from sparkhvd.torch.process_sets import ProcessSet, members
 
 __all__ = [
     "Allgather",
@@ -100,13 +99,9 @@ class Allgather(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet
     ) -> Tensor:
-        current = context()
-        number = set_id(process_set)
-        full_name = current.name("allgather", name, number)
-        work = start_allgather(current, full_name, tensor, number)
-        work.wait()
-        joined, rows = gathered(work, tensor.dtype, tensor.shape)
-        place = members(process_set).index(current.engine.topology.rank)
+        handle, rows = start_single_allgather(tensor, name, process_set, is_awaited=True)
+        joined: Tensor = handle.wait()
+        place = members(process_set).index(context().engine.topology.rank)
         ctx.arguments = (_gradient_name(name), process_set, sum(rows[:place]), rows[place])
         return joined
 
@@ -124,7 +119,7 @@ class GroupedAllgather(torch.autograd.Function):
     def forward(  # noqa: D102
         ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        handle, rows = start_grouped_allgather(tensors, name, process_set)
+        handle, rows = start_grouped_allgather(tensors, name, process_set, is_awaited=True)
         joined: tuple[Tensor, ...] = handle.wait()
         place = members(process_set).index(context().engine.topology.rank)
         own = [(sum(counts[:place]), counts[place]) for counts in rows]
@@ -154,7 +149,7 @@ class Alltoall(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         output: Tensor
         received: Tensor
-        output, received = alltoall_async(tensor, splits, name, process_set).wait()
+        output, received = start_alltoall(tensor, splits, name, process_set, is_awaited=True).wait()
         ctx.arguments = (_gradient_name(name), process_set, received, tensor.shape[0])
         ctx.mark_non_differentiable(received)
         return output, received

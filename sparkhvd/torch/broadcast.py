@@ -15,12 +15,12 @@ import cloudpickle
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import Work
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_list
 from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
 from sparkhvd.torch.collectives.broadcasts import start_broadcast
+from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -82,7 +82,7 @@ def _broadcast_tensors(
     ctx: Context, prefix: str, named: Mapping[str, Tensor], root_rank: int
 ) -> None:
     """Broadcast all in place at once, and wait."""
-    started: list[tuple[Work, Tensor, Tensor]] = []
+    started: list[tuple[Operation, Tensor, Tensor]] = []
     for name in sorted(named):
         target = named[name].detach()
         tensor = target.resolve_conj().resolve_neg().contiguous()
@@ -223,7 +223,7 @@ def broadcast_optimizer_state(
         raise error or InvalidArgumentError(
             f"broadcast_optimizer_state: rank {root_rank} cannot describe its optimizer's state; see there."
         )
-    content = None if is_root else _build(described, tensors)
+    content = None if is_root else _build(described, tensors, _on_gpu(optimizer))
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     _broadcast_tensors(ctx, f"{prefix}.tensor", numbered, root_rank)
     if content is not None:
@@ -288,7 +288,8 @@ def _describe(value: Any, tensors: list[Tensor], where: str) -> Any:
         tensors.append(value)
         layout = torch.empty_like(value, device="meta").stride()
         name = str(value.dtype).removeprefix("torch.")
-        return ["tensor", [name, list(value.shape), list(layout), value.requires_grad]]
+        place = "cpu" if value.is_cpu else "cuda"
+        return ["tensor", [name, list(value.shape), list(layout), value.requires_grad, place]]
     if isinstance(value, (list, tuple)):
         kind = "list" if isinstance(value, list) else "tuple"
         return [kind, [_describe(item, tensors, f"{where}[{i}]") for i, item in enumerate(value)]]
@@ -306,18 +307,38 @@ def _describe(value: Any, tensors: list[Tensor], where: str) -> Any:
     )
 
 
-def _build(described: Any, tensors: list[Tensor]) -> Any:
-    """The value that `_describe` described, with tensors to be filled, which go to the list."""
+def _on_gpu(optimizer: torch.optim.Optimizer) -> Tensor | None:
+    """A parameter on this rank's GPU."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return next((p for p in parameters if p.is_cuda), None)
+
+
+def _build(described: Any, tensors: list[Tensor], on_gpu: Tensor | None) -> Any:
+    """The value that `_describe` described, with tensors to be filled, which go to the list.
+
+    Those of the root's GPU are made where `on_gpu` is.
+    """
     kind, content = described
     if kind == "plain":
         return content
     if kind == "tensor":
-        name, shape, layout, requires_grad = content
-        tensor = torch.empty_strided(shape, layout, dtype=getattr(torch, name))
+        name, shape, layout, requires_grad, place = content
+        dtype = getattr(torch, name)
+        if place == "cpu":
+            tensor = torch.empty_strided(shape, layout, dtype=dtype)
+        elif on_gpu is not None:
+            tensor = on_gpu.new_empty_strided(shape, layout, dtype=dtype)
+        else:
+            raise MismatchError(
+                "broadcast_optimizer_state: the root has state on a GPU, and this rank has its parameters on the CPU. "
+                "Put the model on the same kind of device on every rank."
+            )
         tensor.requires_grad_(requires_grad)
         tensors.append(tensor)
         return tensor
     if kind == "dict":
-        return {_build(key, tensors): _build(item, tensors) for key, item in content}
-    items = [_build(item, tensors) for item in content]
+        return {
+            _build(key, tensors, on_gpu): _build(item, tensors, on_gpu) for key, item in content
+        }
+    items = [_build(item, tensors, on_gpu) for item in content]
     return items if kind == "list" else tuple(items)

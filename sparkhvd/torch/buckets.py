@@ -35,11 +35,12 @@ import torch
 from torch import Tensor
 from torch.autograd.variable import Variable
 
-from sparkhvd.engine import ReduceOp, Work
+from sparkhvd.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.agreement import Agreement
 from sparkhvd.torch.collectives.broadcasts import start_broadcast
+from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.dense_gradients import (
@@ -50,6 +51,8 @@ from sparkhvd.torch.dense_gradients import (
     ReduceOptions,
     ViewBucket,
 )
+from sparkhvd.torch.device import Device, opened
+from sparkhvd.torch.device_bucket import DeviceBucket, give_memory
 from sparkhvd.torch.gradient_memory import GradientMemory, needed_bytes
 from sparkhvd.torch.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.sharded_bucket import ShardedBucket
@@ -141,6 +144,7 @@ class Reducer:
         if not (options.as_views or options.sparse_as_dense or options.sharded):
             self._undecided = list(self._entries)
         self._vote: LayoutVote | None = None
+        self._device = self._open_device()
         self._low_rank = self._claim(options.compression)
         self._joins = context.joins
         self._agreement: Agreement | None = self._offer_agreement()
@@ -148,7 +152,7 @@ class Reducer:
         # Whether hooks may submit: all ranks have agreed on what there is to reduce.
         self._is_settled = options.as_views
         self._is_submitted = False  # all that belongs to this cycle
-        self._overlaps = _is_worth_overlapping(context, options.ranks)
+        self._overlaps = self._device is not None or _is_worth_overlapping(context, options.ranks)
         self._names = self.label
         self._plan_number = 0
         self._buckets: list[Bucket] = []
@@ -159,13 +163,33 @@ class Reducer:
         self._order: list[int] | None = (
             [] if len(self._buckets) > 1 and not options.groups else None
         )
-        self._agreed_order: tuple[Tensor, Work] | None = None
+        self._agreed_order: tuple[Tensor, Operation] | None = None
         self._hooks = [
             entry.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), entry))
             for entry in self._entries
         ]
         self._finalizer = weakref.finalize(self, _remove, self._hooks)
         self._finalizer.atexit = False
+
+    def _open_device(self) -> Device | None:
+        """This rank's GPU, if it has parameters there."""
+        device: Device | None = None
+        options = self.options
+        for entry in self._entries:
+            if entry.param.is_cpu:
+                continue
+            device = opened(self.context, f"DistributedOptimizer, {entry.name!r}", entry.param)
+            asked = "sharded=True" if options.sharded else ""
+            if options.as_views:
+                asked = "gradient_as_bucket_view=True"
+            if isinstance(options.compression, PowerSGD):
+                asked = repr(options.compression)
+            if asked:
+                raise InvalidArgumentError(
+                    f"DistributedOptimizer: {entry.name!r} is on {entry.param.device}, and {asked} is for parameters "
+                    "of the CPU. Leave it out: gradients on a GPU are views of their bucket as it is."
+                )
+        return device
 
     def _claim(self, compression: type[Compressor] | Compressor) -> PowerSGD | None:
         if not isinstance(compression, PowerSGD):
@@ -218,6 +242,8 @@ class Reducer:
         if self._passes_left > 1:
             return
         entry.grad = entry.param.grad
+        if self._device is not None and not entry.param.is_cpu:
+            entry.stream = self._device.stream()
         if self._order is not None:
             self._order.append(entry.index)
         bucket = entry.bucket
@@ -289,6 +315,7 @@ class Reducer:
             self._settle()
         elif self._undecided:
             self._vote = self._start_vote()
+        self._give_memory(self._buckets, is_registered=self._is_settled)
         for bucket in self._buckets:
             if bucket.work is None:
                 self._submit(bucket)
@@ -372,9 +399,10 @@ class Reducer:
         agreement = self._agreement
         if agreement is not None:
             agreement.check()  # every rank has sent its part when it built the optimizer
-        if not self._undecided:
+        if not self._undecided and self._device is None:
             self.submit_all()
             return
+        # On a GPU the memory is made first, for which all ranks wait.
         if self._undecided and self._vote is None:
             self._vote = self._start_vote()
         self.in_flight = True
@@ -403,6 +431,7 @@ class Reducer:
         if not late:
             return
         buckets = self._divide([entry.index for entry in late])
+        self._give_memory(buckets, is_registered=True)
         for bucket in buckets:
             self._submit(bucket)
         self._buckets += buckets
@@ -418,6 +447,7 @@ class Reducer:
             e for e, found in zip(self._undecided, votes.layouts, strict=True) if found is not None
         ]
         buckets = [self._bucket(f"{self.label}.late.{entry.index}", [entry]) for entry in late]
+        self._give_memory(buckets, is_registered=False)
         for bucket in buckets:
             self._submit(bucket)
         for bucket in buckets:
@@ -473,9 +503,10 @@ class Reducer:
             f"{_in_words(options.compression)}, bucket_bytes {options.bucket_bytes}, {groups}"
             f"{', gradients as views' if options.as_views else ''}"
             f"{', sharded' if options.sharded else ''}"
-            f"{', sparse as dense' if options.sparse_as_dense else ''}",
+            f"{', sparse as dense' if options.sparse_as_dense else ''}"
+            f"{self._device_options()}",
             *[
-                f"{entry.name!r} with shape {entry.shape}, {entry.dtype}{state}"
+                f"{entry.name!r} with shape {entry.shape}, {entry.dtype}{_place(entry)}{state}"
                 for entry, state in zip(self._entries, states, strict=True)
             ],
         ]
@@ -483,6 +514,9 @@ class Reducer:
         return Agreement(
             self.context, self.label, options.process_set, options.ranks, description, strides
         )
+
+    def _device_options(self) -> str:
+        return f", device_bucket_bytes {self.options.device_bucket_bytes}" if self._device else ""
 
     # --- The plan. ---
 
@@ -500,19 +534,41 @@ class Reducer:
             self._entries[index].bucket = Parked()
         self._buckets = self._divide([index for index in order if index not in waiting])
         self._two_rounds = [b for b in self._buckets if isinstance(b, LowRankBucket)]
+        if self._is_settled:
+            self._give_memory(self._buckets, is_registered=True)
+
+    def _give_memory(self, buckets: Sequence[Bucket], *, is_registered: bool) -> None:
+        """To buckets on the GPU that have none; the same on every rank. Waits for them if it is registered."""
+        if self._device is None:
+            return
+        lacking = [b for b in buckets if isinstance(b, DeviceBucket) and not b.has_memory]
+        give_memory(
+            self.context.engine,
+            self._device,
+            lacking,
+            name=f"{self._names}.memory.{self._plan_number}",
+            process_set=self.options.process_set,
+            is_registered=is_registered,
+        )
 
     def _divide(self, order: Sequence[int]) -> list[Bucket]:
         """Make buckets of these parameters."""
         entries, options = self._entries, self.options
         dense = [index for index in order if not entries[index].sparse_dim]
-        among = set(dense)
-        plan = plan_buckets(
-            [entry.num_bytes for entry in entries],
-            [(entry.wire_dtype, self._is_low_rank(entry)) for entry in entries],
-            dense,
-            options.bucket_bytes,
-            [[index for index in group if index in among] for group in options.groups],
-        )
+        plan: list[tuple[int, ...]] = []
+        for is_cpu, bucket_bytes in (
+            (True, options.bucket_bytes),
+            (False, options.device_bucket_bytes),
+        ):
+            there = [index for index in dense if entries[index].param.is_cpu is is_cpu]
+            among = set(there)
+            plan += plan_buckets(
+                [entry.num_bytes for entry in entries],
+                [(entry.wire_dtype, self._is_low_rank(entry)) for entry in entries],
+                there,
+                bucket_bytes,
+                [[index for index in group if index in among] for group in options.groups],
+            )
         # A new plan has new names, because the old ones mean other shapes to the engine.
         prefix = f"{self._names}.{self._plan_number}"
         self._plan_number += 1
@@ -522,12 +578,20 @@ class Reducer:
         buckets = [self._bucket(f"{prefix}.{n}", bucket) for n, bucket in enumerate(divided)]
         sparse = [entries[index] for index in order if entries[index].sparse_dim]
         buckets += [
-            SparseBucket(f"{prefix}.sparse.{n}", entry, options) for n, entry in enumerate(sparse)
+            SparseBucket(
+                f"{prefix}.sparse.{n}",
+                entry,
+                options,
+                None if entry.param.is_cpu else self.context,
+            )
+            for n, entry in enumerate(sparse)
         ]
         return buckets
 
     def _bucket(self, name: str, entries: list[Entry]) -> Bucket:
         options = self.options
+        if self._device is not None and not entries[0].param.is_cpu:
+            return DeviceBucket(name, entries, self._flagged, options, self._device, self.context)
         if options.sharded:
             place = options.ranks.index(self.context.engine.topology.rank)
             return ShardedBucket(name, entries, self._flagged, options, place)
@@ -622,6 +686,10 @@ def _is_worth_overlapping(context: Context, ranks: Sequence[int]) -> bool:
 
 def _reduced_parameters(context: Context) -> Iterable[Tensor]:
     return list(context.owners or ())
+
+
+def _place(entry: Entry) -> str:
+    return "" if entry.param.is_cpu else " on a GPU"
 
 
 def _in_words(compression: type[Compressor] | Compressor) -> str:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import Engine, ReduceOp, Work, allreduce_call
+from sparkhvd.engine import Engine, ReduceOp, allreduce_call
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.gradient_memory import GradientMemory
@@ -31,6 +32,7 @@ __all__ = [
     "give_back",
     "owns_memory",
     "require_cpu",
+    "require_same_place",
     "require_same_shape",
 ]
 
@@ -47,6 +49,7 @@ class ReduceOptions:
         passes: backward passes per cycle; their gradients add up locally and are not divided.
         sparse_as_dense: send sparse gradients as dense ones.
         bucket_bytes: when a bucket is full.
+        device_bucket_bytes: the same of one on a GPU.
         groups: parameter numbers that share a bucket.
         process_set: the engine's number of the ranks that reduce.
         ranks: their global ranks, ascending.
@@ -61,6 +64,7 @@ class ReduceOptions:
     passes: int
     sparse_as_dense: bool
     bucket_bytes: int
+    device_bucket_bytes: int = 32 << 20
     groups: tuple[tuple[int, ...], ...] = ()
     process_set: int = 0
     ranks: tuple[int, ...] = ()
@@ -81,7 +85,7 @@ class Bucket(Protocol):
     name: str
     entries: list[Entry]
     pending: int
-    work: Work | None
+    work: Operation | None
 
     def start(self, engine: Engine) -> None:
         """Submit; an entry's `grad` is None where `take` found none."""
@@ -117,6 +121,7 @@ class Entry:
         "place",
         "shape",
         "sparse_dim",
+        "stream",
         "stride",
         "wire_dtype",
     )
@@ -134,6 +139,7 @@ class Entry:
         self.grad: Tensor | None = None  # this cycle's gradient, once it is complete
         self.missing = False  # this rank's gradient is a stand-in of zeros
         self.address = -1  # of what was sent last; the call is told when it changes
+        self.stream: int | None = None  # of the GPU, on which the gradient became complete
         self.place = -1  # where the gradient lay when it was submitted; -1 of a sparse one
 
     @property
@@ -158,7 +164,7 @@ class Entry:
         require_same_dtype(self)
         require_same_shape(self, self.param)
         # The optimizer's own tensor, so that a later backward pass is noticed.
-        grad = torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
+        grad = self.param.detach().new_empty_strided(self.shape, self.stride).zero_()
         self.param.grad = grad
         self.missing = True
         return grad
@@ -183,7 +189,7 @@ class GradientBucket:
         self.name = name
         self.entries = entries
         self.pending = len(entries)
-        self.work: Work | None = None
+        self.work: Operation | None = None
         # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
         self.sent: list[tuple[Entry, Tensor, Any]] = []
         for entry in entries:
@@ -202,6 +208,7 @@ class GradientBucket:
         for entry in self.entries:
             entry.grad = None
             entry.missing = False
+            entry.stream = None
 
 
 class DenseBucket(GradientBucket):
@@ -402,8 +409,17 @@ def require_cpu(entry: Entry, grad: Tensor) -> None:
     """Refuse gradients on another device."""
     if not grad.is_cpu:
         raise InvalidArgumentError(
-            f"DistributedOptimizer: the gradient of {entry.name!r} is on {grad.device}, and this version "
-            "of sparkhvd moves CPU tensors only. Keep the model on the CPU."
+            f"DistributedOptimizer: {entry.name!r} was on the CPU when the optimizer was built, and its gradient is on "
+            f"{grad.device} now. Build DistributedOptimizer after the model is where it stays."
+        )
+
+
+def require_same_place(entry: Entry, grad: Tensor) -> None:
+    """Refuse gradients that are not where the parameter is."""
+    if grad.device != entry.param.device:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: {entry.name!r} is on {entry.param.device} and its gradient on {grad.device}. Build "
+            "DistributedOptimizer after the model is where it stays."
         )
 
 

@@ -154,6 +154,7 @@ class Distributed(torch.optim.Optimizer):
                 passes=configuration.passes,
                 sparse_as_dense=configuration.sparse_as_dense,
                 bucket_bytes=self._context.engine.settings.bucket_bytes,
+                device_bucket_bytes=self._context.engine.settings.device_bucket_bytes,
                 groups=numbers,
                 process_set=configuration.number,
                 ranks=configuration.ranks,

@@ -22,6 +22,7 @@ from torch import Tensor
 from sparkhvd.engine import Engine, ReduceOp, Work, allreduce_call
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
+from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compressor
 from sparkhvd.torch.dense_gradients import (
@@ -337,7 +338,7 @@ class LowRankBucket:
         self.name = name
         self.entries = entries
         self.pending = len(entries)
-        self.work: Work | None = None
+        self.work: Operation | None = None
         self.sent: list[Any] = []
         self._options = options
         self._neighbours = neighbours

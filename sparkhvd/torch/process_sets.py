@@ -192,3 +192,11 @@ def members(process_set: ProcessSet) -> list[int]:
     """The global ranks of a registered set, ascending."""
     ranks = process_set.ranks
     return list(range(context().engine.topology.size)) if ranks is None else ranks
+
+
+def num_members(ctx: Context, number: int) -> int:
+    """How many ranks a registered set has, given by the engine's number."""
+    if number == 0:
+        return ctx.engine.topology.size
+    ranks = [ranks for ranks, each in ctx.process_sets.items() if each._number == number]
+    return len(ranks[0])

@@ -23,12 +23,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import DType, Engine, ReduceOp, Work
+from sparkhvd.engine import DType, Engine, ReduceOp
 from sparkhvd.errors import MismatchError
 from sparkhvd.torch._context import Context
-from sparkhvd.torch.collectives.allgathers import gathered, start_allgather, unpack
+from sparkhvd.torch.collectives.allgathers import gathered, joined_by, start_allgather
+from sparkhvd.torch.collectives.device_gathers import start_device_allgather
+from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import view
-from sparkhvd.torch.dense_gradients import Entry, ReduceOptions, require_cpu, require_same_shape
+from sparkhvd.torch.dense_gradients import (
+    Entry,
+    ReduceOptions,
+    require_same_place,
+    require_same_shape,
+)
 
 __all__ = ["LayoutVote", "SparseBucket", "Votes"]
 
@@ -179,15 +186,19 @@ class SparseBucket:
         name: of the operation.
         entry: the parameter.
         options: how to reduce: Average or Sum, compression of the values.
+        gpu: of a parameter on a GPU, the optimizer's context. There `wait` waits for the GPU, to learn what came.
     """
 
-    __slots__ = ("_context", "_options", "entries", "name", "pending", "sent", "work")
+    __slots__ = ("_context", "_gpu", "_options", "entries", "name", "pending", "sent", "work")
 
-    def __init__(self, name: str, entry: Entry, options: ReduceOptions) -> None:
+    def __init__(
+        self, name: str, entry: Entry, options: ReduceOptions, gpu: Context | None = None
+    ) -> None:
+        self._gpu = gpu
         self.name = name
         self.entries = [entry]
         self.pending = 1
-        self.work: Work | None = None
+        self.work: Operation | None = None
         self.sent: list[Any] = []
         self._options = options
         self._context: Any = None  # the compression's
@@ -196,6 +207,11 @@ class SparseBucket:
     def start(self, engine: Engine) -> None:
         """Submit what this rank has, which may be nothing."""
         parts = [part.view(torch.uint8) for part in self._message(self.entries[0])]
+        if self._gpu is not None:
+            self.work = start_device_allgather(
+                self._gpu, self.name, parts, self._options.process_set
+            )
+            return
         views = [view(part, None) for part in parts]
         call = engine.prepare_allgather(views, DType.UINT8, self._options.process_set)
         self.work = engine.start(call, self.name, parts)
@@ -220,7 +236,7 @@ class SparseBucket:
         self.work.wait()
         entry = self.entries[0]
         heads, indices, values = [
-            part for part, _ in unpack(self.work, torch.uint8, self._shapes(entry))
+            part for part, _ in joined_by(self.work, torch.uint8, self._shapes(entry))
         ]
         said = heads.view(torch.int64).flatten().tolist()
         if any(each in (_DENSE, _OTHER_DIMS) for each in said):
@@ -237,13 +253,14 @@ class SparseBucket:
         grad = entry.grad
         said = _NO_GRADIENT
         if grad is not None:
-            require_cpu(entry, grad)
+            require_same_place(entry, grad)
             require_same_shape(entry, grad)
             found = _sparse_dim(grad)
             said = _AS_PLANNED if found == entry.sparse_dim else _OTHER_DIMS if found else _DENSE
         if grad is None or said != _AS_PLANNED:
-            indices = torch.empty((0, entry.sparse_dim), dtype=torch.int64)
-            values = torch.empty((0, *entry.shape[entry.sparse_dim :]), dtype=entry.dtype)
+            param = entry.param.detach()
+            indices = param.new_empty((0, entry.sparse_dim), dtype=torch.int64)
+            values = param.new_empty((0, *entry.shape[entry.sparse_dim :]))
         else:
             indices, values = (
                 _rows(grad._indices().t(), entry.sparse_dim),
@@ -251,7 +268,7 @@ class SparseBucket:
             )
         values, self._context = self._options.compression.compress(values)
         wire = _rows(values.to(entry.wire_dtype), _row_length(entry))
-        return torch.tensor([[said]]), indices, wire
+        return indices.new_full((1, 1), said), indices, wire
 
     def _shapes(self, entry: Entry) -> list[tuple[int, int]]:
         row_bytes = _row_length(entry) * entry.wire_dtype.itemsize

@@ -13,8 +13,9 @@ from sparkhvd.engine import DType, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_list
+from sparkhvd.torch.collectives.device_gathers import DeviceGather, start_device_allgather
 from sparkhvd.torch.collectives.groups import start_group
-from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import as_sent, engine_dtype, view, wants_gradient
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
@@ -28,7 +29,7 @@ Gathered = list[tuple[Tensor, tuple[int, ...]]]
 
 
 def start_allgather(ctx: Context, name: str, tensor: Tensor, process_set: int = 0) -> Work:
-    """Submit a tensor of at least one dimension."""
+    """Submit a tensor of the CPU, of at least one dimension."""
     return _start_one_type(ctx, name, [tensor], process_set)
 
 
@@ -89,8 +90,47 @@ def _start_one_type(
     )
 
 
+def start_single_allgather(
+    tensor: Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
+) -> tuple[Handle, list[int]]:
+    """A handle for the joined tensor; when it has been waited for, the list has every rank's rows.
+
+    `is_awaited` says that it is waited for at once.
+    """
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name("allgather", name, number)
+    rows: list[int] = []
+    work: Work | DeviceGather
+    if isinstance(tensor, Tensor) and not tensor.is_cpu:
+        _check(name, tensor)
+        work = start_device_allgather(ctx, name, [tensor], number, is_awaited=is_awaited)
+    else:
+        work = start_allgather(ctx, name, tensor, number)
+    dtype, shape = tensor.dtype, tensor.shape
+
+    def finish() -> Tensor:
+        joined, counts = joined_by(work, dtype, [shape])[0]
+        rows.extend(counts)
+        return joined
+
+    return Handle(name, (work,), finish=finish), rows
+
+
+def joined_by(work: Operation, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Gathered:
+    """What a finished allgather of either plane has made: as `unpack`."""
+    if isinstance(work, DeviceGather):
+        return work.outcome()
+    assert isinstance(work, Work)
+    return unpack(work, dtype, shapes)
+
+
 def start_grouped_allgather(
-    tensors: Iterable[Tensor], name: str | None, process_set: ProcessSet
+    tensors: Iterable[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    is_awaited: bool = False,
 ) -> tuple[Handle, list[tuple[int, ...]]]:
     """A handle for the tuple of joined tensors; when it has been waited for, the list has every rank's rows."""
     ctx = context()
@@ -103,9 +143,12 @@ def start_grouped_allgather(
     rows: list[tuple[int, ...]] = [()] * len(kinds)
     parts: list[list[int]] = []
 
-    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Work:
+    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
         parts.append(indices)
-        return _start_one_type(ctx, part, [tensors[i] for i in indices], number, digest)
+        given = [tensors[i] for i in indices]
+        if given[0].is_cpu:
+            return _start_one_type(ctx, part, given, number, digest)
+        return start_device_allgather(ctx, part, given, number, digest, is_awaited=is_awaited)
 
     works = start_group(name, tensors, start, first_dimensions_differ=True)
 
@@ -113,7 +156,9 @@ def start_grouped_allgather(
         joined: list[Tensor] = [torch.empty(0)] * len(kinds)
         for work, indices in zip(works, parts, strict=True):
             dtype, shapes = kinds[indices[0]][0], [kinds[index][1] for index in indices]
-            for index, (tensor, counts) in zip(indices, unpack(work, dtype, shapes), strict=True):
+            for index, (tensor, counts) in zip(
+                indices, joined_by(work, dtype, shapes), strict=True
+            ):
                 joined[index], rows[index] = tensor, counts
         return tuple(joined)
 
@@ -124,12 +169,7 @@ def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start an `allgather`; `synchronize` gives the joined tensor. No gradient flows through it."""
-    ctx = context()
-    number = set_id(process_set)
-    name = ctx.name("allgather", name, number)
-    work = start_allgather(ctx, name, tensor, number)
-    dtype, shape = tensor.dtype, tensor.shape
-    return Handle(name, (work,), finish=lambda: gathered(work, dtype, shape)[0])
+    return start_single_allgather(tensor, name, process_set)[0]
 
 
 def allgather(
@@ -156,7 +196,8 @@ def allgather(
 
         joined: Tensor = Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]  # torch's
         return joined
-    result: Tensor = allgather_async(tensor, name, process_set).wait()
+    handle, _ = start_single_allgather(tensor, name, process_set, is_awaited=True)
+    result: Tensor = handle.wait()
     return result
 
 
@@ -177,5 +218,6 @@ def grouped_allgather(
 
         joined: tuple[Tensor, ...] = GroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return joined
-    result: tuple[Tensor, ...] = grouped_allgather_async(tensors, name, process_set).wait()
+    handle, _ = start_grouped_allgather(tensors, name, process_set, is_awaited=True)
+    result: tuple[Tensor, ...] = handle.wait()
     return result

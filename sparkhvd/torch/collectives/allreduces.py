@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import DType, ReduceOp, Work
+from sparkhvd.engine import DType, ReduceOp
 from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import check_compression, to_factor, to_list
+from sparkhvd.torch.collectives import device_works
 from sparkhvd.torch.collectives.groups import start_group
-from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
     as_sent,
     engine_dtype,
@@ -46,10 +47,15 @@ def _start(
     prescale: float,
     postscale: float,
     process_set: int,
-) -> list[Work]:
+) -> list[Operation]:
     """Submit contiguous tensors as one operation per element type; usually that is one."""
 
-    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Work:
+    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
+        if not inputs[indices[0]].is_cpu:
+            given, made = [inputs[i] for i in indices], [outputs[i] for i in indices]
+            return device_works.start_allreduce(
+                ctx, part, given, made, op, prescale, postscale, process_set, digest
+            )
         views = [view(inputs[i], outputs[i]) for i in indices]
         call = ctx.engine.prepare_allreduce(
             views, dtype, op, prescale, postscale, process_set, digest
@@ -85,6 +91,11 @@ def _run_one(
         source = as_sent(source)
         target = torch.empty_like(source)
         keep = (source, target)  # nobody else has these
+    if not source.is_cpu:
+        device_works.start_allreduce(
+            ctx, name, [source], [target], op, prescale, postscale, number
+        ).wait()
+        return target
     views = (view(source, target),)
     call = ctx.engine.prepare_allreduce(views, dtype, op, prescale, postscale, number)
     ctx.engine.run(call, name, keep)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from sparkhvd.engine import Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import context
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.collectives.allgathers import gathered
+from sparkhvd.torch.collectives.device_gathers import DeviceGather, start_device_alltoall
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import as_sent, engine_dtype, view, wants_gradient
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
@@ -51,22 +53,41 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start an `alltoall`; `synchronize` gives `(output, received_splits)`, also without `splits`. No gradient."""
+    return start_alltoall(tensor, splits, name, process_set)
+
+
+def start_alltoall(
+    tensor: Tensor,
+    splits: Splits | None,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    is_awaited: bool = False,
+) -> Handle:
+    """As `alltoall_async`; `is_awaited` says that it is waited for at once."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("alltoall", name, number)
     dtype = engine_dtype(name, tensor)
-    source = as_sent(tensor)
     numbers = split_numbers(name, splits)
     if numbers is not None and not numbers:
         raise InvalidArgumentError(
             f"{name}: 0 splits were given. Give one per rank of the process set, or None for equal parts."
         )
-    call = ctx.engine.prepare_alltoall(view(source, None), numbers, dtype, number)
-    work = ctx.engine.start(call, name, source)
     kind, shape = tensor.dtype, tensor.shape
+    work: Work | DeviceGather
+    if tensor.is_cpu:
+        source = as_sent(tensor)
+        call = ctx.engine.prepare_alltoall(view(source, None), numbers, dtype, number)
+        work = ctx.engine.start(call, name, source)
+    else:
+        work = start_device_alltoall(ctx, name, tensor, numbers, number, is_awaited=is_awaited)
 
     def finish() -> tuple[Tensor, Tensor]:
-        output, rows = gathered(work, kind, shape)
+        if isinstance(work, DeviceGather):
+            output, rows = work.outcome()[0]
+        else:
+            output, rows = gathered(work, kind, shape)
         return output, torch.tensor(rows, dtype=torch.int32)
 
     return Handle(name, (work,), finish=finish)
@@ -105,5 +126,5 @@ def alltoall(
 
         output, received = Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]  # torch's
     else:
-        output, received = alltoall_async(tensor, splits, name, process_set).wait()
+        output, received = start_alltoall(tensor, splits, name, process_set, is_awaited=True).wait()
     return output if splits is None else (output, received)

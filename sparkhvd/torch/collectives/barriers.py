@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sparkhvd.torch._context import context
+import torch
+
+from sparkhvd.torch._context import Context, context
+from sparkhvd.torch.device import open_device
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["barrier", "join"]
@@ -24,7 +27,8 @@ def join(device: int = -1) -> int:
     Adasum, raises a `MismatchError` on all of them. Nothing is read from or written to this rank's tensors.
 
     Args:
-        device: Horovod's; has no effect.
+        device: this rank's GPU, if the others may reduce tensors on theirs before this rank has had one there; -1 is
+            torch's current device, if CUDA has been used, or none.
 
     Returns:
         The rank that joined last: the one whose state is the newest.
@@ -32,8 +36,8 @@ def join(device: int = -1) -> int:
     Raises:
         CollectiveTimeoutError, PeerLostError: as for `allreduce`; while others work, the wait goes on.
     """
-    del device
     ctx = context()
+    _open_device(ctx, device)
     mine = ctx.engine.topology.rank
     sets = [each for each in list(ctx.process_sets.values()) if mine in (each.ranks or ())]
     work = ctx.engine.join()
@@ -45,3 +49,13 @@ def join(device: int = -1) -> int:
     for other in others:
         other.wait(ctx.engine.settings.stall_shutdown_s or None)
     return work.output().rows[0]
+
+
+def _open_device(ctx: Context, device: int) -> None:
+    """A rank that has joined takes part in the others' operations on GPUs, with zeros, on its own."""
+    if ctx.device is not None:
+        return
+    if device < 0 and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+    if device >= 0 and (ctx.opener is not None or torch.cuda.is_available()):
+        open_device(ctx, device)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import Call, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_integer
-from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives import device_works
+from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
     as_sent,
     engine_dtype,
@@ -24,24 +24,24 @@ from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 
 
-def _prepare(
-    ctx: Context, name: str, source: Tensor, target: Tensor, root_rank: int, process_set: int
-) -> Call:
-    dtype = engine_dtype(name, source)
+def _root(ctx: Context, name: str, root_rank: int) -> int:
     size = ctx.engine.topology.size
     root = to_integer(root_rank)
     if root is None or not 0 <= root < size:
         raise InvalidArgumentError(
             f"{name}: root_rank is {root_rank!r}; with {size} ranks it must be from 0 to {size - 1}."
         )
-    return ctx.engine.prepare_broadcast(view(source, target), root, dtype, process_set)
+    return root
 
 
 def start_broadcast(
     ctx: Context, name: str, source: Tensor, target: Tensor, root_rank: int, process_set: int = 0
-) -> Work:
+) -> Operation:
     """Submit contiguous tensors; `target` may be `source`."""
-    call = _prepare(ctx, name, source, target, root_rank, process_set)
+    dtype, root = engine_dtype(name, source), _root(ctx, name, root_rank)
+    if not source.is_cpu:
+        return device_works.start_broadcast(ctx, name, source, target, root, dtype, process_set)
+    call = ctx.engine.prepare_broadcast(view(source, target), root, dtype, process_set)
     return ctx.engine.start(call, name, lend(source, target))
 
 
@@ -118,8 +118,13 @@ def broadcast_(
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("broadcast", name, number)
-    engine_dtype(name, tensor)
+    dtype = engine_dtype(name, tensor)
     require_contiguous(name, tensor)
-    ctx.engine.run(_prepare(ctx, name, tensor, tensor, root_rank, number), name, lend(tensor))
+    if tensor.is_cpu:
+        root = _root(ctx, name, root_rank)
+        call = ctx.engine.prepare_broadcast(view(tensor, tensor), root, dtype, number)
+        ctx.engine.run(call, name, lend(tensor))
+    else:
+        start_broadcast(ctx, name, tensor, tensor, root_rank, number).wait()
     written((tensor,))
     return tensor

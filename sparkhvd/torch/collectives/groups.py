@@ -1,4 +1,4 @@
-"""Groups of tensors of several element types: one operation per type, and all of them or none.
+"""Groups of tensors of several element types: one operation per type and plane (CPU, GPU), and all of them or none.
 
 Each operation carries a digest of the whole group, so where the ranks' groups differ in anything, every operation that
 all ranks have is refused on all of them. There always is one: the first bears the group's own name. What only some
@@ -12,16 +12,20 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from sparkhvd.engine import DType, ReduceOp, Work
+from sparkhvd.engine import DType, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import by_dtype
 
 __all__ = ["start_group"]
 
 _FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
 
-# Submits the tensors at these places, all of one element type, under a name and with a digest.
-Start = Callable[[str, DType, list[int], tuple[int, ...]], Work]
+# What the digest has of where a tensor is.
+_GPU: tuple[tuple[str, ...], ...] = ((), ("gpu",))
+
+# Submits the tensors at these places, all of one element type and plane, under a name and with a digest.
+Start = Callable[[str, DType, list[int], tuple[int, ...]], Operation]
 
 
 def start_group(
@@ -32,8 +36,8 @@ def start_group(
     prescale: float = 1.0,
     postscale: float = 1.0,
     first_dimensions_differ: bool = False,
-) -> list[Work]:
-    """Submit a group as one operation per element type; usually that is one.
+) -> list[Operation]:
+    """Submit a group as one operation per element type and plane; usually that is one.
 
     Args:
         name: of the group.
@@ -47,14 +51,20 @@ def start_group(
     parts = by_dtype(name, tensors)
     digest: tuple[int, ...] = ()
     if len(parts) > 1:
-        _check(name, list(parts), op, prescale, postscale)
-        kinds = [(str(x.dtype), tuple(x.shape[int(first_dimensions_differ) :])) for x in tensors]
+        _check(name, [dtype for dtype, _ in parts], op, prescale, postscale)
+        kinds = [
+            (str(x.dtype), tuple(x.shape[int(first_dimensions_differ) :]), *_GPU[not x.is_cpu])
+            for x in tensors
+        ]
         whole = hashlib.sha256(repr(kinds).encode()).digest()
         digest = (int.from_bytes(whole[:7], "little"),)
-    return [
-        start(name if number == 0 else f"{name}.{dtype.name.lower()}", dtype, indices, digest)
-        for number, (dtype, indices) in enumerate(parts.items())
-    ]
+    started: list[Operation] = []
+    for (dtype, is_cpu), indices in parts.items():
+        part = name
+        if started:
+            part = f"{name}.{dtype.name.lower()}{'' if is_cpu else '.gpu'}"
+        started.append(start(part, dtype, indices, digest))
+    return started
 
 
 def _check(

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from sparkhvd.engine import Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import written
 
-__all__ = ["Handle", "poll", "synchronize"]
+__all__ = ["Handle", "Operation", "poll", "synchronize"]
+
+
+class Operation(Protocol):
+    """What is in flight: the engine's `Work`, or an operation on a GPU."""
+
+    def done(self) -> bool:
+        """Whether it has finished, on the GPU too; raises its error."""
+
+    def wait(self) -> None:
+        """Return when its result may be used: by the host, or by this thread's current stream of the GPU."""
 
 
 class Handle:
@@ -30,7 +39,7 @@ class Handle:
     def __init__(
         self,
         name: str,
-        works: Sequence[Work],
+        works: Sequence[Operation],
         result: Any = None,
         changed: Sequence[Tensor] = (),
         finish: Callable[[], Any] | None = None,

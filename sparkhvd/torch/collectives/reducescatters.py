@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sparkhvd.engine import DType, ReduceOp, Work
+from sparkhvd.engine import DType, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import context
 from sparkhvd.torch.arguments import check_compression, to_factor, to_list
+from sparkhvd.torch.collectives import device_works
 from sparkhvd.torch.collectives.groups import start_group
-from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
     Average,
     as_sent,
@@ -65,12 +65,14 @@ def start_reducescatter(
                 "Use allreduce."
             )
     inputs = [as_sent(tensor) for tensor in tensors]
-    outputs = [
-        torch.empty((own_rows(x.shape[0], len(ranks), place), *x.shape[1:]), dtype=x.dtype)
-        for x in inputs
-    ]
+    outputs = [x.new_empty((own_rows(x.shape[0], len(ranks), place), *x.shape[1:])) for x in inputs]
 
-    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Work:
+    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
+        if not inputs[indices[0]].is_cpu:
+            given, made = [inputs[i] for i in indices], [outputs[i] for i in indices]
+            return device_works.start_reducescatter(
+                ctx, part, given, made, op, prescale, postscale, number, digest
+            )
         views = [view(inputs[i], outputs[i]) for i in indices]
         call = ctx.engine.prepare_reducescatter(
             views, dtype, op, prescale, postscale, number, digest

@@ -66,7 +66,11 @@ def to_op(op: ReduceOp | int) -> ReduceOp:
 
 def engine_dtype(what: str, tensor: Tensor) -> DType:
     """The engine's name of a tensor's element type; checks that the engine can take the tensor at all."""
-    if isinstance(tensor, Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
+    if (
+        isinstance(tensor, Tensor)
+        and (tensor.is_cpu or tensor.is_cuda)
+        and tensor.layout is torch.strided
+    ):
         dtype = DTYPES.get(tensor.dtype)
         if dtype is not None:
             return dtype
@@ -76,10 +80,10 @@ def engine_dtype(what: str, tensor: Tensor) -> DType:
 def _refusal(what: str, tensor: Any) -> str:
     if not isinstance(tensor, Tensor):
         return f"{what}: expected a torch.Tensor, got {type(tensor).__name__}. Wrap it with torch.as_tensor()."
-    if not tensor.is_cpu:
+    if not (tensor.is_cpu or tensor.is_cuda):
         return (
-            f"{what}: the tensor is on {tensor.device}, and this version of sparkhvd moves CPU tensors only. "
-            "Move it with .cpu()."
+            f"{what}: the tensor is on {tensor.device}, and sparkhvd moves tensors of the CPU and of NVIDIA's GPUs. "
+            "Move it with .cpu() or .cuda()."
         )
     if tensor.layout is not torch.strided:
         return (
@@ -92,11 +96,11 @@ def _refusal(what: str, tensor: Any) -> str:
     )
 
 
-def by_dtype(what: str, tensors: Sequence[Tensor]) -> dict[DType, list[int]]:
-    """Which tensors have each element type: an operation takes tensors of one type."""
-    parts: dict[DType, list[int]] = {}
+def by_dtype(what: str, tensors: Sequence[Tensor]) -> dict[tuple[DType, bool], list[int]]:
+    """Which tensors have each element type, on the CPU (True) and on a GPU: an operation takes those of one kind."""
+    parts: dict[tuple[DType, bool], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        parts.setdefault(engine_dtype(what, tensor), []).append(index)
+        parts.setdefault((engine_dtype(what, tensor), tensor.is_cpu), []).append(index)
     return parts
 
 

@@ -1,0 +1,342 @@
+"""One bucket of gradients on a GPU: one flat piece of memory, packed, reduced and handed out without the host waiting.
+
+**The flat memory** comes from the engine: allocated and registered as NCCL wants it, in the type that is sent. Behind
+the gradients it has one flag per parameter: who has a gradient at all.
+
+**A cycle** is: gradients are copied into their places, all at once, on the stream that produced the last of them, and
+scaled there; the sum runs on the engine's stream while backward goes on; `wait` makes the caller's stream wait and
+lets `.grad` be views of the flat memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is
+added to where it lies, and then nothing is copied in. With compression the sums are copied into the gradients, all at
+once.
+
+**The host waits** for the GPU only to learn whether any rank used a parameter that this rank did not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine import Engine, allreduce_call
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch._context import Context
+from sparkhvd.torch.collectives.device_works import scheme_of, submit
+from sparkhvd.torch.collectives.tensors import DTYPES
+from sparkhvd.torch.compression import Compression
+from sparkhvd.torch.dense_gradients import (
+    Entry,
+    GradientBucket,
+    ReduceOptions,
+    owns_memory,
+    require_same_dtype,
+    require_same_shape,
+)
+from sparkhvd.torch.device import Device
+
+__all__ = ["DeviceBucket", "give_memory"]
+
+# Every gradient begins at a place from which kernels may read whole vectors.
+_ALIGNMENT = 64
+# How many steps the host may be ahead of the GPU.
+_CYCLES_AHEAD = 4
+
+
+class DeviceBucket(GradientBucket):
+    """Gradients of one type on the rank's GPU.
+
+    Args:
+        name: of the operation.
+        entries: the parameters.
+        flagged: whether who has a gradient at all travels along.
+        options: how to reduce.
+        device: the GPU.
+        context: whose engine reduces.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_call",
+        "_casts",
+        "_compression",
+        "_context",
+        "_cycle",
+        "_device",
+        "_factor",
+        "_flags",
+        "_flat",
+        "_joins",
+        "_offsets",
+        "_ones",
+        "_places",
+        "_resparsify",
+        "_slots",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        entries: list[Entry],
+        flagged: bool,
+        options: ReduceOptions,
+        device: Device,
+        context: Context,
+    ) -> None:
+        self._context = context
+        self._joins = context.joins
+        self._cycle = 0
+        super().__init__(name, entries)
+        self._device = device
+        self._compression = options.compression
+        self._casts = options.compression in vars(Compression).values()
+        self._resparsify = options.sparse_as_dense
+        wire = entries[0].wire_dtype
+        # One factor for all: both are applied before the sum.
+        factor = options.prescale * options.postscale
+        scheme = scheme_of(name, wire, options.op, factor, 1.0, len(options.ranks))
+        self._factor = scheme.before
+        self._offsets: list[int] = []
+        count = 0
+        step = max(1, _ALIGNMENT // wire.itemsize)
+        for entry in entries:
+            self._offsets.append(count)
+            count += -(-entry.param.numel() // step) * step
+        num_flags = (1 + self._resparsify) * len(entries) if flagged else 0
+        self._flags: Tensor | None = None
+        self._ones: Tensor | None = None
+        if flagged:
+            self._offsets.append(count)
+            count += -(-num_flags // step) * step
+            ones = entries[0].param.new_ones(num_flags)
+            ones[len(entries) :].zero_()
+            self._ones = ones
+        self._call = allreduce_call(
+            [(count,)],
+            DTYPES[wire],
+            scheme.op,
+            1.0,
+            1.0,
+            options.process_set,
+            device=device.ordinal,
+        )
+        self._flat: Tensor | None = None
+        self._slots: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._places = {id(entry): number for number, entry in enumerate(entries)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the flat memory."""
+        shape = self._call.tensors[0].shape
+        return int(shape[0]) * self.entries[0].wire_dtype.itemsize
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether `lay_out` was called."""
+        return self._flat is not None
+
+    def lay_out(self, memory: Tensor) -> None:
+        """Take this many bytes as the flat memory; every rank alike."""
+        wire = self.entries[0].wire_dtype
+        flat = memory.view(wire)
+        flat.zero_()
+        first = flat.storage_offset()
+        for entry, offset in zip(self.entries, self._offsets, strict=False):
+            slot = flat.as_strided(entry.shape, entry.stride, first + offset).detach()
+            self._slots.append(slot)
+            self._addresses.append(slot.data_ptr())
+        if self._ones is not None:
+            offset = self._offsets[-1]
+            self._flags = flat[offset : offset + len(self._ones)]
+        self._flat = flat
+        self._call.place(0, flat.data_ptr(), flat.data_ptr())
+
+    def take(self, entry: Entry) -> None:
+        """The gradient as it is, or zeros."""
+        entry.grad = entry.param.grad
+        if entry.grad is not None:
+            return
+        if entry.wire_dtype != entry.dtype:
+            entry.grad = entry.stand_in()
+            return
+        require_same_dtype(entry)
+        require_same_shape(entry, entry.param)
+        # `start` sets it to zero.
+        entry.param.grad = entry.grad = self._slots[self._places[id(entry)]]
+        entry.missing = True
+
+    @torch.no_grad()
+    def start(self, engine: Engine) -> None:
+        """Pack the gradients of all entries, which `grad` has, and submit them."""
+        assert self._flat is not None
+        stream = self._device.stream()
+        for other in {entry.stream for entry in self.entries}:
+            if other is not None and other != stream:
+                self._device.await_stream(other)
+        self._pack()
+        if self._factor != 1.0:
+            self._flat.mul_(self._factor)
+        # What was packed is read on this stream, whose memory is torch's business; the flat one is the engine's.
+        self.work = submit(
+            self._context,
+            self._device,
+            self._call,
+            self._next_name(),
+            stream,
+            self._flat.untyped_storage(),
+        )
+
+    def _next_name(self) -> str:
+        """The host may be steps ahead of the GPU, and operations in flight need names of their own."""
+        if self._joins != self._context.joins:  # ranks that had joined have missed cycles
+            self._joins, self._cycle = self._context.joins, 0
+        self._cycle += 1
+        return f"{self.name}.{self._cycle % _CYCLES_AHEAD}"
+
+    def _pack(self) -> None:
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        zeros: list[Tensor] = []
+        flags = self._flags
+        for number, (entry, slot) in enumerate(zip(self.entries, self._slots, strict=True)):
+            grad = entry.grad
+            assert grad is not None
+            if entry.missing:
+                zeros.append(slot)
+                if flags is not None:
+                    zeros.append(flags[number : number + 1])
+            elif not (grad is slot and grad.data_ptr() == self._addresses[number]):
+                targets.append(slot)
+                sources.append(self._source(entry, grad))
+            entry.place = grad.data_ptr() if grad.layout is torch.strided else -1
+        if flags is not None and self._ones is not None:
+            targets.append(flags)
+            sources.append(self._ones)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if self._resparsify and flags is not None:
+            self._flag_dimensions(flags[len(self.entries) :])
+
+    def _flag_dimensions(self, dimensions: Tensor) -> None:
+        """In how many dimensions gradients are sparse, beside the flags."""
+        for number, entry in enumerate(self.entries):
+            if entry.grad is not None and entry.grad.layout is not torch.strided:
+                dimensions[number : number + 1].fill_(entry.grad.sparse_dim())
+
+    def _source(self, entry: Entry, grad: Tensor) -> Tensor:
+        """What to copy into a gradient's place."""
+        require_same_dtype(entry)
+        require_same_shape(entry, grad)
+        if not grad.is_cuda or grad.device.index != self._device.ordinal:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: {entry.name!r} was on cuda:{self._device.ordinal} when the optimizer was "
+                f"built, and its gradient is on {grad.device} now. Build DistributedOptimizer after the model is where "
+                "it stays."
+            )
+        dense = grad.detach()
+        if grad.layout is not torch.strided:
+            if not self._resparsify:
+                raise InvalidArgumentError(
+                    f"DistributedOptimizer: the gradient of {entry.name!r} is sparse and the planned one dense. Build "
+                    "the layer with the same sparse= on every rank, or give sparse_as_dense=True."
+                )
+            dense = dense.to_dense()
+        if self._casts:
+            return dense.resolve_neg()
+        wire, compression_context = self._compression.compress(dense)
+        self.sent.append((entry, wire, compression_context))
+        return wire
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Let the caller's stream wait until the reduced gradients lie in `.grad`."""
+        assert self.work is not None
+        self.work.wait()
+        contexts = {id(entry): context for entry, _, context in self.sent}
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for number, entry in enumerate(self.entries):
+            grad, slot = entry.grad, self._slots[number]
+            assert grad is not None
+            if grad.layout is not torch.strided:
+                entry.param.grad = slot.to(grad.dtype).to_sparse(grad.sparse_dim())
+            elif entry.wire_dtype == entry.dtype and self._casts:
+                if grad is not slot:
+                    entry.param.grad = slot
+            else:
+                result = slot
+                if not self._casts and not entry.missing:
+                    result = self._compression.decompress(slot, contexts[id(entry)])
+                targets.append(_own(entry, grad))
+                sources.append(result)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if any([entry.missing for entry in self.entries]):
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        if self._flags is None:
+            return
+        flags, count = self._flags.tolist(), len(self.entries)
+        for number, (entry, used) in enumerate(zip(self.entries, flags[:count], strict=True)):
+            if not entry.missing:
+                continue
+            if not used:
+                entry.param.grad = None
+            elif self._resparsify and flags[count + number]:
+                # As on the ranks that have one: some optimizers take sparse gradients only.
+                dense: Any = entry.param.grad
+                entry.param.grad = dense.to_sparse(round(flags[count + number] / used))
+
+
+def _own(entry: Entry, grad: Tensor) -> Tensor:
+    """Where a result goes that is not sent as it is: into the gradient, if that is nobody else's."""
+    if (
+        owns_memory(grad)
+        and grad.dtype is entry.dtype
+        and not grad.is_neg()
+        and torch._debug_has_internal_overlap(grad) == 0
+    ):
+        return grad.detach()
+    made = entry.param.new_empty_strided(entry.shape, entry.stride)
+    entry.param.grad = made
+    return made
+
+
+def give_memory(
+    engine: Engine,
+    device: Device,
+    buckets: Sequence[DeviceBucket],
+    *,
+    name: str,
+    process_set: int,
+    is_registered: bool,
+) -> None:
+    """Lay out buckets in one piece of memory.
+
+    Args:
+        engine: makes it.
+        device: where it is.
+        buckets: those that have none yet; the same on every rank.
+        name: of the allocation.
+        process_set: whose ranks reduce.
+        is_registered: every rank of the set comes here, so NCCL may be told of the memory. Waits for them.
+    """
+    if not buckets:
+        return
+    lengths = [-(-bucket.num_bytes // 256) * 256 for bucket in buckets]
+    if is_registered:
+        made = engine.allocate(
+            sum(lengths), name=name, process_set=process_set, device=device.ordinal
+        )
+        memory = device.over_buffer(made)
+    else:
+        memory = buckets[0].entries[0].param.new_empty(sum(lengths), dtype=torch.uint8)
+    first = 0
+    for bucket, length in zip(buckets, lengths, strict=True):
+        bucket.lay_out(memory[first : first + bucket.num_bytes])
+        first += length

@@ -1,0 +1,446 @@
+"""GPU tensors without a GPU: torch operations as work on the streams of the stand-in for libcuda.
+
+`FakeTensor` says it is on `cuda:<ordinal>`; every operation of torch on it is enqueued on this thread's current stream
+as a host function, and its memory is the stand-in's. So a missing event dependency gives wrong data, as on a GPU. What
+needs values on the host (`item`, `cpu`) waits for the stream. `FakeDevice` is the `Device` of `sparkhvd/torch/device.py`.
+
+Not for sparse tensors. Shapes that depend on values are computed with the stream waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from sparkhvd.engine import Buffer, Engine
+from sparkhvd.torch._context import Context
+from sparkhvd.torch._context import use_engine as use_plain_engine
+
+BUILD = Path(__file__).parents[2] / "build" / "native"
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+NUM_GPUS = 8
+
+
+def library(name: str) -> Path:
+    """A library of the stand-in, wherever the build has put it."""
+    return next(iter(sorted(BUILD.rglob(name))), BUILD / name)
+
+
+class FakeCudaError(RuntimeError):
+    """A call of the stand-in failed, or an operation of torch on one of its streams."""
+
+
+class Driver:
+    """libfake_cuda through ctypes. Calls release the GIL, which host functions need."""
+
+    def __init__(self) -> None:
+        self.path = library("libfake_cuda.so")
+        self.nccl = library("libfake_nccl.so")
+        self._library = ctypes.CDLL(str(self.path))
+        self._must("cuInit", 0)
+
+    def _must(self, function: str, *arguments: Any) -> None:
+        result = getattr(self._library, function)(*arguments)
+        if result != 0:
+            raise FakeCudaError(f"{function} gave {result}.")
+
+    def use(self, ordinal: int) -> int:
+        """Make a device's primary context this thread's."""
+        made = ctypes.c_void_p()
+        self._must("cuDevicePrimaryCtxRetain", ctypes.byref(made), ordinal)
+        self._must("cuCtxSetCurrent", made)
+        return int(made.value or 0)
+
+    def set_current(self, made: int) -> None:
+        self._must("cuCtxSetCurrent", ctypes.c_void_p(made))
+
+    def stream(self) -> int:
+        made = ctypes.c_void_p()
+        self._must("cuStreamCreateWithPriority", ctypes.byref(made), 1, 0)  # non-blocking
+        return int(made.value or 0)
+
+    def launch(self, stream: int, function: Any, number: int) -> None:
+        self._must("cuLaunchHostFunc", ctypes.c_void_p(stream), function, ctypes.c_void_p(number))
+
+    def synchronize(self, stream: int) -> None:
+        self._must("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def await_stream(self, waiting: int, other: int) -> None:
+        event = ctypes.c_void_p()
+        self._must("cuEventCreate", ctypes.byref(event), 2)  # no timing
+        self._must("cuEventRecord", event, ctypes.c_void_p(other))
+        self._must("cuStreamWaitEvent", ctypes.c_void_p(waiting), event, 0)
+        self._must("cuEventDestroy_v2", event)
+
+    def allocate(self, num_bytes: int) -> int:
+        made = ctypes.c_uint64()
+        self._must("cuMemAlloc_v2", ctypes.byref(made), ctypes.c_size_t(num_bytes))
+        return made.value
+
+    def misuse(self) -> str:
+        """What a GPU would have punished at random."""
+        found = self._library.fake_cuda_misuse
+        found.restype = ctypes.c_char_p
+        return str(found().decode())
+
+    def control(self, function: str, *arguments: Any) -> int:
+        """One of the stand-in's own functions, such as `fake_cuda_skip_wait`."""
+        given = [a.encode() if isinstance(a, str) else a for a in arguments]
+        return int(getattr(self._library, function)(*given))
+
+
+class _Memory:
+    """Device memory, used again and never given back: to free waits for every stream, as CUDA does."""
+
+    def __init__(self, device: FakeDevice, num_bytes: int) -> None:
+        self._unused = device.unused[1 << max(8, num_bytes.bit_length())]
+        try:
+            self.address = self._unused.pop()
+        except IndexError:
+            self.address = device.driver.allocate(1 << max(8, num_bytes.bit_length()))
+
+    def __del__(self) -> None:
+        self._unused.append(self.address)
+
+
+class FakeDevice:
+    """One GPU of the stand-in, as sparkhvd's torch layer and `FakeTensor` need it."""
+
+    def __init__(self, driver: Driver, ordinal: int) -> None:
+        self.driver = driver
+        self.ordinal = ordinal
+        self.unused: defaultdict[int, list[int]] = defaultdict(list)
+        self.is_capturing = False
+        self.host_waits = 0  # how often the host waited for a stream
+        self._context = driver.use(ordinal)
+        self.default_stream = driver.stream()
+        self._local = threading.local()
+        self._functions: dict[int, Callable[[], None]] = {}
+        self._spent: deque[Callable[[], None]] = deque()
+        self._numbers = iter(range(1, 1 << 62))
+        self._entry = HOST_FUNCTION(self._run)
+        self.errors: list[BaseException] = []
+
+    # --- As `sparkhvd.torch.device.Device`. ---
+
+    def stream(self) -> int:
+        """This thread's current stream."""
+        if self.is_capturing:
+            from sparkhvd.torch.device import refuse_capture
+
+            refuse_capture()
+        return self.current
+
+    def here(self) -> Callable[[], Any]:
+        """The current stream, for any thread."""
+        stream = self.current
+        return lambda: self.using(stream)
+
+    def await_stream(self, stream: int) -> None:
+        """By an event."""
+        self.driver.set_current(self._context)
+        self.driver.await_stream(self.current, stream)
+
+    def keep_for(self, tensor: Tensor) -> None:
+        """Nothing: memory lives as long as what is enqueued on it."""
+
+    def over_buffer(self, buffer: Buffer) -> Tensor:
+        """The engine's memory as a tensor."""
+        memory: Any = (ctypes.c_char * buffer.num_bytes).from_address(buffer.address)
+        memory.buffer = buffer
+        return FakeTensor(torch.frombuffer(memory, dtype=torch.uint8), self)
+
+    # --- As torch.cuda. ---
+
+    def forget(self) -> None:
+        """Let go what has run and what it kept alive, such as the engine's memory."""
+        self.driver.set_current(self._context)
+        self.driver.synchronize(self.default_stream)
+        self._spent.clear()
+        self.errors.clear()
+
+    @property
+    def main_stream(self) -> int:
+        """The one that is current unless another is."""
+        return self.default_stream
+
+    def new_stream(self) -> int:
+        """As `torch.cuda.Stream()`."""
+        self.driver.set_current(self._context)
+        return self.driver.stream()
+
+    @property
+    def current(self) -> int:
+        """This thread's current stream."""
+        return int(getattr(self._local, "stream", self.default_stream))
+
+    @contextlib.contextmanager
+    def using(self, stream: int) -> Iterator[None]:
+        """As `torch.cuda.stream`."""
+        before = self.current
+        self._local.stream = stream
+        try:
+            yield
+        finally:
+            self._local.stream = before
+
+    def enqueue(self, function: Callable[[], None]) -> None:
+        """Run a function on the current stream when its turn comes."""
+        # Memory may go with what has run; on a stream's own thread that is forbidden, as all of CUDA is there.
+        while self._spent:
+            self._spent.popleft()
+        number = next(self._numbers)
+        self._functions[number] = function
+        self.driver.set_current(self._context)
+        self.driver.launch(self.current, self._entry, number)
+
+    def _run(self, number: int) -> None:
+        function = self._functions.pop(number)
+        self._spent.append(function)
+        try:
+            with torch.no_grad():
+                function()
+        except BaseException as error:  # noqa: BLE001 - raised by the next `synchronize`
+            self.errors.append(error)
+
+    def synchronize(self) -> None:
+        """The host waits for the current stream."""
+        self.host_waits += 1
+        self.driver.set_current(self._context)
+        self.driver.synchronize(self.current)
+        if self.errors:
+            error = self.errors.pop(0)
+            raise FakeCudaError(f"An operation on a stream failed: {error!r}") from error
+
+    def empty(self, like: Tensor) -> Tensor:
+        """A tensor of the stand-in's memory with the shape, strides and type of another one; not filled."""
+        self.driver.set_current(self._context)
+        places = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
+        if like.numel() == 0:
+            return torch.empty(like.shape, dtype=like.dtype)
+        memory = _Memory(self, places * like.dtype.itemsize)
+        held: Any = (ctypes.c_char * (places * like.dtype.itemsize)).from_address(memory.address)
+        held.memory = memory
+        flat = torch.frombuffer(held, dtype=like.dtype)
+        return flat.as_strided(like.shape, like.stride())
+
+    def tensor(self, values: Tensor) -> FakeTensor:
+        """As `values.cuda()`."""
+        raw = self.empty(values)
+        copy = values.detach().clone()
+        made = FakeTensor(raw, self)
+        self.enqueue(lambda: raw.copy_(copy))
+        return made
+
+    def module(self, module: nn.Module) -> nn.Module:
+        """As `module.cuda()`."""
+        moved: dict[Tensor, Tensor] = {}
+        for each in module.modules():
+            for name, parameter in each._parameters.items():
+                if parameter is not None:
+                    if parameter not in moved:
+                        made = nn.Parameter(self.tensor(parameter), parameter.requires_grad)
+                        moved[parameter] = made
+                    each._parameters[name] = moved[parameter]
+            for name, buffer in each._buffers.items():
+                if buffer is not None:
+                    each._buffers[name] = self.tensor(buffer)
+        return module
+
+
+class FakeTensor(torch.Tensor):
+    """A tensor of a `FakeDevice`. To torch's own code it is on "meta", of which it asks nothing."""
+
+    raw: Tensor
+    gpu: FakeDevice
+
+    @staticmethod
+    def __new__(cls: Any, raw: Tensor, gpu: FakeDevice) -> FakeTensor:
+        made: FakeTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch's
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device="meta",
+        )
+        made.raw, made.gpu = raw, gpu
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's way
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]  # as a real one
+    device = property(lambda self: torch.device("cuda", self.gpu.ordinal))  # type: ignore[assignment]
+
+    def data_ptr(self) -> int:
+        """Where the stand-in has it."""
+        return self.raw.data_ptr()
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        """To its own device nothing happens; torch itself would look for CUDA."""
+        args = tuple(a for a in args if not _is_cuda(a))
+        kwargs = {key: value for key, value in kwargs.items() if not _is_cuda(value)}
+        return super().to(*args, **kwargs) if args or kwargs else self
+
+    def tolist(self) -> Any:
+        """Waits."""
+        return self.cpu().tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the memory."""
+        return self.raw.untyped_storage()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"FakeTensor({tuple(self.shape)}, {self.dtype}, cuda:{self.gpu.ordinal})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("A FakeTensor cannot be copied or pickled.")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        fakes = [each for each in tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)]
+        gpu = fakes[0].gpu
+        returns = func._schema.returns
+        aliases = [each.alias_info for each in returns]
+        is_writing = any(
+            a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments
+        )
+        goes_home = func is torch.ops.aten._to_copy.default and _is_cpu(kwargs.get("device"))
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], FakeTensor):
+            gpu.synchronize()
+            return args[0].copy_(args[1].raw)
+        raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
+        if goes_home or func is torch.ops.aten._local_scalar_dense.default:
+            gpu.synchronize()
+            return func(*raw_args, **raw_kwargs)
+        if any(a is not None and not a.is_write for a in aliases):
+            return tree_map(lambda x: _wrap(x, gpu), func(*raw_args, **raw_kwargs))
+        if is_writing and (not returns or any(a is not None for a in aliases)):
+            gpu.enqueue(lambda: func(*raw_args, **raw_kwargs))
+            return _written(func, args, kwargs)
+        try:
+            shapes = func(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+        except (RuntimeError, NotImplementedError):  # the shape depends on values
+            gpu.synchronize()
+            return tree_map(lambda x: _moved(x, gpu), func(*raw_args, **raw_kwargs))
+        made = tree_map(lambda x: gpu.empty(x) if isinstance(x, Tensor) else x, shapes)
+
+        def compute() -> None:
+            found = func(*raw_args, **raw_kwargs)
+            for target, value in zip(tree_leaves(made), tree_leaves(found), strict=True):
+                if isinstance(target, Tensor):
+                    target.copy_(value)
+
+        gpu.enqueue(compute)
+        return tree_map(lambda x: _wrap(x, gpu), made)
+
+
+def _is_cpu(place: Any) -> bool:
+    return place is not None and torch.device(place).type == "cpu"
+
+
+def _is_cuda(place: Any) -> bool:
+    return isinstance(place, (torch.device, str)) and torch.device(place).type == "cuda"
+
+
+def _raw(value: Any) -> Any:
+    """What a host function computes with."""
+    if isinstance(value, FakeTensor):
+        return value.raw
+    if isinstance(value, Tensor):
+        assert not value.is_meta, "torch made a tensor where it believes this one to be"
+        return value.detach().clone()  # the host may change it meanwhile
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        raw = value.raw if isinstance(value, FakeTensor) else value
+        return torch.empty_strided(raw.shape, raw.stride(), dtype=raw.dtype, device="meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _wrap(value: Any, gpu: FakeDevice) -> Any:
+    return FakeTensor(value, gpu) if isinstance(value, Tensor) else value
+
+
+def _moved(value: Any, gpu: FakeDevice) -> Any:
+    return gpu.tensor(value) if isinstance(value, Tensor) else value
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operation that writes returns: its own arguments."""
+    returns = func._schema.returns
+    if not returns:
+        return None
+    found = []
+    for each in returns:
+        for place, argument in enumerate(func._schema.arguments):
+            ours, its = argument.alias_info, each.alias_info
+            if ours is not None and its is not None and ours.before_set == its.before_set:
+                found.append(args[place] if place < len(args) else kwargs[argument.name])
+                break
+    return found[0] if len(returns) == 1 else tuple(found)
+
+
+# --- Ranks. ---
+
+
+@functools.cache
+def driver() -> Driver:
+    """The one of this process; its streams and their threads stay."""
+    return Driver()
+
+
+@functools.cache
+def gpu(ordinal: int) -> FakeDevice:
+    """One of the stand-in's devices."""
+    return FakeDevice(driver(), ordinal)
+
+
+def is_built() -> bool:
+    """Whether the stand-in is there."""
+    return library("libfake_nccl.so").exists()
+
+
+@pytest.fixture
+def fake_gpus() -> Iterator[Driver]:
+    """The stand-in's driver, without rules; fails a test that misused it."""
+    if not is_built():
+        pytest.skip("the stand-in is not built: cmake --build build/native --target fake_cuda")
+    found = driver()
+    found.control("fake_cuda_reset")
+    found.control("fake_cuda_stream_delay_us", 0)
+    yield found
+    misuse = found.misuse()
+    found.control("fake_cuda_reset")
+    found.control("fake_cuda_stream_delay_us", 0)
+    for ordinal in range(NUM_GPUS):
+        gpu(ordinal).forget()
+    assert misuse == ""
+
+
+def open_fake(engine: Engine, ordinal: int) -> FakeDevice:
+    """As `sparkhvd.torch.device.open_cuda`."""
+    engine.open_device(ordinal, cuda_library=str(driver().path), nccl_library=str(driver().nccl))
+    return gpu(ordinal)
+
+
+@contextlib.contextmanager
+def use_engine(engine: Engine) -> Iterator[Context]:
+    """As `sparkhvd.torch._context.use_engine`, where GPUs are those of the stand-in."""
+    with use_plain_engine(engine) as made:
+        made.opener = open_fake
+        yield made
