@@ -113,6 +113,18 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
             pytest.fail(f"Without event wait {number} everything is right.")
 
 
+def test_a_name_comes_again_before_the_gpu_has_finished(fake_gpus: Driver) -> None:
+    def body(gpu: FakeDevice) -> Any:
+        x = gpu.tensor(torch.ones(4))
+        hvd.allreduce_(x, name="again")
+        gpu.enqueue(lambda: time.sleep(0.05))
+        for _ in range(3):
+            hvd.allreduce_(x, op=hvd.Sum, name="again")
+        return x.tolist()
+
+    assert on_gpus(2, body) == [[8.0] * 4] * 2
+
+
 def test_adasum_is_refused() -> None:
     def body(gpu: FakeDevice) -> None:
         with pytest.raises(InvalidArgumentError, match="Adasum combines tensors of the CPU only"):
