@@ -326,3 +326,20 @@ def parameters(gpu: Gpu) -> None:
         assert buffer.is_cuda
         everywhere = hvd.allgather(buffer.cpu().reshape(1, -1))
         assert bool((everywhere == everywhere[0]).all())
+
+
+def batch_norm(gpu: Gpu) -> None:
+    """`SyncBatchNorm` over all ranks' rows, as one process with the whole batch has it."""
+    rank, size = hvd.rank(), hvd.size()
+    x = random((4 * size, 3, 4, 4), torch.float64, 1)
+    factors = torch.arange(4.0 * size, dtype=torch.float64).view(-1, 1, 1, 1)
+    whole, layer = x.clone().requires_grad_(), nn.BatchNorm2d(3).double()
+    layer(whole).square().mul(factors).sum().backward()
+    there = gpu.module(hvd.SyncBatchNorm(3).double())
+    share = gpu.tensor(x.chunk(size)[rank]).requires_grad_()
+    there(share).square().mul(gpu.tensor(factors.chunk(size)[rank])).sum().backward()
+    assert share.grad is not None
+    assert whole.grad is not None
+    bound = 1e-11
+    assert float((share.grad.cpu() - whole.grad.chunk(size)[rank]).abs().max()) < bound
+    assert float((there.running_var.cpu() - layer.running_var).abs().max()) < bound

@@ -47,6 +47,7 @@ def test_factors(dtype: str) -> None:
     "body",
     [
         bodies.asynchronous,
+        bodies.batch_norm,
         bodies.compressed,
         bodies.gathers_go_on_alone,
         bodies.gradients,
