@@ -5,6 +5,7 @@
 #   make soak     the same with the long legs
 #   make wheel    the wheels, into dist/
 #   make fuzz     bytes of a peer through libFuzzer, where there is clang
+#   make gpu      what one GPU can show, where there is one: checks and figures, one table each
 #   make bench    every benchmark that needs nothing but this machine
 
 SHELL := /bin/bash
@@ -48,7 +49,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 # One thing at a time: the machine's cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
 .PHONY: wheel test-wheels test-aarch64 test-petastorm test-nccl
-.PHONY: env native test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench clean java
+.PHONY: env native test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
 
@@ -179,6 +180,14 @@ soak: TEST_TIMEOUT_S := 14400
 soak: TEST_JOBS := 0
 soak: PYTEST_FLAGS += --timeout=3600
 soak: test test-sanitizers fuzz-if-clang test-aarch64 test-wheels
+
+# Needs torch with CUDA, and neither Spark, Java nor a network: also without `make env`, on a machine with a bare Python.
+GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
+GPU_FLAGS ?=
+
+gpu:
+	@test -f sparkhvd/lib/libsparkhvd.so || $(GPU_PYTHON) setup.py -q build_ext --inplace
+	@$(GPU_PYTHON) -m tests.gpu $(GPU_FLAGS)
 
 bench: env
 	@$(WITH_JAVA) $(PY) benchmarks/estimator.py
