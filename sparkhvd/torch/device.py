@@ -26,6 +26,7 @@ from sparkhvd.torch._context import Context
 __all__ = [
     "CudaDevice",
     "Device",
+    "find_nccl",
     "nccl_candidates",
     "nccl_version",
     "open_cuda",
@@ -166,6 +167,7 @@ def open_cuda(engine: Engine, ordinal: int) -> Device:
     library = engine.settings.nccl_library
     engine.open_device(
         ordinal,
+        cuda_library=engine.settings.cuda_library or None,
         nccl_library=library or None,
         nccl_candidates=() if library else nccl_candidates(),
     )
@@ -181,6 +183,11 @@ def nccl_candidates() -> list[str]:
             if path.is_file() and str(path) not in found:
                 found.append(str(path))
     return found
+
+
+def find_nccl() -> str:
+    """What to open for NCCL outside of the engine: the copy that the engine finds, when torch has loaded its own."""
+    return next(iter(nccl_candidates()), _NCCL)
 
 
 def nccl_version() -> int:

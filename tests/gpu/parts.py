@@ -49,7 +49,8 @@ def conformity(ranks: int) -> str:
         return f"skipped: {program.relative_to(ROOT)} is not built (make native builds it)"
     from sparkhvd.torch.device import find_nccl
 
-    command = [str(program), "--nccl-library", find_nccl(), "--ranks", str(ranks)]
+    command = [str(program), "--cuda-library", "libcuda.so.1", "--nccl-library", find_nccl()]
+    command += ["--ranks", str(ranks), *(["--processes", "--same-gpu"] if ranks > 1 else [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode != 0:
         raise AssertionError(f"{' '.join(command)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
