@@ -8,7 +8,6 @@ one at a time; the others wait for a lock file, which the kernel frees when its 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import socket
 import tempfile
@@ -122,6 +121,8 @@ def held(
 
 
 def _lock(folder: Path, device: torch.device, limit: int) -> int | None:
+    import fcntl  # absent on Windows, where a Connect client imports this file
+
     for number in range(limit):
         path = folder / f"{device.index}-{number}.lock"
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
