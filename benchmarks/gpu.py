@@ -112,7 +112,6 @@ def measure_steps(report: Report, rounds: int) -> None:
             ]
         )
         report.raw[f"step {name}"] = seconds
-        wrapped.close() if hasattr(wrapped, "close") else None
         del plain, ours, optimizers, wrapped, variants
         torch.cuda.empty_cache()
     report.table(["step", "torch's optimizer", "DistributedOptimizer", "ratios", "target"], rows)

@@ -112,7 +112,3 @@ TASKS = {
         steps=10,
     ),
 }
-# The same shapes of code on a machine without a GPU, where the figures mean nothing.
-TINY = {
-    "resnet": Task("ResNet-50, batch 2 at 64 x 64", lambda: resnet50(), images(2, 64), steps=1),
-}

@@ -125,7 +125,8 @@ def _lock(folder: Path, device: torch.device, limit: int) -> int | None:
 
     for number in range(limit):
         path = folder / f"{device.index}-{number}.lock"
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # The folder for temporary files is everybody's: no link of another user's is followed.
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -76,11 +76,9 @@ def ask(library: str, tell: Callable[[bytes], None]) -> None:
     os.close(write)
 
     def pass_on() -> None:
-        parts = []
         with os.fdopen(read, "rb") as pipe:
-            parts.append(pipe.read())
+            said = pipe.read()
         _, status = os.waitpid(pid, 0)
-        said = b"".join(parts)
         if not said:
             code = os.waitstatus_to_exitcode(status)
             error = f"the process that asked CUDA's driver ended with {code}"
