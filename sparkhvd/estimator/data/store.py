@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import posixpath
 import shutil
 import threading
 import time
 import uuid
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +32,7 @@ import pyarrow.fs as pafs
 
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data import addresses, writing
-from sparkhvd.estimator.data.leases import is_abandoned, is_owners, lease_of
+from sparkhvd.estimator.data.cleaning import Cleaning
 from sparkhvd.runner.spark_shim import connect_session
 
 __all__ = ["Store", "StoredFile"]
@@ -388,40 +386,12 @@ class Store:
         Returns:
             The paths that were deleted.
         """
-        now = time.time() if now is None else now
-        deleted: Paths = []
-        failed: Paths = []
-
-        def remove(path: str, is_wanted: Callable[[], bool]) -> None:
-            try:
-                if not is_wanted():
-                    return
-                self.delete(path)
-                (failed if self.exists(path) else deleted).append(path)
-            except StoreError:
-                failed.append(path)
-            except OSError:  # its owner deletes it at this moment
-                pass
-
-        def is_over(directory: str) -> bool:
-            lease = lease_of(self, directory)
-            return (lease is not None and lease.keep) or is_abandoned(self, directory, now)
-
-        for directory in self.data_directories():
-            if is_owners(directory):
-                remove(directory, functools.partial(is_over, directory))
-            else:
-                failed.append(directory)
-        for run in self.list("runs") if runs else ():
-            remove(run, lambda: True)
-        if failed:
-            warnings.warn(
-                f"Store.clean: {len(failed)} folders of {self.url} stay, because this user may not list, read or delete "
-                f"them: {', '.join(failed[:20])}{', ...' if len(failed) > 20 else ''}. Let their owners clean, or somebody "
-                "who may.",
-                stacklevel=2,
-            )
-        return deleted
+        cleaning = Cleaning(self, time.time() if now is None else now)
+        cleaning.clean_data()
+        if runs:
+            cleaning.clean_runs()
+        cleaning.warn(stacklevel=2)
+        return cleaning.deleted
 
     def data_directories(self) -> Paths:
         """Every folder `data/<key>/<owner>` in the store; where a key may not be listed, its folder `data/<key>`."""

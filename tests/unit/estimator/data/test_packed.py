@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from sparkhvd.errors import InternalError, InvalidArgumentError
-from sparkhvd.estimator.data import packed
 from sparkhvd.estimator.data.manifest import DataFile, Manifest
 from sparkhvd.estimator.data.packed import PackedWriter, RowSource, read_packed, write_packed
+from sparkhvd.estimator.data.packed.requests import together
 from sparkhvd.estimator.data.schema import Column, DataSchema
 from sparkhvd.estimator.data.store import Store
 
@@ -91,7 +91,7 @@ def test_any_ascending_rows_can_be_read(store: Store, seed: int) -> None:
 def test_far_rows_are_read_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, values = make(store, [250])
     rows = np.array([0, 1, 2, 90, 99, 100, 249])
-    monkeypatch.setattr("sparkhvd.estimator.data.packed._GAP_BYTES", 5 * 12)
+    monkeypatch.setattr("sparkhvd.estimator.data.packed.rows._GAP_BYTES", 5 * 12)
     with RowSource(store, manifest) as source:
         runs = source._runs(rows, 5)
         assert runs == [(0, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
@@ -120,7 +120,7 @@ def test_own_files_are_read_without_decoding(store: Store, monkeypatch: pytest.M
     def refuse(*_: object) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr("sparkhvd.estimator.data.packed._PackedFile._decode", refuse)
+    monkeypatch.setattr("sparkhvd.estimator.data.packed.file.PackedFile._decode", refuse)
     with RowSource(store, manifest) as source:
         np.testing.assert_array_equal(source.read(["y"])["y"], values["y"])
 
@@ -230,5 +230,5 @@ def test_the_first_error_of_reads_together_is_raised() -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        packed._together([lambda: None, fail, *[lambda: None] * 30])
-    packed._together([])
+        together([lambda: None, fail, *[lambda: None] * 30])
+    together([])

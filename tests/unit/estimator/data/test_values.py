@@ -363,7 +363,7 @@ def test_own_files_are_read_without_decoding(
     many = {k: v * 5000 if isinstance(v, list) and k != "cuts" else v for k, v in TABLE.items()}
     manifest, rows = make(store, {**many, "count": 30_000, "cuts": [], "group_bytes": 64 << 20})
     assert manifest.files[0].row_groups == (30_000,)
-    monkeypatch.setattr("sparkhvd.estimator.data.packed._PackedFile._decoded_column", refuse)
+    monkeypatch.setattr("sparkhvd.estimator.data.packed.file.PackedFile._decoded_column", refuse)
     with RowSource(store, manifest) as source:
         picked = np.array([0, 20_001, 29_999])
         check(source.read(["s", "id", "b", "v"], picked), rows, picked.tolist())
@@ -371,7 +371,7 @@ def test_own_files_are_read_without_decoding(
 
 
 def test_a_row_beyond_a_page_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkhvd.estimator.data.packed._PAGE_BYTES", 100)
+    monkeypatch.setattr("sparkhvd.estimator.data.packed.writer.PAGE_BYTES", 100)
     store = Store.create(tmp_path / "store")
     with pytest.raises(
         InvalidArgumentError, match="Column 'b' has a row of 104 bytes; at most 100 fit"

@@ -1,0 +1,76 @@
+"""Deletes what nobody needs any more from a store; what it may not delete it names in a warning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sparkhvd.errors import StoreError
+from sparkhvd.estimator.data.leases import is_abandoned, is_owners, lease_of
+
+if TYPE_CHECKING:
+    from sparkhvd.estimator.data.store import Store
+
+__all__ = ["Cleaning"]
+
+# A warning names so many folders.
+_NAMED = 20
+
+
+class Cleaning:
+    """One walk over a store.
+
+    Args:
+        store: to clean.
+        now: the moment to compare leases with, in s since 1970.
+
+    Attributes:
+        deleted: paths that are gone.
+        failed: paths that this user may not list, read or delete.
+    """
+
+    def __init__(self, store: Store, now: float) -> None:
+        self._store = store
+        self._now = now
+        self.deleted: list[str] = []
+        self.failed: list[str] = []
+
+    def clean_data(self) -> None:
+        """Delete kept data, and data whose owner is gone."""
+        for directory in self._store.data_directories():
+            if is_owners(directory):
+                self._delete(directory, self._is_over)
+            else:
+                self.failed.append(directory)
+
+    def clean_runs(self) -> None:
+        """Delete the folders of all runs."""
+        for run in self._store.list("runs"):
+            self._delete(run, lambda _: True)
+
+    def warn(self, stacklevel: int) -> None:
+        """Name what stays, if anything does; `stacklevel` as of `warnings.warn`, from the caller."""
+        if not self.failed:
+            return
+        more = ", ..." if len(self.failed) > _NAMED else ""
+        warnings.warn(
+            f"Store.clean: {len(self.failed)} folders of {self._store.url} stay, because this user may not list, read or "
+            f"delete them: {', '.join(self.failed[:_NAMED])}{more}. Let their owners clean, or somebody who may.",
+            stacklevel=stacklevel + 1,
+        )
+
+    def _is_over(self, directory: str) -> bool:
+        lease = lease_of(self._store, directory)
+        return (lease is not None and lease.keep) or is_abandoned(self._store, directory, self._now)
+
+    def _delete(self, path: str, is_wanted: Callable[[str], bool]) -> None:
+        try:
+            if not is_wanted(path):
+                return
+            self._store.delete(path)
+            (self.failed if self._store.exists(path) else self.deleted).append(path)
+        except StoreError:
+            self.failed.append(path)
+        except OSError:  # its owner deletes it at this moment
+            pass
