@@ -11,7 +11,7 @@ for nothing but the other ranks' submissions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -26,6 +26,7 @@ from sparkhvd.torch._context import Context
 __all__ = [
     "CudaDevice",
     "Device",
+    "copy_each",
     "find_nccl",
     "nccl_candidates",
     "nccl_version",
@@ -38,6 +39,8 @@ __all__ = [
 # Where the packages of pip put NCCL, under the directories of `sys.path`.
 _PLACES = ("nvidia/nccl/lib", "nvidia/cu13/lib", "nccl/lib")
 _NCCL = "libnccl.so.2"
+# torch's `_foreach_copy_` has no CUDA kernel for these, although its `copy_` has.
+_COPIED_ALONE = frozenset((torch.uint16, torch.uint32, torch.uint64))
 
 
 class Device(Protocol):
@@ -89,7 +92,12 @@ class CudaDevice:
 
     def await_stream(self, stream: int) -> None:
         """By an event."""
-        other: Any = torch.cuda.ExternalStream(stream, device=self.ordinal)
+        # To torch an external stream without a handle is a new one of its own pool, and not the default stream.
+        other: Any = (
+            torch.cuda.ExternalStream(stream, device=self.ordinal)
+            if stream
+            else torch.cuda.default_stream(self.ordinal)
+        )
         torch.cuda.current_stream(self.ordinal).wait_stream(other)
 
     def keep_for(self, tensor: Tensor) -> None:
@@ -120,6 +128,17 @@ class _CudaMemory:
         # What was enqueued may still use it, also for tensors that are gone. It is rare: an optimizer has one.
         if not sys.is_finalizing():
             torch.cuda.synchronize(self._ordinal)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors of one type into as many others, with one kernel where torch's CUDA has it."""
+    # For targets of several types torch would take the first one's for all of them.
+    types = {target.dtype for target in targets}
+    if len(types) == 1 and _COPIED_ALONE.isdisjoint((*types, sources[0].dtype)):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def refuse_capture() -> NoReturn:
@@ -186,8 +205,14 @@ def nccl_candidates() -> list[str]:
 
 
 def find_nccl() -> str:
-    """What to open for NCCL outside of the engine: the copy that the engine finds, when torch has loaded its own."""
-    return next(iter(nccl_candidates()), _NCCL)
+    """What to open for NCCL outside of the engine: what the engine takes."""
+    return next(iter((*_loaded(_NCCL), *nccl_candidates())), _NCCL)
+
+
+def _loaded(name: str) -> list[str]:
+    """Files of this name that the process has loaded."""
+    paths = [line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return list(dict.fromkeys(path[0] for path in paths if path and Path(path[0]).name == name))
 
 
 def nccl_version() -> int:

@@ -34,7 +34,7 @@ from sparkhvd.torch.dense_gradients import (
     require_same_dtype,
     require_same_shape,
 )
-from sparkhvd.torch.device import Device
+from sparkhvd.torch.device import Device, copy_each
 
 __all__ = ["DeviceBucket", "give_memory"]
 
@@ -274,7 +274,7 @@ class DeviceBucket(GradientBucket):
                 targets.append(_own(entry, grad))
                 sources.append(result)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_each(targets, sources)
         if any([entry.missing for entry in self.entries]):
             self._drop_unused()
 

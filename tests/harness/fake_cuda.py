@@ -321,6 +321,8 @@ class FakeTensor(torch.Tensor):
         if func is torch.ops.aten.copy_.default and not isinstance(args[0], FakeTensor):
             gpu.synchronize()
             return args[0].copy_(args[1].raw)
+        if func is torch.ops.aten._foreach_copy_.default:
+            _check_copies(args[0], args[1])
         raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
         if goes_home or func is torch.ops.aten._local_scalar_dense.default:
             gpu.synchronize()
@@ -346,6 +348,14 @@ class FakeTensor(torch.Tensor):
 
         gpu.enqueue(compute)
         return tree_map(lambda x: _wrap(x, gpu), made)
+
+
+def _check_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """As torch's kernel, which takes the first target's type for all of them and knows no wide unsigned types."""
+    unknown = {torch.uint16, torch.uint32, torch.uint64}
+    types = {each.dtype for each in targets}
+    assert len(types) == 1, f"_foreach_copy_ to {types} would write beyond tensors"
+    assert unknown.isdisjoint({*types, sources[0].dtype}), '"foreach_tensor_copy" not implemented'
 
 
 def _is_cpu(place: Any) -> bool:

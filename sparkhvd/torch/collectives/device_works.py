@@ -19,7 +19,7 @@ from sparkhvd.engine import Call, DType, ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.collectives.tensors import DTYPES, lend, view
-from sparkhvd.torch.device import Device, opened
+from sparkhvd.torch.device import Device, copy_each, opened
 from sparkhvd.torch.process_sets import num_members
 
 __all__ = [
@@ -264,7 +264,7 @@ def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) ->
         return
     others = [(y, x) for y, x in zip(targets, sources, strict=True) if y.data_ptr() != x.data_ptr()]
     if others:
-        torch._foreach_copy_([y for y, _ in others], [x for _, x in others])
+        copy_each([y for y, _ in others], [x for _, x in others])
     scale_(targets, factor)
 
 
@@ -278,7 +278,7 @@ def _finish(
 
     def finish() -> None:
         if is_converted:
-            torch._foreach_copy_([each.detach() for each in outputs], list(written))
+            copy_each([each.detach() for each in outputs], written)
         scale_([each.detach() for each in outputs], scheme.after)
 
     return finish
