@@ -135,7 +135,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     # For targets of several types torch would take the first one's for all of them.
     types = {target.dtype for target in targets}
     if len(types) == 1 and _COPIED_ALONE.isdisjoint((*types, sources[0].dtype)):
-        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(list(targets), list(sources))
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
@@ -211,7 +211,9 @@ def find_nccl() -> str:
 
 def _loaded(name: str) -> list[str]:
     """Files of this name that the process has loaded."""
-    paths = [line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()]
+    paths = [
+        line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()
+    ]
     return list(dict.fromkeys(path[0] for path in paths if path and Path(path[0]).name == name))
 
 

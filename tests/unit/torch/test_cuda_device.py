@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +73,9 @@ def test_nccl_outside_of_the_engine_is_the_copy_that_is_loaded(
     monkeypatch.setattr(device_module, "nccl_candidates", lambda: ["/a wheel's"])
     assert find_nccl() == "/a wheel's"
     loaded = next(
-        line.split()[-1] for line in open("/proc/self/maps") if "libtorch_cpu.so" in line
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "libtorch_cpu.so" in line
     )
     monkeypatch.setattr(device_module, "_NCCL", "libtorch_cpu.so")
     assert find_nccl() == loaded
