@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd import engine, library, rendezvous
+from sparkhvd import engine, library
 from sparkhvd.errors import EngineUnavailableError
+from sparkhvd.rendezvous import handshake
 from sparkhvd.settings import ISAS
 
 HEADER = Path(__file__).parents[2] / "native" / "include" / "sparkhvd.h"
@@ -121,7 +122,7 @@ def test_every_constant_has_the_same_value() -> None:
     }
     assert mirrored == header_constants()
     assert tuple(isa.name.lower() for isa in library.Isa) == ISAS
-    assert (rendezvous.ABI_VERSION, rendezvous.WIRE_VERSION) == (
+    assert (handshake.ABI_VERSION, handshake.WIRE_VERSION) == (
         engine.ABI_VERSION,
         engine.WIRE_VERSION,
     )

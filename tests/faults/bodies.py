@@ -19,6 +19,7 @@ import numpy as np
 from sparkhvd import rendezvous
 from sparkhvd.engine import Engine
 from sparkhvd.errors import CollectiveError
+from sparkhvd.rendezvous import sockets
 from tests.engine.arrays import allgather, allreduce, broadcast
 from tests.harness.rank_process import Talk
 
@@ -128,7 +129,7 @@ def stop_inside_a_reduce(engine: Engine, talk: Talk) -> Any:
 
     What they then hold must not change, whatever the stopped rank still does when it goes on.
     """
-    (meeting,) = rendezvous._open_rendezvous
+    (meeting,) = sockets._open_rendezvous
     survivors = engine.size - 1
     talk.say("running")
     number = 0
@@ -212,7 +213,7 @@ def drop_capabilities() -> None:
 
 def too_few_descriptors(engine: Engine, talk: Talk) -> Any:
     """Generations in which rank 1 has room for 0, 1, 2, ... descriptors; how each ended here."""
-    (meeting,) = rendezvous._open_rendezvous
+    (meeting,) = sockets._open_rendezvous
     engine.shutdown()
     limit = 200
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))

@@ -16,7 +16,7 @@ import numpy as np
 from sparkhvd import rendezvous
 from sparkhvd.engine import Engine
 from sparkhvd.errors import CollectiveError
-from sparkhvd.rendezvous import in_process
+from sparkhvd.rendezvous import in_process, sockets
 from sparkhvd.settings import Settings
 from tests.engine.arrays import allreduce, start_allreduce
 from tests.harness.rank_process import Talk
@@ -69,7 +69,7 @@ def until_told(engine: Engine, talk: Talk) -> Any:
 
     Says "met often" after six, and must not be told to stop before.
     """
-    (meeting,) = rendezvous._open_rendezvous
+    (meeting,) = sockets._open_rendezvous
     engine.shutdown()
     talk.say("met")
     count = 0
@@ -94,7 +94,7 @@ def initialize_and_shut_down(engine: Engine, talk: Talk) -> Any:
 
     import sparkhvd.torch as hvd
 
-    (meeting,) = rendezvous._open_rendezvous
+    (meeting,) = sockets._open_rendezvous
     engine.shutdown()
     del engine
     rendezvous.install(meeting)

@@ -20,7 +20,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from sparkhvd.rendezvous import Endpoint, _unix_address
+from sparkhvd.rendezvous import Endpoint
+from sparkhvd.rendezvous.listener import unix_address
 
 # The public part of the handshake: whoever reads the source knows it.
 HELLO = struct.Struct("!8sIIB32s")
@@ -67,7 +68,7 @@ class Strangers:
         try:
             if is_unix:
                 sock.setblocking(False)
-                sock.connect(_unix_address(endpoint.unix_name))
+                sock.connect(unix_address(endpoint.unix_name))
             else:
                 sock.settimeout(0.05)  # a full backlog does not answer
                 sock.connect((endpoint.address, endpoint.port))

@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd import rendezvous as module
 from sparkhvd.engine import Engine, Work
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, PeerLostError, SparkhvdError
-from sparkhvd.rendezvous import Connections, Endpoint, Job, Listener, SocketRendezvous
+from sparkhvd.rendezvous import Connections, Endpoint, Job, Listener, SocketRendezvous, handshake
 from sparkhvd.settings import Settings
 from tests.engine.arrays import start_allreduce
 from tests.harness.rank_process import rank_processes
@@ -232,11 +231,11 @@ def authenticated(job: Job, rank: int, generation: int = 0) -> socket.socket:
     endpoint = job.endpoints[0]
     sock = socket.create_connection((endpoint.address, endpoint.port), timeout=5)
     nonce = secrets.token_bytes(32)
-    turn = module._Turn(generation, 0)
-    sock.sendall(module._HELLO.pack(b"sparkhvd", rank, generation, 0, nonce))
+    turn = handshake.Turn(generation, 0)
+    sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, generation, 0, nonce))
     reply = sock.recv(64, socket.MSG_WAITALL)
     sock.sendall(
-        module._mac(job, b"C", client=rank, server=0, turn=turn, nonces=nonce + reply[:32])
+        handshake.proof_of(job, b"C", client=rank, server=0, turn=turn, nonces=nonce + reply[:32])
     )
     return sock
 
@@ -289,7 +288,7 @@ def test_liar_in_the_rendezvous_is_named(news: str) -> None:
 @pytest.mark.parametrize("about", [2, 2**32 - 1])
 def test_notice_about_a_rank_that_does_not_exist_is_no_news(about: int) -> None:
     with lonely_rank(Settings(connect_timeout_s=0.5)) as meeting:
-        notice = module._Notice(teller=1, generation=0, what=1, about=about)
+        notice = handshake.Notice(teller=1, generation=0, what=1, about=about)
 
         def liar() -> None:
             endpoint = meeting.job.endpoints[0]
@@ -314,13 +313,13 @@ def recorded_handshakes(job: Job) -> list[tuple[int, str, str]]:
         for generation in (0, 1, 3, 1000, 10**6):
             client = server + 1
             nonce = secrets.token_bytes(32)
-            hello = module._HELLO.pack(b"sparkhvd", client, generation, 0, nonce)
-            proof = module._mac(
+            hello = handshake.HELLO.pack(b"sparkhvd", client, generation, 0, nonce)
+            proof = handshake.proof_of(
                 job,
                 b"C",
                 client=client,
                 server=server,
-                turn=module._Turn(generation, 0),
+                turn=handshake.Turn(generation, 0),
                 nonces=nonce + secrets.token_bytes(32),
             )
             recorded.append((server, hello.hex(), proof.hex()))

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from sparkhvd import rendezvous as module
 from sparkhvd.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -31,9 +30,13 @@ from sparkhvd.rendezvous import (
     SingleRendezvous,
     SocketRendezvous,
     current,
+    handshake,
     in_process,
     install,
 )
+from sparkhvd.rendezvous.listener import unix_address
+from sparkhvd.rendezvous.meeting import MAX_UNAUTHENTICATED, Meeting
+from sparkhvd.rendezvous.memory import check_memory
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_threads
 
@@ -146,14 +149,14 @@ def test_unreachable_unix_name_falls_back_to_tcp() -> None:
 
 
 def test_group_splits_when_a_pair_cannot_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = module._check_memory
+    real = check_memory
 
     def check(sock: socket.socket, until: float) -> Any:
         shared = yield from real(sock, until)
         # Rank 1 of the thread that accepts pretends that it could not map.
         return shared and threading.current_thread().name != "test-rank-1"
 
-    monkeypatch.setattr(module, "_check_memory", check)
+    monkeypatch.setattr("sparkhvd.rendezvous.meeting.check_memory", check)
     # Ranks 0, 1, 2 on one host, where only the pair (1, 2) fails; 3 and 4 share another.
     with job_of(5, edit=lambda r, e: replace(e, host_key="a" if r < 3 else "b")) as meetings:
         met = connect_all(meetings)
@@ -195,7 +198,7 @@ def test_connection_of_a_later_generation_is_parked() -> None:
             return [meetings[0].connect(), meetings[0].connect()]
 
         def rank1_ahead() -> Connections:
-            ahead = module._Meeting(meetings[1].job, meetings[1]._listener, QUICK, 1, [], [])
+            ahead = Meeting(meetings[1].job, meetings[1]._listener, QUICK, 1, [], [])
             knocked.set()
             return ahead.run()
 
@@ -214,7 +217,7 @@ def test_rank_comes_again_when_its_proof_was_not_read(
     tcp_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that completes a generation closes what knocks for the next one, also behind a sent proof."""
-    real = module._Meeting._adopt
+    real = Meeting._adopt
     dropped = []
 
     def adopt(self: Any, peer: int, sock: socket.socket) -> None:
@@ -227,7 +230,7 @@ def test_rank_comes_again_when_its_proof_was_not_read(
     def edit(_: int, endpoint: Endpoint) -> Endpoint:
         return replace(endpoint, host_key="", unix_name="") if tcp_only else endpoint
 
-    monkeypatch.setattr(module._Meeting, "_adopt", adopt)
+    monkeypatch.setattr(Meeting, "_adopt", adopt)
     with job_of(3, edit=edit) as meetings:
         assert_connected(connect_all(meetings), socket.AF_INET if tcp_only else socket.AF_UNIX)
     assert sorted(dropped) == [1, 2]
@@ -240,7 +243,7 @@ def test_rank_comes_again_when_its_proof_was_not_read(
 def stranger(endpoint: Endpoint, *, unix: bool = False) -> Iterator[socket.socket]:
     if unix:
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect(module._unix_address(endpoint.unix_name))
+        sock.connect(unix_address(endpoint.unix_name))
     else:
         sock = socket.create_connection((endpoint.address, endpoint.port))
     with sock:
@@ -250,14 +253,14 @@ def stranger(endpoint: Endpoint, *, unix: bool = False) -> Iterator[socket.socke
 def test_strangers_who_are_silent_or_send_garbage_do_not_disturb() -> None:
     with ExitStack() as stack, job_of(3) as meetings:
         endpoints = meetings[0].job.endpoints
-        for number in range(module.MAX_UNAUTHENTICATED + 20):
+        for number in range(MAX_UNAUTHENTICATED + 20):
             sock = stack.enter_context(stranger(endpoints[number % 2], unix=number % 3 == 0))
             if number % 4 == 1:
                 sock.sendall(secrets.token_bytes(4000))
             if number % 4 == 2:
-                sock.sendall(module._HELLO.pack(b"sparkhvd", 2, 0, 0, bytes(32)))
+                sock.sendall(handshake.HELLO.pack(b"sparkhvd", 2, 0, 0, bytes(32)))
             if number % 4 == 3:
-                sock.sendall(module._HELLO.pack(b"sparkhvd", 77, 0, 0, bytes(32)) * 100)
+                sock.sendall(handshake.HELLO.pack(b"sparkhvd", 77, 0, 0, bytes(32)) * 100)
         start = time.monotonic()
         met = connect_all(meetings)
         assert time.monotonic() - start < 2
@@ -265,7 +268,7 @@ def test_strangers_who_are_silent_or_send_garbage_do_not_disturb() -> None:
 
 
 def test_silent_stranger_is_dropped_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UNAUTHENTICATED_S", 0.3)
+    monkeypatch.setattr("sparkhvd.rendezvous.meeting.UNAUTHENTICATED_S", 0.3)
     with (
         job_of(2, settings=Settings(connect_timeout_s=1)) as meetings,
         stranger(meetings[0].job.endpoints[0]) as sock,
@@ -285,8 +288,7 @@ def test_unauthenticated_connections_are_limited_and_the_oldest_goes_first() -> 
 
         def rank1() -> Any:
             socks = [
-                stack.enter_context(stranger(endpoint))
-                for _ in range(module.MAX_UNAUTHENTICATED + 1)
+                stack.enter_context(stranger(endpoint)) for _ in range(MAX_UNAUTHENTICATED + 1)
             ]
             socks[0].settimeout(3)
             assert socks[0].recv(1) == b""  # well before its 5 s
@@ -301,7 +303,7 @@ def test_unauthenticated_connections_are_limited_and_the_oldest_goes_first() -> 
 def exchange_as_client(sock: socket.socket, rank: int) -> tuple[bytes, bytes, bytes]:
     """Says hello; returns own nonce, the server's nonce and its proof."""
     nonce = secrets.token_bytes(32)
-    sock.sendall(module._HELLO.pack(b"sparkhvd", rank, 0, 0, nonce))
+    sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, 0, 0, nonce))
     sock.settimeout(5)
     reply = b""
     while len(reply) < 64:
@@ -313,7 +315,7 @@ def exchange_as_client(sock: socket.socket, rank: int) -> tuple[bytes, bytes, by
 def test_liar_is_shut_out(trick: str) -> None:
     with job_of(2) as meetings:
         job = meetings[1].job
-        turn = module._Turn(0, 0)
+        turn = handshake.Turn(0, 0)
         replayed: list[bytes] = []
 
         def liar() -> bytes:
@@ -321,12 +323,14 @@ def test_liar_is_shut_out(trick: str) -> None:
                 with stranger(job.endpoints[0]) as sock:
                     mine, theirs, _ = exchange_as_client(sock, 1)
                     replayed.append(
-                        module._mac(job, b"C", client=1, server=0, turn=turn, nonces=mine + theirs)
+                        handshake.proof_of(
+                            job, b"C", client=1, server=0, turn=turn, nonces=mine + theirs
+                        )
                     )
             with stranger(job.endpoints[0]) as sock:
                 mine, theirs, proof = exchange_as_client(sock, 1)
                 # What an honest rank must see, or it would not answer.
-                assert proof == module._mac(
+                assert proof == handshake.proof_of(
                     job, b"S", client=1, server=0, turn=turn, nonces=mine + theirs
                 )
                 other = {
@@ -334,7 +338,7 @@ def test_liar_is_shut_out(trick: str) -> None:
                     "other attempt": replace(job, attempt=1),
                 }.get(trick, job)
                 answers = {"reflected": proof, "replayed": replayed[0] if replayed else b""}
-                honest = module._mac(
+                honest = handshake.proof_of(
                     other, b"C", client=1, server=0, turn=turn, nonces=mine + theirs
                 )
                 sock.sendall(answers.get(trick) or honest)
@@ -371,7 +375,7 @@ def test_impostor_in_the_place_of_a_listener_gets_no_proof() -> None:
         error = run_threads([meetings[1].connect, impostor])[0]
         assert isinstance(error, CollectiveTimeoutError)
         assert "wrong proof" in str(error)
-        assert heard == [(module._HELLO.size, b"")]
+        assert heard == [(handshake.HELLO.size, b"")]
 
 
 # --- Deserters ---
@@ -462,7 +466,7 @@ def test_notice_of_a_later_generation_waits_for_it() -> None:
         ahead = replace(meetings[1].job)
 
         def rank1() -> Any:
-            notice = module._Notice(teller=1, generation=1, what=module._NEWS_LOST, about=0)
+            notice = handshake.Notice(teller=1, generation=1, what=handshake.NEWS_LOST, about=0)
             with stranger(ahead.endpoints[0], unix=True) as sock:
                 sock.sendall(notice.to_bytes(ahead, 0))
             return meetings[1].connect()
@@ -484,7 +488,7 @@ def test_forged_notice_does_not_disturb(trick: str) -> None:
             "wrong key": replace(job, key=bytes(32)),
             "other attempt": replace(job, attempt=1),
         }.get(trick, job)
-        notice = module._Notice(teller=1, generation=0, what=module._NEWS_LOST, about=2)
+        notice = handshake.Notice(teller=1, generation=0, what=handshake.NEWS_LOST, about=2)
         message = notice.to_bytes(other, 2 if trick == "other rank" else 0)
         if trick == "changed":  # about rank 1 instead
             message = message[:20] + b"\1" + message[21:]

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from sparkhvd import rendezvous as module
 from sparkhvd.errors import (
     CollectiveTimeoutError,
     InvalidArgumentError,
@@ -25,8 +24,10 @@ from sparkhvd.rendezvous import (
     Connections,
     SingleRendezvous,
     SocketRendezvous,
+    handshake,
     in_process,
 )
+from sparkhvd.rendezvous.meeting import MAX_UNAUTHENTICATED, Meeting
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_threads
 from tests.unit.test_rendezvous import ADDRESSES, connect_all, job_of, stranger
@@ -112,7 +113,7 @@ def test_number_of_streams_is_the_one_of_the_settings(streams: int) -> None:
 def test_streams_follow_when_ranks_of_one_host_cannot_share_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = module._Meeting._agreed_hosts
+    real = Meeting._agreed_hosts
 
     def split(self: Any, mesh: Any) -> tuple[int, ...]:
         for peer, link in mesh.items():
@@ -121,7 +122,7 @@ def test_streams_follow_when_ranks_of_one_host_cannot_share_memory(
             link.row = bytes([1, 0, 1]) if peer != 1 else bytes([0, 1, 0])
         return real(self, mesh)
 
-    monkeypatch.setattr(module._Meeting, "_agreed_hosts", split)
+    monkeypatch.setattr(Meeting, "_agreed_hosts", split)
     with job_of(3, settings=THREE) as meetings:
         met = connect_all(meetings)
         assert [c.hosts for c in met] == [(0, 1, 2)] * 3
@@ -146,21 +147,21 @@ def test_next_generation_has_streams_too_even_when_one_rank_is_ahead() -> None:
 
 def test_strangers_do_not_disturb_the_further_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """They come between the first turn and the second, some with the hello of a stream."""
-    real = module._Meeting._open_streams
+    real = Meeting._open_streams
     socks = []
 
     def disturbed(self: Any, hosts: tuple[int, ...]) -> None:
         if self.job.rank == 0:
             endpoint = self.job.endpoints[0]
-            for number in range(module.MAX_UNAUTHENTICATED + 20):
+            for number in range(MAX_UNAUTHENTICATED + 20):
                 sock = socket.create_connection((endpoint.address, endpoint.port))
                 socks.append(sock)
-                phase = module._PHASE_STREAM + number % 2
+                phase = handshake.PHASE_STREAM + number % 2
                 if number % 3:
-                    sock.sendall(module._HELLO.pack(b"sparkhvd", 1, 0, phase, bytes(32)))
+                    sock.sendall(handshake.HELLO.pack(b"sparkhvd", 1, 0, phase, bytes(32)))
         real(self, hosts)
 
-    monkeypatch.setattr(module._Meeting, "_open_streams", disturbed)
+    monkeypatch.setattr(Meeting, "_open_streams", disturbed)
     try:
         with job_of(2, settings=THREE) as meetings:
             assert_connected(connect_all(meetings), 3)
@@ -173,13 +174,13 @@ def test_strangers_do_not_disturb_the_further_turns(monkeypatch: pytest.MonkeyPa
 
 
 def turn_of(stream: int, generation: int = 0) -> Any:
-    return module._Turn(generation, module._PHASE_STREAM + stream - 1)
+    return handshake.Turn(generation, handshake.PHASE_STREAM + stream - 1)
 
 
 def hello(sock: socket.socket, turn: Any, rank: int) -> bytes:
     """Says hello as a rank; returns both nonces."""
     nonce = secrets.token_bytes(32)
-    sock.sendall(module._HELLO.pack(b"sparkhvd", rank, turn.generation, turn.phase, nonce))
+    sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, turn.generation, turn.phase, nonce))
     sock.settimeout(5)
     return nonce + sock.recv(64, socket.MSG_WAITALL)[:32]
 
@@ -187,12 +188,12 @@ def hello(sock: socket.socket, turn: Any, rank: int) -> bytes:
 PROOFS: dict[str, Callable[[Any, bytes], bytes]] = {
     "right": lambda job, nonces: client_proof(job, turn_of(2), nonces),
     "of another stream": lambda job, nonces: client_proof(job, turn_of(1), nonces),
-    "of the first turn": lambda job, nonces: client_proof(job, module._Turn(0, 0), nonces),
+    "of the first turn": lambda job, nonces: client_proof(job, handshake.Turn(0, 0), nonces),
     "of another generation": lambda job, nonces: client_proof(job, turn_of(2, 1), nonces),
     "of another attempt": lambda job, nonces: client_proof(
         replace(job, attempt=1), turn_of(2), nonces
     ),
-    "of another rank": lambda job, nonces: module._mac(
+    "of another rank": lambda job, nonces: handshake.proof_of(
         job, b"C", client=2, server=0, turn=turn_of(2), nonces=nonces
     ),
     "wrong key": lambda job, nonces: client_proof(replace(job, key=bytes(32)), turn_of(2), nonces),
@@ -201,7 +202,7 @@ PROOFS: dict[str, Callable[[Any, bytes], bytes]] = {
 
 
 def client_proof(job: Any, turn: Any, nonces: bytes) -> bytes:
-    return module._mac(job, b"C", client=1, server=0, turn=turn, nonces=nonces)
+    return handshake.proof_of(job, b"C", client=1, server=0, turn=turn, nonces=nonces)
 
 
 @pytest.mark.parametrize("trick", PROOFS)
@@ -213,7 +214,7 @@ def test_stream_opens_to_its_own_proof_only(trick: str) -> None:
             with stranger(job.endpoints[0]) as sock:
                 nonces = hello(sock, turn_of(2), 1)
                 sock.sendall(PROOFS[trick](job, nonces))
-                assert sock.recv(10) == (module._WELCOME if trick == "right" else b"")
+                assert sock.recv(10) == (handshake.WELCOME if trick == "right" else b"")
             return meetings[1].connect()
 
         # The one with the right proof gave up its connection and came again, as after an error of the network.
@@ -229,7 +230,7 @@ def test_proof_of_one_stream_is_not_taken_again_for_another() -> None:
                 nonces = hello(sock, turn_of(1), 1)
                 shown = client_proof(job, turn_of(1), nonces)
                 sock.sendall(shown)
-                assert sock.recv(10) == module._WELCOME
+                assert sock.recv(10) == handshake.WELCOME
             for stream in (1, 2):
                 with stranger(job.endpoints[0]) as sock:
                     hello(sock, turn_of(stream), 1)
@@ -246,7 +247,7 @@ def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
 ) -> None:
     with job_of(2, settings=THREE) as meetings:
         job = meetings[1].job
-        meeting = module._Meeting(job, meetings[1]._listener, THREE, 0, [], [])
+        meeting = Meeting(job, meetings[1]._listener, THREE, 0, [], [])
         meeting.turn = turn_of(2)
         mine, theirs = socket.socketpair()
         mine.setblocking(False)
@@ -256,12 +257,14 @@ def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
             believed.append((yield from meeting._introduce(0, mine)))
 
         def impostor() -> None:
-            said = theirs.recv(module._HELLO.size, socket.MSG_WAITALL)
+            said = theirs.recv(handshake.HELLO.size, socket.MSG_WAITALL)
             nonces = said[-32:] + bytes(32)
             theirs.sendall(
                 bytes(32)
-                + module._mac(job, b"S", client=1, server=0, turn=turn_of(stream), nonces=nonces)
-                + module._WELCOME
+                + handshake.proof_of(
+                    job, b"S", client=1, server=0, turn=turn_of(stream), nonces=nonces
+                )
+                + handshake.WELCOME
             )
 
         def client() -> None:
@@ -300,7 +303,7 @@ def instead_of_streams(
     monkeypatch: pytest.MonkeyPatch, rank: int, act: Callable[[Any], None]
 ) -> Iterator[None]:
     """What `rank` does when the others open stream 1; then it fails."""
-    real = module._Meeting._open_streams
+    real = Meeting._open_streams
 
     def patched(self: Any, hosts: tuple[int, ...]) -> None:
         if self.job.rank == rank:
@@ -309,7 +312,7 @@ def instead_of_streams(
         real(self, hosts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module._Meeting, "_open_streams", patched)
+        patch.setattr(Meeting, "_open_streams", patched)
         yield
 
 

@@ -1,99 +1,50 @@
-"""How ranks find each other: from the endpoints of a job to authenticated sockets between every two ranks.
-
-Threads: one. `connect()` runs a small event loop on non-blocking sockets in the caller's thread: one
-generator per connection, each yields what it waits for. Nothing here is shared between threads.
-
-Trust: a listener is reachable by anyone. Nothing but a hello of fixed size is read from a connection before both
-sides have proved that they know the job's key; such a connection lives 5 s at most, 64 at a time (the
-oldest goes first), and whatever it sends, it is closed and the job goes on. Proofs are HMAC-SHA256 over the
-role, both ranks, both fresh nonces, the job, attempt, generation, byte order and versions, so they can be
-neither reflected nor replayed. What follows is not encrypted.
-
-Streams: with `Settings.streams` above 1 the meeting goes on, one turn for each further connection of every pair.
-A turn is a meeting of its own, with hellos and proofs that carry its number, so nothing shown for one stream
-opens another.
-
-Failure: a rank that cannot meet the others tells every one of them why before it leaves, over their link or else
-by a notice into their listener, where it waits for ranks that come late. A notice is one message with a proof
-over all it says and to whom; replayed, it repeats to the same rank what is true of the generation. So what a
-rank has to say is there before its absence can be seen, and who sees an absence looks for notices first.
-
-Shutdown: `connect()` closes every socket that it does not return, also when it fails. The listener stays
-open for the next generation until `Listener.close()` or the end of the process.
-"""
+"""One rank's part in one generation, from the listener to sockets between every two ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import selectors
 import socket
 import time
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from functools import cache
 
-from sparkhvd._rendezvous.blame import _Blame, _MeetingError
-from sparkhvd._rendezvous.connections import Connections, Rendezvous, _joined
-from sparkhvd._rendezvous.endpoints import Endpoint, Job
-from sparkhvd._rendezvous.handshake import (
-    _HELLO,
-    _NEWS,
-    _NEWS_MET,
-    _NOTICE,
-    _NOTICE_MAGIC,
-    _PHASE_MESH,
-    _PHASE_STREAM,
-    _PHASE_TCP,
-    _WELCOME,
-    _answer,
-    _introduce,
-    _Notice,
-    _Turn,
-)
-from sparkhvd._rendezvous.in_process import SingleRendezvous, in_process
-from sparkhvd._rendezvous.listener import Listener, _tcp_place, _unix_address
-from sparkhvd._rendezvous.loop import (
-    UNAUTHENTICATED_S,
-    _connect,
-    _is_same_user,
-    _Loop,
-    _read,
-    _send,
-    _sleep,
-    _Task,
-    _Wait,
-)
-from sparkhvd._rendezvous.memory import _check_memory, _offer_memory
 from sparkhvd.errors import MismatchError
+from sparkhvd.rendezvous.blame import Blame, MeetingError
+from sparkhvd.rendezvous.connections import Connections, joined
+from sparkhvd.rendezvous.endpoints import Job
+from sparkhvd.rendezvous.handshake import (
+    HELLO,
+    NEWS,
+    NEWS_MET,
+    NOTICE,
+    NOTICE_MAGIC,
+    PHASE_MESH,
+    PHASE_STREAM,
+    PHASE_TCP,
+    WELCOME,
+    Notice,
+    Turn,
+    answer,
+    introduce,
+)
+from sparkhvd.rendezvous.listener import Listener, tcp_place, unix_address
+from sparkhvd.rendezvous.loop import (
+    UNAUTHENTICATED_S,
+    Loop,
+    Task,
+    Wait,
+    is_same_user,
+    open_connection,
+    read,
+    send,
+    sleep,
+)
+from sparkhvd.rendezvous.memory import check_memory, offer_memory
 from sparkhvd.settings import Settings
 
-# Not used here, but looked for here: the versions are compared with those of the C header.
-from sparkhvd._rendezvous.endpoints import KEY_BYTES as KEY_BYTES  # isort: skip
-from sparkhvd._rendezvous.handshake import (  # isort: skip
-    _NEWS_LOST as _NEWS_LOST,
-    _mac as _mac,
-    ABI_VERSION as ABI_VERSION,
-    MAC_BYTES as MAC_BYTES,
-    NONCE_BYTES as NONCE_BYTES,
-    WIRE_VERSION as WIRE_VERSION,
-)
-from sparkhvd._rendezvous.memory import TOKEN_BYTES as TOKEN_BYTES  # isort: skip
-
-__all__ = [
-    "Connections",
-    "Endpoint",
-    "Job",
-    "Listener",
-    "Rendezvous",
-    "SingleRendezvous",
-    "SocketRendezvous",
-    "current",
-    "in_process",
-    "install",
-]
+__all__ = ["Meeting", "Parked"]
 
 MAX_UNAUTHENTICATED = 64
 # A rank that has not come is asked this often whether its listener is still there.
@@ -107,7 +58,7 @@ NOTICE_S = 2.0
 
 
 @dataclass
-class _Link:
+class Link:
     """An authenticated connection to a peer."""
 
     sock: socket.socket
@@ -123,18 +74,18 @@ class _Link:
 
 
 @dataclass
-class _Parked:
+class Parked:
     """An authenticated connection of a later turn."""
 
-    turn: _Turn
+    turn: Turn
     rank: int
     sock: socket.socket
 
 
-_Proof = Callable[[socket.socket, float], Generator[_Wait, None, bool]]
+Proof = Callable[[socket.socket, float], Generator[Wait, None, bool]]
 
 
-class _Meeting:
+class Meeting:
     """One rank's part in one generation: links to all peers, and agreement on who shares memory."""
 
     def __init__(
@@ -143,26 +94,26 @@ class _Meeting:
         listener: Listener,
         settings: Settings,
         generation: int,
-        parked: list[_Parked],
-        notices: list[_Notice],
+        parked: list[Parked],
+        notices: list[Notice],
     ) -> None:
         self.job = job
         self.listener = listener
-        self.errors = _Blame(job, listener.endpoint(), settings.connect_timeout_s)
+        self.errors = Blame(job, listener.endpoint(), settings.connect_timeout_s)
         self.streams = settings.streams
         self.deadline = time.monotonic() + settings.connect_timeout_s
-        self.turn = _Turn(generation, _PHASE_MESH)
+        self.turn = Turn(generation, PHASE_MESH)
         self.parked = parked
         self.notices = notices  # of this and of later generations
-        self.loop = _Loop()
-        self.links: dict[int, _Link] = {}  # of this turn
-        self.met: list[dict[int, _Link]] = []  # of earlier turns, by stream
-        self.serving: dict[int, _Task] = {}
+        self.loop = Loop()
+        self.links: dict[int, Link] = {}  # of this turn
+        self.met: list[dict[int, Link]] = []  # of earlier turns, by stream
+        self.serving: dict[int, Task] = {}
         self.peers: frozenset[int] = frozenset(r for r in range(job.size) if r != job.rank)
         self.unix_peers = frozenset(r for r in self.peers if self._is_same_host(r))
         self.watched: set[int] = set()
         # Incoming connections that have proved nothing, oldest first.
-        self.strangers: dict[_Task, None] = {}
+        self.strangers: dict[Task, None] = {}
         self.last_error: dict[int, OSError | str] = {}
         # Peers that seem to be gone, and what shows it; blamed after a grace.
         self.gone: dict[int, object] = {}
@@ -180,7 +131,7 @@ class _Meeting:
             hosts = self._agreed_hosts(mesh)
             self._replace_unix_links(mesh, hosts)
             self._open_streams(hosts)
-        except _MeetingError as error:
+        except MeetingError as error:
             self.loop.close()  # ends the tasks that use the links
             self._tell_the_others(error)
             self._close_links()
@@ -191,9 +142,9 @@ class _Meeting:
         finally:
             self.loop.close()
         sockets, *further = [self._detached(links) for links in self.met]
-        return Connections(self.job.rank, self.job.size, hosts, sockets, _joined(further))
+        return Connections(self.job.rank, self.job.size, hosts, sockets, joined(further))
 
-    def _meet(self, peers: frozenset[int]) -> dict[int, _Link]:
+    def _meet(self, peers: frozenset[int]) -> dict[int, Link]:
         """Links to `peers` for the current turn; in the first phase also everybody's row."""
         self.peers = peers
         self.links = {}
@@ -209,7 +160,7 @@ class _Meeting:
             self.loop.cancel(task)
         return dict(self.links)
 
-    def _detached(self, links: dict[int, _Link]) -> list[int]:
+    def _detached(self, links: dict[int, Link]) -> list[int]:
         """The descriptors of one stream, by rank."""
         sockets = [-1] * self.job.size
         for peer, link in links.items():
@@ -223,7 +174,7 @@ class _Meeting:
             and len(self.links) == len(self.peers)
             and all(link.is_ready for link in self.links.values())
         )
-        if not ready or self.turn.phase != _PHASE_MESH:
+        if not ready or self.turn.phase != PHASE_MESH:
             return ready
         row = bytes(
             peer == self.job.rank or self.links[peer].shares_memory for peer in range(self.job.size)
@@ -232,13 +183,13 @@ class _Meeting:
             if not link.has_my_row:
                 link.has_my_row = True
                 try:
-                    _send(link.sock, _NEWS.pack(_NEWS_MET, self.streams - 1) + row)
+                    send(link.sock, NEWS.pack(NEWS_MET, self.streams - 1) + row)
                 except OSError as error:
                     if not self._is_unheard(peer, link, error):  # else _serve() sees its end
                         self._suspect(peer, error)
         return not self.gone and all(link.row is not None for link in self.links.values())
 
-    def _check_streams(self, mesh: dict[int, _Link]) -> None:
+    def _check_streams(self, mesh: dict[int, Link]) -> None:
         """Every rank has everybody's number, so all raise, and nobody waits for streams that do not come."""
         numbers = {self.job.rank: self.streams, **{r: link.streams for r, link in mesh.items()}}
         for peer, number in sorted(numbers.items()):
@@ -249,7 +200,7 @@ class _Meeting:
                     "(SPARKHVD_STREAMS)."
                 )
 
-    def _agreed_hosts(self, mesh: dict[int, _Link]) -> tuple[int, ...]:
+    def _agreed_hosts(self, mesh: dict[int, Link]) -> tuple[int, ...]:
         """Host indices from the rows that every rank has: the same computation everywhere."""
         size, me = self.job.size, self.job.rank
         mine = bytes(peer == me or mesh[peer].shares_memory for peer in range(size))
@@ -267,7 +218,7 @@ class _Meeting:
         numbers: dict[str, int] = {}
         return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
-    def _replace_unix_links(self, mesh: dict[int, _Link], hosts: tuple[int, ...]) -> None:
+    def _replace_unix_links(self, mesh: dict[int, Link], hosts: tuple[int, ...]) -> None:
         """Between ranks that do not share memory the engine expects TCP."""
         split = frozenset(
             peer
@@ -275,7 +226,7 @@ class _Meeting:
             if link.is_unix and hosts[peer] != hosts[self.job.rank]
         )
         if split:
-            self.turn = _Turn(self.turn.generation, _PHASE_TCP)
+            self.turn = Turn(self.turn.generation, PHASE_TCP)
             self.unix_peers = frozenset()
             # A peer of this phase closes its old link when it is done; its listener shows whether it lives.
             self._watch({peer: link for peer, link in mesh.items() if peer not in split})
@@ -300,7 +251,7 @@ class _Meeting:
             self._watch(self.links)
         for stream in range(1, self.streams):
             self.met.append(self.links)
-            self.turn = _Turn(self.turn.generation, _PHASE_STREAM + stream - 1)
+            self.turn = Turn(self.turn.generation, PHASE_STREAM + stream - 1)
             self._meet(everybody)
         self.met.append(self.links)
 
@@ -313,11 +264,11 @@ class _Meeting:
             self.has_grace = True
             self.loop.start(self._blame())
 
-    def _blame(self) -> _Task:
-        yield from _sleep(RETRY_S)
+    def _blame(self) -> Task:
+        yield from sleep(RETRY_S)
         first = set(self.gone)  # who is missed later may have left because of these
         for _ in range(GRACE_TURNS - 1):
-            yield from _sleep(RETRY_S)
+            yield from sleep(RETRY_S)
         self.has_grace = False
         causes = {peer: cause for peer, cause in self.gone.items() if peer in first}
         if causes:  # else they have come again
@@ -325,22 +276,22 @@ class _Meeting:
         for peer, cause in self.gone.items():
             self._suspect(peer, cause)
 
-    def _tell_the_others(self, error: _MeetingError) -> None:
+    def _tell_the_others(self, error: MeetingError) -> None:
         """Best effort, NOTICE_S at most: without it they would name this rank, which only reports.
 
         Over links where the peer still waits for this rank's row, because a link is there whatever firewalls
         forbid; else by a notice.
         """
-        news = _NEWS.pack(error.news, error.rank) + bytes(self.job.size)
+        news = NEWS.pack(error.news, error.rank) + bytes(self.job.size)
         told = {self.job.rank}
         for peer, link in self.links.items():
-            awaits_row = self.turn.phase == _PHASE_MESH and link.is_ready and not link.has_my_row
+            awaits_row = self.turn.phase == PHASE_MESH and link.is_ready and not link.has_my_row
             if awaits_row and peer not in self.gone:
                 with contextlib.suppress(OSError):
-                    _send(link.sock, news)
+                    send(link.sock, news)
                     told.add(peer)
-        notice = _Notice(self.job.rank, self.turn.generation, error.news, error.rank)
-        loop = _Loop()
+        notice = Notice(self.job.rank, self.turn.generation, error.news, error.rank)
+        loop = Loop()
         try:
             for peer in sorted(set(range(self.job.size)) - told):
                 loop.start(self._notify(peer, notice))
@@ -348,21 +299,21 @@ class _Meeting:
         finally:
             loop.close()
 
-    def _notify(self, peer: int, notice: _Notice) -> _Task:
+    def _notify(self, peer: int, notice: Notice) -> Task:
         with contextlib.suppress(OSError):  # the other is gone, or cannot be reached
             sock = yield from self._dial(peer, time.monotonic() + NOTICE_S)
             with sock:
-                _send(sock, notice.to_bytes(self.job, peer))
+                send(sock, notice.to_bytes(self.job, peer))
 
     def _close_links(self) -> None:
         for links in (*self.met, self.links):
             for link in links.values():
                 link.sock.close()
 
-    def _expire(self) -> _Task:
-        yield _Wait(None, 0, self.deadline)
+    def _expire(self) -> Task:
+        yield Wait(None, 0, self.deadline)
         while self.gone:  # _blame() looks for their notices first
-            yield from _sleep(RETRY_S)
+            yield from sleep(RETRY_S)
         job = self.job
         missing = [r for r in sorted(self.peers) if r not in self.links]
         waiting = [r for r, link in sorted(self.links.items()) if link.row is None]
@@ -388,9 +339,9 @@ class _Meeting:
             listening.setblocking(False)
             self.loop.start(self._accept(listening))
 
-    def _accept(self, listening: socket.socket) -> _Task:
+    def _accept(self, listening: socket.socket) -> Task:
         while True:
-            yield _Wait(listening, selectors.EVENT_READ, float("inf"))
+            yield Wait(listening, selectors.EVENT_READ, float("inf"))
             try:
                 sock, _ = listening.accept()
             except OSError as error:
@@ -398,7 +349,7 @@ class _Meeting:
                     # Whoever does not come in time may have been here.
                     for peer in self.peers.difference(self.links):
                         self.last_error[peer] = error
-                    yield from _sleep(RETRY_S)
+                    yield from sleep(RETRY_S)
                 continue  # the other side has gone again
             if len(self.strangers) >= MAX_UNAUTHENTICATED:
                 oldest = next(iter(self.strangers))
@@ -408,7 +359,7 @@ class _Meeting:
             self.strangers[task] = None
             self.loop.start(task)
 
-    def _greet(self, sock: socket.socket) -> _Task:
+    def _greet(self, sock: socket.socket) -> Task:
         """The accepting side of the handshake. Whatever goes wrong ends this connection and nothing else."""
         task = next(reversed(self.strangers))
         known = None
@@ -416,15 +367,15 @@ class _Meeting:
             sock.setblocking(False)
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            elif not _is_same_user(sock):
+            elif not is_same_user(sock):
                 return
             until = time.monotonic() + UNAUTHENTICATED_S
-            hello = yield from _read(sock, _HELLO.size, until)
-            if hello.startswith(_NOTICE_MAGIC):
-                rest = yield from _read(sock, _NOTICE.size - _HELLO.size, until)
-                self._hear(_Notice.from_bytes(hello + rest, self.job))
+            hello = yield from read(sock, HELLO.size, until)
+            if hello.startswith(NOTICE_MAGIC):
+                rest = yield from read(sock, NOTICE.size - HELLO.size, until)
+                self._hear(Notice.from_bytes(hello + rest, self.job))
                 return
-            known = yield from _answer(self.job, self.turn, hello, sock, until)
+            known = yield from answer(self.job, self.turn, hello, sock, until)
         except OSError:  # includes the deadline
             return
         finally:
@@ -437,11 +388,11 @@ class _Meeting:
         if turn == self.turn and client in self.peers:
             self._adopt(client, sock)
         elif turn > self.turn:
-            self.parked.append(_Parked(turn, client, sock))
+            self.parked.append(Parked(turn, client, sock))
         else:
             sock.close()
 
-    def _hear(self, notice: _Notice | None) -> None:
+    def _hear(self, notice: Notice | None) -> None:
         """A notice: of this generation, of a later one, or too late to matter; None if it is forged."""
         if notice is None or notice.generation < self.turn.generation:
             return
@@ -456,11 +407,11 @@ class _Meeting:
         if old is not None:  # it came back after its first connection broke
             self.loop.cancel(self.serving[peer])
             old.sock.close()
-        self._start_serving(peer, _Link(sock), _check_memory)
+        self._start_serving(peer, Link(sock), check_memory)
 
     # Outgoing
 
-    def _reach(self, peer: int) -> _Task:
+    def _reach(self, peer: int) -> Task:
         """Connects to a rank below this one, as often as it takes."""
         while True:
             sock = None
@@ -483,14 +434,14 @@ class _Meeting:
                 raise
             if sock is not None:
                 sock.close()
-            yield from _sleep(RETRY_S)
-        self._start_serving(peer, _Link(sock), _offer_memory)
+            yield from sleep(RETRY_S)
+        self._start_serving(peer, Link(sock), offer_memory)
 
-    def _reach_again(self, peer: int) -> _Task:
-        yield from _sleep(RETRY_S)
+    def _reach_again(self, peer: int) -> Task:
+        yield from sleep(RETRY_S)
         yield from self._reach(peer)
 
-    def _is_unheard(self, peer: int, link: _Link, error: OSError) -> bool:
+    def _is_unheard(self, peer: int, link: Link, error: OSError) -> bool:
         """Whether the accepting side may have ended a link because it had not read this rank's proof yet.
 
         It does so when it has just completed an earlier generation: whoever knocks is let in by the next one.
@@ -498,40 +449,44 @@ class _Meeting:
         has_answered = link.row is not None or (link.is_unix and link.is_ready)
         return peer < self.job.rank and isinstance(error, ConnectionError) and not has_answered
 
-    def _dial(self, peer: int, until: float) -> Generator[_Wait, None, socket.socket]:
+    def _dial(self, peer: int, until: float) -> Generator[Wait, None, socket.socket]:
         endpoint = self.job.endpoints[peer]
         if peer in self.unix_peers:
             try:
-                sock = yield from _connect(socket.AF_UNIX, _unix_address(endpoint.unix_name), until)
-                if _is_same_user(sock):
+                sock = yield from open_connection(
+                    socket.AF_UNIX, unix_address(endpoint.unix_name), until
+                )
+                if is_same_user(sock):
                     return sock
                 sock.close()
             except BlockingIOError:  # its backlog is full: it is there
                 raise
             except OSError:  # not reachable that way after all
                 pass
-        return (yield from _connect(*_tcp_place(endpoint), until))
+        return (yield from open_connection(*tcp_place(endpoint), until))
 
-    def _introduce(self, peer: int, sock: socket.socket) -> Generator[_Wait, None, bool]:
+    def _introduce(self, peer: int, sock: socket.socket) -> Generator[Wait, None, bool]:
         """The handshake, as long as it takes: the other rank may call init() much later than this one."""
-        return _introduce(self.job, peer, self.turn, sock, self.deadline)
+        return introduce(self.job, peer, self.turn, sock, self.deadline)
 
-    def _probe(self, peer: int) -> _Task:
+    def _probe(self, peer: int) -> Task:
         """Until a rank above this one has come: is its listener still there?
 
         A silent connection waits in its backlog; the kernel resets it when the listener closes. A rank that
         listens already closes it after 5 s, as it does with any stranger.
         """
-        family, place = _tcp_place(self.job.endpoints[peer])
+        family, place = tcp_place(self.job.endpoints[peer])
         while True:
-            yield from _sleep(PROBE_S)
+            yield from sleep(PROBE_S)
             if peer in self.links:
                 return
             sock = None
             try:
-                sock = yield from _connect(family, place, time.monotonic() + UNAUTHENTICATED_S)
+                sock = yield from open_connection(
+                    family, place, time.monotonic() + UNAUTHENTICATED_S
+                )
                 self.last_error.pop(peer, None)
-                yield _Wait(sock, selectors.EVENT_READ, float("inf"))
+                yield Wait(sock, selectors.EVENT_READ, float("inf"))
             except OSError as error:
                 if error.errno == errno.ECONNREFUSED and peer not in self.links:
                     self._suspect(peer, error)
@@ -547,24 +502,24 @@ class _Meeting:
 
     # Both
 
-    def _start_serving(self, peer: int, link: _Link, prove: _Proof) -> None:
+    def _start_serving(self, peer: int, link: Link, prove: Proof) -> None:
         self.links[peer] = link
         self.serving[peer] = self._serve(peer, link, prove)
         self.loop.start(self.serving[peer])
 
-    def _serve(self, peer: int, link: _Link, prove: _Proof) -> _Task:
+    def _serve(self, peer: int, link: Link, prove: Proof) -> Task:
         """An authenticated connection: proof of shared memory, then the peer's row."""
         # Later than _expire(), which knows more.
         until = self.deadline + RETRY_S
         try:
-            if self.turn.phase == _PHASE_MESH and link.is_unix:
+            if self.turn.phase == PHASE_MESH and link.is_unix:
                 link.shares_memory = yield from prove(link.sock, until)
-            if self.turn.phase >= _PHASE_STREAM and peer > self.job.rank:
-                yield from _read(link.sock, len(_WELCOME), until)
+            if self.turn.phase >= PHASE_STREAM and peer > self.job.rank:
+                yield from read(link.sock, len(WELCOME), until)
             link.is_ready = True
-            if self.turn.phase != _PHASE_MESH:
+            if self.turn.phase != PHASE_MESH:
                 return
-            news = yield from _read(link.sock, _NEWS.size + self.job.size, until)
+            news = yield from read(link.sock, NEWS.size + self.job.size, until)
         except OSError as error:
             if self._is_unheard(peer, link, error):
                 self.last_error[peer] = error
@@ -574,26 +529,26 @@ class _Meeting:
             else:
                 self._suspect(peer, error)
             return
-        what, about = _NEWS.unpack_from(news)
-        if what != _NEWS_MET:
-            notice = _Notice(peer, self.turn.generation, what, about)
+        what, about = NEWS.unpack_from(news)
+        if what != NEWS_MET:
+            notice = Notice(peer, self.turn.generation, what, about)
             if notice.makes_sense(self.job):
                 raise self.errors.reported(notice)
             self._suspect(peer, f"it sent news of kind {what} about rank {about}")
             return
         link.streams = 1 + about
-        link.row = news[_NEWS.size :]
+        link.row = news[NEWS.size :]
 
-    def _watch(self, links: Mapping[int, _Link]) -> None:
+    def _watch(self, links: Mapping[int, Link]) -> None:
         """From now on the end of one of these links is the end of its peer."""
         for peer, link in links.items():
             if peer not in self.watched:
                 self.watched.add(peer)
                 self.loop.start(self._notice_end(peer, link.sock))
 
-    def _notice_end(self, peer: int, sock: socket.socket) -> _Task:
+    def _notice_end(self, peer: int, sock: socket.socket) -> Task:
         """Notices the end of a peer; leaves what it sends to the engine."""
-        yield _Wait(sock, selectors.EVENT_READ, float("inf"))
+        yield Wait(sock, selectors.EVENT_READ, float("inf"))
         try:
             is_open = bool(sock.recv(1, socket.MSG_PEEK))
         except OSError as error:
@@ -601,82 +556,3 @@ class _Meeting:
             return
         if not is_open:
             self._suspect(peer, "closed by the other side")
-
-
-class SocketRendezvous:
-    """Meets the ranks of a job on their published endpoints.
-
-    Rank i connects to every rank below it and accepts from every rank above it, so each pair has one
-    connection: an abstract Unix socket if both are on one host, else TCP. Ranks of one host that prove to
-    each other that they can map the same memory get one host index; if any pair of them cannot, each is
-    treated as a host of its own.
-
-    Args:
-        job: the same on every rank, but for `rank`.
-        listener: the one whose endpoint is `job.endpoints[job.rank]`; stays open.
-        settings: the same on every rank.
-    """
-
-    def __init__(self, job: Job, listener: Listener, settings: Settings) -> None:
-        self.job = job
-        self.rank = job.rank
-        self.size = job.size
-        self.settings = settings
-        self._listener = listener
-        self._generation = 0
-        self._parked: list[_Parked] = []
-        self._notices: list[_Notice] = []
-        self._made: Connections | None = None
-        # A forked child (a DataLoader worker) must not keep the port or a connection of a dead rank open.
-        _close_in_children()
-        _open_rendezvous.add(self)
-
-    def connect(self) -> Connections:
-        """Meet every other rank; see `Rendezvous.connect`."""
-        generation = self._generation
-        self._generation += 1
-        for parked in [p for p in self._parked if p.turn.generation < generation]:
-            self._parked.remove(parked)
-            parked.sock.close()
-        self._notices[:] = [n for n in self._notices if n.generation >= generation]
-        meeting = _Meeting(
-            self.job, self._listener, self.settings, generation, self._parked, self._notices
-        )
-        self._made = meeting.run()
-        return self._made
-
-    def close(self) -> None:
-        """Stop listening, and close connections of generations that this rank never asked for."""
-        for parked in self._parked:
-            parked.sock.close()
-        self._parked.clear()
-        self._listener.close()
-
-
-_open_rendezvous: weakref.WeakSet[SocketRendezvous] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for rendezvous in list(_open_rendezvous):
-        rendezvous.close()
-        if rendezvous._made is not None:  # whoever took the descriptors closes them in the child
-            rendezvous._made.close()
-
-
-@cache
-def _close_in_children() -> None:
-    os.register_at_fork(after_in_child=_close_all)
-
-
-# The process's own rendezvous: at most one.
-_installed: list[Rendezvous] = []
-
-
-def install(rendezvous: Rendezvous | None) -> None:
-    """Set what `current()` returns; called by whoever started this process, before user code."""
-    _installed[:] = [] if rendezvous is None else [rendezvous]
-
-
-def current() -> Rendezvous | None:
-    """The rendezvous that was installed in this process; None if nobody launched it."""
-    return _installed[0] if _installed else None

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sparkhvd._rendezvous.endpoints import Endpoint, Job
-from sparkhvd._rendezvous.handshake import _NEWS_LATE, _NEWS_LOST, _Notice
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from sparkhvd.rendezvous.endpoints import Endpoint, Job
+from sparkhvd.rendezvous.handshake import NEWS_LATE, NEWS_LOST, Notice
 
 
-class _MeetingError(Exception):
+class MeetingError(Exception):
     """Carries the error of this rank and what the others are told about it."""
 
     def __init__(self, cause: CollectiveError, news: int, rank: int) -> None:
@@ -21,7 +21,7 @@ class _MeetingError(Exception):
 
 
 @dataclass(frozen=True)
-class _Blame:
+class Blame:
     """The errors of one rank's meeting: who did not come, where it was expected, and what to do.
 
     Attributes:
@@ -34,16 +34,16 @@ class _Blame:
     endpoint: Endpoint
     timeout_s: float
 
-    def reported(self, notice: _Notice) -> _MeetingError:
+    def reported(self, notice: Notice) -> MeetingError:
         """What this rank raises when another one tells why it failed."""
         teller, about = notice.teller, notice.about
-        if notice.what == _NEWS_LATE:
+        if notice.what == NEWS_LATE:
             return self.late([about], [f"rank {teller} gave up waiting for rank {about}"])
         if about == self.job.rank:
             return self.lost({teller: "it lost its connection to this rank"})
         return self.lost({about: f"rank {teller} reports it"})
 
-    def lost(self, causes: Mapping[int, object]) -> _MeetingError:
+    def lost(self, causes: Mapping[int, object]) -> MeetingError:
         """Ranks are gone; `causes` says by rank what shows it."""
         lines = [
             f"rank {peer} at {self.job.endpoints[peer]} is gone ({cause})"
@@ -54,9 +54,9 @@ class _Blame:
             f"Rendezvous of rank {self.job.rank} at {self.endpoint}: {', '.join(lines)}. Look for "
             f"{where}; start the job again."
         )
-        return _MeetingError(PeerLostError(text), _NEWS_LOST, min(causes))
+        return MeetingError(PeerLostError(text), NEWS_LOST, min(causes))
 
-    def late(self, ranks: Sequence[int], lines: Sequence[str]) -> _MeetingError:
+    def late(self, ranks: Sequence[int], lines: Sequence[str]) -> MeetingError:
         """Ranks did not come in time; `lines` says so, and the first is the one that the others are told."""
         text = (
             f"Rendezvous of rank {self.job.rank} at {self.endpoint}: not all of "
@@ -64,4 +64,4 @@ class _Blame:
             "every rank calls init() and that the hosts reach each other on these ports "
             "(SPARKHVD_PORT_RANGE), or raise SPARKHVD_CONNECT_TIMEOUT_S."
         )
-        return _MeetingError(CollectiveTimeoutError(text), _NEWS_LATE, ranks[0])
+        return MeetingError(CollectiveTimeoutError(text), NEWS_LATE, ranks[0])

@@ -1,6 +1,6 @@
 """A small event loop: tasks are generators that yield what they wait for.
 
-Threads: one; whoever calls `_Loop.run`.
+Threads: one; whoever calls `Loop.run`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ UNAUTHENTICATED_S = 5.0
 
 
 @dataclass(frozen=True)
-class _Wait:
+class Wait:
     """What a task waits for: a socket, or only the time."""
 
     sock: socket.socket | None
@@ -30,28 +30,31 @@ class _Wait:
     until: float
 
 
-_Task = Generator[_Wait, None, None]
+Task = Generator[Wait, None, None]
 
 
-class _Loop:
+class Loop:
     """Runs tasks until a condition holds. An exception that a task does not catch ends the run."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._tasks: dict[_Task, _Wait] = {}
+        self._tasks: dict[Task, Wait] = {}
 
-    def start(self, task: _Task) -> None:
+    def start(self, task: Task) -> None:
+        """Run a task up to what it waits for first."""
         self._resume(task, task.__next__)
 
     def is_idle(self) -> bool:
+        """Whether every task has ended."""
         return not self._tasks
 
     def run(self, done: Callable[[], bool]) -> None:
+        """Run the tasks until `done`; a task whose time is over gets a TimeoutError, one that only slept goes on."""
         while not done():
             now = time.monotonic()
             until = min((wait.until for wait in self._tasks.values()), default=now)
             for key, _ in self._selector.select(max(0.0, until - now)):
-                task: _Task = key.data
+                task: Task = key.data
                 self._resume(task, task.__next__)
             now = time.monotonic()
             for task, wait in list(self._tasks.items()):
@@ -60,16 +63,18 @@ class _Loop:
                     self._resume(task, task.__next__ if wait.sock is None else expire)
 
     def close(self) -> None:
+        """End every task where it stands."""
         for task in list(self._tasks):
             task.close()
         self._tasks.clear()
         self._selector.close()
 
-    def cancel(self, task: _Task) -> None:
+    def cancel(self, task: Task) -> None:
+        """End one task where it stands; nothing happens if it has ended."""
         self._forget(task)
         task.close()
 
-    def _resume(self, task: _Task, step: Callable[[], _Wait]) -> None:
+    def _resume(self, task: Task, step: Callable[[], Wait]) -> None:
         self._forget(task)
         try:
             wait = step()
@@ -79,21 +84,28 @@ class _Loop:
         if wait.sock is not None:
             self._selector.register(wait.sock, wait.events, task)
 
-    def _forget(self, task: _Task) -> None:
+    def _forget(self, task: Task) -> None:
         wait = self._tasks.pop(task, None)
         if wait is not None and wait.sock is not None:
             with contextlib.suppress(KeyError, ValueError):  # closed meanwhile
                 self._selector.unregister(wait.sock)
 
 
-def _sleep(seconds: float) -> _Task:
-    yield _Wait(None, 0, time.monotonic() + seconds)
+def sleep(seconds: float) -> Task:
+    """Wait for the time only."""
+    yield Wait(None, 0, time.monotonic() + seconds)
 
 
-def _read(sock: socket.socket, size: int, until: float) -> Generator[_Wait, None, bytes]:
+def read(sock: socket.socket, size: int, until: float) -> Generator[Wait, None, bytes]:
+    """Exactly `size` bytes.
+
+    Raises:
+        ConnectionResetError: the other side closed it before.
+        TimeoutError: they have not come.
+    """
     data = b""
     while len(data) < size:
-        yield _Wait(sock, selectors.EVENT_READ, until)
+        yield Wait(sock, selectors.EVENT_READ, until)
         with contextlib.suppress(BlockingIOError):
             part = sock.recv(size - len(data))
             if not part:
@@ -102,7 +114,7 @@ def _read(sock: socket.socket, size: int, until: float) -> Generator[_Wait, None
     return data
 
 
-def _send(sock: socket.socket, data: bytes) -> None:
+def send(sock: socket.socket, data: bytes) -> None:
     """Every message here fits a fresh socket's buffer; the limit is for a peer that reads nothing."""
     sock.settimeout(UNAUTHENTICATED_S)
     try:
@@ -111,13 +123,18 @@ def _send(sock: socket.socket, data: bytes) -> None:
         sock.setblocking(False)
 
 
-def _connect(family: int, place: Any, until: float) -> Generator[_Wait, None, socket.socket]:
+def open_connection(family: int, place: Any, until: float) -> Generator[Wait, None, socket.socket]:
+    """A connected, non-blocking socket.
+
+    Raises:
+        OSError: nobody listens there, or does not answer in time.
+    """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
         code = sock.connect_ex(place)
         if code == errno.EINPROGRESS:
-            yield _Wait(sock, selectors.EVENT_WRITE, until)
+            yield Wait(sock, selectors.EVENT_WRITE, until)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
@@ -129,7 +146,8 @@ def _connect(family: int, place: Any, until: float) -> Generator[_Wait, None, so
     return sock
 
 
-def _is_same_user(sock: socket.socket) -> bool:
+def is_same_user(sock: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is of this user; the kernel says so."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.getuid())

@@ -10,8 +10,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from sparkhvd._rendezvous.endpoints import Endpoint
 from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.rendezvous.endpoints import Endpoint
 from sparkhvd.settings import Settings
 
 
@@ -110,7 +110,7 @@ def _bind_unix() -> tuple[socket.socket | None, str]:
     name = secrets.token_hex(16)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listening.bind(_unix_address(name))
+        listening.bind(unix_address(name))
         listening.listen(socket.SOMAXCONN)
     except OSError:  # a sandbox without Unix sockets: TCP serves inside the host too
         listening.close()
@@ -118,7 +118,8 @@ def _bind_unix() -> tuple[socket.socket | None, str]:
     return listening, name
 
 
-def _unix_address(name: str) -> bytes:
+def unix_address(name: str) -> bytes:
+    """The abstract socket of an endpoint's `unix_name`: no file, and gone with the process."""
     return b"\0sparkhvd-" + name.encode()
 
 
@@ -131,7 +132,8 @@ def _host_key() -> str:
         return ""
 
 
-def _tcp_place(endpoint: Endpoint) -> tuple[int, Any]:
+def tcp_place(endpoint: Endpoint) -> tuple[int, Any]:
+    """Address family, and what `connect` takes."""
     info = socket.getaddrinfo(
         endpoint.address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
     )

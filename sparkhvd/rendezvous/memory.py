@@ -12,38 +12,38 @@ import selectors
 import socket
 from collections.abc import Generator
 
-from sparkhvd._rendezvous.loop import _read, _send, _Wait
 from sparkhvd.memfd import is_sealed_against_shrinking, new_memfd, seal_against_shrinking
+from sparkhvd.rendezvous.loop import Wait, read, send
 
 TOKEN_BYTES = 32
 
 
-def _offer_memory(sock: socket.socket, until: float) -> Generator[_Wait, None, bool]:
+def offer_memory(sock: socket.socket, until: float) -> Generator[Wait, None, bool]:
     """The connecting side: passes a memory file with a token and expects an answer inside it."""
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
         descriptor = new_memfd("sparkhvd-proof")
     except OSError:  # forbidden here: say so, and use sockets
-        _send(sock, token)
-        yield from _read(sock, TOKEN_BYTES, until)
-        _send(sock, b"\0")
+        send(sock, token)
+        yield from read(sock, TOKEN_BYTES, until)
+        send(sock, b"\0")
         return False
     try:
         os.ftruncate(descriptor, 2 * TOKEN_BYTES)
         seal_against_shrinking(descriptor)
         os.pwrite(descriptor, token, 0)
         socket.send_fds(sock, [token], [descriptor])
-        answer = yield from _read(sock, TOKEN_BYTES, until)
+        answer = yield from read(sock, TOKEN_BYTES, until)
         shared = hmac.compare_digest(os.pread(descriptor, TOKEN_BYTES, TOKEN_BYTES), answer)
     finally:
         os.close(descriptor)
-    _send(sock, bytes([shared]))
+    send(sock, bytes([shared]))
     return shared
 
 
-def _check_memory(sock: socket.socket, until: float) -> Generator[_Wait, None, bool]:
+def check_memory(sock: socket.socket, until: float) -> Generator[Wait, None, bool]:
     """The accepting side: maps what was passed, compares the token, writes an answer into it."""
-    yield _Wait(sock, selectors.EVENT_READ, until)
+    yield Wait(sock, selectors.EVENT_READ, until)
     token, descriptors, _, _ = socket.recv_fds(sock, TOKEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     answer = secrets.token_bytes(TOKEN_BYTES)
     shared = False
@@ -62,8 +62,8 @@ def _check_memory(sock: socket.socket, until: float) -> Generator[_Wait, None, b
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-    _send(sock, answer)
-    verdict = yield from _read(sock, 1, until)
+    send(sock, answer)
+    verdict = yield from read(sock, 1, until)
     return shared and verdict == b"\1"
 
 

@@ -61,5 +61,6 @@ class Rendezvous(Protocol):
         """
 
 
-def _joined(rows: Sequence[list[int]]) -> list[int]:
+def joined(rows: Sequence[list[int]]) -> list[int]:
+    """One list, row after row."""
     return [descriptor for row in rows for descriptor in row]

@@ -6,8 +6,8 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from sparkhvd._rendezvous.connections import Connections, Rendezvous, _joined
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous.connections import Connections, Rendezvous, joined
 from sparkhvd.settings import Settings
 
 
@@ -43,7 +43,7 @@ class _Hall:
                 self._make(generation)
             rows = self._rows.pop((generation, rank))
         sockets, *further = [[-1 if s is None else s.detach() for s in row] for row in rows]
-        return Connections(rank, len(self.hosts), self.hosts, sockets, _joined(further))
+        return Connections(rank, len(self.hosts), self.hosts, sockets, joined(further))
 
     def _make(self, generation: int) -> None:
         streams = [self._stream() for _ in range(self.streams)]

@@ -1,0 +1,81 @@
+"""A process's rendezvous over sockets: one meeting per generation."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from functools import cache
+
+from sparkhvd.rendezvous.connections import Connections
+from sparkhvd.rendezvous.endpoints import Job
+from sparkhvd.rendezvous.handshake import Notice
+from sparkhvd.rendezvous.listener import Listener
+from sparkhvd.rendezvous.meeting import Meeting, Parked
+from sparkhvd.settings import Settings
+
+__all__ = ["SocketRendezvous"]
+
+
+class SocketRendezvous:
+    """Meets the ranks of a job on their published endpoints.
+
+    Rank i connects to every rank below it and accepts from every rank above it, so each pair has one
+    connection: an abstract Unix socket if both are on one host, else TCP. Ranks of one host that prove to
+    each other that they can map the same memory get one host index; if any pair of them cannot, each is
+    treated as a host of its own.
+
+    Args:
+        job: the same on every rank, but for `rank`.
+        listener: the one whose endpoint is `job.endpoints[job.rank]`; stays open.
+        settings: the same on every rank.
+    """
+
+    def __init__(self, job: Job, listener: Listener, settings: Settings) -> None:
+        self.job = job
+        self.rank = job.rank
+        self.size = job.size
+        self.settings = settings
+        self._listener = listener
+        self._generation = 0
+        self._parked: list[Parked] = []
+        self._notices: list[Notice] = []
+        self._made: Connections | None = None
+        # A forked child (a DataLoader worker) must not keep the port or a connection of a dead rank open.
+        _close_in_children()
+        _open_rendezvous.add(self)
+
+    def connect(self) -> Connections:
+        """Meet every other rank; see `Rendezvous.connect`."""
+        generation = self._generation
+        self._generation += 1
+        for parked in [p for p in self._parked if p.turn.generation < generation]:
+            self._parked.remove(parked)
+            parked.sock.close()
+        self._notices[:] = [n for n in self._notices if n.generation >= generation]
+        meeting = Meeting(
+            self.job, self._listener, self.settings, generation, self._parked, self._notices
+        )
+        self._made = meeting.run()
+        return self._made
+
+    def close(self) -> None:
+        """Stop listening, and close connections of generations that this rank never asked for."""
+        for parked in self._parked:
+            parked.sock.close()
+        self._parked.clear()
+        self._listener.close()
+
+
+_open_rendezvous: weakref.WeakSet[SocketRendezvous] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for rendezvous in list(_open_rendezvous):
+        rendezvous.close()
+        if rendezvous._made is not None:  # whoever took the descriptors closes them in the child
+            rendezvous._made.close()
+
+
+@cache
+def _close_in_children() -> None:
+    os.register_at_fork(after_in_child=_close_all)
