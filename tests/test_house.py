@@ -21,6 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Who reads or writes the environment, and why. Settings themselves are read in settings.py only.
 ENVIRONMENT = {
     "sparkhvd/runner/allocator.py": "glibc's own variables, by which a user configures the allocator",
+    "sparkhvd/runner/gpu_probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
     "sparkhvd/settings.py": "the settings",
     "sparkhvd/runner/trainer.py": "the trainer process inherits its parent's environment",
     "sparkhvd/runner/child.py": "torch's, OpenMP's and the user's own variables, before user code runs",

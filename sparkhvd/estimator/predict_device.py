@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +49,21 @@ NO_GPUS = TaskGpus()
 def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
     """The device of this task.
 
+    Args:
+        use_gpu: the Param; None is a GPU where Spark gave the task one, and torch is built for any.
+        task: what Spark says of it.
+
     Raises:
         InvalidArgumentError: it is to be a GPU, and this process sees none, or not the one that Spark gave the task.
     """
     if use_gpu is False or (use_gpu is None and not task.addresses):
+        return torch.device("cpu")
+    if use_gpu is None and torch.version.cuda is None:
+        warnings.warn(
+            f"transform computes on the CPU, although Spark gave the task a GPU: torch {torch.__version__} of the worker is "
+            "built without CUDA.",
+            stacklevel=2,
+        )
         return torch.device("cpu")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     host = socket.gethostname()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.runner.rank_context import RankContext, context
+from sparkhvd.rank_context import RankContext, context
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -69,8 +69,8 @@ def run(
         start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`.
         max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
         verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
-        use_gpu: True: every rank gets a GPU of its own, which `context().gpu` numbers in its process, or the job fails
-            before `fn` starts. False: the ranks see no GPU. None: True if Spark gives tasks
+        use_gpu: True: every rank gets a GPU of its own, which `hvd.init()` makes torch's current device and `context().gpu`
+            numbers, or the job fails before `fn` starts. False: the ranks see no GPU. None: True if Spark gives tasks
             GPUs, else the ranks see what their executor sees. See docs/gpus.md.
         profile: Spark resource profile of the stage (pyspark 4 and a cluster master). None means one that asks for a
             GPU and its share of the cores per rank, where Spark gives ranks GPUs.

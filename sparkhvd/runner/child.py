@@ -64,7 +64,8 @@ class Prologue:
         keep_freed_memory: whether the process keeps what it frees, for its next allocations.
         preload: modules to import while the ranks find each other; a failure is ignored here.
         early: what to call before that, see `early_call`; "" for nothing.
-        asks_gpus: whether to tell which GPUs the process sees, as its first frame.
+        gpu_views: variables (None: unset) with which the process is to say which GPUs it sees, one answer for each, as
+            its first frame; none for no question.
         cuda_library: of CUDA's driver; "" for the system's.
         spark_files: root of `SparkFiles`; "" outside Spark.
         listener: file descriptors of the bound listener (TCP, Unix).
@@ -78,7 +79,7 @@ class Prologue:
     keep_freed_memory: bool = False
     preload: list[str] = field(default_factory=list)
     early: str = ""
-    asks_gpus: bool = False
+    gpu_views: list[dict[str, str | None]] = field(default_factory=list)
     cuda_library: str = ""
     spark_files: str = ""
     listener: tuple[int, int] = (-1, -1)
@@ -99,7 +100,7 @@ class JobFrame:
         local_rank: index among this host's ranks.
         attempt: 0 for the first launch.
         gpu: the rank's GPU as CUDA counts in its process; None where it was given none.
-        env: the standard torch variables.
+        env: the standard torch variables, and which GPUs the process sees where that depends on the other ranks.
     """
 
     job: str = field(repr=False)
@@ -190,8 +191,9 @@ def main(spec_fd: int, result_fd: int) -> int:
     for fd in prologue.listener:
         if fd >= 0:
             os.set_inheritable(fd, False)
-    if prologue.asks_gpus:  # before anything starts a thread; the job comes after the answer
-        gpu_probe.ask(prologue.cuda_library, functools.partial(_tell, result_fd))
+    if prologue.gpu_views:  # before anything starts a thread; the job comes after the answer
+        tell = functools.partial(_tell, result_fd)
+        gpu_probe.ask(prologue.cuda_library, prologue.gpu_views, tell)
     _begin(prologue.early)
     _preload(prologue.preload)
     payload = read_frame(spec_fd)
@@ -268,11 +270,11 @@ def _watch_parent(fd: int) -> None:
 
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
-    from sparkhvd import rendezvous
-    from sparkhvd.runner import rank_context
+    from sparkhvd import rank_context, rendezvous
     from sparkhvd.settings import Settings
 
-    os.environ.update(frame.env)  # noqa: TID251 - torch's own
+    # CUDA reads its own when it starts, and nothing that was imported so far has started it.
+    os.environ.update(frame.env)  # noqa: TID251 - torch's and CUDA's own
     settings = Settings.from_json(frame.settings)
     job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 __all__ = ["LIBRARY", "ask", "cuda_uuids"]
@@ -63,35 +63,55 @@ def _error_text(cuda: ctypes.CDLL, status: int) -> str:
     return f"error {status}"
 
 
-def ask(library: str, tell: Callable[[bytes], None]) -> None:
-    """Ask in a forked process, and hand `tell` the answer as JSON, from a thread: {"uuids": [...], "error": ""}.
+def ask(
+    library: str, views: Sequence[Mapping[str, str | None]], tell: Callable[[bytes], None]
+) -> None:
+    """Ask in forked processes, one per view, and hand `tell` the answers as JSON, from a thread.
 
     Call it while this process has no other thread. The thread waits as long as the driver takes; whoever reads the
-    answer has the deadline, and ends the process group.
+    answers has the deadline, and ends the process group.
+
+    Args:
+        library: the driver's library; "" for `LIBRARY`.
+        views: variables to change before the question; None leaves one out.
+        tell: called once with a list of {"uuids": [...], "error": ""}, in the order of `views`.
     """
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _answer(library, write)
-    os.close(write)
+    asked = [_fork(library, view) for view in views]
 
     def pass_on() -> None:
-        with os.fdopen(read, "rb") as pipe:
-            said = pipe.read()
-        _, status = os.waitpid(pid, 0)
-        if not said:
-            code = os.waitstatus_to_exitcode(status)
-            error = f"the process that asked CUDA's driver ended with {code}"
-            said = json.dumps({"uuids": [], "error": error}).encode()
-        tell(said)
+        tell(json.dumps([_heard(pid, pipe) for pid, pipe in asked]).encode())
 
     threading.Thread(target=pass_on, name="sparkhvd-gpus", daemon=True).start()
 
 
-def _answer(library: str, fd: int) -> NoReturn:
+def _fork(library: str, view: Mapping[str, str | None]) -> tuple[int, int]:
+    """Start a process that asks; returns its number, and the pipe on which it answers."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _answer(library, view, write)
+    os.close(write)
+    return pid, read
+
+
+def _heard(pid: int, pipe: int) -> Any:
+    with os.fdopen(pipe, "rb") as file:
+        said = file.read()
+    _, status = os.waitpid(pid, 0)
+    if said:
+        return json.loads(said)
+    code = os.waitstatus_to_exitcode(status)
+    return {"uuids": [], "error": f"the process that asked CUDA's driver ended with {code}"}
+
+
+def _answer(library: str, view: Mapping[str, str | None], fd: int) -> NoReturn:
     """The forked process: one answer, and no exit handlers of the process that it is a copy of."""
     try:
         try:
+            for name, value in view.items():
+                os.environ.pop(name, None)  # noqa: TID251 - CUDA's own, in a process that only asks CUDA
+                if value is not None:
+                    os.environ[name] = value  # noqa: TID251 - as above
             answer = {"uuids": cuda_uuids(library), "error": ""}
         except Exception as e:  # noqa: BLE001 - the answer is why there is none
             answer = {"uuids": [], "error": str(e) or type(e).__name__}

@@ -1,8 +1,9 @@
-"""Which GPU a rank gets: pure decisions from configuration and from what the ranks found, each with its reason.
+"""Which GPU a rank gets: pure decisions from configuration, each with its reason.
 
 Spark counts GPUs, and knows them by addresses that a discovery script of the cluster's owner prints. A rank's process
-is started with those addresses as the GPUs that it can see; where Spark counts none, ranks of a host share the GPUs
-that a process there sees, by their local rank.
+is started with those addresses as the GPUs that it can see, and sees those of its host's other ranks as well where it
+can, so that its local rank is the number of its own; where Spark counts none, ranks of a host share the GPUs that a
+process there sees, by their local rank. What the ranks then find is judged in `gpu_agreement`.
 """
 
 from __future__ import annotations
@@ -14,25 +15,28 @@ from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.runner.placement import executor_cores, is_local
 
 __all__ = [
+    "EXECUTOR_AMOUNT",
+    "TASK_AMOUNT",
+    "VISIBLE",
     "GpuPlan",
     "Mode",
-    "RankGpus",
     "Share",
-    "check_gpus",
     "decide",
-    "unknown_warning",
     "variables",
+    "views",
+    "visible_names",
 ]
 
-_EXECUTOR = "spark.executor.resource.gpu.amount"
-_TASK = "spark.task.resource.gpu.amount"
+EXECUTOR_AMOUNT = "spark.executor.resource.gpu.amount"
+TASK_AMOUNT = "spark.task.resource.gpu.amount"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 class Mode:
     """Where a rank's GPU comes from."""
 
     OFF = "off"  # none: its process sees no GPU
-    TASK = "task"  # those that Spark gave the task; the first is its device 0
+    TASK = "task"  # those that Spark gave the task
     HOST = "host"  # the one with its local rank among those that its process sees
     FREE = "free"  # nobody has asked for GPUs: its process sees what the executor sees
 
@@ -93,9 +97,9 @@ def decide(
             f"use_gpu is {use_gpu!r}; it must be True, False or None (automatic)."
         )
     master = conf.get("spark.master", "").strip()
-    if is_local(master) and conf.get(_TASK):
+    if is_local(master) and conf.get(TASK_AMOUNT):
         raise PreflightError(
-            f"{_TASK} is {conf[_TASK]}, and master {master!r} has no GPUs for tasks, so Spark would never start one. Start "
+            f"{TASK_AMOUNT} is {conf[TASK_AMOUNT]}, and master {master!r} has no GPUs for tasks, so Spark would never start one. Start "
             "the session without it; with use_gpu=True ranks get the GPUs of this host by their local rank."
         )
     if use_gpu is False:
@@ -105,10 +109,14 @@ def decide(
         return _by_local_rank(required, f"master {master!r} gives tasks no GPUs")
     if given is not None:
         return _of_profile(given, required)
-    gpus, amount = _number(conf, _EXECUTOR), _number(conf, _TASK)
+    gpus, amount = _number(conf, EXECUTOR_AMOUNT), _number(conf, TASK_AMOUNT)
     if gpus < 1:
-        return _by_local_rank(required, f"{_EXECUTOR} is not set")
-    found = f"{_EXECUTOR}={gpus:g}, {_TASK}={amount:g}" if amount else f"{_EXECUTOR}={gpus:g}"
+        return _by_local_rank(required, f"{EXECUTOR_AMOUNT} is not set")
+    found = (
+        f"{EXECUTOR_AMOUNT}={gpus:g}, {TASK_AMOUNT}={amount:g}"
+        if amount
+        else f"{EXECUTOR_AMOUNT}={gpus:g}"
+    )
     cores = executor_cores(conf)
     cpus = None if cores is None else max(1, int(cores // gpus))
     if not refused:
@@ -121,15 +129,15 @@ def decide(
         return GpuPlan(Mode.TASK, found, is_required=required)
     if amount:
         raise PreflightError(
-            f"{_TASK} is {amount:g}, so Spark would put {int(1 / amount)} ranks on one GPU, and this stage cannot ask for "
-            f"whole ones: {refused}. Set {_TASK}=1, or give use_gpu=False."
+            f"{TASK_AMOUNT} is {amount:g}, so Spark would put {int(1 / amount)} ranks on one GPU, and this stage cannot ask for "
+            f"whole ones: {refused}. Set {TASK_AMOUNT}=1, or give use_gpu=False."
         )
     if required:
         raise PreflightError(
-            f"use_gpu is True, {_EXECUTOR} is {gpus:g} and {_TASK} is not set, so tasks get no GPU, and this stage cannot "
-            f"ask for one: {refused}. Set {_TASK}=1."
+            f"use_gpu is True, {EXECUTOR_AMOUNT} is {gpus:g} and {TASK_AMOUNT} is not set, so tasks get no GPU, and this stage cannot "
+            f"ask for one: {refused}. Set {TASK_AMOUNT}=1."
         )
-    return GpuPlan(Mode.FREE, f"{_TASK} is not set, and {refused}", leaves_gpus=True)
+    return GpuPlan(Mode.FREE, f"{TASK_AMOUNT} is not set, and {refused}", leaves_gpus=True)
 
 
 def _by_local_rank(required: bool, reason: str) -> GpuPlan:
@@ -178,24 +186,29 @@ def variables(
         PreflightError: Spark gave no address, or one that the executor does not let its processes see.
     """
     if mode == Mode.OFF:
-        return {"CUDA_VISIBLE_DEVICES": ""}
+        return {VISIBLE: ""}
     if mode != Mode.TASK:
         return {}
     if not addresses:
         raise PreflightError(
-            f"Spark gave the task no GPU. Set {_EXECUTOR}, {_TASK}=1 and a discovery script, or give use_gpu=False."
+            f"Spark gave the task no GPU. Set {EXECUTOR_AMOUNT}, {TASK_AMOUNT}=1 and a discovery script, or give use_gpu=False."
         )
     chosen = ",".join(_seen(address, visible) for address in addresses)
     # nvidia-smi, from which discovery scripts take addresses, counts by PCI bus; CUDA puts the fastest GPU first.
     ordered = {} if order else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    return {"CUDA_VISIBLE_DEVICES": chosen, **ordered}
+    return {VISIBLE: chosen, **ordered}
+
+
+def visible_names(visible: str) -> list[str]:
+    """The GPUs that a value of CUDA_VISIBLE_DEVICES names."""
+    return [name.strip() for name in visible.split(",") if name.strip()]
 
 
 def _seen(address: str, visible: str | None) -> str:
     """How a process that inherits `visible` names the GPU with this address."""
     if visible is None:
         return address
-    names = [name.strip() for name in visible.split(",") if name.strip()]
+    names = visible_names(visible)
     if not address.isdigit():
         return address
     if int(address) >= len(names):
@@ -207,86 +220,16 @@ def _seen(address: str, visible: str | None) -> str:
     return names[int(address)]
 
 
-# --- among the ranks ------------------------------------------------------------------------------------------
+def views(mode: str, visible: str | None) -> list[dict[str, str | None]]:
+    """With which variables a rank's process is to say which GPUs it sees, besides those of `variables`.
 
+    First its own. Then, where that is not the same, all that processes of the executor see: a GPU that this one does not
+    see, as in a container of its own, would take those after it out of its list, too.
 
-@dataclass(frozen=True)
-class RankGpus:
-    """What the process of a rank sees.
-
-    Attributes:
-        host: its host's name.
-        local_rank: its place among the ranks of the host.
-        uuids: of the GPUs, in the order of CUDA.
-        error: why CUDA's driver did not say, or "".
-        visible: CUDA_VISIBLE_DEVICES of the process, or None.
+    Args:
+        mode: of `Mode`.
+        visible: CUDA_VISIBLE_DEVICES of the executor, or None.
     """
-
-    host: str
-    local_rank: int
-    uuids: tuple[str, ...]
-    error: str = ""
-    visible: str | None = None
-
-
-def check_gpus(mode: str, ranks: Sequence[RankGpus], *, is_required: bool) -> str:
-    """Why these ranks have no GPUs of their own, or "".
-
-    The same on every rank, because it depends on nothing but its arguments.
-    """
-    if mode not in (Mode.TASK, Mode.HOST):
-        return ""
-    owners: dict[str, int] = {}
-    for rank, found in enumerate(ranks):
-        index = found.local_rank if mode == Mode.HOST else 0
-        if index >= len(found.uuids):
-            if is_required:
-                return _without(rank, found)
-            continue
-        other = owners.setdefault(found.uuids[index], rank)
-        if other != rank:
-            return _twice(mode, other, ranks[other], rank, found, found.uuids[index])
-    return ""
-
-
-def _without(rank: int, found: RankGpus) -> str:
-    who = f"use_gpu is True, and rank {rank} on host {found.host}"
-    seen = "" if found.visible is None else f" (CUDA_VISIBLE_DEVICES={found.visible!r})"
-    if not found.uuids:
-        why = found.error or "CUDA's driver counts none"
-        return (
-            f"{who} sees no GPU{seen}: {why}. Run on hosts with a GPU and its driver, or leave use_gpu out to train on "
-            "the CPU."
-        )
-    some = f"{len(found.uuids)} GPU{'s' * (len(found.uuids) != 1)}"
-    return (
-        f"{who} is number {found.local_rank + 1} there, where a process sees {some}{seen}. Give num_proc so that no host "
-        "has more ranks than GPUs, or leave use_gpu out to train on the CPU."
-    )
-
-
-def _twice(mode: str, a: int, first: RankGpus, b: int, second: RankGpus, uuid: str) -> str:
-    where = (
-        f"Ranks {a} and {b} on host {first.host}"
-        if first.host == second.host
-        else f"Rank {a} on host {first.host} and rank {b} on host {second.host}"
-    )
-    seen = f"CUDA_VISIBLE_DEVICES={first.visible!r} and {second.visible!r}"
-    what = (
-        f"Set {_TASK}=1, and let the discovery script ({_EXECUTOR.replace('amount', 'discoveryScript')}) print each GPU "
-        "of a host once"
-        if mode == Mode.TASK
-        else "Let each container see GPUs of its own"
-    )
-    return f"{where} have the same GPU, {uuid} ({seen}); a GPU is for one rank. {what}, or give use_gpu=False."
-
-
-def unknown_warning(ranks: Sequence[RankGpus]) -> str:
-    """A warning where Spark gave GPUs whose identity nobody could ask for, else ""."""
-    for rank, found in enumerate(ranks):
-        if not found.uuids:
-            return (
-                f"Spark gave rank {rank} on host {found.host} a GPU, and its process sees none "
-                f"({found.error or 'CUDA counts none'}); whether ranks share a GPU is not known."
-            )
-    return ""
+    if mode == Mode.TASK:
+        return [{}, {VISIBLE: visible}]
+    return [{}] if mode == Mode.HOST else []

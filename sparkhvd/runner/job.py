@@ -14,6 +14,7 @@ import secrets
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -287,6 +288,9 @@ def _report(plan: _Plan, attempt: int, rows: Sequence[Any], submitted_at: float)
         results.append(launching.load_result(b"".join(mine[part] for part in sorted(mine))))
     if not all_ok(outcomes, plan.size):
         raise AssertionError("a task with another outcome raises")
+    for outcome in outcomes:
+        for text in outcome.warnings:
+            warnings.warn(text, stacklevel=2)
     started_at = max(outcome.started_at for outcome in outcomes)
     return JobReport(
         results=results,

@@ -13,7 +13,7 @@ from typing import Any
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner.child import JobFrame, dump_program
-from sparkhvd.runner.gpus import Mode
+from sparkhvd.runner.gpu_agreement import OwnGpu
 from sparkhvd.settings import Settings
 from sparkhvd.topology import topology
 
@@ -113,16 +113,14 @@ def local_ranks(endpoints: Sequence[Endpoint]) -> list[int]:
     return [topology(rank, hosts).local_rank for rank in range(len(hosts))]
 
 
-def job_frame(
-    job: Job, settings: Settings, master: tuple[str, int], gpus: str = Mode.FREE
-) -> JobFrame:
+def job_frame(job: Job, settings: Settings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:
     """What a trainer is told once all ranks are known.
 
     Args:
         job: who the ranks are.
         settings: of the engine.
         master: address for torch.distributed.
-        gpus: where GPUs come from: of `Mode`.
+        gpu: where it finds its GPU.
     """
     place = topology(job.rank, [endpoint.host_key for endpoint in job.endpoints])
     return JobFrame(
@@ -130,7 +128,7 @@ def job_frame(
         settings=settings.to_json(),
         local_rank=place.local_rank,
         attempt=job.attempt,
-        gpu={Mode.TASK: 0, Mode.HOST: place.local_rank}.get(gpus),
+        gpu=gpu.ordinal,
         env={
             "RANK": str(place.rank),
             "WORLD_SIZE": str(place.size),
@@ -138,6 +136,7 @@ def job_frame(
             "LOCAL_WORLD_SIZE": str(place.local_size),
             "MASTER_ADDR": master[0],
             "MASTER_PORT": str(master[1]),
+            **({} if gpu.visible is None else {"CUDA_VISIBLE_DEVICES": gpu.visible}),
         },
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import gpus, launching, placement, preflight
+from sparkhvd.runner import gpu_agreement, gpus, launching, placement, preflight
 from sparkhvd.runner.child import Prologue
 from sparkhvd.runner.results import Kind, Outcome, error_of, root_cause
 from sparkhvd.runner.trainer import Trainer, inherited
@@ -77,14 +77,14 @@ def launch_local(
                     num_threads=threads,
                     keep_freed_memory=settings.keep_freed_memory,
                     preload=modules,
-                    asks_gpus=gpu_plan.mode == gpus.Mode.HOST,
+                    gpu_views=gpus.views(gpu_plan.mode, None),
                     cuda_library=settings.cuda_library,
                     listener=listener.filenos(),
                     endpoint=listener.endpoint().to_dict(),
                 )
                 trainer = Trainer(rank, prologue, program, log, functools.partial(ended.put, rank))
                 trainers.append(stack.enter_context(trainer))
-        _check_gpus(gpu_plan, trainers, variables)
+        found = _found_gpus(gpu_plan, trainers, variables)
         with launching.reserved_port(_ADDRESS) as port:
             for rank, trainer in enumerate(trainers):
                 job = Job(
@@ -95,7 +95,8 @@ def launch_local(
                     size=num_proc,
                     endpoints=tuple(endpoints),
                 )
-                trainer.send(launching.job_frame(job, settings, (_ADDRESS, port), gpu_plan.mode))
+                own = gpu_agreement.own_gpu(gpu_plan.mode, found, rank, (), None)
+                trainer.send(launching.job_frame(job, settings, (_ADDRESS, port), own))
             outcomes = _outcomes(trainers, ended)
     cause = root_cause(outcomes)
     if cause is not None:
@@ -103,14 +104,18 @@ def launch_local(
     return [launching.load_result(trainer.result) for trainer in trainers]
 
 
-def _check_gpus(plan: gpus.GpuPlan, trainers: Sequence[Trainer], env: Mapping[str, str]) -> None:
+def _found_gpus(
+    plan: gpus.GpuPlan, trainers: Sequence[Trainer], env: Mapping[str, str]
+) -> list[gpu_agreement.RankGpus]:
+    """What the ranks' processes see; an error if that is not what they need."""
     visible = env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
     found = [
-        gpus.RankGpus(socket.gethostname(), rank, *trainer.gpus(), visible)
+        gpu_agreement.RankGpus(socket.gethostname(), rank, *trainer.gpus(), visible)
         for rank, trainer in enumerate(trainers)
     ]
-    if problem := gpus.check_gpus(plan.mode, found, is_required=plan.is_required):
+    if problem := gpu_agreement.check_gpus(plan.mode, found, is_required=plan.is_required):
         raise PreflightError(problem)
+    return found
 
 
 def _outcomes(trainers: Sequence[Trainer], ended: queue.SimpleQueue[int]) -> list[Outcome]:

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,6 +109,7 @@ class RankFacts:
         gpus: UUIDs of the GPUs that the rank's process sees, where that was asked.
         gpu_error: why they are not known, or "".
         visible: CUDA_VISIBLE_DEVICES of the rank's process, or None.
+        cpu_torch: version of torch if it is required and built without CUDA, else "".
     """
 
     host: str
@@ -123,6 +125,7 @@ class RankFacts:
     gpus: tuple[str, ...] = ()
     gpu_error: str = ""
     visible: str | None = None
+    cpu_torch: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """This as JSON-able data."""
@@ -146,6 +149,7 @@ def rank_facts(requirements: Sequence[str], error: str = "", *, needed_bytes: in
         executable=sys.executable,
         python=".".join(platform.python_version_tuple()[:2]),
         torch=_version("torch"),
+        cpu_torch=_cpu_torch() if "torch" in requirements else "",
         sparkhvd=_version("sparkhvd"),
         missing=tuple(name for name in requirements if not _is_importable(name)),
         error=error,
@@ -158,6 +162,23 @@ def _version(name: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         # A checkout on the path has no metadata; sparkhvd itself is always importable here.
         return str(getattr(sys.modules.get(name), "__version__", ""))
+
+
+# What torch's own build writes into its version.py: `cuda: Optional[str] = '13.0'`, or None.
+_NO_CUDA = re.compile(r"^cuda\b[^=\n]*= *None *$", re.MULTILINE)
+
+
+def _cpu_torch() -> str:
+    """The version of torch if it is built without CUDA, else ""; without importing it, and "" where that is not known.
+
+    The version itself does not say: builds from PyPI have CUDA and no tag.
+    """
+    try:
+        spec = importlib.util.find_spec("torch")
+        text = Path(spec.origin or "").with_name("version.py").read_text() if spec else ""
+    except (ImportError, ValueError, OSError):
+        return ""
+    return _version("torch") if _NO_CUDA.search(text) else ""
 
 
 def _is_importable(name: str) -> bool:

@@ -85,6 +85,7 @@ class Outcome:
         run_s: seconds that the function ran.
         wall_s: seconds from the start of the process to its end.
         job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
+        warnings: what the caller should know of the ranks; on rank 0 only.
     """
 
     rank: int | None
@@ -103,6 +104,7 @@ class Outcome:
     run_s: float = 0.0
     wall_s: float = 0.0
     job_id: str = ""
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Text from which `from_json` rebuilds this outcome."""
@@ -113,7 +115,8 @@ class Outcome:
         """The outcome that `to_json` wrote; unknown fields of a newer version are ignored."""
         known = {f.name for f in fields(cls)}
         data = {name: value for name, value in json.loads(text).items() if name in known}
-        data["log_tail"] = tuple(data.get("log_tail", ()))
+        for name in ("log_tail", "warnings"):
+            data[name] = tuple(data.get(name, ()))
         return cls(**data)
 
 

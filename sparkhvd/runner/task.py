@@ -14,13 +14,13 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InternalError, RankError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import gpus, launching, placement, preflight
+from sparkhvd.runner import gpu_agreement, gpus, launching, placement, preflight, task_gpus
 from sparkhvd.runner.child import Prologue
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.results import Kind, Outcome, chunks, describe, embed, root_cause
@@ -201,12 +201,14 @@ def _run_rank(
         ranks = [RankFacts.from_dict(one["facts"]) for one in gathered]
         driver = RankFacts.from_dict(spec.driver)
         endpoints: list[Endpoint] = []
-        found: list[gpus.RankGpus] = []
+        found: list[gpu_agreement.RankGpus] = []
+        agreed = gpu_agreement.Agreement(spec.gpu_mode)
         problem = preflight.check_ranks(driver, ranks)
         if not problem:  # else one of them may have no endpoint
             endpoints = [Endpoint.from_dict(one["endpoint"]) for one in gathered]
-            found = rank_gpus(ranks, endpoints)
-            problem = gpus.check_gpus(spec.gpu_mode, found, is_required=spec.needs_gpu)
+            found = task_gpus.rank_gpus(ranks, endpoints)
+            agreed = gpu_agreement.agree(spec.gpu_mode, found, is_required=spec.needs_gpu)
+            problem = agreed.problem
         if not problem and files is not None:
             hosts = [facts.host for facts in ranks]
             problem = preflight.check_tokens(
@@ -222,10 +224,9 @@ def _run_rank(
                 message=problem,
             )
             return outcome, b""
-        warnings = [preflight.patch_warning(driver, ranks)]
-        if spec.gpu_mode == gpus.Mode.TASK:
-            warnings.append(gpus.unknown_warning(found))
-        for warning in filter(None, warnings if rank == 0 else ()):
+        said = (preflight.patch_warning(driver, ranks), agreed.warning)
+        warnings = tuple(text for text in said if text and rank == 0)
+        for warning in warnings:  # at once; the driver hears it when the job has ended
             _log(f"sparkhvd: {warning}")
         if trainer is None:
             raise InternalError(f"rank {rank} passed the checks without a trainer.")
@@ -238,9 +239,11 @@ def _run_rank(
             endpoints=tuple(endpoints),
         )
         master = (str(gathered[0]["endpoint"]["address"]), int(gathered[0]["port"]))
-        trainer.send(launching.job_frame(job, settings, master, spec.gpu_mode))
+        own = task_gpus.own_gpu(agreed.mode, rank, found, endpoints, trainer, spec.env)
+        trainer.send(launching.job_frame(job, settings, master, own))
         trainer.wait()
-        return trainer.outcome(host=host, attempt=spec.attempt), trainer.result
+        outcome = trainer.outcome(host=host, attempt=spec.attempt)
+        return replace(outcome, warnings=warnings), trainer.result
 
 
 def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -> Prologue:
@@ -251,38 +254,19 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
     )
     settings = Settings.from_json(spec.settings)
     return Prologue(
-        env={**foreign_variables(barrier, spec.gpu_mode), **spec.env},
+        env={**task_gpus.variables(barrier, spec.gpu_mode), **spec.env},
         sys_path=list(sys.path),
         cwd=os.getcwd(),
         num_threads=threads,
         keep_freed_memory=settings.keep_freed_memory,
         preload=list(spec.preload),
         early=spec.early,
-        asks_gpus=spec.gpu_mode in (gpus.Mode.TASK, gpus.Mode.HOST),
+        gpu_views=task_gpus.views(spec.gpu_mode),
         cuda_library=settings.cuda_library,
         spark_files=SparkFiles.getRootDirectory(),
         listener=listener.filenos(),
         endpoint=listener.endpoint().to_dict(),
     )
-
-
-def foreign_variables(barrier: BarrierTaskContext, gpu_mode: str) -> dict[str, str]:
-    """Variables of others that depend on the task, for the trainer only: which GPUs it sees."""
-    gpu = barrier.resources().get("gpu")
-    return gpus.variables(
-        gpu_mode,
-        gpu.addresses if gpu else (),
-        inherited("CUDA_VISIBLE_DEVICES"),
-        inherited("CUDA_DEVICE_ORDER"),
-    )
-
-
-def rank_gpus(ranks: Sequence[RankFacts], endpoints: Sequence[Endpoint]) -> list[gpus.RankGpus]:
-    """What the ranks' processes see, by rank."""
-    return [
-        gpus.RankGpus(facts.host, local_rank, facts.gpus, facts.gpu_error, facts.visible)
-        for facts, local_rank in zip(ranks, launching.local_ranks(endpoints), strict=True)
-    ]
 
 
 def exchange_facts(barrier: BarrierTaskContext, mine: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -82,8 +82,8 @@ class Trainer:
         self._status = 0
         self._rss = 0
         self._reported = threading.Event()
-        self._asks_gpus = prologue.asks_gpus
-        self._gpus: dict[str, Any] | None = None
+        self._asks_gpus = bool(prologue.gpu_views)
+        self._gpus: list[dict[str, Any]] | None = None
         self._told_gpus = threading.Event()
         self._ended = threading.Event()
         self._reap_lock = (
@@ -154,15 +154,18 @@ class Trainer:
         with contextlib.suppress(BrokenPipeError):  # it is gone; its end says why
             write_frame(self._spec, job.to_bytes())
 
-    def gpus(self, timeout_s: float = GPU_ANSWER_S) -> tuple[tuple[str, ...], str]:
-        """UUIDs of the GPUs that the process sees, and why they are not known or ""; waits for the answer."""
+    def gpus(
+        self, timeout_s: float = GPU_ANSWER_S, *, view: int = 0
+    ) -> tuple[tuple[str, ...], str]:
+        """UUIDs of the GPUs that the process sees in one of its views, and why they are not known or ""; waits for them."""
         if not self._asks_gpus:
             return (), ""
         if not self._told_gpus.wait(timeout_s):
             return (), f"CUDA's driver did not answer in {timeout_s:g} s"
         if self._gpus is None:
             return (), "the process ended before it had asked CUDA's driver"
-        return tuple(self._gpus["uuids"]), str(self._gpus["error"])
+        answer = self._gpus[view]
+        return tuple(answer["uuids"]), str(answer["error"])
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the process has ended and its output is read; True if it has."""

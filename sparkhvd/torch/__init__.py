@@ -24,7 +24,7 @@ from sparkhvd.errors import (
     NotInitializedError,
     PeerLostError,
 )
-from sparkhvd.torch import _context
+from sparkhvd.torch import _context, own_gpu
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.broadcast import (
     allgather_object,
@@ -176,6 +176,8 @@ def init(
 ) -> None:
     """Join the job; every rank must call it. Does nothing while initialised; works again after `shutdown()`.
 
+    The GPU that `sparkhvd.runner.run` gave this rank becomes torch's current device, unless another one is.
+
     Args:
         comm: how the ranks find each other: a `Rendezvous`. None means the job that this process was started
             for, or a job of one rank if it was started for none. Horovod's list of ranks must name all of them.
@@ -201,6 +203,7 @@ def init(
             )
         for process_set in sets:
             add_process_set(process_set)
+        own_gpu.make_current()
     except BaseException:
         shutdown()
         raise

@@ -29,6 +29,9 @@ from sparkhvd.errors import PreflightError
 from sparkhvd.runner import context, placement, preflight, run
 from sparkhvd.settings import Settings
 
+def uuid_of(number):
+    return f"GPU-00000000-0000-0000-0000-{{number:012x}}"
+
 FAKE = Settings(cuda_library={driver!r})
 NONE = Settings(cuda_library="/nowhere/libcuda.so.1")
 
@@ -44,15 +47,43 @@ def refused(**options):
         return str(e)
     return "NOT REFUSED"
 
+def script():
+    # The lines of a Horovod script; torch.cuda is a stand-in over what the driver shows this process.
+    import torch
+    import sparkhvd.torch as hvd
+    from sparkhvd.runner.gpu_probe import cuda_uuids
+
+    uuids, chosen = cuda_uuids({driver!r}), [0]
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: len(uuids)
+    torch.cuda.set_device = lambda ordinal: chosen.append(range(len(uuids))[ordinal])
+    hvd.init()
+    by_init = uuids[chosen[-1]]
+    torch.cuda.set_device(hvd.local_rank())
+    return by_init, uuids[chosen[-1]]
+
 # The share of the cores reaches the rank's threads: 4 cores // 2 GPUs, as far as this machine has them.
 threads = placement.threads_per_rank(2, preflight.affinity(), preflight.cgroup_quota())
 env = {{"FAKE_GPUS": "10,11,12,13,14,15"}}
 places = run(place, spark=spark, env=env, settings=FAKE, use_gpu=True)
-expected = [(2, name, "PCI_BUS_ID", 0, threads) for name in {names!r}]
-assert sorted(places) == expected, (places, expected)
+names = {names!r}
+# Which rank has which is Spark's choice.
+assert places[0][1] in (",".join(names), ",".join(names[::-1])), places
+assert places == [(2, places[0][1], "PCI_BUS_ID", rank, threads) for rank in range(2)], places
 print("OWN GPUS")
 
-# Automatic, and nobody can ask whose they are: the ranks run.
+found = run(script, spark=spark, env=env, settings=FAKE)
+uuids = [uuid_of(10 + int(name)) for name in names]
+assert sorted(found) == [(uuid, uuid) for uuid in uuids], (found, uuids)
+print("HOROVOD")
+
+# A variable of the user's own stays.
+mine = run(place, spark=spark, env={{**env, "CUDA_VISIBLE_DEVICES": "5"}}, settings=FAKE, num_proc=1)
+assert mine[0][1:4] == ("5", "PCI_BUS_ID", 0), mine
+print("USER")
+
+# Automatic, and nobody can ask whose they are: the ranks run, and each sees its own.
+expected = [(2, name, "PCI_BUS_ID", 0, threads) for name in names]
 assert sorted(run(place, spark=spark, settings=NONE)) == expected
 print("AUTOMATIC")
 
@@ -87,7 +118,7 @@ FIT = """
 import torch
 from torch import nn
 from sparkhvd import TorchEstimator
-from sparkhvd.errors import RankError
+from sparkhvd.errors import PreflightError, RankError
 
 net = nn.Linear(1, 1)
 df = spark.createDataFrame([(float(i), 2.0 * i) for i in range(8)], "x double, y double")
@@ -97,19 +128,29 @@ def fit(**options):
         label_cols=["y"], batch_size=4, store=os.path.dirname(os.path.abspath(__file__)), settings=NONE, verbose=0,
         **options).fit(df)
 
-# With CUDA's torch the GPU that is none is found out by torch, with CPU's at once.
+import warnings
+assert torch.version.cuda is None
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    model = fit(num_proc=2)
+said = [str(w.message) for w in caught if "although Spark gives them GPUs" in str(w.message)]
+assert len(said) == 1, [str(w.message) for w in caught]
+assert f"has torch {torch.__version__}, which is built without CUDA. Install" in said[0], said
+assert len(model.history) == 1
 text = ""
 try:
-    fit()
-except RankError as e:
+    fit(use_gpu=True)
+except PreflightError as e:
     text = str(e)
-assert "use_gpu: rank 0 was given a GPU, and its torch " in text, text
+assert text.startswith("use_gpu is True, and rank 0 on host "), text
+assert f"has torch {torch.__version__}, which is built without CUDA. Install torch" in text, text
 print("FIT WITHOUT CUDA")
 model = fit(num_proc=2, use_gpu=False)
 assert model.getUseGpu() is False
 assert len(model.transform(df).collect()) == 8
+assert len(model.setUseGpu(None).transform(df).collect()) == 8
 try:
-    model.setUseGpu(None).transform(df).collect()
+    model.setUseGpu(True).transform(df).collect()
 except Exception as e:
     text = str(e)
 assert "transform: Spark gave the task the GPU with address " in text, text
@@ -138,7 +179,17 @@ def program(folder: Path, names: list[str], inherited: str) -> str:
 
 
 def check(output: str, *more: str) -> None:
-    said = ("OWN GPUS", "AUTOMATIC", "DUPLICATE", "NO DRIVER", "TOO MANY", "NO TRACE", *more)
+    said = (
+        "OWN GPUS",
+        "HOROVOD",
+        "USER",
+        "AUTOMATIC",
+        "DUPLICATE",
+        "NO DRIVER",
+        "TOO MANY",
+        "NO TRACE",
+        *more,
+    )
     for line in said:
         assert line in output, output
     assert wait_for_no_trainers() == set()

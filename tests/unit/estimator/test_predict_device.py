@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def sees(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(count: int) -> None:
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(
@@ -53,6 +54,17 @@ def test_the_device_of_a_task(
 ) -> None:
     sees(count)
     assert choose(use_gpu, TaskGpus(addresses, partition)) == expected
+
+
+def test_a_torch_without_cuda_computes_on_the_cpu_where_nobody_asked_for_a_gpu(
+    sees: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sees(0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.warns(UserWarning, match=r"although Spark gave the task a GPU: torch \S+ of the"):
+        assert choose(None, TaskGpus(("0",))) == CPU
+    with pytest.raises(InvalidArgumentError, match="use_gpu is True|Spark gave the task the GPU"):
+        choose(True, TaskGpus(("0",)))
 
 
 def test_a_gpu_that_is_not_there_is_an_error(sees: Any) -> None:

@@ -44,7 +44,7 @@ def test_uuids_are_those_that_the_process_sees_in_its_order(
     assert json.loads(done.stdout) == [uuid_of(n) for n in expected]
 
 
-def answer(library: str) -> dict[str, object]:
+def answers(library: str, *views: dict[str, str | None]) -> list[dict[str, object]]:
     said: list[bytes] = []
     told = threading.Event()
 
@@ -52,9 +52,15 @@ def answer(library: str) -> dict[str, object]:
         said.append(data)
         told.set()
 
-    gpu_probe.ask(library, tell)
+    gpu_probe.ask(library, views, tell)
     assert told.wait(30)
-    return dict(json.loads(said[0]))
+    assert len(said) == 1
+    return list(json.loads(said[0]))
+
+
+def answer(library: str) -> dict[str, object]:
+    (only,) = answers(library, {})
+    return only
 
 
 def test_the_driver_does_not_start_in_the_process_that_asks(
@@ -64,6 +70,19 @@ def test_the_driver_does_not_start_in_the_process_that_asks(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert answer(driver) == {"uuids": [uuid_of(9)], "error": ""}
     assert driver not in Path("/proc/self/maps").read_text()
+
+
+def test_each_view_has_an_answer_and_leaves_this_process_as_it_is(
+    driver: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_GPUS", "5,6,7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    name = "CUDA_VISIBLE_DEVICES"
+    said = answers(driver, {}, {name: None}, {name: "2,0"})
+    assert [one["uuids"] for one in said] == [
+        [uuid_of(n) for n in seen] for seen in ([6], [5, 6, 7], [7, 5])
+    ]
+    assert os.environ[name] == "1"
 
 
 def test_why_there_is_no_answer_is_told(

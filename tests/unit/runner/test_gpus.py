@@ -1,4 +1,4 @@
-"""Which GPU a rank gets, as tables: configuration -> plan; addresses -> variables; what ranks see -> an error."""
+"""Which GPU a rank gets, as tables: configuration -> plan; addresses -> variables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.runner.gpus import (
     GpuPlan,
     Mode,
-    RankGpus,
     Share,
-    check_gpus,
     decide,
-    unknown_warning,
     variables,
+    views,
 )
 from sparkhvd.runner.placement import choose_num_proc
 from sparkhvd.runner.profiles import plan_gpus, slots_of
@@ -208,51 +206,11 @@ def test_an_address_that_the_executor_hides_is_an_error() -> None:
         variables(Mode.TASK, [], None, None)
 
 
-def rank(host: str, local_rank: int, *uuids: str, error: str = "", visible: str = "0") -> RankGpus:
-    return RankGpus(host, local_rank, uuids, error, visible)
-
-
-def test_ranks_with_gpus_of_their_own_pass() -> None:
-    given = [rank("h", 0, "GPU-a"), rank("h", 1, "GPU-b"), rank("i", 0, "GPU-c")]
-    assert check_gpus(Mode.TASK, given, is_required=True) == ""
-    shared = [rank("h", 0, "GPU-a", "GPU-b"), rank("h", 1, "GPU-a", "GPU-b")]
-    assert check_gpus(Mode.HOST, shared, is_required=True) == ""
-    twice = [rank("h", 0, "GPU-a"), rank("h", 1, "GPU-a")]
-    for mode in (Mode.OFF, Mode.FREE):
-        assert check_gpus(mode, twice, is_required=False) == ""
-
-
-def test_two_ranks_with_one_gpu_are_named_with_it() -> None:
-    given = [rank("h", 0, "GPU-a"), rank("i", 0, "GPU-c"), rank("h", 1, "GPU-a")]
-    assert check_gpus(Mode.TASK, given, is_required=False) == (
-        "Ranks 0 and 2 on host h have the same GPU, GPU-a (CUDA_VISIBLE_DEVICES='0' and '0'); a GPU is for one rank. Set "
-        "spark.task.resource.gpu.amount=1, and let the discovery script (spark.executor.resource.gpu.discoveryScript) "
-        "print each GPU of a host once, or give use_gpu=False."
-    )
-    # Containers with names of their own, each of which sees the same card.
-    contained = [rank("c1", 0, "GPU-a"), rank("c2", 0, "GPU-a")]
-    assert check_gpus(Mode.HOST, contained, is_required=True).startswith(
-        "Rank 0 on host c1 and rank 1 on host c2 have the same GPU, GPU-a"
-    )
-
-
-def test_a_rank_without_a_gpu_is_named_with_what_was_found() -> None:
-    given = [rank("h", 0, error="libcuda.so.1: cannot open shared object file", visible="3")]
-    assert check_gpus(Mode.HOST, given, is_required=True) == (
-        "use_gpu is True, and rank 0 on host h sees no GPU (CUDA_VISIBLE_DEVICES='3'): libcuda.so.1: cannot open shared "
-        "object file. Run on hosts with a GPU and its driver, or leave use_gpu out to train on the CPU."
-    )
-    few = [RankGpus("h", r, ("GPU-a", "GPU-b")) for r in range(3)]
-    assert check_gpus(Mode.HOST, few, is_required=True) == (
-        "use_gpu is True, and rank 2 on host h is number 3 there, where a process sees 2 GPUs. Give num_proc so that no "
-        "host has more ranks than GPUs, or leave use_gpu out to train on the CPU."
-    )
-    # Nobody asked for one: then it is worth a line.
-    assert check_gpus(Mode.TASK, given, is_required=False) == ""
-    assert unknown_warning(given).startswith(
-        "Spark gave rank 0 on host h a GPU, and its process sees none (libcuda"
-    )
-    assert unknown_warning([rank("h", 0, "GPU-a")]) == ""
+def test_a_rank_is_asked_for_its_own_gpus_and_for_all_that_it_could_see() -> None:
+    assert views(Mode.TASK, None) == [{}, {"CUDA_VISIBLE_DEVICES": None}]
+    assert views(Mode.TASK, "2,3") == [{}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert views(Mode.HOST, "2,3") == [{}]
+    assert views(Mode.OFF, None) == views(Mode.FREE, None) == []
 
 
 class Refusing:

@@ -12,6 +12,7 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner import context
+from sparkhvd.runner.gpu_agreement import OwnGpu
 from sparkhvd.runner.launching import (
     check_env,
     dump_call,
@@ -83,7 +84,7 @@ def test_torch_is_preloaded_only_when_the_program_mentions_it() -> None:
 def test_job_frame_carries_the_standard_variables_and_hides_the_key() -> None:
     endpoints = tuple(Endpoint("127.0.0.1", 1000 + r, f"host-{r % 2}", "") for r in range(4))
     job = Job(key=b"k" * 32, job_id="j", attempt=1, rank=3, size=4, endpoints=endpoints)
-    frame = job_frame(job, Settings(), ("10.0.0.1", 2345))
+    frame = job_frame(job, Settings(), ("10.0.0.1", 2345), OwnGpu(1, "4,7"))
     assert frame.env == {
         "RANK": "3",
         "WORLD_SIZE": "4",
@@ -91,7 +92,10 @@ def test_job_frame_carries_the_standard_variables_and_hides_the_key() -> None:
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "2345",
+        "CUDA_VISIBLE_DEVICES": "4,7",
     }
+    assert frame.gpu == 1
+    assert "CUDA_VISIBLE_DEVICES" not in job_frame(job, Settings(), ("::1", 1), OwnGpu(0)).env
     assert (b"k" * 32).hex() not in repr(frame)
 
 

@@ -46,6 +46,32 @@ class Files:
         return (self.root / path).exists()
 
 
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", "7.1"),
+        ("cuda = None\n", "7.1"),
+        ("cuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", ""),
+        ("nothing of the kind\n", ""),
+    ],
+)
+def test_a_torch_without_cuda_is_known_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str, expected: str
+) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (package / "version.py").write_text(build)
+    (tmp_path / "torch-7.1.dist-info").mkdir()
+    (tmp_path / "torch-7.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 7.1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    facts = rank_facts(("torch",))
+    assert facts.cpu_torch == expected
+    assert RankFacts.from_dict(facts.to_dict()) == facts
+    assert rank_facts(()).cpu_torch == ""  # a job that does not need it
+
+
 def test_dynamic_allocation_is_refused_with_the_conf_to_set() -> None:
     with pytest.raises(PreflightError) as e:
         check_conf({"spark.dynamicAllocation.enabled": "true"})

@@ -17,8 +17,9 @@ class RankContext:
         local_rank: index among the job's processes on this host.
         attempt: 0 for the first launch of the job, then one more per relaunch.
         num_threads: threads this process may use; already set for OpenMP and MKL.
-        gpu: this rank's GPU as CUDA counts in this process: 0 where Spark gave one, its local rank where `use_gpu=True`
-            shares those of the host; None where it was given none.
+        gpu: this rank's GPU as CUDA counts in this process, which `sparkhvd.torch.init()` makes the current one; None
+            where the rank was given none. It is the local rank where this process sees the GPUs of all ranks of its host,
+            and 0 where it sees its own only.
     """
 
     rank: int
