@@ -56,6 +56,7 @@ from sparkhvd.torch.device_bucket import DeviceBucket, give_memory
 from sparkhvd.torch.gradient_memory import GradientMemory, needed_bytes
 from sparkhvd.torch.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.sharded_bucket import ShardedBucket
+from sparkhvd.torch.sharded_device_bucket import ShardedDeviceBucket
 from sparkhvd.torch.sparse_gradients import LayoutVote, SparseBucket, Votes
 
 __all__ = ["ReduceOptions", "Reducer", "plan_buckets"]
@@ -179,9 +180,7 @@ class Reducer:
             if entry.param.is_cpu:
                 continue
             device = opened(self.context, f"DistributedOptimizer, {entry.name!r}", entry.param)
-            asked = "sharded=True" if options.sharded else ""
-            if options.as_views:
-                asked = "gradient_as_bucket_view=True"
+            asked = "gradient_as_bucket_view=True" if options.as_views else ""
             if isinstance(options.compression, PowerSGD):
                 asked = repr(options.compression)
             if asked:
@@ -591,7 +590,8 @@ class Reducer:
     def _bucket(self, name: str, entries: list[Entry]) -> Bucket:
         options = self.options
         if self._device is not None and not entries[0].param.is_cpu:
-            return DeviceBucket(name, entries, self._flagged, options, self._device, self.context)
+            kind = ShardedDeviceBucket if options.sharded else DeviceBucket
+            return kind(name, entries, self._flagged, options, self._device, self.context)
         if options.sharded:
             place = options.ranks.index(self.context.engine.topology.rank)
             return ShardedBucket(name, entries, self._flagged, options, place)

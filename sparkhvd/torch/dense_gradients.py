@@ -6,7 +6,7 @@ have) is copied, and the result goes back into the gradient, or takes its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ __all__ = [
     "Parked",
     "ReduceOptions",
     "ViewBucket",
+    "drop_unused",
     "give_back",
     "owns_memory",
     "require_cpu",
@@ -316,8 +317,8 @@ class DenseBucket(GradientBucket):
         self.work.wait()
         if self.sent:
             self._take_back()
-        if any([entry.missing for entry in self.entries]):
-            self._drop_unused()
+        if self._flagged and any([entry.missing for entry in self.entries]):
+            drop_unused(self.entries, self.flags.tolist(), resparsify=self._resparsify)
 
     def _flags(self) -> Tensor:
         if not (self._resparsify or any([entry.missing for entry in self.entries])):
@@ -363,19 +364,26 @@ class DenseBucket(GradientBucket):
             result = self._compression.decompress(wire, compression_context)
             give_back(entry, result, neighbours, resparsify=self._resparsify)
 
-    def _drop_unused(self) -> None:
-        if not self._flagged:
-            return
-        flags, count = self.flags.tolist(), len(self.entries)
-        for number, (entry, used) in enumerate(zip(self.entries, flags[:count], strict=True)):
-            if not entry.missing:
-                continue
-            if not used:
-                entry.param.grad = None
-            elif self._resparsify and flags[count + number]:
-                # As on the ranks that have one: some optimizers take sparse gradients only.
-                assert entry.grad is not None
-                entry.param.grad = entry.grad.to_sparse(round(flags[count + number] / used))
+
+def drop_unused(entries: Sequence[Entry], flags: Sequence[float], *, resparsify: bool) -> None:
+    """Let stand-ins of zeros be what they are on the ranks that have a gradient, or nothing if no rank has one.
+
+    Args:
+        entries: the parameters of a bucket, whose results lie in `.grad`.
+        flags: of each how many ranks have a gradient, times any number; with `resparsify` then of each in how many
+            dimensions their gradients are sparse, added up, times the same number.
+        resparsify: whether sparse gradients were sent as dense ones, and shall be sparse again.
+    """
+    for number, (entry, used) in enumerate(zip(entries, flags, strict=False)):
+        if not entry.missing:
+            continue
+        if not used:
+            entry.param.grad = None
+        elif resparsify and (dimensions := flags[len(entries) + number]):
+            # As on the ranks that have one: some optimizers take sparse gradients only.
+            assert entry.param.grad is not None
+            dense: Any = entry.param.grad
+            entry.param.grad = dense.to_sparse(round(dimensions / used))
 
 
 def owns_memory(tensor: Tensor) -> bool:

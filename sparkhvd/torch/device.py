@@ -131,14 +131,19 @@ class _CudaMemory:
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors of one type into as many others, with one kernel where torch's CUDA has it."""
-    # For targets of several types torch would take the first one's for all of them.
-    types = {target.dtype for target in targets}
-    if len(types) == 1 and _COPIED_ALONE.isdisjoint((*types, sources[0].dtype)):
-        torch._foreach_copy_(list(targets), list(sources))
-        return
+    """Copy tensors into as many others, those of the same types with one kernel where torch's CUDA has it."""
+    # Of several types torch would take the first one's for all of them.
+    by_types: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        into, out_of = by_types.setdefault((target.dtype, source.dtype), ([], []))
+        into.append(target)
+        out_of.append(source)
+    for types, (into, out_of) in by_types.items():
+        if _COPIED_ALONE.isdisjoint(types):
+            torch._foreach_copy_(into, out_of)
+            continue
+        for target, source in zip(into, out_of, strict=True):
+            target.copy_(source)
 
 
 def refuse_capture() -> NoReturn:

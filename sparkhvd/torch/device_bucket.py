@@ -9,18 +9,23 @@ lets `.grad` be views of the flat memory. So nothing is copied out; a gradient t
 added to where it lies, and then nothing is copied in. With compression the sums are copied into the gradients, all at
 once.
 
+**What packing moves**, of S bytes of gradients. Kept ones are scaled where they lie: 2 S (read and written). Others must
+be copied, because backward gives a parameter whose `.grad` is None a tensor of its own: with `.grad` in place before
+backward it would add to it, which with the zeros it needs first is 4 S, before scaling. A copy is 2 S, and the scaling
+behind it 2 S more, unless one operation does both: no operation of torch does so for many tensors at once, so that is a
+launch for each tensor, and done for those that are large enough to gain by it.
+
 **The host waits** for the GPU only to learn whether any rank used a parameter that this rank did not use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import Engine, allreduce_call
+from sparkhvd.engine import Call, Engine, ReduceOp, allreduce_call
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.collectives.device_works import scheme_of, submit
@@ -30,16 +35,19 @@ from sparkhvd.torch.dense_gradients import (
     Entry,
     GradientBucket,
     ReduceOptions,
+    drop_unused,
     owns_memory,
     require_same_dtype,
     require_same_shape,
 )
 from sparkhvd.torch.device import Device, copy_each
+from sparkhvd.torch.slices import offsets_of
 
 __all__ = ["DeviceBucket", "give_memory"]
 
-# Every gradient begins at a place from which kernels may read whole vectors.
-_ALIGNMENT = 64
+# Gradients from this size on are scaled while they are copied: to move twice as many bytes takes a GPU of 3 TB/s as
+# long as a launch takes the host, about 5 us.
+_LARGE_BYTES = 8 << 20
 # How many steps the host may be ahead of the GPU.
 _CYCLES_AHEAD = 4
 
@@ -62,17 +70,22 @@ class DeviceBucket(GradientBucket):
         "_casts",
         "_compression",
         "_context",
+        "_count",
         "_cycle",
         "_device",
         "_factor",
         "_flags",
         "_flat",
         "_joins",
+        "_num_values",
         "_offsets",
         "_ones",
         "_places",
         "_resparsify",
         "_slots",
+        "_sums",
+        "_takes_sparse",
+        "_values",
     )
 
     def __init__(
@@ -91,46 +104,59 @@ class DeviceBucket(GradientBucket):
         self._device = device
         self._compression = options.compression
         self._casts = options.compression in vars(Compression).values()
-        self._resparsify = options.sparse_as_dense
+        self._takes_sparse = options.sparse_as_dense
+        self._resparsify = options.sparse_as_dense and not options.sharded
         wire = entries[0].wire_dtype
         # One factor for all: both are applied before the sum.
         factor = options.prescale * options.postscale
         scheme = scheme_of(name, wire, options.op, factor, 1.0, len(options.ranks))
         self._factor = scheme.before
-        self._offsets: list[int] = []
-        count = 0
-        step = max(1, _ALIGNMENT // wire.itemsize)
-        for entry in entries:
-            self._offsets.append(count)
-            count += -(-entry.param.numel() // step) * step
         num_flags = (1 + self._resparsify) * len(entries) if flagged else 0
-        self._flags: Tensor | None = None
+        self._call = self._arrange(num_flags, options, scheme.op)
+        # What the flags are of a rank that has all gradients, all of them dense.
         self._ones: Tensor | None = None
         if flagged:
-            self._offsets.append(count)
-            count += -(-num_flags // step) * step
-            ones = entries[0].param.new_ones(num_flags)
-            ones[len(entries) :].zero_()
+            ones = entries[0].param.new_ones(self._num_copies, num_flags)
+            ones[:, len(entries) :].zero_()
             self._ones = ones
-        self._call = allreduce_call(
-            [(count,)],
-            DTYPES[wire],
-            scheme.op,
-            1.0,
-            1.0,
-            options.process_set,
-            device=device.ordinal,
-        )
+        self._flags: Tensor | None = None  # what this rank says, as often as it is sent
+        self._sums: Tensor | None = None  # what all say together
         self._flat: Tensor | None = None
+        self._values: Tensor | None = None  # the part of it that gradients have
         self._slots: list[Tensor] = []
         self._addresses: list[int] = []
         self._places = {id(entry): number for number, entry in enumerate(entries)}
 
+    # How many ranks want the sums of the flags for themselves; 1 if the sums come to all.
+    _num_copies = 1
+
+    def _arrange(self, num_flags: int, options: ReduceOptions, op: ReduceOp) -> Call:
+        """Decide where everything is, in elements; the operation, which `_put` gives its memory."""
+        entries, wire = self.entries, self.entries[0].wire_dtype
+        counts = [entry.param.numel() for entry in entries]
+        *self._offsets, self._num_values = offsets_of(counts, wire.itemsize)
+        self._count = offsets_of([self._num_values, num_flags], wire.itemsize)[-1]
+        return allreduce_call(
+            [(self._count,)],
+            DTYPES[wire],
+            op,
+            1.0,
+            1.0,
+            options.process_set,
+            device=self._device.ordinal,
+        )
+
+    def _put(self, flat: Tensor, num_flags: int) -> None:
+        """Give the operation, and the flags, their memory."""
+        self._call.place(0, flat.data_ptr(), flat.data_ptr())
+        if num_flags:
+            flags = flat[self._num_values : self._num_values + num_flags]
+            self._flags, self._sums = flags.view(1, num_flags), flags
+
     @property
     def num_bytes(self) -> int:
         """Length of the flat memory."""
-        shape = self._call.tensors[0].shape
-        return int(shape[0]) * self.entries[0].wire_dtype.itemsize
+        return self._count * self.entries[0].wire_dtype.itemsize
 
     @property
     def has_memory(self) -> bool:
@@ -143,15 +169,12 @@ class DeviceBucket(GradientBucket):
         flat = memory.view(wire)
         flat.zero_()
         first = flat.storage_offset()
-        for entry, offset in zip(self.entries, self._offsets, strict=False):
+        for entry, offset in zip(self.entries, self._offsets, strict=True):
             slot = flat.as_strided(entry.shape, entry.stride, first + offset).detach()
             self._slots.append(slot)
             self._addresses.append(slot.data_ptr())
-        if self._ones is not None:
-            offset = self._offsets[-1]
-            self._flags = flat[offset : offset + len(self._ones)]
-        self._flat = flat
-        self._call.place(0, flat.data_ptr(), flat.data_ptr())
+        self._flat, self._values = flat, flat[: self._num_values]
+        self._put(flat, 0 if self._ones is None else self._ones.shape[1])
 
     def take(self, entry: Entry) -> None:
         """The gradient as it is, or zeros."""
@@ -176,8 +199,6 @@ class DeviceBucket(GradientBucket):
             if other is not None and other != stream:
                 self._device.await_stream(other)
         self._pack()
-        if self._factor != 1.0:
-            self._flat.mul_(self._factor)
         # What was packed is read on this stream, whose memory is torch's business; the flat one is the engine's.
         self.work = submit(
             self._context,
@@ -196,9 +217,11 @@ class DeviceBucket(GradientBucket):
         return f"{self.name}.{self._cycle % _CYCLES_AHEAD}"
 
     def _pack(self) -> None:
+        factor = self._factor
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         zeros: list[Tensor] = []
+        unscaled: list[Tensor] = []
         flags = self._flags
         for number, (entry, slot) in enumerate(zip(self.entries, self._slots, strict=True)):
             grad = entry.grad
@@ -206,26 +229,40 @@ class DeviceBucket(GradientBucket):
             if entry.missing:
                 zeros.append(slot)
                 if flags is not None:
-                    zeros.append(flags[number : number + 1])
-            elif not (grad is slot and grad.data_ptr() == self._addresses[number]):
+                    zeros.append(flags[:, number])
+            elif grad is slot and grad.data_ptr() == self._addresses[number]:
+                unscaled.append(slot)
+            elif factor != 1.0 and slot.nbytes >= _LARGE_BYTES:
+                torch.mul(self._source(entry, grad), factor, out=slot)
+            else:
                 targets.append(slot)
                 sources.append(self._source(entry, grad))
+                unscaled.append(slot)
             entry.place = grad.data_ptr() if grad.layout is torch.strided else -1
         if flags is not None and self._ones is not None:
             targets.append(flags)
             sources.append(self._ones)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_each(targets, sources)
         if zeros:
             torch._foreach_zero_(zeros)
+        if factor != 1.0:
+            self._scale(unscaled, factor)
         if self._resparsify and flags is not None:
-            self._flag_dimensions(flags[len(self.entries) :])
+            self._flag_dimensions(flags[:, len(self.entries) :])
+
+    def _scale(self, slots: list[Tensor], factor: float) -> None:
+        if len(slots) == len(self._slots):
+            assert self._values is not None
+            self._values.mul_(factor)  # one launch
+        elif slots:
+            torch._foreach_mul_(slots, factor)
 
     def _flag_dimensions(self, dimensions: Tensor) -> None:
         """In how many dimensions gradients are sparse, beside the flags."""
         for number, entry in enumerate(self.entries):
             if entry.grad is not None and entry.grad.layout is not torch.strided:
-                dimensions[number : number + 1].fill_(entry.grad.sparse_dim())
+                dimensions[:, number].fill_(entry.grad.sparse_dim())
 
     def _source(self, entry: Entry, grad: Tensor) -> Tensor:
         """What to copy into a gradient's place."""
@@ -239,7 +276,7 @@ class DeviceBucket(GradientBucket):
             )
         dense = grad.detach()
         if grad.layout is not torch.strided:
-            if not self._resparsify:
+            if not self._takes_sparse:
                 raise InvalidArgumentError(
                     f"DistributedOptimizer: the gradient of {entry.name!r} is sparse and the planned one dense. Build "
                     "the layer with the same sparse= on every rank, or give sparse_as_dense=True."
@@ -262,35 +299,28 @@ class DeviceBucket(GradientBucket):
         for number, entry in enumerate(self.entries):
             grad, slot = entry.grad, self._slots[number]
             assert grad is not None
-            if grad.layout is not torch.strided:
+            is_sparse = grad.layout is not torch.strided
+            if is_sparse and self._resparsify:
                 entry.param.grad = slot.to(grad.dtype).to_sparse(grad.sparse_dim())
             elif entry.wire_dtype == entry.dtype and self._casts:
                 if grad is not slot:
                     entry.param.grad = slot
             else:
-                result = slot
+                result = self._reduced(number, slot)
                 if not self._casts and not entry.missing:
-                    result = self._compression.decompress(slot, contexts[id(entry)])
-                targets.append(_own(entry, grad))
+                    result = self._compression.decompress(result, contexts[id(entry)])
+                own = _new(entry) if is_sparse else _own(entry, grad)
+                targets.append(self._reduced(number, own))
                 sources.append(result)
         if targets:
             copy_each(targets, sources)
-        if any([entry.missing for entry in self.entries]):
-            self._drop_unused()
+        if self._sums is not None and any([entry.missing for entry in self.entries]):
+            drop_unused(self.entries, self._sums.tolist(), resparsify=self._resparsify)
 
-    def _drop_unused(self) -> None:
-        if self._flags is None:
-            return
-        flags, count = self._flags.tolist(), len(self.entries)
-        for number, (entry, used) in enumerate(zip(self.entries, flags[:count], strict=True)):
-            if not entry.missing:
-                continue
-            if not used:
-                entry.param.grad = None
-            elif self._resparsify and flags[count + number]:
-                # As on the ranks that have one: some optimizers take sparse gradients only.
-                dense: Any = entry.param.grad
-                entry.param.grad = dense.to_sparse(round(flags[count + number] / used))
+    def _reduced(self, number: int, gradient: Tensor) -> Tensor:
+        """Of the gradient of an entry what this rank has the sum of."""
+        del number
+        return gradient
 
 
 def _own(entry: Entry, grad: Tensor) -> Tensor:
@@ -302,6 +332,10 @@ def _own(entry: Entry, grad: Tensor) -> Tensor:
         and torch._debug_has_internal_overlap(grad) == 0
     ):
         return grad.detach()
+    return _new(entry)
+
+
+def _new(entry: Entry) -> Tensor:
     made = entry.param.new_empty_strided(entry.shape, entry.stride)
     entry.param.grad = made
     return made

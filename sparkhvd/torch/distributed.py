@@ -92,13 +92,17 @@ class Distributed(torch.optim.Optimizer):
         if not self._has_partners():
             group_numbers(groups, [])  # only checked
             return
-        self._prepare(self._parameter_names)
+        self._prepare(self._parameter_names, groups)
         trainable = [(name, p) for p, name in self._parameter_names.items() if p.requires_grad]
         self._frozen = [p for p in self._parameter_names if not p.requires_grad]
         self._reduce(trainable, groups)
         self._tuner = self._make_tuner()
 
-    def _prepare(self, parameters: Iterable[Tensor]) -> None:
+    def _prepare(
+        self,
+        parameters: Iterable[Tensor],
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:
         """Before gradients of these parameters are reduced."""
 
     def _make_tuner(self) -> Tuner | None:

@@ -17,19 +17,30 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from sparkhvd.engine import ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.broadcast import allgather_object, broadcast_object
+from sparkhvd.torch.broadcast import allgather_object
+from sparkhvd.torch.buckets import plan_buckets
 from sparkhvd.torch.collectives import allreduce
 from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
 from sparkhvd.torch.collectives.tensors import written
-from sparkhvd.torch.distributed import Configuration, Distributed
-from sparkhvd.torch.shards import ELEMENTWISE, Gatherer, Shard, flat, is_dense, owners_of
+from sparkhvd.torch.device import opened
+from sparkhvd.torch.device_shards import DeviceShards
+from sparkhvd.torch.distributed import Configuration, Distributed, group_numbers
+from sparkhvd.torch.shards import (
+    ELEMENTWISE,
+    Gatherer,
+    Shard,
+    cut_range,
+    flat,
+    is_dense,
+    owners_of,
+)
 from sparkhvd.torch.shared_parameters import SharedParameters
 
 __all__ = ["Sharded", "check_shardable"]
@@ -70,13 +81,18 @@ class Sharded(Distributed):
 
     _shards: Mapping[Tensor, Shard] = MappingProxyType({})
     _shared: SharedParameters | None = None
+    _on_gpu: DeviceShards | None = None
     _gathered_kind = (-1, -1)  # for how many parameters, and frozen ones, the gatherer is
     _num_gatherers = 0  # of gradients, that were ever made
     _evaluations = 0  # of the closure, in this step
 
     # --- Dividing. ---
 
-    def _prepare(self, parameters: Iterable[Tensor]) -> None:
+    def _prepare(
+        self,
+        parameters: Iterable[Tensor],
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+    ) -> None:
         configuration = self._configuration
         if not self._shards:
             number = self._context.number("sharded", configuration.number)
@@ -84,11 +100,27 @@ class Sharded(Distributed):
             self._shards = {}
             self._has_whole_gradients = False
         divided = [p for p in parameters if p.numel() > 0]
+        for p in divided:
+            if not p.is_cpu:
+                self._open_gpu(p)
         if configuration.share_parameters and divided:
             self._share(divided)
-        self._divide(divided)
+        self._divide(divided, groups)
         self._gradient_gatherers: dict[tuple[int, ...], Gatherer] = {}
         self._divide_state()
+
+    def _open_gpu(self, parameter: Tensor) -> None:
+        configuration, name = self._configuration, self._parameter_names[parameter]
+        if configuration.share_parameters:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(share_parameters=True): {name!r} is on {parameter.device}, and ranks share memory "
+                "of the CPU only. Leave share_parameters out."
+            )
+        device = opened(self._context, f"DistributedOptimizer, {name!r}", parameter)
+        if self._on_gpu is None:
+            self._on_gpu = DeviceShards(
+                self._context, device, self._label, configuration.number, configuration.ranks
+            )
 
     def _share(self, parameters: list[Tensor]) -> None:
         named = [(self._parameter_names[p], p) for p in parameters]
@@ -102,7 +134,9 @@ class Sharded(Distributed):
         is_elementwise = type(self).__bases__[1] in ELEMENTWISE
         return is_elementwise and parameter.dim() > 0 and is_dense(parameter)
 
-    def _divide(self, parameters: list[Tensor]) -> None:
+    def _divide(
+        self, parameters: list[Tensor], groups: int | Sequence[Sequence[Tensor]] | None
+    ) -> None:
         ranks = self._configuration.ranks
         place = ranks.index(self._context.engine.topology.rank)
         whole = [p for p in parameters if not self._is_cut(p)]
@@ -110,18 +144,38 @@ class Sharded(Distributed):
         for shard in self._shards.values():
             if not shard.is_cut:
                 loads[shard.owner] += shard.param.numel()
-        owners = dict(
-            zip(
-                map(id, whole),
-                owners_of([p.numel() for p in whole], len(ranks), loads),
-                strict=True,
-            )
-        )
+        numbers = owners_of([p.numel() for p in whole], len(ranks), loads)
+        owners = dict(zip(map(id, whole), numbers, strict=True))
+        cut = [p for p in parameters if id(p) not in owners]
+        own = {id(p): cut_range(p.numel(), len(ranks), place) for p in cut if p.is_cpu}
+        own.update(self._divide_on_gpu([p for p in cut if not p.is_cpu], groups))
         for p in parameters:
             owner = owners.get(id(p), -1)
-            name = self._parameter_names[p]
-            shard = Shard(p, name, len(ranks), place, is_cut=owner < 0, owner=owner)
+            part = own.get(id(p), (0, p.numel() if owner == place else 0))
+            shard = Shard(p, self._parameter_names[p], part, owner=owner)
             self._shards[p] = shard  # type: ignore[index]  # a dictionary here
+
+    def _divide_on_gpu(
+        self, parameters: list[Tensor], groups: int | Sequence[Sequence[Tensor]] | None
+    ) -> dict[int, tuple[int, int]]:
+        """Into the buckets of their gradients; what is frozen for itself, because it may thaw alone."""
+        gpu = self._on_gpu
+        if gpu is None:
+            return {}
+        trained = [p for p in parameters if p.requires_grad]
+        plan = plan_buckets(
+            [p.nbytes for p in trained],
+            [p.dtype for p in trained],
+            list(reversed(range(len(trained)))),
+            self._context.engine.settings.device_bucket_bytes,
+            group_numbers(groups, trained),
+        )
+        buckets = [[trained[index] for index in indices] for indices in plan]
+        buckets += [[p] for p in parameters if not p.requires_grad]
+        found: dict[int, tuple[int, int]] = {}
+        for bucket in buckets:
+            found.update(zip(map(id, bucket), gpu.cut(bucket), strict=True))
+        return found
 
     def _reduce(
         self,
@@ -130,8 +184,14 @@ class Sharded(Distributed):
     ) -> None:
         cut = [(name, p) for name, p in named if self._is_cut(p)]
         whole = [(name, p) for name, p in named if not self._is_cut(p)]
-        if cut:
-            self._add_reducer(cut, groups, sharded=True)
+        there = [(name, p) for name, p in cut if not p.is_cpu]
+        if there and self._on_gpu is not None:
+            # As they were divided, whatever is sent for them.
+            together = self._on_gpu.together(p for _, p in there)
+            self._add_reducer(there, together, sharded=True)
+        here = [(name, p) for name, p in cut if p.is_cpu]
+        if here:
+            self._add_reducer(here, groups, sharded=True)
         if whole:
             self._add_reducer(whole, groups)
 
@@ -216,7 +276,11 @@ class Sharded(Distributed):
             self._shared.end()
             return
         works = self._start_gathering()
-        self._exchange_whole()
+        frozen = set(map(id, self._frozen))
+        stepped = [s for s in self._shards.values() if id(s.param) not in frozen]
+        if self._on_gpu is not None:
+            self._on_gpu.gather_parameters([s for s in stepped if not s.param.is_cpu])
+        self._exchange_whole([s for s in stepped if s.param.is_cpu and not s.is_cut])
         for work in works:
             work.wait()
         written([p for p in self._shards if p.grad is not None])
@@ -226,7 +290,7 @@ class Sharded(Distributed):
         kind = (len(self._shards), len(self._frozen))
         if kind != self._gathered_kind:
             frozen = set(map(id, self._frozen))
-            cut = [shard.param for shard in self._shards.values() if shard.is_cut]
+            cut = [s.param for s in self._shards.values() if s.is_cut and s.param.is_cpu]
             self._gathered = [p for p in cut if id(p) not in frozen]
             # A new name, because the old one means other shapes to the engine.
             name = f"{self._label}.parameters.{kind[0]}.{kind[1]}"
@@ -235,10 +299,8 @@ class Sharded(Distributed):
             self._gathered_kind = kind
         return self._gatherer.start(self._gathered)
 
-    def _exchange_whole(self) -> None:
+    def _exchange_whole(self, whole: list[Shard]) -> None:
         """Every rank gets the parameters that others have stepped, of each type in one operation."""
-        frozen = set(map(id, self._frozen))
-        whole = [s for s in self._shards.values() if not s.is_cut and id(s.param) not in frozen]
         for dtype in dict.fromkeys(shard.param.dtype for shard in whole):
             # In the order in which they will come: by owner.
             ordered = sorted((s for s in whole if s.param.dtype == dtype), key=lambda s: s.owner)
@@ -280,7 +342,12 @@ class Sharded(Distributed):
             self._has_whole_gradients = True
 
     def _gather_gradients(self) -> None:
-        cut = [shard.param for shard in self._shards.values() if shard.is_cut]
+        if self._on_gpu is not None:
+            there = [s.param for s in self._shards.values() if s.is_cut and not s.param.is_cpu]
+            self._on_gpu.gather_cut({id(p): p.grad for p in there if p.grad is not None})
+        cut = [s.param for s in self._shards.values() if s.is_cut and s.param.is_cpu]
+        if not cut:
+            return
         found = [(i, p.grad) for i, p in enumerate(cut) if p.grad is not None]
         indices = tuple(i for i, _ in found)
         gradients = [grad for _, grad in found if grad is not None]
@@ -312,12 +379,16 @@ class Sharded(Distributed):
         total = self._total_norm(gradients, norm_type)
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for grad in gradients:
-            grad.mul_(factor.to(grad.dtype))
+            grad.mul_(factor.to(grad.device, grad.dtype))
         return total
 
     def _total_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
         norm = torch.nn.utils.get_total_norm(gradients, norm_type).double()
         is_max = math.isinf(norm_type)
+        # Where every rank has one, also a rank without a part.
+        place = next((p for p in self._shards if not p.is_cpu), None)
+        if place is not None and norm.is_cpu:
+            norm = place.new_empty((), dtype=norm.dtype).copy_(norm)
         mine = norm if is_max else norm.pow(norm_type)
         total = allreduce(
             mine,
@@ -398,7 +469,7 @@ class Sharded(Distributed):
         if not shards:
             return
         mine = {
-            number: self.state[shard.part]
+            number: {name: _Sent.of(value) for name, value in self.state[shard.part].items()}
             for number, shard in enumerate(shards)
             if shard.part is not None and shard.part in self.state
         }
@@ -406,36 +477,50 @@ class Sharded(Distributed):
         name = f"{self._label}.state_dict() (every rank must call it)"
         for theirs in allgather_object(mine, name, process_set=process_set):
             for number, values in theirs.items():
-                state[shards[number].param] = values
+                param = shards[number].param
+                state[param] = {name: sent.beside(param) for name, sent in values.items()}
 
     def _add_cut(self, state: dict[Any, Any], shards: list[Shard]) -> None:
         configuration = self._configuration
-        # The first rank has a part of every parameter that has an element.
-        described = broadcast_object(
-            [self._describe(shard) for shard in shards],
-            configuration.ranks[0],
-            f"{self._label}.state_dict() (every rank must call it)",
-            configuration.process_set,
-        )
+        # Of each parameter by the rank that has its first element.
+        mine = {
+            number: self._describe(shard)
+            for number, shard in enumerate(shards)
+            if shard.part is not None and shard.first == 0 and shard.part in self.state
+        }
+        name = f"{self._label}.state_dict() (every rank must call it)"
+        described: dict[int, dict[str, tuple[torch.dtype | None, _Sent]]] = {}
+        for theirs in allgather_object(mine, name, process_set=configuration.process_set):
+            described.update(theirs)
         wholes: list[Tensor] = []
-        for shard, entries in zip(shards, described, strict=True):
-            for name, (dtype, value) in (entries or {}).items():
-                if dtype is not None:
-                    value = torch.empty_like(shard.param, dtype=dtype, requires_grad=False)
-                    if shard.part is not None:
-                        shard.of(value).copy_(self.state[shard.part][name])
+        # What is on the GPU, of each kind by the identity of its parameter.
+        there: dict[tuple[str, torch.dtype], dict[int, Tensor]] = {}
+        for number, entries in sorted(described.items()):
+            shard, param = shards[number], shards[number].param
+            for name, (dtype, sent) in entries.items():
+                if dtype is None:
+                    state[param][name] = sent.beside(param)
+                    continue
+                value = torch.empty_like(param, dtype=dtype, requires_grad=False)
+                state[param][name] = value
+                if shard.part is not None:
+                    shard.of(value).copy_(self.state[shard.part][name])
+                if param.is_cpu:
                     wholes.append(value)
-                state[shard.param][name] = value
+                else:
+                    there.setdefault((name, dtype), {})[id(param)] = value
         if wholes:
             name = f"{self._label}.state"
             Gatherer(self._context, name, wholes, configuration.number).gather(wholes)
+        for values in there.values():
+            assert self._on_gpu is not None
+            self._on_gpu.gather_cut(values)
 
-    def _describe(self, shard: Shard) -> dict[str, tuple[torch.dtype | None, Any]] | None:
+    def _describe(self, shard: Shard) -> dict[str, tuple[torch.dtype | None, _Sent]]:
         """What there is of state: the type of what has an element per element, the value of what has not."""
-        if shard.part is None or shard.part not in self.state:
-            return None
+        assert shard.part is not None
         return {
-            name: (value.dtype, None) if shard.is_own(value) else (None, value)
+            name: (value.dtype, _Sent()) if shard.is_own(value) else (None, _Sent.of(value))
             for name, value in self.state[shard.part].items()
         }
 
@@ -449,6 +534,30 @@ class Sharded(Distributed):
             "DistributedOptimizer(sharded=True): it holds a part of its state and cannot be copied or pickled. Call "
             "state_dict() on every rank and copy that."
         )
+
+
+class _Sent(NamedTuple):
+    """A piece of state on its way to other ranks, whose GPUs are others.
+
+    Attributes:
+        value: not on a GPU.
+        was_on_gpu: where it belongs.
+    """
+
+    value: Any = None
+    was_on_gpu: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> _Sent:
+        """Any piece of state."""
+        is_on_gpu = isinstance(value, Tensor) and not value.is_cpu
+        return cls(value.cpu(), True) if is_on_gpu else cls(value)
+
+    def beside(self, param: Tensor) -> Any:
+        """The piece on the device of its parameter, if that is where it was."""
+        if not self.was_on_gpu:
+            return self.value
+        return param.new_empty(self.value.shape, dtype=self.value.dtype).copy_(self.value)
 
 
 def _part_of(shard: Shard, value: Any) -> Any:

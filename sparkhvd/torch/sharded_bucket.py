@@ -15,6 +15,7 @@ from sparkhvd.torch.dense_gradients import (
     Entry,
     GradientBucket,
     ReduceOptions,
+    drop_unused,
     owns_memory,
     require_cpu,
     require_same_shape,
@@ -98,9 +99,7 @@ class ShardedBucket(GradientBucket):
             result = self._compression.decompress(flat(wire)[first:last], compression_context)
             flat(entry.grad)[first:last].copy_(result)
         if self._ones is not None and any([entry.missing for entry in self.entries]):
-            for entry, used in zip(self.entries, self._flags.tolist(), strict=True):
-                if entry.missing and not used:
-                    entry.param.grad = None
+            drop_unused(self.entries, self._flags.tolist(), resparsify=False)
 
     def _who_has(self, ones: Tensor) -> Tensor:
         if not any([entry.missing for entry in self.entries]):

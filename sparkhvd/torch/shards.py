@@ -1,8 +1,9 @@
 """Which part of each parameter a rank steps, and how the parts of all ranks become whole again.
 
 A **cut** parameter is divided as `reducescatter` divides rows: of its n elements, in the order of its memory, each of
-N ranks has n // N, and the first n % N ranks one more. That suits optimizers that treat every element by itself.
-Others (Muon looks at a matrix, Adafactor at rows and columns) get **whole** parameters, each with one owner.
+N ranks has n // N, and the first n % N ranks one more (on a GPU several are divided together, see `device_shards`).
+That suits optimizers that treat every element by itself. Others (Muon looks at a matrix, Adafactor at rows and columns)
+get **whole** parameters, each with one owner.
 """
 
 from __future__ import annotations
@@ -87,12 +88,19 @@ def owners_of(sizes: Sequence[int], num_ranks: int, before: Sequence[int] = ()) 
 class Shard:
     """One parameter, and this rank's part of it.
 
+    Args:
+        param: the parameter.
+        name: for messages.
+        own: the first element that is this rank's, in the order of memory, and the one behind the last.
+        owner: the number of the rank that has all of it; -1 if it is cut.
+
     Attributes:
         param: the parameter.
         name: of the parameter, for messages.
         is_cut: whether every rank has a part; if not, one rank has all of it.
         first: the first element that is this rank's, in the order of memory.
         last: the element behind the last one.
+        owner: of one that is not cut, its owner's number among the ranks; else -1.
         part: this rank's part for the optimizer's own step, a view of the parameter's memory; None if it has none.
     """
 
@@ -113,20 +121,15 @@ class Shard:
         self,
         param: Tensor,
         name: str,
-        num_ranks: int,
-        place: int,
+        own: tuple[int, int],
         *,
-        is_cut: bool,
-        owner: int,
+        owner: int = -1,
     ) -> None:
         self.param = param
         self.name = name
-        self.is_cut = is_cut
+        self.is_cut = owner < 0
         self.owner = owner
-        if is_cut:
-            self.first, self.last = cut_range(param.numel(), num_ranks, place)
-        else:
-            self.first, self.last = 0, param.numel() if owner == place else 0
+        self.first, self.last = own
         self._address = param.data_ptr()
         self._shape = tuple(param.shape)
         self._strides = param.stride()

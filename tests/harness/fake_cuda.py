@@ -283,6 +283,17 @@ class FakeTensor(torch.Tensor):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]  # as a real one
     device = property(lambda self: torch.device("cuda", self.gpu.ordinal))  # type: ignore[assignment]
 
+    @property
+    def data(self) -> Tensor:
+        """As of every tensor; `x.data = y` gives it y's memory."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: FakeTensor) -> None:
+        assert value.shape == self.shape
+        assert value.stride() == self.stride()
+        self.raw = value.raw
+
     def data_ptr(self) -> int:
         """Where the stand-in has it."""
         return self.raw.data_ptr()

@@ -239,11 +239,10 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"sharded": True}, "sharded=True is for parameters of the CPU"),
         ({"gradient_as_bucket_view": True}, "gradient_as_bucket_view=True is for parameters of"),
         ({"compression": hvd.Compression.powersgd()}, "powersgd.* is for parameters of the CPU"),
     ],
-    ids=["sharded", "views", "powersgd"],
+    ids=["views", "powersgd"],
 )
 def test_what_there_is_not_on_a_gpu_is_refused(options: dict[str, Any], words: str) -> None:
     def body(gpu: FakeDevice) -> None:
