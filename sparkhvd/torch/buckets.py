@@ -149,6 +149,8 @@ class Reducer:
         self._low_rank = self._claim(options.compression)
         self._joins = context.joins
         self._agreement: Agreement | None = self._offer_agreement()
+        if options.as_views:
+            self._check_agreement()  # first: what is allocated follows from the parameters and their strides
         self._memory = self._allocate() if options.as_views else None
         # Whether hooks may submit: all ranks have agreed on what there is to reduce.
         self._is_settled = options.as_views
@@ -180,13 +182,10 @@ class Reducer:
             if entry.param.is_cpu:
                 continue
             device = opened(self.context, f"DistributedOptimizer, {entry.name!r}", entry.param)
-            asked = "gradient_as_bucket_view=True" if options.as_views else ""
             if isinstance(options.compression, PowerSGD):
-                asked = repr(options.compression)
-            if asked:
                 raise InvalidArgumentError(
-                    f"DistributedOptimizer: {entry.name!r} is on {entry.param.device}, and {asked} is for parameters "
-                    "of the CPU. Leave it out: gradients on a GPU are views of their bucket as it is."
+                    f"DistributedOptimizer: {entry.name!r} is on {entry.param.device}, and {options.compression!r} is "
+                    "for parameters of the CPU. Leave it out."
                 )
         return device
 
@@ -201,19 +200,24 @@ class Reducer:
         compression.claim(self._entries)
         return compression
 
-    def _allocate(self) -> GradientMemory:
-        self._check_agreement()  # first: what is allocated follows from the parameters and their strides
+    def _allocate(self) -> GradientMemory | None:
+        """Memory of the CPU for gradients; on a GPU each bucket has its own."""
+        needed = needed_bytes([entry for entry in self._entries if entry.param.is_cpu])
+        if needed == 0:
+            return None
         buffer = self.context.engine.allocate(
-            needed_bytes(self._entries),
-            name=f"{self.label}.memory",
-            process_set=self.options.process_set,
+            needed, name=f"{self.label}.memory", process_set=self.options.process_set
         )
         return GradientMemory(buffer)
 
     def zero(self) -> None:
         """Set gradients that live in registered memory to zero."""
         if self._memory is not None:
-            self._memory.zero(self._entries)
+            self._memory.zero([entry for entry in self._entries if entry.param.is_cpu])
+        if self.options.as_views:
+            for bucket in self._buckets:
+                if isinstance(bucket, DeviceBucket):
+                    bucket.zero()
 
     def detach(self) -> None:
         """Stop listening to gradients: the engine was shut down, or another optimizer took them over."""
@@ -549,6 +553,9 @@ class Reducer:
             process_set=self.options.process_set,
             is_registered=is_registered,
         )
+        if self.options.as_views:
+            for bucket in lacking:
+                bucket.show()
 
     def _divide(self, order: Sequence[int]) -> list[Bucket]:
         """Make buckets of these parameters."""
@@ -571,10 +578,17 @@ class Reducer:
         # A new plan has new names, because the old ones mean other shapes to the engine.
         prefix = f"{self._names}.{self._plan_number}"
         self._plan_number += 1
-        divided = [[entries[index] for index in indices] for indices in plan]
+        named = [
+            (f"{prefix}.{n}", [entries[index] for index in indices])
+            for n, indices in enumerate(plan)
+        ]
+        buckets: list[Bucket] = []
         if self._memory is not None:
-            return self._views(prefix, divided, self._memory)
-        buckets = [self._bucket(f"{prefix}.{n}", bucket) for n, bucket in enumerate(divided)]
+            buckets += self._views(
+                [each for each in named if each[1][0].param.is_cpu], self._memory
+            )
+            named = [each for each in named if not each[1][0].param.is_cpu]
+        buckets += [self._bucket(name, bucket) for name, bucket in named]
         sparse = [entries[index] for index in order if entries[index].sparse_dim]
         buckets += [
             SparseBucket(
@@ -606,13 +620,11 @@ class Reducer:
             name, entries, self._flagged, options, compression, neighbours=neighbours
         )
 
-    def _views(
-        self, prefix: str, divided: list[list[Entry]], memory: GradientMemory
-    ) -> list[Bucket]:
-        flats = memory.lay_out(divided)
+    def _views(self, named: list[tuple[str, list[Entry]]], memory: GradientMemory) -> list[Bucket]:
+        flats = memory.lay_out([entries for _, entries in named])
         return [
-            ViewBucket(f"{prefix}.{n}", entries, self.options, memory, flat)
-            for n, (entries, flat) in enumerate(zip(divided, flats, strict=True))
+            ViewBucket(name, entries, self.options, memory, flat)
+            for (name, entries), flat in zip(named, flats, strict=True)
         ]
 
     def _is_low_rank(self, entry: Entry) -> bool:

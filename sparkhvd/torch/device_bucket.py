@@ -105,7 +105,7 @@ class DeviceBucket(GradientBucket):
         self._compression = options.compression
         self._casts = options.compression in vars(Compression).values()
         self._takes_sparse = options.sparse_as_dense
-        self._resparsify = options.sparse_as_dense and not options.sharded
+        self._resparsify = options.sparse_as_dense and not (options.sharded or options.as_views)
         wire = entries[0].wire_dtype
         # One factor for all: both are applied before the sum.
         factor = options.prescale * options.postscale
@@ -175,6 +175,22 @@ class DeviceBucket(GradientBucket):
             self._addresses.append(slot.data_ptr())
         self._flat, self._values = flat, flat[: self._num_values]
         self._put(flat, 0 if self._ones is None else self._ones.shape[1])
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Let `.grad` lie in the flat memory from now on, before any backward."""
+        for entry, slot in zip(self.entries, self._slots, strict=True):
+            grad = entry.param.grad
+            if grad is not None:
+                slot.copy_(grad if grad.layout is torch.strided else grad.to_dense())
+            entry.param.grad = slot
+
+    def zero(self) -> None:
+        """Set all gradients to zero, where they lie."""
+        assert self._values is not None
+        self._values.zero_()
+        for entry, slot in zip(self.entries, self._slots, strict=True):
+            entry.param.grad = slot
 
     def take(self, entry: Entry) -> None:
         """The gradient as it is, or zeros."""

@@ -88,8 +88,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             not coalesced; which gradients are sparse is what the ranks have in the first step that has any.
         process_set: the ranks whose gradients are combined. On ranks that are not in it the result is as the
             optimizer given. Ranks in several sets may build one optimizer for each.
-        gradient_as_bucket_view: gradients live in memory that the ranks of a host share, and are reduced where
-            they lie. Then they are never None: `zero_grad` sets them to zero, and a parameter that got no
+        gradient_as_bucket_view: gradients live in memory that the ranks of a host share (on GPUs in NCCL's), and
+            are reduced where they lie. Then they are never None: `zero_grad` sets them to zero, and a parameter that got no
             gradient has zeros. Pays where gradients are kept between steps; not with compression.
         sharded: every rank steps its part of the parameters and keeps optimizer state for that alone: 1/size of the
             memory and of the work. Weights are those of the unsharded optimizer. Optimizers of torch that treat every

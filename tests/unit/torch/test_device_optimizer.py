@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.settings import Settings
+from sparkhvd.torch import device_bucket
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Driver, FakeDevice
 from tests.unit.torch.on_gpus import on_gpus
@@ -61,6 +62,9 @@ def test_training_equals_one_process(
         {"groups": 2},
         {"sparse_as_dense": True},
         {"op": hvd.Average},
+        {"gradient_as_bucket_view": True},
+        {"gradient_as_bucket_view": True, "set_to_none": False},
+        {"gradient_as_bucket_view": True, "sparse_as_dense": True},
     ],
     ids=str,
 )
@@ -73,6 +77,67 @@ def test_options(fake_gpus: Driver, options: dict[str, Any], delay_us: int) -> N
 def test_accumulation() -> None:
     train = functools.partial(training.together, passes=2)
     agree(on_gpus(2, train, settings=SMALL), training.alone(passes=2))
+
+
+@pytest.mark.parametrize("large_bytes", [0, 200])
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.bf16])
+def test_large_gradients_are_scaled_while_they_are_copied(
+    monkeypatch: pytest.MonkeyPatch, large_bytes: int, compression: Any
+) -> None:
+    monkeypatch.setattr(device_bucket, "_LARGE_BYTES", large_bytes)
+    train = functools.partial(training.together, uses_extra=uses_extra, compression=compression)
+    expected = training.alone(extra_for=functools.partial(of_row, size=3))
+    bound = 1e-12 if compression is hvd.Compression.none else 5e-2
+    agree(on_gpus(3, train, settings=SMALL), expected, bound)
+
+
+def test_accumulation_into_views() -> None:
+    train = functools.partial(training.together, passes=2, gradient_as_bucket_view=True)
+    agree(on_gpus(3, train, settings=SMALL), training.alone(passes=2))
+
+
+def test_views_are_there_before_backward_and_stay() -> None:
+    def body(gpu: FakeDevice) -> None:
+        model: Any = gpu.module(training.model())
+        with torch.no_grad():
+            model.head.bias.grad = gpu.tensor(torch.tensor([3.0, 4.0], dtype=torch.float64))
+        optimizer: Any = hvd.DistributedOptimizer(
+            training.sgd(model.parameters()), gradient_as_bucket_view=True
+        )
+        assert model.head.bias.grad.tolist() == [3.0, 4.0]
+        optimizer.zero_grad()
+        before = [p.grad for p in model.parameters()]
+        for step in range(2):
+            assert all(p.grad.count_nonzero().item() == 0 for p in model.parameters())
+            x = gpu.tensor(training.batch(step, torch.float64)[0])
+            if step == 1:
+                model.zero_grad()  # of the module, which drops them
+            model(x, with_extra=hvd.rank() == 0).sum().backward()
+            optimizer.step()
+            assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+            assert model.extra.weight.grad.count_nonzero().item() > 0
+            assert model.idle.weight.grad.count_nonzero().item() == 0
+            optimizer.zero_grad()
+
+    on_gpus(2, body)
+
+
+def test_views_on_both_planes() -> None:
+    def body(gpu: FakeDevice) -> Tensor:
+        model: Any = training.model()
+        gpu.module(model.head)
+        optimizer: Any = hvd.DistributedOptimizer(
+            training.sgd(model.parameters()), gradient_as_bucket_view=True
+        )
+        for step in range(4):
+            x, y = (t.chunk(hvd.size())[hvd.rank()] for t in training.batch(step, torch.float64))
+            found = model.head(ToGpu.apply(model.body(x), gpu))
+            (found - gpu.tensor(y)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return training.weights(model)
+
+    agree(on_gpus(2, body, settings=SMALL), training.alone(steps=4))
 
 
 def test_clipping_between_synchronize_and_step() -> None:
@@ -239,10 +304,9 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gradient_as_bucket_view": True}, "gradient_as_bucket_view=True is for parameters of"),
         ({"compression": hvd.Compression.powersgd()}, "powersgd.* is for parameters of the CPU"),
     ],
-    ids=["views", "powersgd"],
+    ids=["powersgd"],
 )
 def test_what_there_is_not_on_a_gpu_is_refused(options: dict[str, Any], words: str) -> None:
     def body(gpu: FakeDevice) -> None:
