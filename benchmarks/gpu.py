@@ -1,14 +1,23 @@
 """What sparkhvd costs on one GPU: a step, a collective, gradients packed and reduced; each beside torch or NCCL alone.
 
-    .venv/bin/python benchmarks/gpu.py [--rounds 7] [--only step,overhead,pack] [--json FILE] [--write]
+    .venv/bin/python benchmarks/gpu.py [--rounds 7] [--only step,overhead,pack] [--json FILE]
+
+`make gpu` runs it, too, and keeps its tables.
 
 One rank, because one GPU can show what the optimizer and the engine cost, and not what a network does: with one rank
-NCCL moves nothing. Needs torch with CUDA and libnccl, and no Spark. All variants of a part run in turns; ratios are of
+NCCL moves nothing. The optimizer of a job of one rank would do nothing at all; here it packs, reduces and hands out
+gradients as with others. Needs torch with CUDA and libnccl, and no Spark. All variants of a part run in turns; ratios are of
 neighbours, and the table shows their median and quartiles.
 
 - `step`: a training step in bfloat16 with `DistributedOptimizer`, and the same step with torch's optimizer.
-- `overhead`: what one allreduce costs the caller's thread and the GPU, over a raw `ncclAllReduce` of the same process.
-- `pack`: 1 GiB of gradients in 300 tensors, packed and reduced, beside a copy of as many bytes on the device.
+- `overhead`: what one allreduce costs over a raw `ncclAllReduce` of the same process: waited for one by one (the way to
+  the engine's threads and back counts), and 16 at a time, as a step has them in flight.
+- `pack`: 1 GiB of gradients in 300 tensors, packed and reduced, beside a copy of as many bytes on the device: by the
+  GPU's clock from an idle GPU (the host's work counts), and behind other work (only the GPU's counts, as in a step
+  whose backward keeps the GPU busy).
+
+With SPARKHVD_TEST_STAND_IN=1 it runs in small on the CPU with the stand-in for CUDA and NCCL, which tests the program;
+the figures then mean nothing.
 """
 
 from __future__ import annotations
@@ -28,47 +37,76 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from gpu_models import TASKS, Task  # noqa: E402 - of this folder
+from gpu_models import TASKS, TINY, Task  # noqa: E402 - of this folder
 
 import sparkhvd.torch as hvd  # noqa: E402 - of the checkout
-from common import Report, Target, median_and_quartiles, shown  # noqa: E402 - of this folder
-from sparkhvd.torch.device import find_nccl  # noqa: E402 - of the checkout
+from common import Report, Target, median_and_quartiles  # noqa: E402 - of this folder
+from tests.gpu.machine import (  # noqa: E402 - of the checkout
+    Machine,
+    as_with_partners,
+    description,
+    is_stand_in,
+    machine,
+    why_not,
+)
 
 PARTS = ("step", "overhead", "pack")
-PACK_BYTES = 1 << 30
-PACK_TENSORS = 300
-CALLS = 300
+IS_SMALL = is_stand_in()
+PACK_BYTES = 1 << (18 if IS_SMALL else 30)
+PACK_TENSORS = 30 if IS_SMALL else 300
+CALLS = 32 if IS_SMALL else 320
+IN_FLIGHT = 16
 
 
 # --- Clocks. ---
 
 
-def wall(run: Callable[[], Any]) -> float:
+def wall(gpu: Machine, run: Callable[[], Any]) -> float:
     """Seconds until the GPU has finished what `run` starts."""
-    torch.cuda.synchronize()
+    gpu.synchronize()
     began = time.perf_counter()
     run()
-    torch.cuda.synchronize()
+    gpu.synchronize()
     return time.perf_counter() - began
 
 
-def on_gpu(run: Callable[[], Any]) -> float:
-    """Seconds between two events around what `run` enqueues on the current stream."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    begin.record()
+def timed(gpu: Machine, run: Callable[[], Any], count: int) -> Callable[[], float]:
+    """Measures one of the `count` that `run` does."""
+    return lambda: wall(gpu, run) / count
+
+
+def on_gpu(gpu: Machine, run: Callable[[], Any], *, is_behind_work: bool = False) -> float:
+    """Seconds between two events around what `run` enqueues on the current stream.
+
+    Args:
+        gpu: which has the clock.
+        run: enqueues.
+        is_behind_work: the GPU has something else to do until the host has enqueued everything.
+    """
+    gpu.synchronize()
+    if is_behind_work:
+        for _ in range(1 if IS_SMALL else 40):  # about a millisecond each
+            gpu.busy()
+    begin = gpu.mark()
     run()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+    return gpu.seconds_between(begin, gpu.mark())
+
+
+def in_turns(rounds: int, variants: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+    """Seconds of every variant, round by round, each round in the other order."""
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    for number in range(rounds):
+        for variant in sorted(variants, reverse=number % 2 == 1):
+            seconds[variant].append(variants[variant]())
+    return seconds
 
 
 # --- A training step. ---
 
 
-def stepper(task: Task, network: nn.Module, optimizer: Any) -> Callable[[], None]:
+def stepper(gpu: Machine, task: Task, network: nn.Module, optimizer: Any) -> Callable[[], None]:
     """Runs `task.steps` training steps."""
-    inputs, targets = task.batch(torch.device("cuda"))
+    inputs, targets = (gpu.tensor(each) for each in task.batch(torch.device("cpu")))
 
     def run() -> None:
         for _ in range(task.steps):
@@ -79,27 +117,27 @@ def stepper(task: Task, network: nn.Module, optimizer: Any) -> Callable[[], None
     return run
 
 
-def measure_steps(report: Report, rounds: int) -> None:
+def measure_steps(gpu: Machine, report: Report, rounds: int) -> None:
     rows: list[Sequence[Any]] = []
-    for name, task in TASKS.items():
-        plain = task.build().cuda()
-        ours = copy.deepcopy(plain)
+    for name, task in (TINY if IS_SMALL else TASKS).items():
+        built = task.build()
+        plain, ours = gpu.module(copy.deepcopy(built)), gpu.module(built)
         optimizers = [
-            torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9, fused=True)
+            torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9, fused=not IS_SMALL)
             for network in (plain, ours)
         ]
         wrapped = hvd.DistributedOptimizer(optimizers[1], named_parameters=ours.named_parameters())
-        variants = {
-            "plain": stepper(task, plain, optimizers[0]),
-            "ours": stepper(task, ours, wrapped),
+        runs = {
+            "plain": stepper(gpu, task, plain, optimizers[0]),
+            "ours": stepper(gpu, task, ours, wrapped),
         }
-        for run in variants.values():  # kernels are chosen, buckets are planned
+        for run in runs.values():  # kernels are chosen, buckets are planned
             run()
             run()
-        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-        for number in range(rounds):
-            for variant in sorted(variants, reverse=number % 2 == 1):
-                seconds[variant].append(wall(variants[variant]) / task.steps)
+        seconds = in_turns(
+            rounds,
+            {variant: timed(gpu, run, task.steps) for variant, run in runs.items()},
+        )
         ratios = [a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True)]
         share = 100 * (statistics.median(ratios) - 1)
         rows.append(
@@ -112,8 +150,7 @@ def measure_steps(report: Report, rounds: int) -> None:
             ]
         )
         report.raw[f"step {name}"] = seconds
-        del plain, ours, optimizers, wrapped, variants
-        torch.cuda.empty_cache()
+        del plain, ours, built, optimizers, wrapped, runs
     report.table(["step", "torch's optimizer", "DistributedOptimizer", "ratios", "target"], rows)
 
 
@@ -131,18 +168,21 @@ class RawNccl:
 
     SUM, FLOAT32 = 0, 7
 
-    def __init__(self) -> None:
-        self._library = library = ctypes.CDLL(find_nccl())
+    def __init__(self, gpu: Machine) -> None:
+        self._gpu = gpu
+        self._library = library = ctypes.CDLL(gpu.nccl())
         unique = UniqueId()
         self._comm = ctypes.c_void_p()
         self._check(library.ncclGetUniqueId(ctypes.byref(unique)))
-        library.ncclCommInitRank.argtypes = (
+        library.ncclCommInitRankConfig.argtypes = (
             ctypes.c_void_p,
             ctypes.c_int,
             UniqueId,
             ctypes.c_int,
+            ctypes.c_void_p,
         )
-        self._check(library.ncclCommInitRank(ctypes.byref(self._comm), 1, unique, 0))
+        # Without a configuration its calls block, so that there is nothing to poll.
+        self._check(library.ncclCommInitRankConfig(ctypes.byref(self._comm), 1, unique, 0, None))
         library.ncclAllReduce.argtypes = (
             ctypes.c_void_p,
             ctypes.c_void_p,
@@ -159,7 +199,6 @@ class RawNccl:
 
     def allreduce(self, tensor: Tensor) -> None:
         """Sum of one rank, in place, on the current stream."""
-        stream = torch.cuda.current_stream().cuda_stream
         self._check(
             self._library.ncclAllReduce(
                 tensor.data_ptr(),
@@ -168,55 +207,74 @@ class RawNccl:
                 self.FLOAT32,
                 self.SUM,
                 self._comm,
-                stream,
+                self._gpu.handle(),
             )
         )
 
     def close(self) -> None:
         """Frees the communicator."""
-        torch.cuda.synchronize()
+        self._gpu.synchronize()
         self._library.ncclCommDestroy(self._comm)
 
 
-def measure_overhead(report: Report, rounds: int) -> None:
-    nccl = RawNccl()
+def measure_overhead(gpu: Machine, report: Report, rounds: int) -> None:
+    nccl = RawNccl(gpu)
     rows: list[Sequence[Any]] = []
     for count in (1, 1 << 18):
-        tensor = torch.ones(count, device="cuda")
+        tensors = [gpu.tensor(torch.ones(count)) for _ in range(IN_FLIGHT)]
 
-        def raw(tensor: Tensor = tensor) -> None:
-            for _ in range(CALLS):
-                nccl.allreduce(tensor)
+        def raw(tensors: list[Tensor] = tensors) -> None:
+            for number in range(CALLS):
+                nccl.allreduce(tensors[number % IN_FLIGHT])
 
-        def ours(tensor: Tensor = tensor) -> None:
-            for _ in range(CALLS):
-                hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Sum, name="benchmark"))
+        def each_waited_for(tensors: list[Tensor] = tensors) -> None:
+            for number in range(CALLS):
+                reduce(tensors, number % IN_FLIGHT).wait()
 
-        variants = {"raw": raw, "ours": ours}
-        for run in variants.values():
+        def in_flight(tensors: list[Tensor] = tensors) -> None:
+            for _ in range(CALLS // IN_FLIGHT):
+                for handle in [reduce(tensors, number) for number in range(IN_FLIGHT)]:
+                    handle.wait()
+
+        runs = {"raw": raw, "one by one": each_waited_for, "in flight": in_flight}
+        for run in runs.values():
             run()
-        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-        for number in range(rounds):
-            for variant in sorted(variants, reverse=number % 2 == 1):
-                seconds[variant].append(wall(variants[variant]) / CALLS)
-        more = [a - b for a, b in zip(seconds["ours"], seconds["raw"], strict=True)]
-        rows.append(
-            [
-                f"{4 * count} bytes",
-                median_and_quartiles(seconds["raw"]),
-                median_and_quartiles(seconds["ours"]),
-                [Target("more", statistics.median(more) * 1e6, 10.0, at_least=False, unit="us")],
-            ]
+        seconds = in_turns(
+            rounds,
+            {variant: timed(gpu, run, CALLS) for variant, run in runs.items()},
         )
+        for variant in ("one by one", "in flight"):
+            more = [a - b for a, b in zip(seconds[variant], seconds["raw"], strict=True)]
+            rows.append(
+                [
+                    f"{4 * count} bytes, {variant}",
+                    median_and_quartiles(seconds["raw"]),
+                    median_and_quartiles(seconds[variant]),
+                    [
+                        Target(
+                            "more", statistics.median(more) * 1e6, 10.0, at_least=False, unit="us"
+                        )
+                    ],
+                ]
+            )
         report.raw[f"overhead {4 * count}"] = seconds
     nccl.close()
-    columns = [
-        "allreduce of",
-        "ncclAllReduce, per call",
-        "hvd.allreduce_async_ and synchronize",
-        "target",
-    ]
-    report.table(columns, rows)
+    report.table(["allreduce of", "ncclAllReduce, per call", "sparkhvd, per call", "target"], rows)
+
+
+class Handle:
+    """An allreduce in flight."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def wait(self) -> None:
+        hvd.synchronize(self._handle)
+
+
+def reduce(tensors: list[Tensor], number: int) -> Handle:
+    """One of the tensors, in place, under its own name."""
+    return Handle(hvd.allreduce_async_(tensors[number], op=hvd.Sum, name=f"benchmark {number}"))
 
 
 # --- Gradients. ---
@@ -231,50 +289,58 @@ def sizes(total: int, count: int) -> list[int]:
     return numbers
 
 
-def measure_pack(report: Report, rounds: int) -> None:
+def measure_pack(gpu: Machine, report: Report, rounds: int) -> None:
     elements = PACK_BYTES // 4
     parameters = [
-        nn.Parameter(torch.zeros(size, device="cuda")) for size in sizes(elements, PACK_TENSORS)
+        nn.Parameter(gpu.tensor(torch.zeros(size))) for size in sizes(elements, PACK_TENSORS)
     ]
-    gradients = [torch.randn_like(parameter) for parameter in parameters]
-    optimizer = hvd.DistributedOptimizer(
+    gradients = [gpu.tensor(torch.randn(parameter.shape)) for parameter in parameters]
+    optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(parameters, lr=0.0),
         named_parameters=[(f"p{i}", p) for i, p in enumerate(parameters)],
     )
-    flat, other = (torch.empty(elements, device="cuda") for _ in range(2))
+    flat, other = (gpu.tensor(torch.zeros(elements)) for _ in range(2))
 
     def pack() -> None:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         optimizer.synchronize()
 
-    variants: dict[str, Callable[[], Any]] = {"copy": lambda: other.copy_(flat), "pack": pack}
-    for run in variants.values():
+    def copied() -> None:
+        other.copy_(flat)
+
+    for run in (copied, pack):
         run()
         run()
-    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
-    for number in range(rounds):
-        for variant in sorted(variants, reverse=number % 2 == 1):
-            seconds[variant].append(on_gpu(variants[variant]))
-    ratios = [a / b for a, b in zip(seconds["pack"], seconds["copy"], strict=True)]
+    seconds = in_turns(
+        rounds,
+        {
+            "copy": lambda: on_gpu(gpu, copied, is_behind_work=True),
+            "idle": lambda: on_gpu(gpu, pack),
+            "busy": lambda: on_gpu(gpu, pack, is_behind_work=True),
+        },
+    )
     bandwidth = 2 * PACK_BYTES / statistics.median(seconds["copy"]) / 1e12
-    report.table(
-        ["1 GiB", "copy on the device", "packed and reduced, 300 tensors", "target"],
-        [
+    rows: list[Sequence[Any]] = []
+    for name, what in (("busy", "behind other work"), ("idle", "from an idle GPU")):
+        ratios = [a / b for a, b in zip(seconds[name], seconds["copy"], strict=True)]
+        rows.append(
             [
-                f"float32, {bandwidth:.2f} TB/s read and written by the copy",
-                median_and_quartiles(seconds["copy"]),
-                median_and_quartiles(seconds["pack"]),
+                what,
+                f"{median_and_quartiles(seconds['copy'])}, {bandwidth:.2f} TB/s read and written",
+                median_and_quartiles(seconds[name]),
                 [Target("slower", statistics.median(ratios), 1.15, at_least=False)],
             ]
-        ],
-    )
+        )
+    size = f"{PACK_BYTES / 2**30:.3g} GiB of float32"
+    packed = f"packed and reduced, {PACK_TENSORS} tensors"
+    report.table([size, "copy on the device", packed, "target"], rows)
     report.raw["pack"] = seconds
-    if not torch.equal(parameters[7].grad, gradients[7]):
+    found, given = parameters[7].grad, gradients[7]
+    if found is None or not torch.equal(found.cpu(), given.cpu()):
         raise RuntimeError("the reduced gradients of one rank are not its gradients")
-    report.note(
-        f"A step of the pack is {shown(statistics.median(seconds['pack']))} on the GPU's clock."
-    )
+    if found.data_ptr() == given.data_ptr():
+        raise RuntimeError("the gradients were not packed")
 
 
 def main() -> None:
@@ -282,29 +348,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas")
     parser.add_argument("--json", help="write every single time to this file")
-    parser.add_argument("--write", action="store_true", help="keep the table in docs/results")
     arguments = parser.parse_args()
     parts = arguments.only.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only knows {', '.join(PARTS)}, and not {', '.join(sorted(unknown))}")
-    if not torch.cuda.is_available():
-        raise SystemExit(
-            "benchmarks/gpu.py: torch sees no CUDA device. Run it on a machine with a GPU."
-        )
-    hvd.init()
-    device = torch.cuda.get_device_properties(0)
-    report = Report(f"One {device.name}: what sparkhvd adds")
-    report.note(
-        f"{device.name}, {device.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda},"
-        f" NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} with torch."
-    )
+    if reason := why_not():
+        raise SystemExit(f"benchmarks/gpu.py: {reason}. Run it on a machine with a GPU.")
+    gpu = machine()
+    gpu.init()
+    report = Report(f"One GPU: what sparkhvd adds, {', '.join(parts)}")
+    report.note(f"{description()}.")
     measures = {"step": measure_steps, "overhead": measure_overhead, "pack": measure_pack}
-    for part in parts:
-        measures[part](report, arguments.rounds)
+    with as_with_partners():
+        for part in parts:
+            measures[part](gpu, report, arguments.rounds)
     hvd.shutdown()
     report.finish(
-        f"benchmarks/gpu.py --rounds {arguments.rounds}",
-        write=arguments.write,
+        f"benchmarks/gpu.py --only {arguments.only} --rounds {arguments.rounds}",
+        write=False,
         json_path=arguments.json,
     )
 

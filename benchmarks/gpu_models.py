@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from step_models import resnet50
+from step_models import mlp, resnet50
 from torch import Tensor, nn
 
 
@@ -98,6 +98,15 @@ def sentences(rows: int, length: int) -> Callable[[torch.device], tuple[Tensor, 
     return batch
 
 
+def points(rows: int, width: int) -> Callable[[torch.device], tuple[Tensor, Tensor]]:
+    """Random vectors and classes."""
+
+    def batch(device: torch.device) -> tuple[Tensor, Tensor]:
+        return torch.randn(rows, width, device=device), torch.randint(1000, (rows,), device=device)
+
+    return batch
+
+
 TASKS = {
     "resnet": Task(
         "ResNet-50, 25.6 million parameters, batch 128 at 224 x 224, channels last",
@@ -111,4 +120,9 @@ TASKS = {
         sentences(8, 1024),
         steps=10,
     ),
+}
+
+# To try the benchmark where there is no GPU.
+TINY = {
+    "mlp": Task("three layers", lambda: mlp(16, 32, 32, 1000), points(8, 16), steps=2),
 }

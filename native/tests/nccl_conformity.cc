@@ -7,6 +7,7 @@
 //   nccl_conformity --no-device --nccl-library <path>      what can be known without a GPU
 //   ... --nccl-candidate <path> --loaded <path>            the search instead of one library
 //   ... <words>                                            only tests whose name has one of them
+//   ... --without <name>                                   all but this one
 #include "nccl_conformity.h"
 
 #include <dlfcn.h>
@@ -43,6 +44,7 @@ struct Options {
   bool has_one_gpu = false;
   bool has_device = true;
   std::vector<std::string> words;
+  std::vector<std::string> left_out;
 };
 
 Options parse(int argc, char** argv) {
@@ -70,6 +72,8 @@ Options parse(int argc, char** argv) {
       options.has_one_gpu = true;
     } else if (word == "--no-device") {
       options.has_device = false;
+    } else if (word == "--without") {
+      options.left_out.emplace_back(value());
     } else if (word.starts_with("--")) {
       throw std::runtime_error("no option is called " + std::string(word));
     } else {
@@ -108,10 +112,12 @@ std::vector<Test> chosen(const Options& options, const Controls& controls) {
           options.words.empty() || std::ranges::any_of(options.words, [&](const auto& word) {
             return std::string_view(test.name).find(word) != std::string_view::npos;
           });
+      const bool is_left_out = std::ranges::any_of(
+          options.left_out, [&](const auto& name) { return name == test.name; });
       const bool can_run =
           (!test.needs_peers || options.ranks > 1) && (!test.needs_stand_in || controls) &&
           (!test.is_for_one_rank || options.ranks == 1) && (!test.races || !kFindsRaces);
-      if (is_wanted && can_run) tests.push_back(test);
+      if (is_wanted && !is_left_out && can_run) tests.push_back(test);
     }
   }
   return tests;

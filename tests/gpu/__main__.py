@@ -1,9 +1,12 @@
 """All that one GPU can show, as one table: `python -m tests.gpu` (`make gpu`). Needs torch, and neither pytest nor Spark.
 
-    python -m tests.gpu [--only TEXT] [--no-benchmarks] [--rounds 5] [--write]
+    python -m tests.gpu [--only TEXT] [--no-benchmarks] [--rounds 7] [--results FOLDER] [--stand-in]
 
-`--write` keeps the table as docs/results/gpu_checks.md and the benchmark's as docs/results/gpu.md. The exit status is 1
-if a check failed.
+Checks come first, then the figures of benchmarks/gpu.py; each has its own deadline, and the whole is over after 8
+minutes. Tables are kept as gpu.md in FOLDER: `$OUT` where that is set, else docs/results. The exit status is 0 if
+all checks passed (a figure that misses its target is no failure), 1 if one failed, 2 without a GPU.
+
+`--stand-in` runs the same on the CPU with the stand-in for CUDA and NCCL: that tests these checks, and no GPU.
 """
 
 from __future__ import annotations
@@ -11,85 +14,163 @@ from __future__ import annotations
 import argparse
 import datetime
 import faulthandler
+import os
 import platform
-import subprocess
+import signal
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
-from tests.gpu.parts import PARTS, ROOT, why_not
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 470.0
+# Of these, what is kept for the figures.
+FIGURES_S = {"step": 120.0, "overhead": 40.0, "pack": 40.0}
 
-LIMIT_S = 480
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    outcome: str
+    seconds: float
+    detail: str
+
+    def line(self) -> str:
+        cells = (self.name, self.outcome, f"{self.seconds:.1f} s", self.detail)
+        return " | ".join(cell.replace("|", "/") for cell in cells)
+
+
+class Results:
+    """What is known so far; written down after every step, because the next one may be the last."""
+
+    def __init__(self, path: Path | None, head: str) -> None:
+        self._path = path
+        self._head = head
+        self.rows: list[Row] = []
+        self.figures: list[str] = []
+        self.num_failed = 0
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        self.num_failed += row.outcome == "**failed**"
+        print(row.line(), flush=True)
+        self.write()
+
+    def text(self) -> str:
+        lines = ["## One GPU", "", self._head, "", "| check | outcome | time | detail |"]
+        lines += ["|---|---|---|---|", *(f"| {row.line()} |" for row in self.rows)]
+        return "\n".join([*lines, "", *self.figures])
+
+    def write(self) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(self.text())
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="checks whose name contains this text")
-    parser.add_argument("--no-benchmarks", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+    arguments = parse()
+    if arguments.stand_in:
+        os.environ["SPARKHVD_TEST_STAND_IN"] = "1"
+    began = time.monotonic()
+    # The last resort: a process that not even SIGKILL ends, or a bug of ours.
+    faulthandler.dump_traceback_later(LIMIT_S + 8, exit=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended, too
+    try:
+        from tests.gpu.machine import description, why_not
+    except ImportError as error:
+        return refuse(f"it needs torch with CUDA, and the engine's library: {error}")
     if reason := why_not():
-        print(
-            f"make gpu: {reason}. Run it on a machine with a GPU and torch with CUDA.",
-            file=sys.stderr,
-        )
-        return 2
-    rows, failed = [], 0
-    for name, part in PARTS.items():
-        if arguments.only not in name:
-            continue
-        began = time.monotonic()
-        try:
-            outcome, detail = "ok", part()
-            if detail.startswith("skipped"):
-                outcome, detail = "skipped", detail.partition(": ")[2]
-        except Exception as error:  # noqa: BLE001 - the other checks still run
-            failed += 1
-            outcome, detail = "**failed**", f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            traceback.print_exc()
-        rows.append((name, outcome, f"{time.monotonic() - began:.1f} s", detail))
-        print(*rows[-1], sep=" | ", flush=True)
-    text = table(rows)
-    print("\n" + text)
-    if arguments.write:
-        (ROOT / "docs" / "results" / "gpu_checks.md").write_text(text)
-    if not arguments.no_benchmarks:
-        command = [sys.executable, "benchmarks/gpu.py", "--rounds", str(arguments.rounds)]
-        failed += subprocess.run(
-            [*command, *(["--write"] if arguments.write else [])], cwd=ROOT, check=False
-        ).returncode
-    return 1 if failed else 0
+        return refuse(reason)
+    date = datetime.datetime.now(datetime.timezone.utc)
+    head = (
+        f"{date:%Y-%m-%d %H:%M} UTC, {description()}, Python {platform.python_version()}, "
+        f"{len(os.sched_getaffinity(0))} cores. Command: `make gpu`"
+    )
+    print(head, flush=True)
+    folder = arguments.results or ("" if arguments.stand_in else default_folder())
+    results = Results(Path(folder) / "gpu.md" if folder else None, head)
+    with_figures = [] if arguments.no_benchmarks else [f for f in FIGURES_S if arguments.only in f]
+    end = began + LIMIT_S
+    check(results, arguments.only, end - sum(FIGURES_S[name] for name in with_figures))
+    for name in with_figures:
+        measure(results, name, arguments.rounds, end)
+    results.write()
+    print(f"\n{results.text()}\n{time.monotonic() - began:.0f} s, {results.num_failed} failed")
+    faulthandler.cancel_dump_traceback_later()
+    return 1 if results.num_failed else 0
 
 
-def table(rows: list[tuple[str, str, str, str]]) -> str:
-    import torch
-
-    gpu = torch.cuda.get_device_properties(0)
-    lines = ["## Checks on one GPU", "", "| check | outcome | time | detail |", "|---|---|---|---|"]
-    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
-    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    lines += [
-        "",
-        f"{date}, {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, driver's CUDA {driver()}, torch {torch.__version__},"
-        f" NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} with torch, Python {platform.python_version()}.",
-        "Command: `make gpu`",
-        "",
-    ]
-    return "\n".join(lines)
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", default="", help="what has this text in its name")
+    parser.add_argument("--no-benchmarks", action="store_true")
+    parser.add_argument("--rounds", type=int, default=7, help="of the benchmarks")
+    parser.add_argument("--results", default="", help="the folder for gpu.md")
+    parser.add_argument("--stand-in", action="store_true", help="no GPU: the stand-in on the CPU")
+    return parser.parse_args()
 
 
-def driver() -> str:
-    """The newest CUDA that the driver knows."""
-    import ctypes
+def refuse(reason: str) -> int:
+    print(
+        f"make gpu: there is no GPU to check: {reason}. Run it on a machine with an NVIDIA GPU and a torch that is "
+        "built for CUDA, or try the checks themselves with GPU_FLAGS=--stand-in.",
+        file=sys.stderr,
+    )
+    return 2
 
-    version = ctypes.c_int()
-    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+def default_folder() -> str:
+    return os.environ.get("OUT") or str(ROOT / "docs" / "results")
+
+
+def check(results: Results, only: str, end: float) -> None:
+    """All checks; one that fails does not stop the others."""
+    from tests.gpu.parts import SKIPPED, parts
+    from tests.gpu.ranks import Crew
+
+    with Crew() as crew:
+        for part in parts(crew):
+            if only not in part.name:
+                continue
+            began = time.monotonic()
+            left = end - began
+            if left < 5:
+                results.add(Row(part.name, "**failed**", 0, "not run: the time was up"))
+                continue
+            try:
+                detail, outcome = part.run(min(part.seconds, left)), "ok"
+                if detail.startswith(SKIPPED):
+                    detail, outcome = detail.removeprefix(SKIPPED), "skipped"
+            except Exception as error:
+                traceback.print_exc()
+                outcome = "**failed**"
+                detail = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            results.add(Row(part.name, outcome, time.monotonic() - began, detail))
+
+
+def measure(results: Results, name: str, rounds: int, end: float) -> None:
+    """One table of benchmarks/gpu.py."""
+    from tests.gpu.parts import finish
+
+    began = time.monotonic()
+    seconds = min(FIGURES_S[name], end - began)
+    command = [sys.executable, "-X", "faulthandler", "benchmarks/gpu.py", "--only", name]
+    status, output = finish([*command, "--rounds", str(rounds)], seconds)
+    found = output.partition("\n## ")[2]
+    if status == 0 and found:
+        results.figures += [f"## {found.strip()}", ""]
+        outcome, detail = "ok", next((s for s in found.splitlines() if "Targets met" in s), "")
+        detail = detail.partition(". ")[0]
+    else:
+        print(output[-6000:], file=sys.stderr)
+        outcome = "**failed**"
+        last = [line for line in output.splitlines() if line.strip()][-1:]
+        detail = f"stopped after {seconds:.0f} s" if status is None else " ".join(last)[:300]
+    results.add(Row(f"figures: {name}", outcome, time.monotonic() - began, detail))
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(ROOT))
     sys.exit(main())

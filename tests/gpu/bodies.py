@@ -1,269 +1,327 @@
-"""What ranks do on a real GPU, as bodies of `tests.harness.rank_process`.
-
-Every rank makes the data of all ranks from the same seeds, so it knows what must come out. All ranks use device 0.
-"""
+"""What ranks do on one GPU, all on device 0: functions of the `Machine`. See `ranks.py` for who calls them."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.engine import Engine
-from sparkhvd.torch._context import use_engine
-from tests.harness.rank_process import Talk
+from sparkhvd.errors import InvalidArgumentError
+from tests.gpu.machine import Cuda, Machine, StandIn, is_on_gpu, profiled
+from tests.harness import device_bodies as each
+from tests.harness import device_training as alike
 
-REDUCED = (
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-)  # fmt: skip
-MOVED = (*REDUCED, torch.bool)
-SIZES = ((), (0,), (1,), (7,), (3, 0, 2), (1023, 3), (1 << 20,))
+# --- Collectives. ---
 
-
-@contextmanager
-def on_gpu(engine: Engine) -> Iterator[torch.device]:
-    """Makes the engine the thread's own, with NCCL told that the ranks of one GPU are hosts of their own."""
-    # Two ranks on one GPU: by the first up to 2.29, by the second from 2.30 on. Before NCCL reads them.
-    os.environ["NCCL_HOSTID"] = f"rank-{engine.rank}"
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_IB_DISABLE", "1")
-    os.environ.setdefault("NCCL_MAX_CTAS", "8")
-    torch.cuda.set_device(0)
-    with use_engine(engine):
-        yield torch.device("cuda", 0)
-
-
-def made(seed: int, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The data of a rank, on the CPU."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    if dtype is torch.bool:
-        return torch.rand(shape, generator=generator) < 0.5
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
-    low = 0 if dtype is torch.uint8 else -9
-    return torch.randint(low, 10, shape, generator=generator).to(dtype)
+OF_A_TYPE = (
+    each.allreduces,
+    each.broadcasts,
+    each.gathers,
+    each.alltoalls,
+    each.reducescatters,
+)
+OTHERS = (
+    each.grouped,
+    each.compressed,
+    each.strided,
+    each.asynchronous,
+    each.gathers_go_on_alone,
+    each.gradients,
+    each.parameters,
+    each.batch_norm,
+)
 
 
-def check(what: str, found: Tensor, expected: Tensor) -> None:
-    """Raises unless the values are the expected ones, within rounding."""
-    assert found.is_cuda, what
-    torch.testing.assert_close(found.cpu(), expected, msg=lambda text: f"{what}: {text}")
+def collectives(gpu: Machine) -> str:
+    """Every collective on every type, with sizes of zero and odd ones, against the CPU's plane."""
+    runs = 0
+    # On the stand-in all types are tested without processes, and here it is about the checks.
+    dtypes = (torch.float16, torch.uint32, torch.bool) if gpu.is_stand_in else each.DTYPES
+    for dtype in dtypes:
+        for body in OF_A_TYPE:
+            with named(f"{body.__name__}, {dtype}"):
+                body(gpu, dtype)
+            runs += 1
+        if dtype != torch.bool:
+            with named(f"factors, {dtype}"):
+                each.factors(gpu, dtype)
+            runs += 1
+    for other in (*OTHERS, some_ranks) if hvd.size() > 1 else OTHERS:
+        with named(other.__name__):
+            other(gpu)
+        runs += 1
+    return f"{runs} kinds, {len(dtypes)} types"
 
 
-def collectives(engine: Engine, talk: Talk) -> dict[str, Any]:
-    """Every collective, on every element type and odd sizes, against what the CPU computes."""
-    count = 0
-    with on_gpu(engine) as device:
-        rank, size = hvd.rank(), hvd.size()
-        for seed, shape in enumerate(SIZES):
-            for dtype in MOVED:
-                data = [made(seed, r, shape, dtype) for r in range(size)]
-                mine = data[rank].to(device)
-                what = f"{dtype} {tuple(shape)}"
-                count += check_moves(what, data, mine)
-                if dtype in REDUCED:
-                    count += check_reductions(what, data, mine)
-        count += check_grouped(device)
-    return {"checks": count, "versions": torch.cuda.nccl.version()}
+def some_ranks(gpu: Machine) -> None:
+    """A process set beside all ranks, which has a communicator of its own."""
+    process_set = hvd.add_process_set([hvd.size() - 1])
+    values = each.mine((9,), torch.float32)
+    handle = hvd.allreduce_async(gpu.tensor(values), op=hvd.Sum)
+    if process_set.included():
+        alone = hvd.allreduce(gpu.tensor(values), process_set=process_set, op=hvd.Sum)
+        each.equal(alone, values)
+    each.equal(hvd.synchronize(handle), hvd.allreduce(values, op=hvd.Sum))
+    hvd.remove_process_set(process_set)
 
 
-def check_moves(what: str, data: list[Tensor], mine: Tensor) -> int:
-    size, rank = len(data), hvd.rank()
-    root = size - 1
-    check(f"broadcast {what}", hvd.broadcast(mine, root), data[root])
-    if mine.dim() == 0:
-        return 1
-    check(f"allgather {what}", hvd.allgather(mine), torch.cat(data))
-    uneven = [part[: part.shape[0] // (r + 1)] for r, part in enumerate(data)]
-    check(
-        f"allgather uneven {what}", hvd.allgather(uneven[rank].to(mine.device)), torch.cat(uneven)
-    )
-    splits = [split(part.shape[0], size, r) for r, part in enumerate(data)]
-    parts = [list(part.split(split)) for part, split in zip(data, splits, strict=True)]
-    received, rows = hvd.alltoall(mine, torch.tensor(splits[rank]))
-    check(f"alltoall {what}", received, torch.cat([part[rank] for part in parts]))
-    assert rows.tolist() == [part[rank].shape[0] for part in parts]
-    return 4
+@contextlib.contextmanager
+def named(what: str) -> Any:
+    """Failures say in what they happened."""
+    try:
+        yield
+    except Exception as error:
+        error.args = (f"{what}: {error}",)
+        raise
 
 
-def split(rows: int, size: int, rank: int) -> list[int]:
-    """Rows for each rank, unequal."""
-    first = rows // (rank + 2)
-    return [first, *[0] * (size - 2), rows - first] if size > 1 else [rows]
+def large(gpu: Machine) -> str:
+    """Some megabytes, which NCCL cuts in pieces."""
+    count = (1 << 12 if gpu.is_stand_in else 1 << 22) + 3
+    rows = count + 100 * hvd.rank()
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        values = each.mine((count,), dtype)
+        there = gpu.tensor(values)
+        each.equal(hvd.allreduce(there, op=hvd.Sum), hvd.allreduce(values, op=hvd.Sum))
+        each.equal(hvd.broadcast(there, 0), hvd.broadcast(values, 0), is_sum=False)
+        values = each.mine((rows,), dtype)
+        each.equal(hvd.allgather(gpu.tensor(values)), hvd.allgather(values), is_sum=False)
+    return f"{count} elements"
 
 
-def check_reductions(what: str, data: list[Tensor], mine: Tensor) -> int:
-    wide = [part.double() if part.dtype.is_floating_point else part.long() for part in data]
-    stacked = torch.stack(wide)
-    expected = {
-        hvd.Sum: stacked.sum(0),
-        hvd.Min: stacked.amin(0),
-        hvd.Max: stacked.amax(0),
-        hvd.Product: stacked.prod(0),
-    }
-    dtype = mine.dtype
-    for op, values in expected.items():
-        check(f"allreduce {op.name} {what}", hvd.allreduce(mine, op=op), values.to(dtype))
-        if mine.dim() > 0:
-            rows = torch.tensor_split(values.to(dtype), len(data))[hvd.rank()]
-            check(f"reducescatter {op.name} {what}", hvd.reducescatter(mine, op=op), rows)
-    if dtype.is_floating_point:
-        average = stacked.mean(0).to(dtype)
-        check(f"allreduce Average {what}", hvd.allreduce(mine), average)
-        scaled = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0)
-        check(f"allreduce scaled {what}", scaled, (stacked.sum(0) * 1.5).to(dtype))
-    in_place = mine.clone()
-    hvd.allreduce_(in_place, op=hvd.Sum)
-    check(f"allreduce_ {what}", in_place, expected[hvd.Sum].to(dtype))
-    return 11
-
-
-def check_grouped(device: torch.device) -> int:
-    shapes = [(1 + 37 * i,) for i in range(100)]
-    data = [
-        [made(500 + i, r, shape, torch.float32) for i, shape in enumerate(shapes)]
-        for r in range(hvd.size())
-    ]
-    mine = [part.to(device) for part in data[hvd.rank()]]
-    for i, found in enumerate(hvd.grouped_allreduce(mine, op=hvd.Sum)):
-        check(f"grouped_allreduce {i}", found, torch.stack([part[i] for part in data]).sum(0))
-    mixed = hvd.grouped_allreduce([mine[0], data[hvd.rank()][1]], op=hvd.Sum)
-    assert mixed[0].is_cuda
-    assert mixed[1].device.type == "cpu"
-    return len(shapes) + 1
-
-
-def streams(engine: Engine, talk: Talk) -> int:
+def streams(gpu: Machine) -> str:
     """Operations on several streams in turns, behind long kernels: a missing dependency shows as stale data."""
-    with on_gpu(engine) as device:
-        side = torch.cuda.Stream()
-        for number in range(50):
-            tensor = torch.zeros(1 << 18, device=device)
-            with torch.cuda.stream(side if number % 2 else torch.cuda.current_stream()):
-                side.wait_stream(torch.cuda.default_stream())
-                torch.cuda._sleep(2_000_000)
-                tensor.fill_(float(engine.rank + number))
-                handle = hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"stream {number}")
-                hvd.synchronize(handle)
-                found = float(tensor.sum())
-            ranks = engine.size
-            expected = (number * ranks + ranks * (ranks - 1) / 2) * tensor.numel()
-            assert found == expected, (number, found, expected)
-    return 50
+    side = gpu.new_stream()
+    rounds = 40
+    for number in range(rounds):
+        stream = side if number % 2 else gpu.main_stream
+        with gpu.using(stream):
+            tensor = gpu.tensor(torch.zeros(1 << 12 if gpu.is_stand_in else 1 << 18))
+            gpu.busy()
+            tensor.fill_(float(hvd.rank() + number))
+            handle = hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"stream {number}")
+        # Every second pair is waited for on the other stream than the one that submitted.
+        with gpu.using(side if number % 4 < 2 else gpu.main_stream):
+            hvd.synchronize(handle)
+            found = float(tensor.sum())
+        size = hvd.size()
+        expected = (number * size + size * (size - 1) / 2) * tensor.numel()
+        assert found == expected, f"operation {number} gave {found} and not {expected}"
+    return f"{rounds} operations on two streams"
 
 
-def network() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Linear(20, 64), nn.GELU(), nn.Linear(64, 33), nn.GELU(), nn.Linear(33, 1)
+# --- Training. ---
+
+
+def uses_extra(step: int, rank: int) -> bool:
+    return (step + rank) % 3 == 0
+
+
+def training(gpu: Machine) -> str:
+    """DistributedOptimizer gives the weights of one process on the CPU that has the whole batch."""
+    size = hvd.size()
+
+    def of_row(step: int, row: int) -> bool:
+        return uses_extra(step, row // (alike.ROWS // size))
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.01, eps=1e-2)
+
+    extra = alike.alone(extra_for=of_row)
+    cases: dict[str, tuple[Callable[[], Tensor], Tensor, float]] = {
+        "SGD": (lambda: alike.together(gpu), alike.alone(), 1e-10),
+        "Adam": (lambda: alike.together(gpu, make=adam), alike.alone(make=adam), 1e-10),
+        "gradients kept": (lambda: alike.together(gpu, set_to_none=False), alike.alone(), 1e-10),
+        "accumulation": (lambda: alike.together(gpu, passes=2), alike.alone(passes=2), 1e-10),
+        "clipping": (
+            lambda: alike.together(gpu, change=alike.clip),
+            alike.alone(change=alike.clip),
+            1e-10,
+        ),
+        "unused parameters": (lambda: alike.together(gpu, uses_extra=uses_extra), extra, 1e-10),
+        "predivided": (
+            lambda: alike.together(gpu, gradient_predivide_factor=3.0),
+            alike.alone(),
+            1e-10,
+        ),
+        "fp16 on the wire": (
+            lambda: alike.together(gpu, compression=hvd.Compression.fp16, uses_extra=uses_extra),
+            extra,
+            1e-2,
+        ),
+        "streams in turns": (lambda: alike.two_streams(gpu), alike.alone(steps=4), 1e-10),
+    }
+    worst = 0.0
+    for name, (train, expected, bound) in cases.items():
+        with named(name):
+            found = float((train() - expected).abs().max())
+        assert found <= bound, f"{name}: weights differ by {found:.1e}, more than {bound}"
+        if bound < 1e-9:
+            worst = max(worst, found)
+    return f"{len(cases)} ways, weights differ by at most {worst:.1e}"
+
+
+def perceptron(width: int = 64, layers: int = 4) -> nn.Module:
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Linear(width, width), nn.Tanh()]
+    return alike.fill(nn.Sequential(*parts)).float()
+
+
+def stepper(gpu: Machine, width: int, layers: int) -> tuple[Callable[[], None], nn.Module]:
+    """A training step that asks for no values."""
+    model = gpu.module(perceptron(width, layers))
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
     )
+    x = gpu.tensor(torch.randn(64, width))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step, model
 
 
-def training(engine: Engine, talk: Talk) -> float:
-    """DistributedOptimizer over the ranks gives the weights of one process with the whole batch."""
-    with on_gpu(engine) as device:
-        rank, size = hvd.rank(), hvd.size()
-        ours, alone = network().to(device), network().to(device)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.Adam(ours.parameters(), lr=1e-3), named_parameters=ours.named_parameters()
-        )
-        plain = torch.optim.Adam(alone.parameters(), lr=1e-3)
-        generator = torch.Generator().manual_seed(11)
-        for _ in range(20):
-            x = torch.randn(8 * size, 20, generator=generator).to(device)
-            for model, opt, rows in (
-                (ours, optimizer, x[8 * rank : 8 * rank + 8]),
-                (alone, plain, x),
-            ):
-                opt.zero_grad()
-                (model(rows) ** 2).mean().backward()
-                opt.step()
-        worst = 0.0
-        for a, b in zip(ours.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
-            worst = max(worst, float((a - b).abs().max()))
-        return worst
+def unsynchronized(gpu: Machine) -> str:
+    """The host waits for the GPU nowhere in a step."""
+    step, _ = stepper(gpu, 64, 4)
+    for _ in range(6):
+        step()
+    gpu.synchronize()
+    assert gpu.watch(gpu.synchronize).waits, "a wait of the host was not noticed"
 
-
-def unsynchronized(engine: Engine, talk: Talk) -> list[str]:
-    """The host waits for the GPU nowhere in a step: CUDA's own words for waiting, found in a profile of five."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with on_gpu(engine) as device:
-        model = network().to(device)
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
-        )
-        x = torch.randn(8, 20, device=device)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            (model(x) ** 2).mean().backward()
-            optimizer.step()
-
-        for _ in range(5):
+    def steps() -> None:
+        for _ in range(3):
             step()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-            for _ in range(5):
-                step()
-        names = [event.name for event in seen.events()]
-        waits = [name for name in names if "Synchronize" in name and "Device" not in name]
-        assert any("nccl" in name.lower() or "foreach" in name for name in names), names[:50]
-        assert not waits, waits
-        return sorted(set(names))[:20]
+
+    seen = gpu.watch(steps)
+    assert seen.evidence, "nothing was seen at all"
+    assert not seen.waits, f"the host waited: {seen.waits[:5]}"
+    return f"no wait of the host in three steps, {seen.evidence}"
 
 
-def capture(engine: Engine, talk: Talk) -> str:
+def overlap(gpu: Machine) -> str:
+    """Gradients are reduced while backward goes on."""
+    return _overlap_on_stand_in(gpu) if isinstance(gpu, StandIn) else _overlap_in_profile(gpu)
+
+
+def _overlap_on_stand_in(gpu: StandIn) -> str:
+    """Backward is held before its last gradient until the first reduction has been launched."""
+    step, model = stepper(gpu, 16, 4)
+    step()
+    before = gpu.count("ncclAllReduce")
+    launched: list[int] = []
+
+    def hold(gradient: Tensor) -> None:
+        for _ in range(1000):
+            launched.append(gpu.count("ncclAllReduce") - before)
+            if launched[-1]:
+                return
+            time.sleep(0.005)
+
+    first = next(model.parameters())
+    handle = first.register_hook(hold)
+    step()
+    handle.remove()
+    assert launched[-1], "nothing was reduced before backward was through"
+    return "a reduction was launched before the last gradient was there"
+
+
+def _overlap_in_profile(gpu: Machine) -> str:
+    """Kernels of backward that ran between the begin of the first of NCCL's and the end of the last."""
+    step, _ = stepper(gpu, 2048, 8)
+    for _ in range(5):
+        step()
+    events = [event for event in profiled(step) if is_on_gpu(event)]
+    ours = [event.time_range for event in events if "nccl" in event.name.lower()]
+    if not ours:
+        raise AssertionError(f"no kernel of NCCL among {sorted({e.name for e in events})[:8]}")
+    begin, end = min(one.start for one in ours), max(one.end for one in ours)
+    products = [
+        event.time_range
+        for event in events
+        if any(word in event.name.lower() for word in ("gemm", "cutlass", "xmma", "nvjet"))
+    ]
+    meanwhile = [one for one in products if begin < one.start < end]
+    assert meanwhile, f"none of {len(products)} matrix products ran beside {len(ours)} of NCCL"
+    return f"{len(meanwhile)} of {len(products)} matrix products ran beside NCCL's kernels"
+
+
+def capture(gpu: Machine) -> str:
     """A collective inside a CUDA graph's capture is refused, and the engine goes on."""
-    from sparkhvd.errors import InvalidArgumentError
-
-    with on_gpu(engine) as device:
-        tensor = torch.ones(10, device=device)
-        hvd.allreduce_(tensor, op=hvd.Sum)
-        graph = torch.cuda.CUDAGraph()
-        text = ""
-        with torch.cuda.graph(graph):
-            other = tensor * 2
-            try:
-                hvd.allreduce_(other, op=hvd.Sum)
-            except InvalidArgumentError as error:
-                text = str(error)
-        assert "captured" in text, text
-        hvd.allreduce_(tensor, op=hvd.Sum)
-        assert float(tensor[0]) == engine.size**2
-        return text
+    tensor = gpu.tensor(torch.ones(10))
+    hvd.allreduce_(tensor, op=hvd.Sum)
+    text = ""
+    with gpu.capturing():
+        other = tensor * 2
+        try:
+            hvd.allreduce_(other, op=hvd.Sum)
+        except InvalidArgumentError as error:
+            text = str(error)
+    assert "being captured into a CUDA graph" in text, text or "it was not refused"
+    hvd.allreduce_(tensor, op=hvd.Sum)
+    assert float(tensor[0]) == hvd.size() ** 2
+    return "refused, and the next one works"
 
 
-def until_killed(engine: Engine, talk: Talk) -> None:
-    """Allreduces until a peer is gone; then the error is the rank's outcome."""
-    with on_gpu(engine) as device:
-        tensor = torch.ones(1 << 20, device=device)
-        hvd.allreduce_(tensor, op=hvd.Average)
-        talk.say("running")
-        while True:
-            for number in range(20):
-                hvd.allreduce_(tensor, op=hvd.Average, name=f"{number}")
-            torch.cuda.synchronize()
+def mixed_precision(gpu: Machine) -> str:
+    """Autocast to bfloat16, and to float16 with a scaler: the loss falls, and all ranks have the same weights."""
+    falls = []
+    for dtype in (torch.bfloat16, torch.float16):
+        model = gpu.module(perceptron(32, 3))
+        optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), named_parameters=model.named_parameters()
+        )
+        scaler = torch.amp.GradScaler("cuda", enabled=dtype is torch.float16)
+        x = gpu.tensor(torch.randn(32, 32))
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype):
+                loss = (model(x).float() - 0.5).square().mean()
+            scaler.scale(loss).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            losses.append(float(loss.detach()))
+        assert losses[-1] < 0.8 * losses[0], f"{dtype}: the loss went {losses[0]} to {losses[-1]}"
+        weights = hvd.allgather(alike.weights(model).reshape(1, -1))
+        assert bool((weights == weights[0]).all()), f"{dtype}: weights differ between ranks"
+        falls.append(f"{losses[0]:.3f} to {losses[-1]:.3f}")
+    return f"loss from {', '.join(falls)}"
 
 
-def late(engine: Engine, talk: Talk) -> None:
-    """Rank 1 dies while the others wait for it inside NCCL's initialization or its first collective."""
-    with on_gpu(engine) as device:
-        tensor = torch.ones(1 << 20, device=device)
-        talk.say("ready")
-        talk.hear()
-        handle = hvd.allreduce_async_(tensor, op=hvd.Sum, name="first")
-        if engine.rank == 1:
-            os.kill(os.getpid(), 9)
-        hvd.synchronize(handle)
-        torch.cuda.synchronize()
-        time.sleep(20)
+def compiled(gpu: Machine) -> str:
+    """torch.compile around the model."""
+    if not isinstance(gpu, Cuda):
+        return "skipped: the stand-in's tensors cannot be compiled"
+    found = alike.together(gpu, prepare=torch.compile, dtype=torch.float32)  # type: ignore[arg-type]  # a module again
+    worst = float((found - alike.alone(dtype=torch.float32)).abs().max())
+    assert worst < 1e-4, f"weights differ by {worst:.1e}"
+    return f"weights differ by at most {worst:.1e}"
+
+
+BODIES: dict[str, Callable[[Machine], str]] = {
+    body.__name__: body
+    for body in (
+        collectives,
+        large,
+        streams,
+        training,
+        unsynchronized,
+        overlap,
+        capture,
+        mixed_precision,
+        compiled,
+    )
+}

@@ -1,117 +1,222 @@
-"""The checks of a machine with a GPU, each a function that returns what it found or raises. No pytest, no Spark."""
+"""The checks of a machine with a GPU, in their order. No pytest, no Spark."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from sparkhvd.settings import Settings
-from tests.harness.rank_process import rank_processes
+from sparkhvd.torch.device import find_nccl
+from tests.gpu.machine import is_stand_in
+from tests.gpu.ranks import START_S, Crew, hear, started
 
 ROOT = Path(__file__).resolve().parents[2]
-BODIES = "tests.gpu.bodies"
-# A rank imports torch, makes a CUDA context, and NCCL loads its kernels.
-START_S = 120.0
 # What the survivors of a killed process may take to raise.
 DETECTED_S = 5.0
-
-Part = Callable[[], str]
-
-
-def why_not() -> str:
-    """Why the checks cannot run here; "" if they can."""
-    try:
-        import torch
-    except ImportError as error:
-        return f"torch is missing: {error}"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device (torch.cuda.is_available() is False)"
-    return ""
+SKIPPED = "skipped: "
 
 
-def settings() -> Settings:
-    return replace(Settings(), connect_timeout_s=START_S, stall_shutdown_s=120.0)
+class Part(NamedTuple):
+    """A check.
+
+    Attributes:
+        name: as the table has it.
+        run: gives what was found, as a line; raises if that is wrong. Its argument: seconds that it has.
+        seconds: at most.
+    """
+
+    name: str
+    run: Callable[[float], str]
+    seconds: float
 
 
-def outcomes(body: str, size: int, timeout_s: float = START_S) -> list[Any]:
-    """What the body returns on every rank; raises what a rank raised."""
-    with rank_processes(f"{BODIES}:{body}", size, settings=settings()) as ranks:
-        return [rank.expect(timeout_s) for rank in ranks]
+def parts(crew: Crew) -> list[Part]:
+    """All of them. What others stand on comes first, and what may leave a GPU in trouble last."""
+
+    def body(name: str, size: int) -> Callable[[float], str]:
+        return lambda seconds: crew.do(name, size, seconds)[0]
+
+    def alone(run: Callable[[float], str]) -> Callable[[float], str]:
+        def wrapped(seconds: float) -> str:
+            crew.dismiss()
+            return run(seconds)
+
+        return wrapped
+
+    two = "2 ranks on one GPU"
+    return [
+        Part("CUDA and NCCL do what the engine expects, 1 rank", conformity(1), 60),
+        Part("every collective, 1 rank", body("collectives", 1), 90),
+        Part("order of streams, 1 rank", body("streams", 1), 40),
+        Part("training as in one process, 1 rank", body("training", 1), 60),
+        Part("no wait of the host in a step, 1 rank", body("unsynchronized", 1), 40),
+        Part("a graph's capture is refused, 1 rank", body("capture", 1), 30),
+        Part("bf16 and fp16 with a scaler, 1 rank", body("mixed_precision", 1), 40),
+        Part("torch.compile, 1 rank", body("compiled", 1), 90),
+        Part(f"CUDA and NCCL do what the engine expects, {two}", alone(conformity(2)), 90),
+        Part(f"every collective, {two}", body("collectives", 2), 120),
+        Part(f"megabytes, {two}", body("large", 2), 60),
+        Part(f"order of streams, {two}", body("streams", 2), 60),
+        Part(f"training as in one process, {two}", body("training", 2), 90),
+        Part(f"no wait of the host in a step, {two}", body("unsynchronized", 2), 40),
+        Part(f"reductions beside backward, {two}", body("overlap", 2), 40),
+        Part(f"bf16 and fp16 with a scaler, {two}", body("mixed_precision", 2), 40),
+        Part(f"the estimator's training, {two}", alone(estimator), 90),
+        Part(f"leave and meet again three times, {two}", alone(again), 60),
+        Part(f"a rank is killed in its collectives, {two}", alone(killed("until_killed")), 60),
+        Part(
+            f"a rank is killed while NCCL starts, {two}",
+            alone(killed("killed_at_first", 0.1)),
+            60,
+        ),
+        Part(
+            f"a rank is killed before NCCL starts, {two}",
+            alone(killed("killed_at_first", 0.0)),
+            60,
+        ),
+    ]
 
 
-def conformity(ranks: int) -> str:
-    program = ROOT / "build" / "native" / "nccl_conformity"
-    if not program.exists():
-        return f"skipped: {program.relative_to(ROOT)} is not built (make native builds it)"
-    from sparkhvd.torch.device import find_nccl
-
-    command = [str(program), "--cuda-library", "libcuda.so.1", "--nccl-library", find_nccl()]
-    command += ["--ranks", str(ranks), *(["--processes", "--same-gpu"] if ranks > 1 else [])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode != 0:
-        raise AssertionError(f"{' '.join(command)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return done.stdout.strip().splitlines()[-1]
+# --- The suite in C++. ---
 
 
-def collectives(size: int) -> str:
-    found = outcomes("collectives", size)
-    return f"{found[0]['checks']} comparisons, NCCL {'.'.join(map(str, found[0]['versions']))}"
+def conformity(ranks: int) -> Callable[[float], str]:
+    """The program of native/tests, on the real libraries."""
+
+    def run(seconds: float) -> str:
+        program = ROOT / "build" / "native" / "nccl_conformity"
+        if not program.exists():
+            return f"{SKIPPED}{program.relative_to(ROOT)} is not built (make native-tests)"
+        command = [str(program), "--ranks", str(ranks)]
+        if not is_stand_in():
+            command += ["--cuda-library", "libcuda.so.1", "--nccl-library", find_nccl()]
+        if ranks > 1:
+            command += ["--processes", "--same-gpu"]
+        return passed(command, seconds)
+
+    return run
 
 
-def streams(size: int) -> str:
-    return f"{outcomes('streams', size)[0]} operations on two streams"
+def passed(command: list[str], seconds: float) -> str:
+    """Run the suite, again without what has failed, until all others have passed."""
+    deadline, failures, skipped = time.monotonic() + seconds, [], []
+    while True:
+        given = [word for name in skipped for word in ("--without", name)]
+        status, output = finish([*command, *given], deadline - time.monotonic())
+        lines = output.splitlines()
+        if status == 0:
+            break
+        print(f"{' '.join(command)}:\n{output[-4000:]}", file=sys.stderr)
+        name, text = failure(lines)
+        failures.append(f"{name}: {text}" if name else text)
+        if not name or name in skipped or status is None:
+            break
+        skipped.append(name)
+    counted = next((line for line in reversed(lines) if line.endswith("tests passed")), "")
+    if failures:
+        raise AssertionError(f"{counted or 'stopped'}; {'; '.join(failures)}")
+    return counted
 
 
-def training(size: int) -> str:
-    return f"largest difference of a weight after 20 steps: {max(outcomes('training', size)):.1e}"
+def failure(lines: list[str]) -> tuple[str, str]:
+    """The name and the text of the test that failed first."""
+    for number, line in enumerate(lines):
+        if line.startswith("FAILED") and "another rank failed" not in "".join(
+            lines[number + 1 :][:1]
+        ):
+            name = line.rpartition(", ")[2].strip()
+            return name, " ".join(lines[number + 1 : number + 2]).strip()
+    done = [line.split()[-1] for line in lines if line.startswith("ok ")]
+    return "", f"no answer in time after {done[-1] if done else 'the start'}"
 
 
-def unsynchronized() -> str:
-    outcomes("unsynchronized", 1)
-    return "no wait of the host in five steps"
-
-
-def capture() -> str:
-    return outcomes("capture", 1)[0].partition(".")[0][:80]
-
-
-def killed(body: str) -> str:
-    """Rank 1 of 2 is killed; rank 0 must raise in time, and two new ranks must work."""
-    with rank_processes(f"{BODIES}:{body}", 2, settings=settings()) as ranks:
-        for rank in ranks:
-            rank.expect(START_S)
-        if body == "until_killed":
+def finish(command: list[str], seconds: float) -> tuple[int | None, str]:
+    """The exit status (None: its time was up) and the output of a program, which is gone with all its children."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        status: int | None = None
+        try:
+            status = process.wait(timeout=max(0.1, seconds))
+        except subprocess.TimeoutExpired:
+            # A rank of Python prints its stacks first.
+            os.killpg(process.pid, signal.SIGABRT)
             time.sleep(1.0)
-            ranks[1].kill()
-        else:
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return status, output.read()
+
+
+# --- Ranks that die, and that come again. ---
+
+
+def killed(body: str, delay_s: float | None = None) -> Callable[[float], str]:
+    """Rank 1 of 2 is killed; rank 0 must raise in time, and its GPU and two new ranks must work."""
+
+    def run(seconds: float) -> str:
+        with started(body, 2) as ranks:
+            hear(ranks, min(START_S, seconds))
+            if delay_s is None:
+                time.sleep(0.5)
+                began = time.monotonic()
+                ranks[1].kill()
+            else:
+                for rank in ranks:
+                    rank.tell(delay_s)
+                began = time.monotonic() + delay_s
+            said = hear(ranks[:1], min(30.0, seconds))[0]
+        took = said["at"] - began
+        if "rank 1" not in said["text"]:
+            raise AssertionError(f"the error does not name rank 1: {said['text']}")
+        if took >= DETECTED_S:
+            raise AssertionError(f"rank 0 raised after {took:.1f} s: {said['text']}")
+        return (
+            f"PeerLostError after {took:.2f} s, engine ended in {said['ended_s']:.2f} s,"
+            " a new one works on the GPU"
+        )
+
+    return run
+
+
+def again(seconds: float) -> str:
+    with started("again", 2) as ranks:
+        return f"{hear(ranks, seconds)[0]} times"
+
+
+# --- The estimator. ---
+
+
+def estimator(seconds: float) -> str:
+    """What the estimator's ranks run, on packed data that Spark would have written; Spark is not needed."""
+    try:
+        from tests.gpu.estimator_data import prepare
+    except ImportError as error:
+        return f"{SKIPPED}{error}"
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-gpu-") as folder:
+        spec, expected = prepare(folder, size=2)
+        path = Path(folder) / "spec.pkl"
+        path.write_bytes(pickle.dumps(spec))
+        with started("estimator", 2) as ranks:
             for rank in ranks:
-                rank.tell("go")
-        began = time.monotonic()
-        error = ranks[0].error(60.0)
-        took = time.monotonic() - began
-    assert error["kind"] == "PeerLostError", error["error"]
-    assert "rank 1" in error["text"], error["text"]
-    assert took < DETECTED_S, f"rank 0 raised after {took:.1f} s"
-    began = time.monotonic()
-    outcomes("streams", 2)
-    return f"PeerLostError after {took:.2f} s; two new ranks worked {time.monotonic() - began:.0f} s later"
-
-
-PARTS: dict[str, Part] = {
-    "NCCL and CUDA as the stand-in has them, 1 rank": lambda: conformity(1),
-    "NCCL and CUDA as the stand-in has them, 2 ranks on one GPU": lambda: conformity(2),
-    "every collective, 1 rank": lambda: collectives(1),
-    "every collective, 2 ranks on one GPU": lambda: collectives(2),
-    "order of streams, 1 rank": lambda: streams(1),
-    "order of streams, 2 ranks": lambda: streams(2),
-    "training equals one process, 1 rank": lambda: training(1),
-    "training equals one process, 2 ranks": lambda: training(2),
-    "no host synchronization in a step": unsynchronized,
-    "capture into a CUDA graph is refused": capture,
-    "a rank is killed in its collectives": lambda: killed("until_killed"),
-    "a rank is killed before its first collective": lambda: killed("late"),
-}
+                rank.tell(str(path))
+            said: list[dict[str, Any]] = hear(ranks, seconds)
+    for one in said:
+        if not is_stand_in() and not one["bytes"]:
+            raise AssertionError("it trained on the CPU: no memory of the GPU was used")
+        for found, wanted in zip(one["losses"], expected, strict=True):
+            if abs(found - wanted) > 1e-4 * max(1.0, abs(wanted)):
+                raise AssertionError(f"losses are {one['losses']}, and of one process {expected}")
+    place = "the CPU" if is_stand_in() else "the GPU"
+    return f"losses of {len(expected)} epochs as in one process, on {place}"

@@ -1,18 +1,137 @@
-"""The checks of `make gpu` under pytest."""
+"""`make gpu` itself: on a GPU where there is one, on the stand-in everywhere, and what it says when something fails."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
-from tests.gpu.parts import PARTS, why_not
+from tests.gpu import machine
+from tests.gpu.machine import STAND_IN
+from tests.gpu.parts import SKIPPED, failure, finish, parts, passed
+from tests.gpu.ranks import Crew
+from tests.harness.fake_cuda import is_built
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(bool(why_not()), reason=f"needs a GPU: {why_not()}"),
-]
+ROOT = Path(__file__).resolve().parents[2]
+needs_stand_in = pytest.mark.skipif(not is_built(), reason="the stand-in is not built")
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_on_a_gpu(name: str) -> None:
-    PARTS[name]()
+def make_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.gpu", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(bool(machine.why_not()), reason=f"needs a GPU: {machine.why_not()}")
+def test_all_checks_on_a_gpu(tmp_path: Path) -> None:
+    done = make_gpu("--no-benchmarks", "--results", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_stand_in
+@pytest.mark.timeout(300)
+def test_all_checks_and_figures_on_the_stand_in(tmp_path: Path) -> None:
+    done = make_gpu("--stand-in", "--rounds", "2", "--results", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "gpu.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.count(" | ") == 3]
+    outcomes = {row[0].removeprefix("| "): row[1] for row in rows[1:]}
+    with Crew() as crew:
+        names = [part.name for part in parts(crew)]
+    for name in [*names, "figures: step", "figures: overhead", "figures: pack"]:
+        assert outcomes[name] == ("skipped" if "torch.compile" in name else "ok"), name
+    for table in ("| step |", "| allreduce of |", "| copy on the device |"):
+        assert table in text
+
+
+@pytest.mark.skipif(not machine.why_not(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_exits_with_2() -> None:
+    done = make_gpu()
+    assert done.returncode == 2
+    assert "make gpu: there is no GPU to check: torch " in done.stderr
+    assert done.stdout == ""
+
+
+@needs_stand_in
+@pytest.mark.timeout(180)
+def test_a_check_that_goes_wrong_says_how_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(STAND_IN, "1")
+    with Crew("tests.gpu.broken:serve") as crew:
+        with pytest.raises(
+            AssertionError, match=r"^rank 1: AssertionError: seven is not eight \(bro"
+        ):
+            crew.do("fails", 2, 40)
+        assert 'raise AssertionError("seven is not eight")' in capfd.readouterr().err
+        assert crew.do("works", 2, 40) == ["2.0", "2.0"]
+        with pytest.raises(AssertionError, match="^rank 1: ended without a word"):
+            crew.do("dies", 2, 40)
+        assert crew.do("works", 1, 40) == ["1.0"]
+        began = time.monotonic()
+        with pytest.raises(AssertionError, match=r"^rank 0 said nothing for 2 s \(stacks above\)"):
+            crew.do("hangs", 1, 2)
+        assert time.monotonic() - began < 10
+        assert "in hangs" in capfd.readouterr().err
+
+
+# --- Programs. ---
+
+
+SUITE = """
+import sys
+failing, hangs = {failing!r}, {hangs!r}
+out = [w for f, w in zip(sys.argv, sys.argv[1:]) if f == "--without"]
+for name in ("first", "second", "third"):
+    if name in out:
+        continue
+    if name == hangs:
+        import time
+        sys.stdout.flush()
+        time.sleep(3600)
+    if name in failing:
+        print(f"FAILED  rank 1 of 2, {{name}}\\n        another rank failed")
+        print(f"FAILED  rank 0 of 2, {{name}}\\n        3 and not 4")
+        sys.exit(1)
+    print(f"ok        0.01 s  {{name}}")
+print(f"{{3 - len(out)}} tests passed")
+"""
+
+
+def suite(failing: tuple[str, ...] = (), hangs: str = "") -> list[str]:
+    return [sys.executable, "-c", SUITE.format(failing=failing, hangs=hangs)]
+
+
+def test_the_suite_goes_on_without_what_has_failed() -> None:
+    assert passed(suite(), 20) == "3 tests passed"
+    with pytest.raises(AssertionError, match="^1 tests passed; first: 3 and not 4; third: 3 and"):
+        passed(suite(failing=("first", "third")), 20)
+
+
+def test_a_suite_that_hangs_is_ended_and_says_where() -> None:
+    with pytest.raises(AssertionError, match="^stopped; no answer in time after first$"):
+        passed(suite(hangs="second"), 2)
+
+
+def test_no_child_of_a_program_outlives_its_deadline() -> None:
+    script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+    status, output = finish([sys.executable, "-c", script], 2)
+    assert status is None
+    stat = Path(f"/proc/{output.split()[0]}/stat")
+    deadline = time.monotonic() + 5
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_words_that_the_table_understands() -> None:
+    assert failure(["ok  0.1 s  one"]) == ("", "no answer in time after one")
+    assert SKIPPED.endswith(": ")
+    assert STAND_IN not in os.environ

@@ -75,6 +75,13 @@ class RankProcess:
             return message["value"]
         raise AssertionError(f"rank {self.rank}: {message.get('error', 'ended without a word')}")
 
+    def message(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next value or error as it was sent, empty after the end; None if nothing comes in time."""
+        try:
+            return self._said.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
     def error(self, timeout_s: float = DEADLINE_S) -> dict[str, str]:
         """The exception that ended the rank: kind, text and traceback."""
         message = self._said.get(timeout=timeout_s)
@@ -99,7 +106,10 @@ class RankProcess:
     def _read(self) -> None:
         assert self._process.stdout
         for line in self._process.stdout:
-            self._said.put(json.loads(line))
+            if line.startswith("{"):
+                self._said.put(json.loads(line))
+            else:  # of a library, such as NCCL's warnings
+                sys.stderr.write(line)
         self._said.put({})
 
 
