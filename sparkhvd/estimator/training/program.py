@@ -185,10 +185,6 @@ def check_model(model: Any) -> nn.Module:
             raise InvalidArgumentError(
                 f"model: parameter {name!r} has no shape yet. Run the lazy module on one batch before fit."
             )
-        if parameter.device.type != "cpu":
-            raise InvalidArgumentError(
-                f"model: parameter {name!r} is on {parameter.device}. Give the model on the CPU."
-            )
         if parameter.is_complex() and parameter.requires_grad:
             raise InvalidArgumentError(
                 f"model: parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}, and gradients of complex "
@@ -196,6 +192,11 @@ def check_model(model: Any) -> nn.Module:
                 "torch.view_as_complex."
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise InvalidArgumentError(
+                f"model: {name!r} is on {tensor.device}. Give the model on the CPU, by model.cpu(): every rank moves its "
+                "copy to its own GPU."
+            )
         if tensor.layout != torch.strided:
             raise InvalidArgumentError(
                 f"model: {name!r} has the layout {tensor.layout}, and ranks share dense parameters and buffers only. "

@@ -119,6 +119,21 @@ def test_a_sparse_buffer_is_refused_before_any_job(persistent: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["0.weight", "scale"])
+def test_a_model_on_another_device_is_refused_before_any_job(name: str) -> None:
+    """Buffers too: a rank without that device could not even unpickle them. `meta` stands for a GPU."""
+    model = linear()
+    if name == "scale":
+        model.register_buffer("scale", torch.ones(2, device="meta"))
+    else:
+        model.to("meta")
+    with pytest.raises(InvalidArgumentError) as failed:
+        check_model(model)
+    assert str(failed.value) == (
+        f"model: {name!r} is on meta. Give the model on the CPU, by model.cpu(): every rank moves its copy to its own GPU."
+    )
+
+
 def test_a_sparse_tensor_may_be_a_plain_attribute(store: Store) -> None:
     class OverGraph(nn.Module):
         def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.compiling import missing_tools
 from tests.harness.ranks import RanksFailed
 from tests.unit.estimator.training.ranks import Case, assert_close, linear
 
@@ -60,6 +62,30 @@ def test_a_rank_without_a_compiler_says_so_on_all_ranks(
     for error in failed.value.errors.values():
         assert isinstance(error, InvalidArgumentError)
         assert str(error) == (
-            "compile=True: torch.compile needs a C++ compiler and Python's headers on every executor, and on rank 0 none "
-            f"of '{COMPILER}' was found. Install them there, set CXX to the compiler, or set compile=False."
+            "compile=True: torch.compile needs a C++ compiler and Python's headers on every executor, on GPUs Triton too, "
+            f"and on rank 0 none of '{COMPILER}' was found. Install them there, set CXX to the compiler, or set "
+            "compile=False."
         )
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "capability", "expected"),
+    [
+        (True, (9, 0), ""),
+        (True, (7, 0), ""),
+        (True, (6, 1), "the GPU has the compute capability 6.1, and Triton needs 7.0"),
+        (False, (9, 0), "the module triton was not found"),
+    ],
+)
+def test_what_a_gpu_needs_besides(
+    monkeypatch: pytest.MonkeyPatch, has_triton: bool, capability: tuple[int, int], expected: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (object() if has_triton else None) if name == "triton" else find(name),
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert missing_tools(torch.device("cuda", 1)) == expected
+    assert missing_tools(torch.device("cpu")) == ""
