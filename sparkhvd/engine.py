@@ -127,6 +127,11 @@ def _isa(name: str) -> Isa:
     return Isa[name.upper()]
 
 
+# How many dropped works the submission of another looks at: more than it adds, and few beside the hundreds that the
+# host may be ahead of a GPU.
+_REAPED = 16
+
+
 def allreduce_call(
     shapes: Sequence[tuple[int, ...]],
     dtype: DType,
@@ -691,7 +696,7 @@ class Engine:
         if not state.usable:
             state.check_usable(name)
         if state.orphans:
-            state.reap()
+            state.reap(_REAPED)
         request = call.request
         request.name = name.encode()
         request.timeout_s = -1.0 if timeout_s is None else max(0.0, timeout_s)

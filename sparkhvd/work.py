@@ -172,9 +172,9 @@ class State:
         if self.closed:
             raise NotInitializedError(f"{what}: the engine was shut down. Create a new one.")
 
-    def reap(self) -> None:
-        """Gives up dropped works that have finished meanwhile."""
-        for _ in range(len(self.orphans)):
+    def reap(self, most: int | None = None) -> None:
+        """Give up dropped works that have finished meanwhile, after a look at `most` of them; None = at all."""
+        for _ in range(len(self.orphans) if most is None else min(most, len(self.orphans))):
             try:
                 handle = self.orphans.popleft()
             except IndexError:  # another thread reaps too

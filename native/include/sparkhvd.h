@@ -163,7 +163,8 @@ typedef struct sparkhvd_tensor {
 typedef struct sparkhvd_request {
   uint32_t struct_size;
   int32_t collective;  /* SPARKHVD_ALLREDUCE, ... */
-  const char* name;    /* unique among this rank's operations in flight on the process set */
+  const char* name;    /* unique among this rank's operations in flight on the process set; on a
+                          device it is free again when sparkhvd_wait_stream can return */
   int32_t process_set; /* 0 = all ranks; this rank must be in it */
   int32_t dtype;       /* SPARKHVD_FLOAT32, ... */
   int32_t reduce_op;   /* SPARKHVD_SUM, ...; allreduce and reducescatter */

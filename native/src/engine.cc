@@ -262,6 +262,10 @@ namespace {
 
 bool has_finished(const Operation& operation) { return operation.is_finished(); }
 
+bool is_launched(const Operation& operation) {
+  return operation.on_device && operation.on_device->is_launched.load(std::memory_order_acquire);
+}
+
 }  // namespace
 
 void Engine::wait(Operation& operation, TimePoint deadline) {
@@ -272,7 +276,7 @@ void Engine::wait(Operation& operation, TimePoint deadline) {
 
 void Engine::wait_launched(Operation& operation, TimePoint deadline) {
   const Reached reached = [](const Operation& one) {
-    return one.is_finished() || one.on_device->is_launched.load(std::memory_order_acquire);
+    return one.is_finished() || is_launched(one);
   };
   if (reached(operation)) return;
   std::unique_lock lock(mutex_);
@@ -405,12 +409,15 @@ void Engine::accept(const std::unique_lock<std::mutex>& lock,
     throw Error(SPARKHVD_SHUT_DOWN,
                 departure_text(operation->descriptor.collective, operation->name, rank));
   }
-  if (!in_flight_.try_emplace({operation->process_set, operation->name}, operation).second) {
+  auto& of_this_name = in_flight_[{operation->process_set, operation->name}];
+  // What is on the device already needs its name no more: the host may be many steps ahead of a GPU.
+  if (of_this_name && !is_launched(*of_this_name)) {
     throw Error(SPARKHVD_INVALID_ARGUMENT,
                 operation->label() +
                     ": an operation of this name is in flight on this rank. Wait for it, or use "
                     "another name.");
   }
+  of_this_name = operation;
   recorder_.submitted(*operation);
   inbox_.push_back(std::move(operation));
   if (has_driver_ && driver_sleeps_) bell_.ring_self();
@@ -787,7 +794,9 @@ void Engine::finish(Operation& operation, std::int32_t status, std::string messa
   recorder_.finished(operation, status, message);
   operation.message = std::move(message);
   const std::scoped_lock lock(mutex_);
-  in_flight_.erase({operation.process_set, operation.name});
+  const auto entry = in_flight_.find({operation.process_set, operation.name});
+  // A later operation may have taken the name.
+  if (entry != in_flight_.end() && entry->second.get() == &operation) in_flight_.erase(entry);
   operation.status.store(status, std::memory_order_release);
   if (waiters_ > 0) changed_.notify_all();
 }

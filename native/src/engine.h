@@ -184,7 +184,11 @@ class Engine {
   void on_device_execute(Rank from, Execute message);
   std::shared_ptr<Operation> take_submitted(Group& group, const Execute& message);
   void hand_over(Group& group, const Execute& message, std::shared_ptr<Operation> operation);
+  void watch_first();
+  void warn_of_stall(TimePoint now);
   void on_device_done(const nccl::News::Done& done);
+  void on_broken(const nccl::News::Broken& broken);
+  void condemn(Group& group);
   void end_on_plane();
   void abort_device();
   void stop_device();
@@ -220,7 +224,8 @@ class Engine {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::shared_ptr<Operation>> inbox_;
-  // Every operation that is not finished, by process set and name.
+  // Every operation that is not finished, by process set and name; but of those that the device has
+  // been given, at most the last of a name.
   std::map<std::pair<std::int32_t, std::string>, std::shared_ptr<Operation>> in_flight_;
   std::map<std::int32_t, std::shared_ptr<const std::vector<Rank>>> members_;
   std::optional<Error> failure_;
@@ -260,13 +265,21 @@ class Engine {
     std::shared_ptr<Operation> operation;
     std::string label;
     double timeout_s = 0;
-    TimePoint deadline = kNever;  // of the first
+    // Of the first: the others wait for it.
+    TimePoint since{};
+    TimePoint deadline = kNever;
+    TimePoint warn_at = kNever;
   };
   std::deque<OnPlane> on_plane_;
   TimePoint abort_deadline_ = kNever;  // then operations on the plane end without it
   TimePoint condemned_deadline_ = kNever;
-  std::optional<Error> device_failure_;  // becomes the engine's at ...
-  TimePoint device_failure_at_ = kNever;
+  /// What NCCL says; becomes the engine's failure then, if nothing explains it by that time.
+  struct DeviceFailure {
+    Error error;
+    TimePoint at{};
+  };
+  std::optional<DeviceFailure> device_failure_;
+  std::map<std::int32_t, DeviceFailure> broken_;  // communicators by process set
   // Rank 0's: process sets by whose coordinator it is told what to pass on, in order.
   struct Relay {
     std::vector<Rank> ranks;

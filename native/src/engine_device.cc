@@ -16,7 +16,6 @@ namespace {
 
 // Process sets are made at the speed of people; more than this is nonsense.
 constexpr std::size_t kMaxHeldOrders = 4096;
-Error nonsense(const std::string& what) { return {SPARKHVD_PEER_LOST, what}; }
 
 std::string relay_text(Collective collective, const std::string& name) {
   return operation_label(collective, name) +
@@ -281,10 +280,8 @@ void Engine::hand_over(Group& group, const Execute& message, std::shared_ptr<Ope
     std::memcpy(launch.unique_id.emplace().bytes.data(), message.unique_id.data(), kUniqueIdBytes);
   }
   on_plane_.push_back(
-      {group.id, message.sequence, std::move(operation), label, descriptor.timeout_s, kNever});
-  if (on_plane_.size() == 1) {
-    on_plane_.front().deadline = deadline_after(Clock::now(), descriptor.timeout_s);
-  }
+      {group.id, message.sequence, std::move(operation), label, descriptor.timeout_s});
+  if (on_plane_.size() == 1) watch_first();
   open->launch(std::move(launch));
 }
 

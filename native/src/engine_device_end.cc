@@ -9,7 +9,8 @@
 namespace sparkhvd {
 namespace {
 
-// How long a failure that NCCL lays to a peer waits for the name of the peer.
+// How long a failure that NCCL lays to a peer waits for the peer's goodbye, or for its name: a rank that
+// leaves says so before it ends its communicators, and the end of a process closes its connections.
 constexpr auto kNamingTime = std::chrono::seconds(1);
 // For the communicator of a set that a rank has left: see kLeaverTime in nccl/plane_end.cc.
 constexpr auto kCondemnedTime = std::chrono::seconds(4);
@@ -37,10 +38,13 @@ bool Engine::hear_device() {
       if (!has_failed_) on_unique_id(made.process_set, made.id);
     }
     for (const auto& done : news.done) on_device_done(done);
+    for (const auto& broken : news.broken) {
+      if (!has_failed_) on_broken(broken);
+    }
     if (news.failure && !has_failed_ && !device_failure_) {
       const bool blames_a_peer = news.failure->status() == SPARKHVD_PEER_LOST;
-      device_failure_ = std::move(news.failure);
-      device_failure_at_ = Clock::now() + (blames_a_peer ? kNamingTime : Clock::duration::zero());
+      const auto patience = blames_a_peer ? kNamingTime : Clock::duration::zero();
+      device_failure_ = DeviceFailure{*news.failure, Clock::now() + patience};
     }
     if (news.is_aborted) end_on_plane();
     const std::scoped_lock lock(mutex_);
@@ -55,8 +59,12 @@ bool Engine::hear_device() {
 
 TimePoint Engine::next_device_deadline() const {
   if (has_failed_) return on_plane_.empty() ? kNever : abort_deadline_;
-  TimePoint next = std::min(condemned_deadline_, device_failure_at_);
-  if (!on_plane_.empty()) next = std::min(next, on_plane_.front().deadline);
+  TimePoint next = condemned_deadline_;
+  if (device_failure_) next = std::min(next, device_failure_->at);
+  for (const auto& [id, failure] : broken_) next = std::min(next, failure.at);
+  if (!on_plane_.empty()) {
+    next = std::min({next, on_plane_.front().deadline, on_plane_.front().warn_at});
+  }
   if (plane() == nullptr) return next;
   for (const auto& [id, group] : groups_) next = std::min(next, group->device.id_deadline);
   return next;
@@ -64,11 +72,14 @@ TimePoint Engine::next_device_deadline() const {
 
 void Engine::check_device_time(TimePoint now) {
   if (has_failed_) return end_on_plane();
-  if (now >= device_failure_at_) {
-    device_failure_at_ = kNever;
-    return fail(device_failure_->status(), "NCCL on " + rank_text(rank_) + ": " +
-                                               without_stop(device_failure_->what()) +
-                                               ". Start the engine again.");
+  const auto fail_by = [&](const DeviceFailure& failure) {
+    fail(failure.error.status(), "NCCL on " + rank_text(rank_) + ": " +
+                                     without_stop(failure.error.what()) +
+                                     ". Start the engine again.");
+  };
+  if (device_failure_ && now >= device_failure_->at) return fail_by(*device_failure_);
+  for (const auto& [id, failure] : broken_) {
+    if (now >= failure.at) return fail_by(failure);
   }
   const char* where = plane()->whereabouts();
   if (!on_plane_.empty() && now >= on_plane_.front().deadline) {
@@ -78,6 +89,7 @@ void Engine::check_device_time(TimePoint now) {
                                       ". A process may be stopped, or a GPU or the network "
                                       "between GPUs hangs.");
   }
+  if (!on_plane_.empty() && now >= on_plane_.front().warn_at) warn_of_stall(now);
   if (now >= condemned_deadline_) {
     return fail(SPARKHVD_SHUT_DOWN, "the communicator of " + rank_text(rank_) +
                                         " with a rank that shut down does not end. Call "
@@ -93,6 +105,27 @@ void Engine::check_device_time(TimePoint now) {
   }
 }
 
+/// What the device runs now.
+void Engine::watch_first() {
+  OnPlane& first = on_plane_.front();
+  first.since = Clock::now();
+  first.deadline = deadline_after(first.since, first.timeout_s);
+  first.warn_at = deadline_after(first.since, stall_warning_s_);
+}
+
+void Engine::warn_of_stall(TimePoint now) {
+  OnPlane& first = on_plane_.front();
+  first.warn_at = deadline_after(now, stall_warning_s_);
+  const double waited = std::chrono::duration<double>(now - first.since).count();
+  const std::string set =
+      first.process_set == 0 ? "" : " of process set " + std::to_string(first.process_set);
+  warn(first.label + set + ": " + rank_text(rank_) + " is waiting for " + plane()->whereabouts() +
+       " since " + seconds_text(waited) +
+       " s, after all ranks submitted it; what was ordered behind it waits too. A process may be "
+       "stopped, or a GPU or the network between GPUs hangs.");
+  recorder_.activity().stall_warnings.add();
+}
+
 void Engine::on_device_done(const nccl::News::Done& done) {
   const auto entry = std::ranges::find_if(on_plane_, [&](const OnPlane& one) {
     return one.process_set == done.process_set && one.sequence == done.sequence;
@@ -101,14 +134,12 @@ void Engine::on_device_done(const nccl::News::Done& done) {
   const auto operation = entry->operation;
   const bool was_first = entry == on_plane_.begin();
   on_plane_.erase(entry);
-  if (was_first && !on_plane_.empty()) {
-    OnPlane& first = on_plane_.front();
-    first.deadline = deadline_after(Clock::now(), first.timeout_s);
-  }
+  if (was_first && !on_plane_.empty()) watch_first();
   const auto place = groups_.find(done.process_set);
   Group* group = place == groups_.end() ? nullptr : place->second.get();
-  const bool is_possible = group == nullptr || done.sequence < group->device.departure_limit;
-  if (group != nullptr && is_possible) ++group->device.finished;
+  const bool is_left = group != nullptr && (done.sequence >= group->device.departure_limit ||
+                                            done.status == SPARKHVD_SHUT_DOWN);
+  if (group != nullptr && !is_left) ++group->device.finished;
   if (condemned_deadline_ != kNever) {
     const bool has_more = std::ranges::any_of(on_plane_, [&](const OnPlane& one) {
       const auto its = groups_.find(one.process_set);
@@ -120,7 +151,7 @@ void Engine::on_device_done(const nccl::News::Done& done) {
   operation->on_device->is_with_plane = false;
   if (has_failed_) {
     finish(*operation, failure_->status(), operation->label() + ": " + failure_->what());
-  } else if (!is_possible) {
+  } else if (is_left && group->departed) {
     finish(*operation, SPARKHVD_SHUT_DOWN,
            departure_text(operation->descriptor.collective, operation->name, *group->departed));
   } else {
@@ -172,6 +203,27 @@ void Engine::depart_on_device(Group& group, Rank rank, std::uint64_t executed) {
   // A set that the leaver's goodbye does not speak of has had its last word.
   if (rank == group.coordinator() && !orders.expected && executed != UINT64_MAX) {
     orders.expected = std::max(executed, orders.received);
+  }
+  condemn(group);
+}
+
+/// NCCL has noticed first that a rank is gone.
+void Engine::on_broken(const nccl::News::Broken& broken) {
+  broken_.insert_or_assign(broken.process_set,
+                           DeviceFailure{broken.error, Clock::now() + kNamingTime});
+  const auto entry = groups_.find(broken.process_set);
+  if (entry != groups_.end() && entry->second->departed) condemn(*entry->second);
+}
+
+/// Ends what cannot end by itself on the device, of a process set that a rank has left.
+void Engine::condemn(Group& group) {
+  DeviceOrders& orders = group.device;
+  const bool is_broken = broken_.erase(group.id) > 0;
+  for (const OnPlane& one : on_plane_) {
+    // Then not even what the leaver has finished.
+    if (is_broken && one.process_set == group.id) {
+      orders.departure_limit = std::min(orders.departure_limit, one.sequence);
+    }
   }
   const bool has_some = std::ranges::any_of(on_plane_, [&](const OnPlane& one) {
     return one.process_set == group.id && one.sequence >= orders.departure_limit;

@@ -11,8 +11,6 @@ namespace {
 // Ranks whose stacks one warning asks for: what keeps all of them is usually the same.
 constexpr std::size_t kMaxStacks = 8;
 
-Error nonsense(const std::string& what) { return {SPARKHVD_PEER_LOST, what}; }
-
 constexpr const char* kRemoved = "its process set was removed before every rank had submitted it.";
 
 /// The coordinator of a process set that is removed has said its last word.

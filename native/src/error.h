@@ -25,6 +25,9 @@ class Error : public std::exception {
   std::string message_;
 };
 
+/// What a peer has sent that cannot be; whoever reads the connection adds who it was.
+inline Error nonsense(const std::string& what) { return {SPARKHVD_PEER_LOST, what}; }
+
 /// "Bad file descriptor (errno 9)".
 inline std::string errno_text(int code) {
   return std::generic_category().message(code) + " (errno " + std::to_string(code) + ")";

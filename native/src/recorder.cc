@@ -121,6 +121,7 @@ TimelineEvent Recorder::event_of(const Operation& operation, TimelineEvent::Kind
   event.process_set = operation.process_set;
   event.collective = operation.descriptor.collective;
   event.dtype = operation.descriptor.dtype;
+  event.is_on_device = operation.descriptor.is_on_device;
   event.bytes = operation.pieces.bytes();
   event.trace = operation.trace;
   return event;

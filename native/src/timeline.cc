@@ -226,10 +226,27 @@ void Timeline::write(const TimelineEvent& event) {
 
 void Timeline::submitted(const TimelineEvent& event) {
   const std::int64_t begin = since_start(event.trace.submitted);
-  const auto lane = lane_of(event, begin);
-  // Its end was dropped: the same name cannot be in flight twice.
+  auto lane = lane_of(event, begin);
+  if (lanes_[lane].is_open && lanes_[lane].is_on_device) {
+    overtake({event.process_set, event.name}, lane);
+    lane = lane_of(event, begin);
+  }
+  // Its end was dropped: outside of a device the same name cannot be in flight twice.
   if (lanes_[lane].is_open) close(lane, begin, nullptr);
   open(lane, event);
+}
+
+/// The name is free while the device is busy, and the lane is not.
+void Timeline::overtake(const Key& key, std::uint32_t lane) {
+  owners_.erase(key);
+  overtaken_.insert_or_assign({key, lanes_[lane].submitted}, lane);
+  if (overtaken_.size() <= kMaxOwners) return;
+  // More than can be: the end of this one was dropped.
+  const auto oldest = std::ranges::min_element(
+      overtaken_, {}, [](const auto& entry) { return entry.first.second; });
+  close(oldest->second, lanes_[oldest->second].begin, nullptr);
+  lanes_[oldest->second].has_owner = false;
+  overtaken_.erase(oldest);
 }
 
 void Timeline::arrived(const TimelineEvent& event) {
@@ -240,7 +257,10 @@ void Timeline::arrived(const TimelineEvent& event) {
 }
 
 void Timeline::finished(const TimelineEvent& event) {
-  const auto lane = lane_of(event, since_start(event.trace.submitted));
+  const Key key{event.process_set, event.name};
+  const std::int64_t submitted = since_start(event.trace.submitted);
+  const auto overtaken = overtaken_.find({key, submitted});
+  const auto lane = overtaken != overtaken_.end() ? overtaken->second : lane_of(event, submitted);
   if (!lanes_[lane].is_open) open(lane, event);  // submitted before the timeline began
   const auto& trace = event.trace;
   const TimePoint nowhere{};
@@ -254,14 +274,20 @@ void Timeline::finished(const TimelineEvent& event) {
   const std::int64_t end = since_start(event.at);
   if (event.status != SPARKHVD_OK) instant(lane, "error: " + status_text(event.status), end);
   close(lane, end, &event);
-  owners_.erase({event.process_set, event.name});
   lanes_[lane].has_owner = false;
+  if (overtaken != overtaken_.end()) {
+    overtaken_.erase(overtaken);
+  } else {
+    owners_.erase(key);
+  }
 }
 
 void Timeline::open(std::uint32_t lane, const TimelineEvent& event) {
   Lane& row = lanes_[lane];
   row.begin = std::max(since_start(event.trace.submitted), row.free_from);
   row.is_open = true;
+  row.is_on_device = event.is_on_device;
+  row.submitted = since_start(event.trace.submitted);
   begin_event("B", lane, row.begin);
   text_ += R"(,"cat":"sparkhvd","name":")";
   text_ += name_of(event.collective);

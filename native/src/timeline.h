@@ -36,7 +36,7 @@ namespace sparkhvd {
 
 struct TimelineEvent {
   enum class Kind : std::uint8_t {
-    kSubmitted,  // number, name, process_set, collective, dtype, bytes; trace.submitted
+    kSubmitted,  // name, process_set, collective, dtype, is_on_device, bytes; trace.submitted
     kArrived,    // name, process_set, rank, at: the coordinator heard of it
     kFinished,   // as kSubmitted, with the whole trace, status and message; at: the end
     kMark,       // name, at: a moment that belongs to no operation
@@ -46,6 +46,7 @@ struct TimelineEvent {
   std::int32_t process_set = 0;
   Collective collective{};
   DType dtype{};
+  bool is_on_device = false;
   std::uint64_t bytes = 0;
   OperationTrace trace;
   Rank rank{};
@@ -86,6 +87,8 @@ class Timeline {
   struct Lane {
     bool has_owner = false;
     bool is_open = false;  // a slice has begun and not ended
+    bool is_on_device = false;
+    std::int64_t submitted = 0;
     std::int64_t begin = 0;
     std::int64_t free_from = INT64_MIN;  // ns; slices of one lane must not overlap
   };
@@ -97,6 +100,7 @@ class Timeline {
   void arrived(const TimelineEvent& event);
   void finished(const TimelineEvent& event);
   std::uint32_t lane_of(const TimelineEvent& event, std::int64_t begin);
+  void overtake(const Key& key, std::uint32_t lane);
   std::uint32_t take_lane(const std::string& label, std::int64_t begin);
   std::string label_of(const TimelineEvent& event) const;
   void open(std::uint32_t lane, const TimelineEvent& event);
@@ -127,6 +131,8 @@ class Timeline {
   std::vector<Lane> lanes_;
   std::map<std::string, std::vector<std::uint32_t>> lanes_by_label_;
   std::map<Key, std::uint32_t> owners_;
+  // On a device, where the next operation of the name has come already; by when it was submitted.
+  std::map<std::pair<Key, std::int64_t>, std::uint32_t> overtaken_;
   std::uint64_t reported_drops_ = 0;
 
   std::jthread thread_;  // last: joined before the others are destroyed

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <optional>
+#include <thread>
 
 #include "device_world.h"
 
@@ -180,6 +181,41 @@ TEST(what_a_leaver_does_not_launch_ends_on_the_others) {
     }
   });
   fake.check();
+}
+
+TEST(a_coordinator_may_leave_while_rank_0_passes_its_order_on) {
+  for (int round = 0; round < 12; ++round) {
+    FakeScope fake;
+    run_ranks(world(one_host(3)), [&](TestEngine& engine, std::int32_t rank) {
+      Gpu gpu(engine, rank);
+      const auto set = add_process_set(engine, {1, 2});
+      const auto others = add_process_set(engine, {0, 2});
+      const auto start = std::chrono::steady_clock::now();
+      Sum sum(gpu, Floats(10, static_cast<float>(rank)));
+      if (rank == 1) {
+        TestWork work = sum.start(engine, "last", set);
+        std::this_thread::sleep_for(std::chrono::microseconds(100 * (round % 6)));
+        CHECK_EQUAL(engine.shutdown().message, "");
+        return;
+      }
+      if (rank == 2) {
+        Status submitted;
+        TestWork work = sum.start(engine, "last", set, &submitted);
+        const Status status = submitted.code == SPARKHVD_OK ? work.wait() : submitted;
+        if (status.code == SPARKHVD_OK) {
+          CHECK(sum.result() == Floats(10, 3));
+        } else {
+          CHECK_EQUAL(status.code, SPARKHVD_SHUT_DOWN);
+          CHECK_MESSAGE(has(status, "rank 1 shut down"), status.message);
+        }
+      }
+      CHECK(seconds_since(start) < 5);
+      Sum after(gpu, Floats(10, 1));
+      CHECK_EQUAL(after.start(engine, "after", others).wait().message, "");
+      CHECK(after.result() == Floats(10, 2));
+    });
+    fake.check();
+  }
 }
 
 TEST(without_rank_0_nothing_is_ordered_on_devices_any_more) {

@@ -3,8 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
+#include <cmath>
 #include <numeric>
 #include <random>
+#include <thread>
 
 #include "device_world.h"
 #include "types.h"
@@ -238,6 +241,69 @@ TEST(overlapping_process_sets_on_devices_work_in_different_orders) {
   }
 }
 
+TEST(overlapping_process_sets_on_devices_survive_any_order_and_delay) {
+  FakeScope fake;
+  Fake::get().delay_streams(50);
+  run_ranks(world(one_host(4)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    const std::vector<Ranks> sets{{0, 1, 2}, {1, 2, 3}};
+    std::vector<std::int32_t> ids{};
+    for (const auto& ranks : sets) ids.push_back(add_process_set(engine, ranks));
+    std::mt19937 random(static_cast<unsigned>(rank));
+    for (int round = 0; round < 60; ++round) {
+      std::vector<std::size_t> order;
+      // Ranks 1 and 2 are in both, and begin at opposite ends.
+      for (std::size_t i = 0; i < 4; ++i) order.push_back(rank == 1 ? i % 2 : (i + 1) % 2);
+      std::vector<std::unique_ptr<Sum>> sums;
+      std::vector<TestWork> works;
+      std::vector<std::size_t> mine;
+      for (std::size_t i = 0; i < order.size(); ++i) {
+        const std::size_t which = order[i];
+        if (!contains(sets[which], rank)) continue;
+        if (random() % 4 == 0)
+          std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+        sums.push_back(std::make_unique<Sum>(gpu, Floats(17, static_cast<float>(rank))));
+        works.push_back(sums.back()->start(engine, std::to_string(i / 2), ids[which]));
+        mine.push_back(which);
+      }
+      if (random() % 3 == 0) CHECK_EQUAL(gpu.wait_stream(works.back()).message, "");
+      for (auto& work : works) CHECK_EQUAL(work.wait().message, "");
+      for (std::size_t i = 0; i < mine.size(); ++i) {
+        CHECK(sums[i]->result() == Floats(17, mine[i] == 0 ? 3 : 6));
+      }
+    }
+  });
+  fake.check();
+}
+
+TEST(orders_on_devices_wait_at_rank_0_for_a_set_that_it_has_yet_to_make) {
+  FakeScope fake;
+  // Rank 3 sends rank 0 alone so much that the others have made the set long before rank 0.
+  constexpr std::int64_t kRows = 16 << 20;
+  run_ranks(world({0, 1, 2, 3}), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    for (int round = 0; round < 2; ++round) {
+      Floats much(rank == 3 ? kRows : 0, 1);
+      Request exchange(SPARKHVD_ALLTOALL, "much");
+      exchange.tensor(much.data(), nullptr, {rank == 3 ? kRows : 0});
+      exchange.numbers({rank == 3 ? kRows : 0, 0, 0, 0});
+      TestWork busy = engine.submit(exchange.raw());
+      Request add(SPARKHVD_ADD_PROCESS_SET, "add");
+      TestWork added = engine.submit(add.numbers({1, 2}).raw());
+      if (rank == 1 || rank == 2) {
+        CHECK_EQUAL(added.wait().message, "");
+        Sum sum(gpu, Floats(10, static_cast<float>(rank)));
+        const auto id = static_cast<std::int32_t>(result_of(added).rows.at(0));
+        CHECK_EQUAL(sum.start(engine, "early", id).wait().message, "");
+        CHECK(sum.result() == Floats(10, 3));
+      }
+      CHECK_EQUAL(busy.wait().message, "");
+      CHECK_EQUAL(added.wait().message, "");
+    }
+  });
+  fake.check();
+}
+
 TEST(a_removed_process_set_runs_what_was_agreed_on_its_devices) {
   FakeScope fake;
   for (int round = 0; round < 5; ++round) {
@@ -327,6 +393,59 @@ TEST(wait_stream_orders_what_comes_after_without_the_host) {
     CHECK_EQUAL(work.poll(), SPARKHVD_PENDING);  // the device has not come to it
     CHECK(sum.result() == Floats(1000, 3));
     CHECK_EQUAL(work.wait().message, "");
+  });
+  fake.check();
+}
+
+TEST(a_name_is_free_when_the_device_has_its_operation) {
+  FakeScope fake;
+  Fake::get().hang("ncclAllReduce@stream", 1);
+  std::atomic<int> num_ahead{0};
+  run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    Sum sum(gpu, Floats(100, static_cast<float>(rank + 1)));
+    std::vector<TestWork> works;
+    for (int step = 0; step < 50; ++step) {
+      works.push_back(sum.start(engine, "gradients"));
+      CHECK_EQUAL(gpu.wait_stream(works.back()).message, "");
+    }
+    for (auto& work : works) CHECK_EQUAL(work.poll(), SPARKHVD_PENDING);
+    if (++num_ahead == 2) Fake::get().reset();
+    for (auto& work : works) CHECK_EQUAL(work.wait().message, "");
+    CHECK(sum.result() == Floats(100, std::ldexp(3.0F, 49)));
+    // Before that it is taken, as of any operation.
+    if (rank == 0) {
+      Sum other(gpu, Floats(3, 1));
+      TestWork first = other.start(engine, "taken");
+      Status status;
+      other.start(engine, "taken", 0, &status);
+      CHECK_MESSAGE(status.message.find("of this name is in flight") != std::string::npos,
+                    status.message);
+    }
+    Request barrier(SPARKHVD_BARRIER, "end");
+    CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
+  });
+  fake.check();
+}
+
+TEST(a_host_that_is_a_thousand_operations_ahead_waits_for_the_device) {
+  FakeScope fake;
+  Fake::get().hang("ncclAllReduce@stream", 1);
+  constexpr std::size_t kLimit = 1024;
+  run_ranks(world(one_host(1)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    Sum sum(gpu, Floats(1, 1));
+    std::vector<TestWork> works;
+    for (std::size_t i = 0; i < kLimit; ++i) {
+      works.push_back(sum.start(engine, "x"));
+      CHECK_EQUAL(gpu.wait_stream(works.back()).message, "");
+    }
+    TestWork next = sum.start(engine, "x");
+    CHECK_EQUAL(gpu.wait_stream(next, 200).code, SPARKHVD_PENDING);
+    Fake::get().reset();
+    CHECK_EQUAL(gpu.wait_stream(next).message, "");
+    CHECK_EQUAL(next.wait().message, "");
+    for (auto& work : works) CHECK_EQUAL(work.poll(), SPARKHVD_OK);
   });
   fake.check();
 }

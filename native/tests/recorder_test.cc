@@ -312,6 +312,30 @@ TEST(timeline_shows_every_operation_in_its_lane) {
   CHECK_EQUAL(trace.items.at(0).at("args").at("name").text, "rank 2");
 }
 
+TEST(timeline_shows_operations_of_one_name_that_a_device_has_together) {
+  const Folder folder;
+  const std::string path = folder.path + "/t.json";
+  Recorder recorder(Rank{0}, 2);
+  recorder.start_timeline(path, false);
+  std::vector<Operation> operations(3);
+  for (auto& operation : operations) {
+    operation.descriptor.is_on_device = true;
+    begin(recorder, operation, "gradients");
+  }
+  for (const auto& operation : operations) recorder.finished(operation, SPARKHVD_OK, "");
+  Operation later;
+  recorder.finished(begin(recorder, later, "gradients"), SPARKHVD_OK, "");
+  recorder.stop_timeline();
+  const Json trace = parse(contents(path));
+  check_lanes(trace);
+  CHECK_EQUAL(count(trace, "B", "allreduce"), 4U);
+  std::size_t num_ended = 0;
+  for (const auto& event : trace.items) {
+    if (event.at("ph").text == "E" && event.has("args")) ++num_ended;
+  }
+  CHECK_EQUAL(num_ended, 4U);  // each slice by its own operation
+}
+
 TEST(timeline_is_valid_json_at_every_moment) {
   const Folder folder;
   const std::string path = folder.path + "/t.json";

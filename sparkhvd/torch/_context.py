@@ -43,8 +43,7 @@ class Context:
         # This rank's GPU, once a tensor on it has come, and what opens it (made and used by `device.py`).
         self.device: Any = None
         self.opener: Callable[[Engine, int], Any] | None = None
-        # Its operations by process set and name, and gathers that go on without the caller (of `collectives/device_*`).
-        self.on_device: dict[tuple[int, str], Any] = {}
+        # Gathers on it that go on without the caller (of `collectives/device_gathers.py`).
         self.gathers: Any = None
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 

@@ -48,8 +48,6 @@ __all__ = ["DeviceBucket", "give_memory"]
 # Gradients from this size on are scaled while they are copied: to move twice as many bytes takes a GPU of 3 TB/s as
 # long as a launch takes the host, about 5 us.
 _LARGE_BYTES = 8 << 20
-# How many steps the host may be ahead of the GPU.
-_CYCLES_AHEAD = 4
 
 
 class DeviceBucket(GradientBucket):
@@ -71,12 +69,10 @@ class DeviceBucket(GradientBucket):
         "_compression",
         "_context",
         "_count",
-        "_cycle",
         "_device",
         "_factor",
         "_flags",
         "_flat",
-        "_joins",
         "_num_values",
         "_offsets",
         "_ones",
@@ -98,8 +94,6 @@ class DeviceBucket(GradientBucket):
         context: Context,
     ) -> None:
         self._context = context
-        self._joins = context.joins
-        self._cycle = 0
         super().__init__(name, entries)
         self._device = device
         self._compression = options.compression
@@ -220,17 +214,10 @@ class DeviceBucket(GradientBucket):
             self._context,
             self._device,
             self._call,
-            self._next_name(),
+            self.name,
             stream,
             self._flat.untyped_storage(),
         )
-
-    def _next_name(self) -> str:
-        """The host may be steps ahead of the GPU, and operations in flight need names of their own."""
-        if self._joins != self._context.joins:  # ranks that had joined have missed cycles
-            self._joins, self._cycle = self._context.joins, 0
-        self._cycle += 1
-        return f"{self.name}.{self._cycle % _CYCLES_AHEAD}"
 
     def _pack(self) -> None:
         factor = self._factor

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sparkhvd.engine import DType, Engine, ReduceOp, TensorView, Work
+from sparkhvd.errors import CollectiveError
 
 LIBRARIES = Path(__file__).parents[2] / "build" / "native"
 CUDA = LIBRARIES / "libfake_cuda.so"
@@ -33,11 +35,17 @@ class DeviceArray:
 
 
 def start_sum(
-    engine: Engine, name: str, array: DeviceArray, timeout_s: float | None = None
+    engine: Engine,
+    name: str,
+    array: DeviceArray,
+    timeout_s: float | None = None,
+    process_set: int = 0,
 ) -> Work:
     """An allreduce in place."""
     tensor = TensorView(array.buffer.address, array.buffer.address, array.values.shape)
-    call = engine.prepare_allreduce([tensor], DType.FLOAT32, ReduceOp.SUM, device=engine.rank)
+    call = engine.prepare_allreduce(
+        [tensor], DType.FLOAT32, ReduceOp.SUM, process_set=process_set, device=engine.rank
+    )
     call.request.stream = 0
     return engine.start(call, name, array, timeout_s)
 
@@ -78,6 +86,17 @@ def negotiate_until_it_fails(engine: Engine, talk: Any) -> Any:
     start_sum(engine, "x", array).wait()
 
 
+def relay_until_it_fails(engine: Engine, talk: Any) -> Any:
+    """Rank 2 coordinates a set of its own, whose orders rank 0 passes on; all of them end with its death."""
+    open_device(engine)
+    alone = add_set(engine, 2)
+    array = DeviceArray(engine, np.ones(5, np.float32))
+    talk.say("running")
+    while engine.rank == 2:
+        start_sum(engine, "again", array, process_set=alone).wait_stream(0)
+    start_sum(engine, "x", array).wait()
+
+
 def connect_until_it_fails(engine: Engine, talk: Any) -> Any:
     """Rank 2 is stuck in the making of the communicator, where the others wait for it."""
     fake = open_device(engine)
@@ -91,6 +110,70 @@ def connect_until_it_fails(engine: Engine, talk: Any) -> Any:
     work = engine.start(call, "x")
     talk.say("running")
     work.wait()
+
+
+REMOTE_ERROR = 6  # ncclRemoteError
+
+
+def add_set(engine: Engine, *ranks: int) -> int:
+    """A process set with a communicator on the device."""
+    work = engine.add_process_set(ranks)
+    work.wait()
+    return work.output().rows[0]
+
+
+def leave_and_let_nccl_tell(engine: Engine, talk: Any) -> Any:
+    """Rank 1 shuts down while rank 0 waits for it on the device, where NCCL reports the loss of a peer.
+
+    The test says what comes first.
+    """
+    first = talk.hear()
+    fake = open_device(engine)
+    pair, others = add_set(engine, 0, 1), add_set(engine, 0, 2)
+    array = DeviceArray(engine, np.ones(5, np.float32))
+    if engine.rank < 2:
+        start_sum(engine, "first", array, process_set=pair).wait()
+    engine.barrier(name="ready").wait()
+    text = ""
+    if engine.rank == 1:
+        fake.fake_cuda_hang(b"ncclAllReduce@stream", 1)
+        start_sum(engine, "x", array, process_set=pair).wait_stream(0)
+        time.sleep(0.5 if first == "error" else 0)
+        engine.shutdown()
+        return "left"
+    if engine.rank == 0:
+        fake.fake_cuda_fail(b"ncclAllReduce@stream", 1, REMOTE_ERROR)
+        fake.fake_cuda_stream_delay_us(0 if first == "error" else 300_000)
+        work = start_sum(engine, "x", array, process_set=pair)
+        try:
+            work.wait()
+        except CollectiveError as error:
+            text = f"{type(error).__name__}: {error}"
+        fake.fake_cuda_reset()
+        fake.fake_cuda_stream_delay_us(0)
+    # The set without the leaver goes on.
+    array.values[:] = 1
+    start_sum(engine, "y", array, process_set=others).wait()
+    return text, array.values.tolist()
+
+
+def stand_still(engine: Engine, talk: Any) -> Any:
+    """Rank 1's GPU does not come to the operation for a while."""
+    fake = open_device(engine)
+    pair = add_set(engine, 0, 1)
+    array = DeviceArray(engine, np.ones(5, np.float32))
+    start_sum(engine, "first", array, process_set=pair).wait()
+    if engine.rank == 1:
+        fake.fake_cuda_hang(b"ncclAllReduce@stream", 1)
+    work = start_sum(engine, "stuck", array, process_set=pair)
+    work.wait_stream(0)
+    talk.say(engine.counters()["stall_warnings"])
+    time.sleep(1)
+    if engine.rank == 1:
+        fake.fake_cuda_reset()
+    work.wait()
+    start_sum(engine, "after", array, process_set=pair).wait()
+    return engine.counters()["stall_warnings"]
 
 
 def fork_beside_it(engine: Engine, talk: Any) -> Any:

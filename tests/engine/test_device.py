@@ -11,8 +11,9 @@ import pytest
 
 from sparkhvd.engine import Engine
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.settings import Settings
 from tests.engine import device_bodies
-from tests.harness.rank_process import rank_processes
+from tests.harness.rank_process import DEADLINE_S, rank_processes
 from tests.harness.ranks import run_ranks
 
 BODIES = "tests.engine.device_bodies"
@@ -33,7 +34,13 @@ def test_ranks_reduce_on_their_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["spin_until_it_fails", "negotiate_until_it_fails", "connect_until_it_fails"]
+    "body",
+    [
+        "spin_until_it_fails",
+        "negotiate_until_it_fails",
+        "relay_until_it_fails",
+        "connect_until_it_fails",
+    ],
 )
 def test_killed_rank_is_named_by_every_other_within_five_seconds(body: str) -> None:
     shared = set(os.listdir("/dev/shm"))
@@ -51,6 +58,34 @@ def test_killed_rank_is_named_by_every_other_within_five_seconds(body: str) -> N
         pids = [rank.pid for rank in ranks]
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
     assert {name for name in set(os.listdir("/dev/shm")) - shared if "sparkhvd" in name} == set()
+
+
+@pytest.mark.parametrize("first", ["error", "goodbye"])
+def test_who_leaves_in_order_is_no_loss_of_a_peer(first: str) -> None:
+    with rank_processes(f"{BODIES}:leave_and_let_nccl_tell", 3) as ranks:
+        for rank in ranks:
+            rank.tell(first)
+        text, values = ranks[0].expect()
+        assert ranks[1].expect() == "left"
+        assert text.startswith("CollectiveError: allreduce('x'): rank 1 shut down before it"), text
+        assert values == [2.0] * 5
+        assert ranks[2].expect() == ["", [2.0] * 5]
+
+
+def test_what_stands_still_on_the_gpu_is_warned_about(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4)
+    with rank_processes(f"{BODIES}:stand_still", 2, settings=settings) as ranks:
+        for rank in ranks:
+            assert rank.expect() == 0
+        for rank in ranks:
+            assert rank.expect() == 2
+    told = capfd.readouterr().err
+    for rank in ("rank 0", "rank 1"):
+        assert (
+            f"allreduce('stuck') of process set 1: {rank} is waiting for the GPU since 0.4" in told
+        )
+    assert "'after'" not in told
+    assert "'first'" not in told
 
 
 def test_forked_child_calls_nothing_of_cuda() -> None:

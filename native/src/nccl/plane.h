@@ -79,8 +79,13 @@ struct News {
     std::int32_t process_set = 0;
     NcclUniqueId id{};
   };
+  struct Broken {
+    std::int32_t process_set = 0;
+    Error error;
+  };
   std::vector<Done> done;  // in the order of their end
   std::vector<Id> ids;
+  std::vector<Broken> broken;    // communicators that have lost a peer, by what NCCL says
   std::optional<Error> failure;  // of NCCL or CUDA: nothing can be launched any more
   bool is_aborted = false;       // every communicator has ended
 };

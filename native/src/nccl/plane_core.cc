@@ -50,7 +50,9 @@ void DevicePlane::Core::run() noexcept {
 
 void DevicePlane::Core::work() {
   while (!is_aborting.load()) {
-    if (auto request = requests->next(sleep_time())) {
+    if (in_flight_.size() >= kMaxInFlight) {
+      pause(sleep_time());
+    } else if (auto request = requests->next(sleep_time())) {
       std::visit([this](auto& one) { serve(one); }, *request);
       spin_until_ = Clock::now() + kSpinTime;
     }
@@ -99,6 +101,7 @@ void DevicePlane::Core::serve(RemoveCommunicator& request) {
   if (entry == communicators_.end()) return;
   Communicator communicator = std::move(entry->second);
   communicators_.erase(entry);
+  if (communicator.is_broken) return;  // it ends with the plane
   for (const auto& [memory, handle] : communicator.registered) {
     nccl().ncclCommDeregister(communicator.handle, handle);
   }
@@ -122,7 +125,12 @@ void DevicePlane::Core::serve(FreeMemory& request) {
 void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
   const Launch& launch = *request;
   InFlight entry{launch.process_set, launch.sequence, launch.operation, {}, nullptr};
+  const auto broken = communicators_.find(launch.process_set);
   bool is_condemned_now = is_condemned(launch.process_set, launch.sequence);
+  if (!is_condemned_now && broken != communicators_.end() && broken->second.is_broken) {
+    stuck_.push_back(std::move(entry));
+    return;
+  }
   if (!is_condemned_now) {
     try {
       if (launch.unique_id) make_communicator(launch);
@@ -137,6 +145,11 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
         poll_condemned();
       }
     } catch (const Error& error) {
+      if (error.status() == SPARKHVD_PEER_LOST) {
+        break_communicator(launch.process_set, error);
+        stuck_.push_back(std::move(entry));
+        return;
+      }
       // Memory that one rank has not got is its own trouble; everything else is everybody's.
       if (launch.descriptor().collective != Collective::kRegister ||
           error.status() != SPARKHVD_UNSUPPORTED) {
@@ -148,12 +161,7 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
       return;
     }
   }
-  if (is_condemned_now) {
-    tell([&](News& news) {
-      news.done.push_back({launch.process_set, launch.sequence, SPARKHVD_SHUT_DOWN, {}});
-    });
-    return;
-  }
+  if (is_condemned_now) return end_without_result(entry);
   if (launch.operation) {
     auto& on_device = *launch.operation->on_device;
     on_device.done = Event(device);

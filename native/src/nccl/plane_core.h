@@ -13,6 +13,9 @@ namespace sparkhvd::nccl {
 // Looks at what has no way to wake a thread become rarer, from the first to the second.
 inline constexpr auto kShortestSleep = std::chrono::microseconds(20);
 inline constexpr auto kLongestSleep = std::chrono::milliseconds(1);
+// How many operations the host may be ahead of the GPU; then whoever waits for a launch waits for an end.
+// CUDA's own queue of launches has about as many places, and blocks the thread that finds it full.
+inline constexpr std::size_t kMaxInFlight = 1024;
 inline constexpr auto kAsyncErrorPeriod = std::chrono::milliseconds(100);
 
 class DevicePlane::Core {
@@ -47,6 +50,7 @@ class DevicePlane::Core {
  private:
   struct Communicator {
     ncclComm_t handle = nullptr;
+    bool is_broken = false;  // it has lost a peer: what is on it ends when the driver says how
     std::map<const DeviceMemory*, void*> registered;
   };
   struct InFlight {
@@ -55,6 +59,7 @@ class DevicePlane::Core {
     std::shared_ptr<Operation> operation;  // null: this rank has joined
     Event own_event;                       // then
     CUevent done = nullptr;
+    bool is_lost = false;  // its communicator was ended under it
   };
   struct Condemnation {
     std::uint64_t limit = 0;
@@ -102,7 +107,8 @@ class DevicePlane::Core {
 
   bool poll_finished();
   void poll_errors();
-  void check_communicator(ncclComm_t communicator) const;
+  bool is_sound(std::int32_t process_set, Communicator& communicator);
+  void break_communicator(std::int32_t process_set, const Error& error);
   void poll_condemned();
   void poll_retired();
   bool is_condemned(std::int32_t process_set, std::uint64_t sequence);
@@ -111,6 +117,7 @@ class DevicePlane::Core {
     return communicators_.contains(process_set);
   }
   void end_condemned(std::int32_t process_set);
+  void end_without_result(const InFlight& operation);
   void add_live(ncclComm_t communicator);
   void remove_live(ncclComm_t communicator);
 
@@ -118,6 +125,7 @@ class DevicePlane::Core {
   std::map<std::int32_t, Communicator> communicators_;
   std::vector<ncclComm_t> retired_;  // of removed process sets: finalized, and then destroyed
   std::deque<InFlight> in_flight_;   // in the order of the stream
+  std::vector<InFlight> stuck_;      // on communicators that are broken, and not on the stream
   std::vector<std::unique_ptr<DeviceMemory>> scratch_memory_;
   Scratch scratch_;
   std::size_t scratch_bytes_ = 0;

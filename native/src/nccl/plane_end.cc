@@ -27,8 +27,12 @@ bool DevicePlane::Core::poll_finished() {
     cuda().check(result, "cuEventQuery");
     // An operation that a failed communicator has let go of is not done.
     const auto used = communicators_.find(first.process_set);
-    if (used != communicators_.end()) check_communicator(used->second.handle);
-    tell([&](News& news) { news.done.push_back({first.process_set, first.sequence}); });
+    if (used != communicators_.end() && !is_sound(used->first, used->second)) break;
+    if (first.is_lost) {
+      end_without_result(first);
+    } else {
+      tell([&](News& news) { news.done.push_back({first.process_set, first.sequence}); });
+    }
     in_flight_.pop_front();
     moved = true;
   }
@@ -43,16 +47,36 @@ void DevicePlane::Core::poll_errors() {
   const auto now = Clock::now();
   if (now < next_error_look_) return;
   next_error_look_ = now + kAsyncErrorPeriod;
-  for (const auto& [id, communicator] : communicators_) check_communicator(communicator.handle);
+  for (auto& [id, communicator] : communicators_) is_sound(id, communicator);
 }
 
-void DevicePlane::Core::check_communicator(ncclComm_t communicator) const {
-  NcclResult state = NcclResult::kSuccess;
-  const auto asked = nccl().ncclCommGetAsyncError(communicator, &state);
-  if (asked != NcclResult::kSuccess) fail(asked, "ncclCommGetAsyncError", communicator);
-  if (state != NcclResult::kSuccess && state != NcclResult::kInProgress) {
-    fail(state, "a collective", communicator);
+/// False if it has lost a peer, which the driver is told; every other error is everybody's.
+bool DevicePlane::Core::is_sound(std::int32_t process_set, Communicator& communicator) {
+  if (communicator.is_broken) return false;
+  const ncclComm_t handle = communicator.handle;
+  try {
+    NcclResult state = NcclResult::kSuccess;
+    const auto asked = nccl().ncclCommGetAsyncError(handle, &state);
+    if (asked != NcclResult::kSuccess) fail(asked, "ncclCommGetAsyncError", handle);
+    if (state == NcclResult::kSuccess || state == NcclResult::kInProgress) return true;
+    fail(state, "a collective", handle);
+  } catch (const Error& error) {
+    if (error.status() != SPARKHVD_PEER_LOST) throw;
+    break_communicator(process_set, error);
+    return false;
   }
+}
+
+/// Whether the peer has died or only left is for the driver to find out, whom its connections tell.
+void DevicePlane::Core::break_communicator(std::int32_t process_set, const Error& error) {
+  communicators_[process_set].is_broken = true;
+  tell([&](News& news) { news.broken.push_back({process_set, error}); });
+}
+
+void DevicePlane::Core::end_without_result(const InFlight& operation) {
+  tell([&](News& news) {
+    news.done.push_back({operation.process_set, operation.sequence, SPARKHVD_SHUT_DOWN});
+  });
 }
 
 void DevicePlane::Core::poll_retired() {
@@ -99,7 +123,8 @@ void DevicePlane::Core::poll_condemned() {
   for (const auto& [process_set, condemnation] : condemned) {
     const auto entry = communicators_.find(process_set);
     if (entry == communicators_.end()) continue;
-    if (!has_earlier(process_set, condemnation.limit) || Clock::now() >= condemnation.deadline) {
+    if (entry->second.is_broken || !has_earlier(process_set, condemnation.limit) ||
+        Clock::now() >= condemnation.deadline) {
       end_condemned(process_set);
     }
   }
@@ -111,14 +136,27 @@ bool DevicePlane::Core::has_earlier(std::int32_t process_set, std::uint64_t limi
   });
 }
 
+/// What is still on it ends without result, also what the leaver has finished: the data is not there.
 void DevicePlane::Core::end_condemned(std::int32_t process_set) {
   const auto entry = communicators_.find(process_set);
   if (entry == communicators_.end()) return;
   const Doing doing(*this, "ncclCommAbort");
   const ncclComm_t handle = entry->second.handle;
   communicators_.erase(entry);
-  remove_live(handle);
-  nccl().ncclCommAbort(handle);
+  {
+    const std::scoped_lock lock(mutex_);
+    condemned_[process_set].limit = 0;
+  }
+  for (InFlight& one : in_flight_) one.is_lost |= one.process_set == process_set;
+  if (handle != nullptr) {
+    remove_live(handle);
+    nccl().ncclCommAbort(handle);
+  }
+  std::erase_if(stuck_, [&](const InFlight& one) {
+    if (one.process_set != process_set) return false;
+    end_without_result(one);
+    return true;
+  });
 }
 
 // ---- The end

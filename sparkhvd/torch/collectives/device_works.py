@@ -53,7 +53,7 @@ class DeviceWork:
         finish: what remains to be done on the stream that waits.
     """
 
-    __slots__ = ("_device", "_finish", "_results", "_stream", "_work", "is_awaited")
+    __slots__ = ("_device", "_finish", "_results", "_stream", "_work")
 
     def __init__(
         self,
@@ -68,7 +68,6 @@ class DeviceWork:
         self._stream = stream
         self._results = results
         self._finish = finish
-        self.is_awaited = False
 
     def done(self) -> bool:
         """Whether the GPU has finished it."""
@@ -78,7 +77,6 @@ class DeviceWork:
         """Make the current stream wait; this thread waits only until every rank has submitted."""
         stream = self._device.stream()
         self._work.wait_stream(stream)
-        self.is_awaited = True
         if stream != self._stream:
             for result in self._results:
                 self._device.keep_for(result)
@@ -87,14 +85,6 @@ class DeviceWork:
         if finish is not None:
             with torch.no_grad():
                 finish()
-
-    def wait_on_host(self) -> None:
-        """Return when the GPU has finished."""
-        self._work.wait()
-
-
-# How many names are remembered before those of finished operations are forgotten.
-_MANY_NAMES = 32
 
 
 def submit(
@@ -107,25 +97,9 @@ def submit(
     results: Sequence[Tensor] = (),
     finish: Callable[[], None] | None = None,
 ) -> DeviceWork:
-    """Submit what the stream has been given the inputs of.
-
-    The caller of the last operation of this name may have gone on before the GPU has finished it; then the host waits,
-    because the engine tells operations apart by their names.
-    """
-    key = (call.request.process_set, name)
-    last: DeviceWork | None = ctx.on_device.pop(key, None)
-    if last is not None and last.is_awaited:
-        last.wait_on_host()
+    """Submit what the stream has been given the inputs of."""
     call.request.stream = stream
-    work = DeviceWork(device, ctx.engine.start(call, name, keep), stream, results, finish)
-    if ".noname." in name:  # which does not come again
-        return work
-    if len(ctx.on_device) >= _MANY_NAMES:
-        for other, each in list(ctx.on_device.items()):
-            if each.is_awaited and each.done():
-                ctx.on_device.pop(other, None)
-    ctx.on_device[key] = work
-    return work
+    return DeviceWork(device, ctx.engine.start(call, name, keep), stream, results, finish)
 
 
 class Scheme(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -173,6 +174,37 @@ def test_an_unused_parameter_ends_without_gradient() -> None:
             optimizer.zero_grad()
 
     on_gpus(2, body)
+
+
+def test_the_host_is_fifty_steps_ahead_of_the_gpu(fake_gpus: Driver) -> None:
+    stalled = threading.Event()
+
+    def body(gpu: FakeDevice) -> Any:
+        plain = nn.Linear(5, 3, bias=False).double()
+        nn.init.zeros_(plain.weight)
+        model: Any = gpu.module(plain)
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        x = gpu.tensor(torch.full((1, 5), hvd.rank() + 1.0, dtype=torch.float64))
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+
+        step()  # the first one makes communicators and memory
+        hvd.barrier()
+        waits = gpu.host_waits
+        gpu.enqueue(lambda: stalled.wait(30))
+        for _ in range(50):
+            step()
+        assert gpu.host_waits == waits
+        assert not stalled.is_set()
+        hvd.barrier()  # every rank has come here although no GPU has
+        stalled.set()
+        return model.weight.tolist()
+
+    # 51 steps of half the mean gradient of 1 and 2.
+    assert on_gpus(2, body) == [[[-51 * 0.75] * 5] * 3] * 2
 
 
 def test_gradients_are_views_of_the_bucket_and_are_not_copied_back() -> None:
