@@ -11,6 +11,7 @@
 #include "nccl_conformity.h"
 
 #include <dlfcn.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -21,6 +22,7 @@
 #include <exception>
 #include <string_view>
 #include <thread>
+#include <utility>
 
 namespace sparkhvd::conformity {
 
@@ -28,6 +30,8 @@ namespace {
 
 // Everything together; SIGALRM ends the process then, because a hang is what fails here.
 constexpr unsigned kDeadlineS = 240;
+// How long the other ranks have to end by themselves when the process of one has ended.
+constexpr unsigned kGraceS = 2;
 
 #ifdef __SANITIZE_THREAD__
 constexpr bool kFindsRaces = true;
@@ -201,6 +205,14 @@ int run_process(const Options& options, Room& room, int index) {
   }
 }
 
+/// A rank may be inside NCCL, where it waits for one that has been killed.
+void end_soon(const std::vector<pid_t>& children) {
+  ::sleep(kGraceS);
+  for (const pid_t child : children) {
+    if (child != 0) ::kill(child, SIGKILL);
+  }
+}
+
 int run_processes(const Options& options, Room& room) {
   std::vector<pid_t> children;
   for (int i = 0; i < options.ranks; ++i) {
@@ -209,9 +221,22 @@ int run_processes(const Options& options, Room& room) {
     children.push_back(child);
   }
   int failed = 0;
-  for (const pid_t child : children) {
+  for (std::size_t left = children.size(); left > 0; --left) {
     int status = 0;
-    if (::waitpid(child, &status, 0) != child || status != 0) failed = 1;
+    const pid_t child = ::waitpid(-1, &status, 0);
+    const auto place = std::ranges::find(children, child);
+    if (place == children.end()) return 1;
+    *place = 0;
+    if (status == 0) continue;
+    if (!WIFSIGNALED(status) || std::exchange(failed, 1) != 0) {
+      failed = 1;
+      continue;
+    }
+    std::printf("FAILED  rank %td of %d: its process ended by signal %d\n",
+                place - children.begin(), options.ranks, WTERMSIG(status));
+    std::fflush(stdout);
+    room.fail();
+    end_soon(children);
   }
   return failed;
 }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
-from tests.nccl.programs import conformity
+from tests.nccl.programs import conformity, started
 
 
 def run(test: str, **environment: str) -> str:
@@ -46,6 +49,18 @@ def test_rules_come_from_the_environment(rules: str, test: str, message: str) ->
     text = run(test, FAKE_CUDA=rules)
     assert "FAILED  rank 0 of 1" in text
     assert message in text
+
+
+def test_a_killed_rank_is_named_and_ends_the_others() -> None:
+    with started("--ranks", "2", "--processes", "allreduce", FAKE_CUDA="hang:ncclAllReduce:3") as (
+        program,
+        ranks,
+    ):
+        os.kill(ranks[1], signal.SIGKILL)
+        text, _ = program.communicate(timeout=20)
+    assert program.returncode == 1
+    assert "FAILED  rank 1 of 2: its process ended by signal 9\n" in text
+    assert "FAILED  rank 0" not in text
 
 
 def test_gpus_are_those_that_are_visible() -> None:
