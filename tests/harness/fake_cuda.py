@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from sparkhvd.engine import Buffer, Engine
@@ -367,6 +368,22 @@ def _check_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
     types = {each.dtype for each in targets}
     assert len(types) == 1, f"_foreach_copy_ to {types} would write beyond tensors"
     assert unknown.isdisjoint({*types, sources[0].dtype}), '"foreach_tensor_copy" not implemented'
+
+
+class Factories(TorchFunctionMode):
+    """Inside, what torch's own code makes with `device="cuda"` is made on the stand-in's device."""
+
+    _MAKE = (torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor)
+
+    def __init__(self, gpu: FakeDevice) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._MAKE and _is_cuda(kwargs.get("device")):
+            return self._gpu.tensor(func(*args, **{**kwargs, "device": "cpu"}))
+        return func(*args, **kwargs)
 
 
 def _is_cpu(place: Any) -> bool:
