@@ -37,6 +37,9 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import tests.gpu  # noqa: E402, F401 - first, because cloudpickle may be missing
+
+# isort: split
 from gpu_models import TASKS, TINY, Task  # noqa: E402 - of this folder
 
 import sparkhvd.torch as hvd  # noqa: E402 - of the checkout

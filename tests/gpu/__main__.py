@@ -26,7 +26,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 470.0
 # Of these, what is kept for the figures.
-FIGURES_S = {"step": 120.0, "overhead": 40.0, "pack": 40.0}
+FIGURES_S = {"step": 100.0, "overhead": 30.0, "pack": 30.0}
 
 
 class Row(NamedTuple):

@@ -154,6 +154,17 @@ def training(gpu: Machine) -> str:
             extra,
             1e-2,
         ),
+        "gradients as views": (
+            lambda: alike.together(gpu, gradient_as_bucket_view=True),
+            alike.alone(),
+            1e-10,
+        ),
+        "sharded": (lambda: alike.together(gpu, sharded=True), alike.alone(), 1e-10),
+        "sharded Adam, unused parameters": (
+            lambda: alike.together(gpu, make=adam, sharded=True, uses_extra=uses_extra),
+            alike.alone(make=adam, extra_for=of_row),
+            1e-10,
+        ),
         "streams in turns": (lambda: alike.two_streams(gpu), alike.alone(steps=4), 1e-10),
     }
     worst = 0.0

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from sparkhvd.engine import Engine
 from sparkhvd.errors import PeerLostError
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SingleRendezvous, SocketRendezvous
 from tests.gpu.bodies import BODIES
-from tests.gpu.machine import Cuda, Machine, as_with_partners, machine, share_gpu
+from tests.gpu.machine import Machine, as_with_partners, machine, share_gpu
 from tests.harness.rank_process import Talk
 
 
@@ -124,14 +122,3 @@ def again(engine: Engine, talk: Talk) -> int:
         assert total.tolist() == [float(hvd.size())] * 3
         hvd.barrier()
     return rounds
-
-
-def estimator(engine: Engine, talk: Talk) -> dict[str, Any]:
-    """The estimator's training half, as its ranks run it, on data that lies there."""
-    from sparkhvd.estimator.training.train import train
-
-    with on_gpu(engine) as gpu:
-        spec = pickle.loads(Path(talk.hear()).read_bytes())
-        result = train(spec)
-        used = torch.cuda.max_memory_allocated() if isinstance(gpu, Cuda) else None
-    return {"losses": [record["loss"] for record in result.history], "bytes": used}

@@ -37,7 +37,10 @@ def test_all_checks_on_a_gpu(tmp_path: Path) -> None:
 
 @needs_stand_in
 @pytest.mark.timeout(300)
-def test_all_checks_and_figures_on_the_stand_in(tmp_path: Path) -> None:
+def test_all_checks_and_figures_on_the_stand_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STAND_IN, "1")
     done = make_gpu("--stand-in", "--rounds", "2", "--results", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     text = (tmp_path / "gpu.md").read_text()
