@@ -186,7 +186,8 @@ soak: TEST_JOBS := 0
 soak: PYTEST_FLAGS += --timeout=3600
 soak: test test-sanitizers fuzz-if-clang test-aarch64 test-wheels
 
-# Needs torch with CUDA, and neither Spark, Java nor a network: also without `make env`, on a machine with a bare Python.
+# Needs torch with CUDA, and neither Spark, Java nor a network: also without `make env`, on a machine with a bare Python
+# (docs/gpu_validation.md). Exit status 2 of the program, which make reports as an error: there is no GPU.
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 GPU_FLAGS ?=
 

@@ -18,6 +18,7 @@ import os
 import platform
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -93,7 +94,10 @@ def main() -> int:
     results = Results(Path(folder) / "gpu.md" if folder else None, head)
     with_figures = [] if arguments.no_benchmarks else [f for f in FIGURES_S if arguments.only in f]
     end = began + LIMIT_S
-    check(results, arguments.only, end - sum(FIGURES_S[name] for name in with_figures))
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-gpu-") as logs:
+        os.environ["SPARKHVD_TEST_GPU_LOGS"] = logs
+        check(results, arguments.only, end - sum(FIGURES_S[name] for name in with_figures))
+        del os.environ["SPARKHVD_TEST_GPU_LOGS"]
     for name in with_figures:
         measure(results, name, arguments.rounds, end)
     results.write()
@@ -145,9 +149,17 @@ def check(results: Results, only: str, end: float) -> None:
                     detail, outcome = detail.removeprefix(SKIPPED), "skipped"
             except Exception as error:
                 traceback.print_exc()
+                show_warnings()
                 outcome = "**failed**"
                 detail = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             results.add(Row(part.name, outcome, time.monotonic() - began, detail))
+
+
+def show_warnings() -> None:
+    """What NCCL has said since the last time."""
+    for log in sorted(Path(os.environ["SPARKHVD_TEST_GPU_LOGS"]).iterdir()):
+        print(f"NCCL in process {log.suffix[1:]}:\n{log.read_text()[-2000:]}", file=sys.stderr)
+        log.unlink()
 
 
 def measure(results: Results, name: str, rounds: int, end: float) -> None:

@@ -184,13 +184,15 @@ def perceptron(width: int = 64, layers: int = 4) -> nn.Module:
     return alike.fill(nn.Sequential(*parts)).float()
 
 
-def stepper(gpu: Machine, width: int, layers: int) -> tuple[Callable[[], None], nn.Module]:
+def stepper(
+    gpu: Machine, width: int, layers: int, rows: int = 64
+) -> tuple[Callable[[], None], nn.Module]:
     """A training step that asks for no values."""
     model = gpu.module(perceptron(width, layers))
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3), named_parameters=model.named_parameters()
     )
-    x = gpu.tensor(torch.randn(64, width))
+    x = gpu.tensor(torch.randn(rows, width))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -247,7 +249,7 @@ def _overlap_on_stand_in(gpu: StandIn) -> str:
 
 def _overlap_in_profile(gpu: Machine) -> str:
     """Kernels of backward that ran between the begin of the first of NCCL's and the end of the last."""
-    step, _ = stepper(gpu, 2048, 8)
+    step, _ = stepper(gpu, 2048, 8, rows=4096)  # milliseconds of backward
     for _ in range(5):
         step()
     events = [event for event in profiled(step) if is_on_gpu(event)]

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.engine import Engine
+from sparkhvd.settings import Settings
 from sparkhvd.torch._context import context, use_engine
-from sparkhvd.torch.device import find_nccl
+from sparkhvd.torch.device import find_nccl, nccl_version
 from sparkhvd.torch.distributed import Distributed
 
 # Set where the checks run on the stand-in.
 STAND_IN = "SPARKHVD_TEST_STAND_IN"
+# The folder for NCCL's warnings.
+LOGS = "SPARKHVD_TEST_GPU_LOGS"
 # The words of CUDA and torch for a host that waits for the device.
 WAITS = ("Synchronize", "_local_scalar_dense", "Memcpy DtoH (Device -> Pageable)")
 
@@ -130,7 +133,7 @@ class Cuda:
         return int(torch.cuda.current_stream(self.place).cuda_stream)
 
     def nccl(self) -> str:
-        return find_nccl()
+        return nccl_library()
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -172,7 +175,10 @@ def profiled(steps: Callable[[], None]) -> list[Any]:
             steps()
         torch.cuda.synchronize()  # so that their kernels are in the profile
     events: list[Any] = list(seen.events() or ())
-    whole = next(each.time_range for each in events if each.name == "the steps")
+    # The GPU's side has a range of this name, too.
+    whole = next(
+        each.time_range for each in events if each.name == "the steps" and not is_on_gpu(each)
+    )
     return [
         each
         for each in events
@@ -281,12 +287,15 @@ def as_with_partners() -> Iterator[None]:
         Distributed._has_partners = before  # type: ignore[method-assign]
 
 
-def share_gpu(rank: int) -> None:
-    """Tell NCCL, before it is loaded, that several ranks share this GPU and no other network is there."""
-    # Up to 2.29 ranks on one GPU must seem to be on hosts of their own; from 2.30 on they may say what they do.
-    os.environ["NCCL_HOSTID"] = f"rank-{rank}"
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-    for name, value in {
+def nccl_library() -> str:
+    """NCCL as the engine takes it."""
+    return Settings.resolve().nccl_library or find_nccl()
+
+
+def nccl_environment() -> dict[str, str]:
+    """What NCCL is told here: several ranks share this GPU, and there is no other network."""
+    wanted = {
+        "MULTI_RANK_GPU_ENABLE": "1",  # from 2.30 on; until then see `share_gpu`
         "SOCKET_IFNAME": "lo",
         "IB_DISABLE": "1",
         "NET_PLUGIN": "none",
@@ -295,8 +304,19 @@ def share_gpu(rank: int) -> None:
         "NET_GDR_LEVEL": "LOC",
         "RAS_ENABLE": "0",  # both ranks would listen on one port
         "MAX_CTAS": "8",  # both ranks' kernels must fit on the GPU at once
-    }.items():
-        os.environ.setdefault(f"NCCL_{name}", value)
+        "DEBUG": "WARN",
+    }
+    if logs := os.environ.get(LOGS):
+        wanted["DEBUG_FILE"] = f"{logs}/nccl.%p"  # a rank's standard output has other readers
+    given = {f"NCCL_{name}": value for name, value in wanted.items()}
+    return {name: os.environ.get(name, value) for name, value in given.items()}
+
+
+def share_gpu(rank: int) -> None:
+    """Tell NCCL that this rank shares the GPU, before it is loaded."""
+    # Up to 2.29 ranks on one GPU must seem to be on hosts of their own.
+    os.environ["NCCL_HOSTID"] = f"rank-{rank}"
+    os.environ.update(nccl_environment())
 
 
 def why_not() -> str:
@@ -317,7 +337,8 @@ def description() -> str:
     if is_stand_in():
         return "the stand-in for CUDA and NCCL, no GPU"
     gpu = torch.cuda.get_device_properties(0)
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    code = nccl_version()
+    nccl = f"{code // 10000}.{code // 100 % 100}.{code % 100}"
     return (
         f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, driver {driver_version()}, torch {torch.__version__} with "
         f"CUDA {torch.version.cuda} and NCCL {nccl}"

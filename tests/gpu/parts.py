@@ -13,8 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from sparkhvd.torch.device import find_nccl
-from tests.gpu.machine import is_stand_in
+from tests.gpu.machine import is_stand_in, nccl_environment, nccl_library
 from tests.gpu.ranks import START_S, Crew, hear, started
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,10 +108,10 @@ def conformity(ranks: int) -> Callable[[float], str]:
     def run(seconds: float) -> str:
         program = ROOT / "build" / "native" / "nccl_conformity"
         if not program.exists():
-            return f"{SKIPPED}{program.relative_to(ROOT)} is not built (make native-tests)"
+            return f"{SKIPPED}{program.relative_to(ROOT)} is not built (its target in build/native)"
         command = [str(program), "--ranks", str(ranks)]
         if not is_stand_in():
-            command += ["--cuda-library", "libcuda.so.1", "--nccl-library", find_nccl()]
+            command += ["--cuda-library", "libcuda.so.1", "--nccl-library", nccl_library()]
         if ranks > 1:
             command += ["--processes", "--same-gpu"]
         return passed(command, seconds)
@@ -125,7 +124,8 @@ def passed(command: list[str], seconds: float) -> str:
     deadline, failures, skipped = time.monotonic() + seconds, [], []
     while True:
         given = [word for name in skipped for word in ("--without", name)]
-        status, output = finish([*command, *given], deadline - time.monotonic())
+        left = deadline - time.monotonic()
+        status, output = finish([*command, *given], left, nccl_environment())
         lines = output.splitlines()
         if status == 0:
             break
@@ -153,11 +153,18 @@ def failure(lines: list[str]) -> tuple[str, str]:
     return "", f"no answer in time after {done[-1] if done else 'the start'}"
 
 
-def finish(command: list[str], seconds: float) -> tuple[int | None, str]:
+def finish(
+    command: list[str], seconds: float, environment: dict[str, str] | None = None
+) -> tuple[int | None, str]:
     """The exit status (None: its time was up) and the output of a program, which is gone with all its children."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
         )
         status: int | None = None
         try:

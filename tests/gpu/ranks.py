@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from sparkhvd.settings import Settings
@@ -23,8 +22,8 @@ _ECHOES = ("PeerLostError", "CollectiveError", "CollectiveTimeoutError")
 
 def settings() -> Settings:
     """Several buckets even for small models; a wait that should not be ends with an error before its check does."""
-    return replace(
-        Settings(), connect_timeout_s=START_S, stall_shutdown_s=60.0, device_bucket_bytes=1024
+    return Settings.resolve(
+        connect_timeout_s=START_S, stall_shutdown_s=60.0, device_bucket_bytes=1024
     )
 
 
