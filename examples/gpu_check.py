@@ -31,9 +31,8 @@ def check(seconds: float) -> dict[str, Any]:
 
     import sparkhvd.torch as hvd
 
-    hvd.init()
-    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-    device = torch.device("cuda")
+    hvd.init()  # makes the rank's GPU the current one
+    device = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", device_id=device)
     generator = torch.Generator(device).manual_seed(hvd.rank())
     sums, deadline = 0, time.monotonic() + seconds
@@ -51,17 +50,17 @@ def check(seconds: float) -> dict[str, Any]:
             "sparkhvd": lambda tensor=tensor: hvd.allreduce_(tensor, op=hvd.Sum, name="speed"),  # type: ignore[misc]
             "torch": lambda tensor=tensor: dist.all_reduce(tensor),  # type: ignore[misc]
         }
-        rounds = {
-            name: [bandwidth(run, num_bytes) for _ in range(ROUNDS)]
-            for name, run in variants.items()
-        }
+        rounds: dict[str, list[float]] = {name: [] for name in variants}
+        for number in range(ROUNDS):
+            for name in sorted(variants, reverse=number % 2 == 1):  # in turns
+                rounds[name].append(bandwidth(variants[name], num_bytes))
         speeds[num_bytes] = {name: statistics.median(values) for name, values in rounds.items()}
-    name = torch.cuda.get_device_name()
+    gpu = torch.cuda.get_device_properties(device)
     dist.destroy_process_group()
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "gpu": name,
+        "gpu": f"{gpu.name}, {gpu.uuid}",
         "sums": sums,
         "GB/s": speeds,
     }
@@ -85,15 +84,25 @@ def bandwidth(run: Callable[[], Any], num_bytes: int) -> float:
     return num_bytes / seconds * 2 * (hvd.size() - 1) / hvd.size() / 1e9
 
 
+def gpus_here() -> int:
+    """GPUs of this machine; one at least, so that the ranks say what is wrong."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--num-proc", type=int, help="ranks; all GPUs by default")
     parser.add_argument("--seconds", type=float, default=60.0, help="of random sums")
     arguments = parser.parse_args()
     spark = SparkSession.builder.appName("sparkhvd-gpu-check").getOrCreate()
+    num_proc = arguments.num_proc
+    if num_proc is None and spark.conf.get("spark.master", "").startswith("local"):
+        num_proc = gpus_here()  # Spark counts cores there
     try:
         reports = sparkhvd.runner.run(
-            check, (arguments.seconds,), num_proc=arguments.num_proc, use_gpu=True, spark=spark
+            check, (arguments.seconds,), num_proc=num_proc, use_gpu=True, spark=spark
         )
     finally:
         spark.stop()
