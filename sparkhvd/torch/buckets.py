@@ -177,16 +177,10 @@ class Reducer:
     def _open_device(self) -> Device | None:
         """This rank's GPU, if it has parameters there."""
         device: Device | None = None
-        options = self.options
         for entry in self._entries:
             if entry.param.is_cpu:
                 continue
             device = opened(self.context, f"DistributedOptimizer, {entry.name!r}", entry.param)
-            if isinstance(options.compression, PowerSGD):
-                raise InvalidArgumentError(
-                    f"DistributedOptimizer: {entry.name!r} is on {entry.param.device}, and {options.compression!r} is "
-                    "for parameters of the CPU. Leave it out."
-                )
         return device
 
     def _claim(self, compression: type[Compressor] | Compressor) -> PowerSGD | None:
@@ -602,22 +596,22 @@ class Reducer:
         return buckets
 
     def _bucket(self, name: str, entries: list[Entry]) -> Bucket:
-        options = self.options
-        if self._device is not None and not entries[0].param.is_cpu:
+        options, device = self.options, None if entries[0].param.is_cpu else self._device
+        # Of all optimizers: a bucket that knew the reducer would keep it alive.
+        neighbours = functools.partial(_reduced_parameters, self.context)
+        if self._low_rank is not None:
+            if self._is_low_rank(entries[0]):
+                gpu = None if device is None else (self.context, device)
+                return LowRankBucket(name, entries, options, self._low_rank, neighbours, gpu)
+            options = replace(options, compression=Compression.none)
+        if device is not None:
             kind = ShardedDeviceBucket if options.sharded else DeviceBucket
-            return kind(name, entries, self._flagged, options, self._device, self.context)
+            return kind(name, entries, self._flagged, options, device, self.context)
         if options.sharded:
             place = options.ranks.index(self.context.engine.topology.rank)
             return ShardedBucket(name, entries, self._flagged, options, place)
-        # Of all optimizers: a bucket that knew the reducer would keep it alive.
-        neighbours = functools.partial(_reduced_parameters, self.context)
-        compression = options.compression
-        if self._low_rank is not None:
-            if self._is_low_rank(entries[0]):
-                return LowRankBucket(name, entries, options, self._low_rank, neighbours)
-            compression = Compression.none
         return DenseBucket(
-            name, entries, self._flagged, options, compression, neighbours=neighbours
+            name, entries, self._flagged, options, options.compression, neighbours=neighbours
         )
 
     def _views(self, named: list[tuple[str, list[Entry]]], memory: GradientMemory) -> list[Bucket]:

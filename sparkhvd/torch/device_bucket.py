@@ -43,7 +43,7 @@ from sparkhvd.torch.dense_gradients import (
 from sparkhvd.torch.device import Device, copy_each
 from sparkhvd.torch.slices import offsets_of
 
-__all__ = ["DeviceBucket", "give_memory"]
+__all__ = ["DeviceBucket", "await_streams", "give_memory"]
 
 # Gradients from this size on are scaled while they are copied: to move twice as many bytes takes a GPU of 3 TB/s as
 # long as a launch takes the host, about 5 us.
@@ -205,9 +205,7 @@ class DeviceBucket(GradientBucket):
         """Pack the gradients of all entries, which `grad` has, and submit them."""
         assert self._flat is not None
         stream = self._device.stream()
-        for other in {entry.stream for entry in self.entries}:
-            if other is not None and other != stream:
-                self._device.await_stream(other)
+        await_streams(self._device, self.entries)
         self._pack()
         # What was packed is read on this stream, whose memory is torch's business; the flat one is the engine's.
         self.work = submit(
@@ -342,6 +340,14 @@ def _new(entry: Entry) -> Tensor:
     made = entry.param.new_empty_strided(entry.shape, entry.stride)
     entry.param.grad = made
     return made
+
+
+def await_streams(device: Device, entries: Sequence[Entry]) -> None:
+    """Let the current stream wait for those on which gradients became complete."""
+    stream = device.stream()
+    for other in {entry.stream for entry in entries}:
+        if other is not None and other != stream:
+            device.await_stream(other)
 
 
 def give_memory(

@@ -30,8 +30,6 @@ __all__ = ["DeviceShards", "Gathering"]
 
 # Pieces of memory that take turns: while one is on its way, another is copied.
 _TURNS = 2
-# How many times the host may have gathered before the GPU has once.
-_TIMES_AHEAD = 4
 _PIECE_ALIGNMENT = 256
 
 
@@ -81,7 +79,6 @@ class DeviceShards:
         self._buckets: list[tuple[Slices, list[Tensor]]] = []
         self._memory: list[Tensor] = []  # of parameters on their way
         self._num_allocations = 0
-        self._time = 0  # how often something was gathered
 
     def cut(self, bucket: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Divide parameters of one type together; this rank's elements of each, as `Slices.part`."""
@@ -139,7 +136,6 @@ class DeviceShards:
     @torch.no_grad()
     def _gather(self, work: Sequence[Gathering], memory: Sequence[Tensor]) -> None:
         flying: deque[tuple[DeviceWork, Gathering, Tensor]] = deque()
-        self._time += 1
         for turn, each in enumerate(work):
             if len(flying) == len(memory):
                 self._finish(*flying.popleft())
@@ -169,8 +165,7 @@ class DeviceShards:
         )
         call.place(0, piece.data_ptr(), piece.data_ptr())
         # To the engine a name means a shape and a type.
-        kind = f"{turn}.{slices.total}.{piece.dtype}"
-        name = f"{self._label}.{kind}.{self._time % _TIMES_AHEAD}"
+        name = f"{self._label}.{turn}.{slices.total}.{piece.dtype}"
         stream = self._device.stream()
         return submit(
             self._context, self._device, call, name, stream, piece.untyped_storage(), (piece,)

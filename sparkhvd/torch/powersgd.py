@@ -19,11 +19,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import Engine, ReduceOp, Work, allreduce_call
+from sparkhvd.engine import Engine, ReduceOp, allreduce_call
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.library import DEVICE_CPU
+from sparkhvd.torch._context import Context
 from sparkhvd.torch.arguments import to_integer
+from sparkhvd.torch.collectives.device_works import submit
 from sparkhvd.torch.collectives.handles import Operation
-from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.collectives.tensors import engine_dtype, lend
 from sparkhvd.torch.compression import Compressor
 from sparkhvd.torch.dense_gradients import (
     Entry,
@@ -32,8 +35,11 @@ from sparkhvd.torch.dense_gradients import (
     give_back,
     owns_memory,
     require_cpu,
+    require_same_place,
     require_same_shape,
 )
+from sparkhvd.torch.device import Device
+from sparkhvd.torch.device_bucket import await_streams
 
 __all__ = ["LowRankBucket", "PowerSGD", "stateless"]
 
@@ -145,6 +151,8 @@ class PowerSGD(Compressor):
             if not self._is_worth(entry):
                 continue
             state = self._states.setdefault(entry.name, _State(0, self._first_q(entry)))
+            state.q = _beside(entry, state.q)  # a loaded one may come from a file
+            state.error = None if state.error is None else _beside(entry, state.error)
             _, columns = _sides(entry)
             wanted = (columns, self._columns(entry))
             if tuple(state.q.shape) != wanted:
@@ -157,7 +165,9 @@ class PowerSGD(Compressor):
         """Of every parameter what must be the same on all ranks, in words."""
         found = [self._states.get(entry.name) for entry in entries]
         return [
-            "" if state is None else f", after {state.steps} steps, q {float(state.q.sum())!r}"
+            ""
+            if state is None
+            else f", after {state.steps} steps, q {float(state.q.cpu().sum())!r}"
             for state in found
         ]
 
@@ -188,7 +198,7 @@ class PowerSGD(Compressor):
         """Of a parameter that is compressed, with an error."""
         state = self._states[entry.name]
         if state.error is None:
-            state.error = torch.zeros(_sides(entry), dtype=state.q.dtype)
+            state.error = state.q.new_zeros(_sides(entry))
         return state
 
     def _is_worth(self, entry: Entry) -> bool:
@@ -205,7 +215,9 @@ class PowerSGD(Compressor):
         _, columns = _sides(entry)
         # Not orthogonal: only what it spans matters.
         shape = (columns, self._columns(entry))
-        return torch.randn(shape, generator=generator, dtype=_arithmetic(entry.dtype))
+        return _beside(
+            entry, torch.randn(shape, generator=generator, dtype=_arithmetic(entry.dtype))
+        )
 
 
 def stateless(compression: type[Compressor] | Compressor) -> type[Compressor]:
@@ -216,6 +228,13 @@ def stateless(compression: type[Compressor] | Compressor) -> type[Compressor]:
         f"DistributedOptimizer: op=Adasum combines steps, and {compression!r} is for gradients. Use Average, or "
         "Compression.fp16 or .bf16."
     )
+
+
+def _beside(entry: Entry, values: Tensor) -> Tensor:
+    """Values where the parameter is."""
+    if values.device == entry.param.device:
+        return values
+    return entry.param.new_empty(values.shape, dtype=values.dtype).copy_(values)
 
 
 def _sides(entry: Entry) -> tuple[int, int]:
@@ -251,7 +270,11 @@ class _Matrix:
         entry, error = self.entry, self.state.error
         assert entry.grad is not None
         assert error is not None
-        require_cpu(entry, grad := entry.grad)
+        grad = entry.grad
+        if error.is_cpu:
+            require_cpu(entry, grad)
+        else:
+            require_same_place(entry, grad)
         require_same_shape(entry, grad)
         entry.place = grad.data_ptr() if grad.layout is torch.strided else -1
         if (
@@ -270,6 +293,9 @@ class _Matrix:
 
     def project_back(self) -> None:
         """Second round: Q = (gradient + error)^T P, with P orthonormal."""
+        if not self.p.is_cpu:
+            self._project_back_unseen()
+            return
         self.is_finite = bool(self.p.isfinite().all())
         if not self.is_finite:  # on every rank, because P is the same on all of them
             self.next_q.zero_()
@@ -283,7 +309,9 @@ class _Matrix:
         """The gradient is P Q^T; what it lacks is the error."""
         state, entry = self.state, self.entry
         assert state.error is not None
-        if not (self.is_finite and bool(self.next_q.isfinite().all())):
+        if not self.p.is_cpu:
+            self._finish_unseen(factor)
+        elif not (self.is_finite and bool(self.next_q.isfinite().all())):
             # The optimizer, or GradScaler, must see it; the memory must not.
             self.matrix.fill_(torch.nan)
         else:
@@ -298,6 +326,27 @@ class _Matrix:
             give_back(entry, self.matrix.view(entry.shape), neighbours, resparsify=resparsify)
         self.matrix = torch.empty(0)
 
+    # On a GPU the host does not look at values, because it would have to wait for them.
+
+    def _project_back_unseen(self) -> None:
+        is_finite = self.p.isfinite().all()
+        self.p.copy_(torch.linalg.qr(self.p.masked_fill(~is_finite, 0.0))[0])
+        torch.mm(self.matrix.t(), self.p, out=self.next_q)
+        # So that every rank has what is not finite in the second round, and keeps its error.
+        self.next_q.masked_fill_(~is_finite, torch.nan)
+
+    def _finish_unseen(self, factor: float) -> None:
+        state = self.state
+        assert state.error is not None
+        is_finite = self.next_q.isfinite().all()
+        error = torch.addmm(self.matrix, self.p, self.next_q.t(), alpha=-1)
+        state.error.copy_(error.where(is_finite, state.error))
+        torch.mm(self.p, (self.next_q * factor).t(), out=self.matrix)
+        self.matrix.masked_fill_(~is_finite, torch.nan)
+        length = self.next_q.norm()
+        q = self.next_q / length.masked_fill(length == 0, 1.0)
+        state.q = q.where(is_finite, state.q)
+
 
 class LowRankBucket:
     """Gradients that are reduced as P and Q, in two rounds. As `DenseBucket`, with `start_second_round` between.
@@ -308,6 +357,7 @@ class LowRankBucket:
         options: how to reduce: Average or Sum.
         compression: has their states.
         neighbours: all parameters whose gradients are reduced, by whichever optimizer.
+        gpu: of parameters on a GPU, where they are and whose engine reduces.
     """
 
     __slots__ = (
@@ -315,6 +365,7 @@ class LowRankBucket:
         "_flags",
         "_flat_p",
         "_flat_q",
+        "_gpu",
         "_matrices",
         "_neighbours",
         "_options",
@@ -334,7 +385,9 @@ class LowRankBucket:
         options: ReduceOptions,
         compression: PowerSGD,
         neighbours: Callable[[], Iterable[Tensor]],
+        gpu: tuple[Context, Device] | None = None,
     ) -> None:
+        self._gpu = gpu
         self.name = name
         self.entries = entries
         self.pending = len(entries)
@@ -342,16 +395,16 @@ class LowRankBucket:
         self.sent: list[Any] = []
         self._options = options
         self._neighbours = neighbours
-        self._second_work: Work | None = None
+        self._second_work: Operation | None = None
         states = [compression.state_of(entry) for entry in entries]
         ranks = [state.q.shape[1] for state in states]
         sides = [_sides(entry) for entry in entries]
-        dtype = states[0].q.dtype
+        q = states[0].q
         p_shapes = [(rows, rank) for (rows, _), rank in zip(sides, ranks, strict=True)]
         q_shapes = [(columns, rank) for (_, columns), rank in zip(sides, ranks, strict=True)]
-        self._flat_p, ps = _flat(p_shapes, dtype)
-        self._flat_q, qs = _flat(q_shapes, dtype)
-        self._flags = torch.empty(len(entries), dtype=dtype)
+        self._flat_p, ps = _flat(p_shapes, q)
+        self._flat_q, qs = _flat(q_shapes, q)
+        self._flags = q.new_empty(len(entries))
         self._matrices = [_Matrix(*each) for each in zip(entries, states, ps, qs, strict=True)]
         self._first = self._call([self._flat_p, self._flags])
         self._second = self._call([self._flat_q])
@@ -362,26 +415,45 @@ class LowRankBucket:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         dtype = engine_dtype(self.name, tensors[0])
         process_set = self._options.process_set
-        call = allreduce_call(shapes, dtype, ReduceOp.AVERAGE, process_set=process_set)
+        # On a GPU torch divides, before.
+        op, device = ReduceOp.AVERAGE, DEVICE_CPU
+        if self._gpu is not None:
+            op, device = ReduceOp.SUM, self._gpu[1].ordinal
+        call = allreduce_call(shapes, dtype, op, process_set=process_set, device=device)
         for index, tensor in enumerate(tensors):
             call.place(index, tensor.data_ptr(), tensor.data_ptr())
         return call
 
+    def _submit(self, engine: Engine, call: Any, name: str, tensors: list[Tensor]) -> Operation:
+        if self._gpu is None:
+            return engine.start(call, name, tensors)
+        context, device = self._gpu
+        torch._foreach_mul_(tensors, 1.0 / len(self._options.ranks))
+        return submit(context, device, call, name, device.stream(), lend(*tensors))
+
+    @torch.no_grad()
     def start(self, engine: Engine) -> None:
         """Submit P, and who has a gradient at all."""
+        if self._gpu is not None:
+            await_streams(self._gpu[1], self.entries)
         for matrix in self._matrices:
             matrix.project()
-        self._flags.copy_(torch.tensor([not entry.missing for entry in self.entries]))
-        self.work = engine.start(self._first, self.name, (self._flat_p, self._flags))
+        self._flags.fill_(1)
+        for number, entry in enumerate(self.entries):
+            if entry.missing:
+                self._flags[number].zero_()
+        self.work = self._submit(engine, self._first, self.name, [self._flat_p, self._flags])
 
+    @torch.no_grad()
     def start_second_round(self, engine: Engine) -> None:
         """Wait for P and submit Q; on every rank, whatever P is."""
         assert self.work is not None
         self.work.wait()
         for matrix in self._matrices:
             matrix.project_back()
-        self._second_work = engine.start(self._second, f"{self.name}.q", self._flat_q)
+        self._second_work = self._submit(engine, self._second, f"{self.name}.q", [self._flat_q])
 
+    @torch.no_grad()
     def wait(self) -> None:
         """Wait until the reduced gradients lie in `.grad`."""
         assert self._second_work is not None
@@ -391,11 +463,17 @@ class LowRankBucket:
         if options.op is ReduceOp.SUM:
             factor *= len(options.ranks)
         neighbours = Neighbours(self._neighbours)
-        for matrix, used in zip(self._matrices, self._flags.tolist(), strict=True):
+        for matrix, used in zip(self._matrices, self._used(), strict=True):
             if used:
                 matrix.finish(factor, neighbours, resparsify=options.sparse_as_dense)
             else:  # the error waits for a step in which some rank has a gradient
                 matrix.entry.param.grad = None
+
+    def _used(self) -> list[bool]:
+        """Of which parameters any rank has a gradient."""
+        if not any([entry.missing for entry in self.entries]):
+            return [True] * len(self.entries)
+        return [flag > 0 for flag in self._flags.tolist()]
 
     def take(self, entry: Entry) -> None:
         """The gradient as it is, or zeros."""
@@ -411,11 +489,12 @@ class LowRankBucket:
         for entry in self.entries:
             entry.grad = None
             entry.missing = False
+            entry.stream = None
 
 
-def _flat(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+def _flat(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
     """One piece of memory, and a matrix of each shape in it."""
     counts = [rows * columns for rows, columns in shapes]
-    flat = torch.zeros(sum(counts), dtype=dtype)
+    flat = like.new_zeros(sum(counts))
     parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
     return flat, parts

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from sparkhvd.engine import Buffer
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch._context import context
+from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_integer, to_integers, to_list
 from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.device import Device, open_device
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["over_buffer", "registered_empty"]
@@ -26,25 +27,28 @@ def registered_empty(
     shape: int | Sequence[int],
     dtype: torch.dtype | None = None,
     process_set: ProcessSet = global_process_set,
+    device: torch.device | str | int | None = None,
 ) -> Tensor:
     """A tensor in memory that the ranks of a host share; every rank must call this, with as many bytes. Waits.
 
     `allreduce_` of such a tensor, or of the same part of it on every rank, copies nothing. In all else it is a
     tensor as any other. Its memory is freed with the last tensor over it, and may be used after `shutdown()`.
     Until an operation on it has finished, peers write into it. Where ranks cannot share memory it is ordinary
-    memory.
+    memory. On a GPU it is memory of this rank alone, which NCCL knows: operations in place there may use what the links
+    between GPUs offer without a copy.
 
     Args:
         shape: the length of every dimension.
         dtype: None means torch's default.
         process_set: the ranks that share it and will reduce it.
+        device: None is the CPU; "cuda" the rank's GPU.
 
     Returns:
         A tensor of zeros.
 
     Raises:
-        InvalidArgumentError: the shape is wrong, no collective takes the dtype, or this rank has not enough memory
-            (the others then get theirs, and allreduces of it are copied).
+        InvalidArgumentError: the shape is wrong, no collective takes the dtype, the device is not this rank's, or this
+            rank has not enough memory (the others then get theirs, and allreduces of it are copied).
         MismatchError: ranks ask for different numbers of bytes.
         CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
@@ -57,12 +61,41 @@ def registered_empty(
     size = _size(shape, dtype)
     ctx = context()
     number = set_id(process_set)
+    gpu = _gpu(ctx, device)
     if size.numel() == 0:
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device=device)
     name = ctx.name("registered_empty", None, number)
     num_bytes = size.numel() * dtype.itemsize
+    if gpu is not None:
+        made = ctx.engine.allocate(num_bytes, name=name, process_set=number, device=gpu.ordinal)
+        return gpu.over_buffer(made).view(dtype).view(size)
     buffer = ctx.engine.allocate(num_bytes, name=name, process_set=number)
     return over_buffer(buffer, dtype, size.numel()).view(size)
+
+
+def _gpu(ctx: Context, asked: Any) -> Device | None:
+    """This rank's GPU, if that was asked for."""
+    try:
+        place = torch.device("cpu" if asked is None else asked)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(
+            f"registered_empty: device={asked!r} is no device of torch. Give None or 'cuda'."
+        ) from error
+    if place.type == "cpu":
+        return None
+    if place.type != "cuda":
+        raise InvalidArgumentError(
+            f"registered_empty: device={asked!r}, and memory is registered on CPUs and NVIDIA's GPUs. Give None or 'cuda'."
+        )
+    device: Device | None = ctx.device
+    if device is None:
+        return open_device(ctx, torch.cuda.current_device() if place.index is None else place.index)
+    if place.index not in (None, device.ordinal):
+        raise InvalidArgumentError(
+            f"registered_empty: device={asked!r}, and this rank's operations run on cuda:{device.ordinal}, which its "
+            "first tensor chose. Give device='cuda'."
+        )
+    return device
 
 
 def _size(shape: Any, dtype: torch.dtype) -> torch.Size:

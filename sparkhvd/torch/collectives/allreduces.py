@@ -23,6 +23,7 @@ from sparkhvd.torch.collectives.tensors import (
     wants_gradient,
     written,
 )
+from sparkhvd.torch.collectives.through_host import start_adasum
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
@@ -53,6 +54,10 @@ def _start(
     def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
         if not inputs[indices[0]].is_cpu:
             given, made = [inputs[i] for i in indices], [outputs[i] for i in indices]
+            if op is ReduceOp.ADASUM:
+                return start_adasum(
+                    ctx, part, given, made, prescale, postscale, process_set, digest
+                )
             return device_works.start_allreduce(
                 ctx, part, given, made, op, prescale, postscale, process_set, digest
             )
@@ -92,9 +97,14 @@ def _run_one(
         target = torch.empty_like(source)
         keep = (source, target)  # nobody else has these
     if not source.is_cpu:
-        device_works.start_allreduce(
-            ctx, name, [source], [target], op, prescale, postscale, number
-        ).wait()
+        work: Operation
+        if op is ReduceOp.ADASUM:
+            work = start_adasum(ctx, name, [source], [target], prescale, postscale, number)
+        else:
+            work = device_works.start_allreduce(
+                ctx, name, [source], [target], op, prescale, postscale, number
+            )
+        work.wait()
         return target
     views = (view(source, target),)
     call = ctx.engine.prepare_allreduce(views, dtype, op, prescale, postscale, number)
@@ -198,7 +208,8 @@ def allreduce(
         average: deprecated; give `op`.
         name: matches calls across ranks; unique among operations in flight.
         compression: sends floating tensors in 16 bits.
-        op: Average (the default), Sum, Min, Max, Product or Adasum (floating types, 1, 2, 4, ... ranks).
+        op: Average (the default), Sum, Min, Max, Product or Adasum (floating types, 1, 2, 4, ... ranks; tensors on a
+            GPU are copied to the host for it and back).
             Average of integers sums, multiplies by 1/size in double and truncates.
         prescale_factor: factor of every rank's tensor, before it is combined.
         postscale_factor: factor of the result.

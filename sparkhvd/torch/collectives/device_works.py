@@ -129,10 +129,7 @@ def scheme_of(
         InvalidArgumentError: it cannot be done.
     """
     if op is ReduceOp.ADASUM:
-        raise InvalidArgumentError(
-            f"{what}: Adasum combines tensors of the CPU only, and this one is on a GPU. Use Average or Sum, or give "
-            "tensor.cpu()."
-        )
+        raise InvalidArgumentError(f"{what}: Adasum is for allreduce only. Use Average or Sum.")
     wire = _WIRES.get(dtype, dtype)
     if (op, prescale, postscale) == (op, 1.0, 1.0) and op is not ReduceOp.AVERAGE and wire == dtype:
         return Scheme(op, wire, 1.0, 1.0, ())

@@ -126,10 +126,33 @@ def test_a_name_comes_again_before_the_gpu_has_finished(fake_gpus: Driver) -> No
     assert on_gpus(2, body) == [[8.0] * 4] * 2
 
 
-def test_adasum_is_refused() -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_adasum_has_the_bits_of_the_cpu(dtype: str) -> None:
     def body(gpu: FakeDevice) -> None:
-        with pytest.raises(InvalidArgumentError, match="Adasum combines tensors of the CPU only"):
-            hvd.allreduce(gpu.tensor(torch.ones(2)), op=hvd.Adasum)
+        for shape in ((), (7,), (3, 5)):
+            values = bodies.mine(shape, getattr(torch, dtype))
+            there = gpu.tensor(values)
+            factors = {"prescale_factor": 0.5, "postscale_factor": 3.0}
+            for arguments in ({}, factors):
+                expected = hvd.allreduce(values, op=hvd.Adasum, **arguments)
+                found = hvd.allreduce(there, op=hvd.Adasum, **arguments)
+                bodies.equal(found, expected, is_sum=False)
+                bodies.equal(there, values, is_sum=False)
+            handle = hvd.grouped_allreduce_async_([there], op=hvd.Adasum)
+            assert hvd.synchronize(handle)[0] is there
+            bodies.equal(there, hvd.allreduce(values, op=hvd.Adasum), is_sum=False)
+        both = [bodies.mine((4,), torch.float32), gpu.tensor(bodies.mine((5,), torch.float32))]
+        here, there = hvd.grouped_allreduce(both, op=hvd.Adasum)
+        assert torch.equal(here, hvd.allreduce(both[0], op=hvd.Adasum))
+        bodies.equal(there, hvd.allreduce(both[1].cpu(), op=hvd.Adasum), is_sum=False)
+
+    on_gpus(2, body)
+
+
+def test_adasum_is_for_allreduce() -> None:
+    def body(gpu: FakeDevice) -> None:
+        with pytest.raises(InvalidArgumentError, match="Adasum is for allreduce only"):
+            hvd.reducescatter(gpu.tensor(torch.ones(2)), op=hvd.Adasum)
 
     on_gpus(2, body)
 
@@ -211,6 +234,36 @@ def test_joined_ranks_count_as_zeros() -> None:
         return found
 
     assert on_gpus(2, body) == [[2.0] * 3, None]
+
+
+def test_registered_memory() -> None:
+    def body(gpu: FakeDevice) -> None:
+        place = torch.device("cuda", gpu.ordinal)
+        x = hvd.registered_empty((3, 5), torch.float64, device=place)
+        assert x.is_cuda
+        assert x.tolist() == [[0.0] * 5] * 3
+        values = bodies.mine((3, 5), torch.float64)
+        x.copy_(gpu.tensor(values))
+        part = x[1]
+        assert hvd.allreduce_(x) is x
+        del x  # the part keeps the memory, also beyond the engine
+        bodies.equal(part, hvd.allreduce(values)[1])
+        assert hvd.registered_empty(4, device="cuda").dtype == torch.float32
+
+    on_gpus(2, body)
+
+
+def test_registered_memory_elsewhere_is_refused() -> None:
+    def body(gpu: FakeDevice) -> None:
+        hvd.allreduce(gpu.tensor(torch.ones(1)))
+        with pytest.raises(InvalidArgumentError, match=f"run on cuda:{gpu.ordinal}"):
+            hvd.registered_empty(4, device=f"cuda:{gpu.ordinal + 2}")
+        with pytest.raises(InvalidArgumentError, match="registered on CPUs and NVIDIA's GPUs"):
+            hvd.registered_empty(4, device="meta")
+        with pytest.raises(InvalidArgumentError, match="is no device of torch"):
+            hvd.registered_empty(4, device="nowhere")
+
+    on_gpus(2, body)
 
 
 def test_what_was_built_is_told_truly() -> None:
