@@ -36,7 +36,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparkhvd.runner import allocator, gpu_probe
+from sparkhvd.runner import allocator, gpu_probe, gpus
 
 __all__ = [
     "JobFrame",
@@ -273,15 +273,15 @@ def _install(prologue: Prologue, frame: JobFrame) -> None:
     from sparkhvd import rank_context, rendezvous
     from sparkhvd.settings import Settings
 
-    # CUDA reads its own when it starts, and nothing that was imported so far has started it.
-    os.environ.update(frame.env)  # noqa: TID251 - torch's and CUDA's own
+    env, gpu = _visible(frame, prologue.cuda_library)
+    os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
     settings = Settings.from_json(frame.settings)
     job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)
     listener = rendezvous.Listener.from_filenos(*prologue.listener, endpoint)
     rendezvous.install(rendezvous.SocketRendezvous(job, listener, settings))
     place = rank_context.RankContext(
-        job.rank, job.size, frame.local_rank, frame.attempt, prologue.num_threads, frame.gpu
+        job.rank, job.size, frame.local_rank, frame.attempt, prologue.num_threads, gpu
     )
     rank_context.install(place)
     if prologue.spark_files:
@@ -291,6 +291,19 @@ def _install(prologue: Prologue, frame: JobFrame) -> None:
             # What pyspark's own worker sets, so that SparkFiles.get answers in the user's function.
             SparkFiles._root_directory = prologue.spark_files
             SparkFiles._is_running_on_worker = True
+
+
+def _visible(frame: JobFrame, cuda_library: str) -> tuple[dict[str, str], int | None]:
+    """The frame's variables, and the rank's GPU as CUDA counts with them.
+
+    What was imported meanwhile does not start CUDA, as far as torch's versions are known. Where one does, the process goes
+    on to see its own GPU only, because CUDA has read which.
+    """
+    env = dict(frame.env)
+    if gpus.VISIBLE not in env or not gpu_probe.has_started(cuda_library):
+        return env, frame.gpu
+    del env[gpus.VISIBLE]
+    return env, 0
 
 
 def _run(program: bytes, result_fd: int, began: float) -> int:

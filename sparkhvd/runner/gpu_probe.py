@@ -14,9 +14,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["LIBRARY", "ask", "cuda_uuids"]
+__all__ = ["LIBRARY", "ask", "cuda_uuids", "has_started"]
 
 LIBRARY = "libcuda.so.1"
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
 
 
 class _CudaError(Exception):
@@ -54,6 +55,19 @@ def cuda_uuids(library: str) -> list[str]:
         call(name, raw, device)
         found.append(f"GPU-{uuid.UUID(bytes=raw.raw)}")
     return found
+
+
+def has_started(library: str) -> bool:
+    """Whether CUDA's driver runs in this process already, and so reads CUDA_VISIBLE_DEVICES no more; starts nothing.
+
+    Args:
+        library: the driver's library; "" for `LIBRARY`.
+    """
+    try:
+        cuda = ctypes.CDLL(library or LIBRARY, mode=os.RTLD_NOLOAD)
+    except OSError:  # nobody has loaded it
+        return False
+    return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
 
 
 def _error_text(cuda: ctypes.CDLL, status: int) -> str:

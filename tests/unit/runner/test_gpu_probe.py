@@ -85,6 +85,38 @@ def test_each_view_has_an_answer_and_leaves_this_process_as_it_is(
     assert os.environ[name] == "1"
 
 
+STARTED = """
+import ctypes, sys
+from sparkhvd.runner.child import JobFrame, _visible
+from sparkhvd.runner.gpu_probe import cuda_uuids, has_started
+
+library = sys.argv[1]
+frame = JobFrame("", "", local_rank=1, gpu=1, env={"RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"})
+assert not has_started(library) and not has_started("")  # nobody has loaded it
+assert _visible(frame, library) == (frame.env, 1)
+ctypes.CDLL(library)
+assert not has_started(library)  # loaded, as by a library that is linked to it
+assert _visible(frame, library) == (frame.env, 1)
+cuda_uuids(library)
+assert has_started(library)
+assert _visible(frame, library) == ({"RANK": "1"}, 0)
+plain = JobFrame("", "", gpu=2, env={"RANK": "1"})
+assert _visible(plain, library) == (plain.env, 2)
+print("ok")
+"""
+
+
+def test_a_process_in_which_cuda_runs_already_goes_on_to_see_its_own_gpu(driver: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STARTED, driver],
+        env={**os.environ, "FAKE_GPUS": "5,6", "CUDA_VISIBLE_DEVICES": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "ok\n", done.stderr
+
+
 def test_why_there_is_no_answer_is_told(
     driver: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
