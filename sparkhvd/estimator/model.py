@@ -27,10 +27,11 @@ from sparkhvd.estimator.params import PredictParams, with_signature
 from sparkhvd.estimator.predict import Output, PredictSpec, output_widths, predict
 from sparkhvd.estimator.predict_device import TaskGpus
 from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump, store_weights
+from sparkhvd.runner.profiles import profile_to_share_gpus
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 __all__ = ["Fitted", "TorchModel"]
 
@@ -208,7 +209,13 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             ]
         )
         sent: DataFrame = split_vectors(dataset.toDF(*plain[: len(dataset.columns)]), is_vector)
-        return sent.mapInArrow(run, schema).toDF(*[f.name for f in fields])
+        computed = sent.mapInArrow(run, schema, **self._resources(dataset.sparkSession))
+        return computed.toDF(*[f.name for f in fields])
+
+    def _resources(self, spark: SparkSession) -> dict[str, Any]:
+        """What the stage asks Spark for: a share of a GPU, where tasks can have one and get none by themselves."""
+        profile = None if self._get("use_gpu") is False else profile_to_share_gpus(spark)
+        return {} if profile is None else {"profile": profile}
 
     def _require_fitted(self) -> Fitted:
         if self._fitted is None:

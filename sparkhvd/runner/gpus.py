@@ -8,6 +8,7 @@ process there sees, by their local rank. What the ranks then find is judged in `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.runner.placement import executor_cores, is_local
 
 __all__ = [
+    "DYNAMIC",
     "EXECUTOR_AMOUNT",
     "TASK_AMOUNT",
     "VISIBLE",
@@ -22,6 +24,7 @@ __all__ = [
     "Mode",
     "Share",
     "decide",
+    "share_of_a_gpu",
     "variables",
     "views",
     "visible_names",
@@ -29,7 +32,10 @@ __all__ = [
 
 EXECUTOR_AMOUNT = "spark.executor.resource.gpu.amount"
 TASK_AMOUNT = "spark.task.resource.gpu.amount"
+DYNAMIC = "spark.dynamicAllocation.enabled"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# Tasks that share a GPU where the cores of an executor are not known.
+_UNKNOWN_SLOTS = 4
 
 
 class Mode:
@@ -158,6 +164,30 @@ def _of_profile(given: Share, required: bool) -> GpuPlan:
             "for 1, or leave profile out."
         )
     return GpuPlan(Mode.TASK, "as the profile given asks", is_required=required)
+
+
+def share_of_a_gpu(conf: Mapping[str, str]) -> Share | None:
+    """What a stage of Python workers must ask for, so that each task has a GPU and as many run at once as without.
+
+    None where its tasks get GPUs without asking, or cannot.
+
+    Args:
+        conf: Spark configuration; only `placement.CONF_KEYS` and `DYNAMIC` are read.
+    """
+    gpus = _number(conf, EXECUTOR_AMOUNT)
+    if gpus < 1 or _number(conf, TASK_AMOUNT) or is_local(conf.get("spark.master", "").strip()):
+        return None
+    if conf.get(DYNAMIC, "").lower() == "true":
+        return (
+            None  # Spark would start executors for the profile alone, beside those that there are
+        )
+    cores = executor_cores(conf)
+    slots = (
+        _UNKNOWN_SLOTS * gpus if cores is None else cores // int(conf.get("spark.task.cpus") or 1)
+    )
+    per_gpu = max(1, math.ceil(slots / gpus))
+    # Rounded down: Spark takes the whole part of 1 / amount for the number of tasks.
+    return Share(gpus=1.0 if per_gpu == 1 else math.floor(1e6 / per_gpu) / 1e6)
 
 
 def _number(conf: Mapping[str, str], key: str) -> float:

@@ -1,8 +1,10 @@
-"""Resource profiles of a barrier stage: the caller's own, or one that gives each rank a GPU and its share of the cores."""
+"""Resource profiles of stages: of ranks the caller's own, or one that gives each a GPU and its share of the cores."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -12,8 +14,9 @@ from sparkhvd.runner.spark_shim import SparkShim
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
 
-__all__ = ["check_profile", "no_profiles", "plan_gpus", "slots_of"]
+__all__ = ["check_profile", "no_profiles", "plan_gpus", "profile_to_share_gpus", "slots_of"]
 
 
 def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> None:
@@ -61,6 +64,37 @@ def plan_gpus(
     except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own: this master takes no profiles
         refused = f"Spark takes no resource profile here ({_first_line(e)})"
         return gpus.decide(conf, use_gpu, refused=refused), None
+
+
+# Stages of one plan that ask by different profiles cannot be one stage, so a session has one for all its models.
+_shared: dict[str, ResourceProfile | None] = {}
+_sharing = threading.Lock()
+
+
+def profile_to_share_gpus(spark: SparkSession) -> ResourceProfile | None:
+    """A profile by which tasks of an ordinary stage share the GPUs of their executors; None where there is none to ask.
+
+    The same object for a session, as long as this process lives. Costs a few requests to the server the first time.
+    """
+    shim = SparkShim(spark)
+    key = shim.session_key()
+    with _sharing:
+        if key not in _shared:
+            _shared[key] = _profile_to_share(shim)
+        return _shared[key]
+
+
+def _profile_to_share(shim: SparkShim) -> ResourceProfile | None:
+    if no_profiles():
+        return None
+    share = gpus.share_of_a_gpu(shim.conf((*placement.CONF_KEYS, gpus.DYNAMIC)))
+    if share is None:
+        return None
+    # A cluster manager that takes no profiles leaves its tasks without GPUs, as they were.
+    with contextlib.suppress(Exception):
+        made: ResourceProfile = shim.profile(share.cpus, share.gpus)
+        return made
+    return None
 
 
 def _first_line(error: Exception) -> str:

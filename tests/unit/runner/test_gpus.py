@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.runner import profiles
 from sparkhvd.runner.gpus import (
     GpuPlan,
     Mode,
     Share,
     decide,
+    share_of_a_gpu,
     variables,
     views,
 )
@@ -213,6 +215,29 @@ def test_a_rank_is_asked_for_its_own_gpus_and_for_all_that_it_could_see() -> Non
     assert views(Mode.OFF, None) == views(Mode.FREE, None) == []
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (conf(YARN, cores=8, gpus=2), 0.25),
+        (conf(YARN, cores=8, gpus=2, cpus=4), 1.0),
+        (conf(YARN, cores=2, gpus=4), 1.0),
+        (conf(K8S, cores=7, gpus=2), 0.25),
+        (conf(CLUSTER, gpus=1), 0.125),
+        (conf(YARN, cores=3, gpus=1), 0.333333),  # rounded down: three of them fit
+        (conf(STANDALONE, gpus=2), 0.25),  # executors that take all cores of their host
+        (conf(YARN, cores=8, gpus=2, task=0.5), None),  # they get GPUs without asking
+        (conf(YARN, cores=8), None),
+        (conf({"spark.master": "local[4]"}, gpus=2), None),
+        ({**conf(YARN, cores=8, gpus=2), "spark.dynamicAllocation.enabled": "true"}, None),
+    ],
+)
+def test_the_share_of_a_gpu_with_which_as_many_tasks_run_as_without(
+    given: dict[str, str], expected: float | None
+) -> None:
+    share = share_of_a_gpu(given)
+    assert share == (None if expected is None else Share(None, expected))
+
+
 class Refusing:
     """A shim whose Spark takes no profile, as one whose master is not among those that do."""
 
@@ -236,3 +261,37 @@ def test_where_spark_takes_no_profile_the_conf_must_do() -> None:
     # Nobody needs one here.
     plan, _ = plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=1, cpus=4), None, None)
     assert plan.mode == Mode.TASK
+
+
+@pytest.mark.parametrize(("takes", "made"), [(True, 1), (False, 0)])
+def test_a_session_has_one_profile_by_which_tasks_share_gpus(
+    monkeypatch: pytest.MonkeyPatch, takes: bool, made: int
+) -> None:
+    asked: list[tuple[int | None, float | None]] = []
+
+    class Shim:
+        def __init__(self, spark: Any) -> None:
+            self.key = spark
+
+        def session_key(self) -> str:
+            return str(self.key)
+
+        def conf(self, keys: Any) -> dict[str, str]:
+            return conf(YARN, cores=8, gpus=2)
+
+        def profile(self, cpus: int | None, gpus: float | None) -> Any:
+            asked.append((cpus, gpus))
+            if not takes:
+                raise RuntimeError("TaskResourceProfiles are only supported for ...")
+            return object()
+
+    monkeypatch.setattr(profiles, "SparkShim", Shim)
+    monkeypatch.setattr(profiles, "no_profiles", lambda: "")
+    monkeypatch.setattr(profiles, "_shared", {})
+    session: Any = "one"
+    first = profiles.profile_to_share_gpus(session)
+    assert profiles.profile_to_share_gpus(session) is first
+    assert (first is not None) == bool(made)
+    assert asked == [(None, 0.25)]
+    other: Any = "two"
+    assert not takes or profiles.profile_to_share_gpus(other) is not first
