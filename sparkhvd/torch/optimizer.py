@@ -80,7 +80,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             optimizer, sends a few percent and makes up for it later. That is not for sparse gradients or Adasum.
         backward_passes_per_step: passes whose gradients add up before they are reduced.
         op: Average, Sum, Min, Max, Product, or Adasum: then every rank steps with its own gradients, and `step()`
-            combines how far each moved the parameters (2, 4, 8, ... ranks).
+            combines how far each moved the parameters (2, 4, 8, ... ranks; on GPUs through the host). Gradients stay a
+            rank's own, so what `GradScaler` leaves out on one rank it must leave out on all: use bfloat16 there.
         gradient_predivide_factor: with Average, divide by this before and by size / this after the sum.
         num_groups: deprecated; give `groups`.
         groups: a number of buckets, or lists of parameters that share one.

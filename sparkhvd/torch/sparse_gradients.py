@@ -36,6 +36,7 @@ from sparkhvd.torch.dense_gradients import (
     require_same_place,
     require_same_shape,
 )
+from sparkhvd.torch.device_bucket import await_streams
 
 __all__ = ["LayoutVote", "SparseBucket", "Votes"]
 
@@ -206,6 +207,8 @@ class SparseBucket:
 
     def start(self, engine: Engine) -> None:
         """Submit what this rank has, which may be nothing."""
+        if self._gpu is not None:
+            await_streams(self._gpu.device, self.entries)
         parts = [part.view(torch.uint8) for part in self._message(self.entries[0])]
         if self._gpu is not None:
             self.work = start_device_allgather(
@@ -224,7 +227,7 @@ class SparseBucket:
         """Ready for the next cycle."""
         self.work = None
         self.pending = 1
-        self.entries[0].grad = None
+        self.entries[0].grad = self.entries[0].stream = None
 
     def wait(self) -> None:
         """Wait until the entries of all ranks lie in `.grad`; None if no rank had any.

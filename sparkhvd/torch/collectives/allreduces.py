@@ -14,6 +14,7 @@ from sparkhvd.torch.collectives import device_works
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
+    Reduction,
     as_sent,
     engine_dtype,
     lend,
@@ -44,30 +45,31 @@ def _start(
     name: str,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: int,
+    reduction: Reduction,
 ) -> list[Operation]:
     """Submit contiguous tensors as one operation per element type; usually that is one."""
 
     def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
         if not inputs[indices[0]].is_cpu:
             given, made = [inputs[i] for i in indices], [outputs[i] for i in indices]
-            if op is ReduceOp.ADASUM:
-                return start_adasum(
-                    ctx, part, given, made, prescale, postscale, process_set, digest
-                )
-            return device_works.start_allreduce(
-                ctx, part, given, made, op, prescale, postscale, process_set, digest
-            )
+            return _start_on_gpu(ctx, part, given, made, reduction, digest)
         views = [view(inputs[i], outputs[i]) for i in indices]
-        call = ctx.engine.prepare_allreduce(
-            views, dtype, op, prescale, postscale, process_set, digest
-        )
+        call = ctx.engine.prepare_allreduce(views, dtype, *reduction, digest)
         return ctx.engine.start(call, part, lend(*inputs, *outputs))
 
-    return start_group(name, inputs, start, op, prescale, postscale)
+    return start_group(name, inputs, start, reduction)
+
+
+def _start_on_gpu(
+    ctx: Context,
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    reduction: Reduction,
+    digest: tuple[int, ...] = (),
+) -> Operation:
+    by = start_adasum if reduction.op is ReduceOp.ADASUM else device_works.start_allreduce
+    return by(ctx, name, inputs, outputs, reduction, digest)
 
 
 def _run_one(
@@ -97,14 +99,8 @@ def _run_one(
         target = torch.empty_like(source)
         keep = (source, target)  # nobody else has these
     if not source.is_cpu:
-        work: Operation
-        if op is ReduceOp.ADASUM:
-            work = start_adasum(ctx, name, [source], [target], prescale, postscale, number)
-        else:
-            work = device_works.start_allreduce(
-                ctx, name, [source], [target], op, prescale, postscale, number
-            )
-        work.wait()
+        reduction = Reduction(op, prescale, postscale, number)
+        _start_on_gpu(ctx, name, [source], [target], reduction).wait()
         return target
     views = (view(source, target),)
     call = ctx.engine.prepare_allreduce(views, dtype, op, prescale, postscale, number)
@@ -160,7 +156,7 @@ def start_allreduce(
         engine_dtype(name, tensor)
     inputs = [as_sent(tensor) for tensor in tensors]
     outputs = [torch.empty_like(tensor) for tensor in inputs]
-    works = _start(ctx, name, inputs, outputs, op, prescale, postscale, number)
+    works = _start(ctx, name, inputs, outputs, Reduction(op, prescale, postscale, number))
     return Handle(name, works, outputs[0] if single else outputs)
 
 
@@ -182,7 +178,7 @@ def _start_in_place(
     for tensor in own:
         engine_dtype(name, tensor)
         require_contiguous(name, tensor)
-    works = _start(ctx, name, own, own, op, prescale, postscale, number)
+    works = _start(ctx, name, own, own, Reduction(op, prescale, postscale, number))
     return Handle(name, works, own[0] if single else own, changed=own)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from sparkhvd.engine import Call, DType, ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context
-from sparkhvd.torch.collectives.tensors import DTYPES, lend, view
+from sparkhvd.torch.collectives.tensors import DTYPES, Reduction, lend, view
 from sparkhvd.torch.device import Device, copy_each, opened
 from sparkhvd.torch.process_sets import num_members
 
@@ -184,15 +184,13 @@ def start_allreduce(
     name: str,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: int,
+    reduction: Reduction,
     digest: tuple[int, ...] = (),
 ) -> DeviceWork:
     """Submit contiguous tensors of one type, which may be their own outputs."""
     device = _of_all(ctx, name, (*inputs, *outputs))
     dtype = inputs[0].dtype
+    op, prescale, postscale, process_set = reduction
     scheme = scheme_of(name, dtype, op, prescale, postscale, num_members(ctx, process_set))
     stream = device.stream()
     sources, targets = _to_send(inputs, outputs, scheme)
@@ -261,15 +259,13 @@ def start_reducescatter(
     name: str,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: int,
+    reduction: Reduction,
     digest: tuple[int, ...] = (),
 ) -> DeviceWork:
     """Submit contiguous tensors of one type; `outputs` are this rank's rows. Inputs are not changed."""
     device = _of_all(ctx, name, inputs)
     dtype = inputs[0].dtype
+    op, prescale, postscale, process_set = reduction
     scheme = scheme_of(name, dtype, op, prescale, postscale, num_members(ctx, process_set))
     stream = device.stream()
     sources, targets = [x.detach() for x in inputs], list(outputs)

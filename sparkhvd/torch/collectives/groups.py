@@ -15,7 +15,7 @@ from torch import Tensor
 from sparkhvd.engine import DType, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.handles import Operation
-from sparkhvd.torch.collectives.tensors import by_dtype
+from sparkhvd.torch.collectives.tensors import Reduction, by_dtype
 
 __all__ = ["start_group"]
 
@@ -32,9 +32,7 @@ def start_group(
     name: str,
     tensors: Sequence[Tensor],
     start: Start,
-    op: ReduceOp = ReduceOp.SUM,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
+    reduction: Reduction | None = None,
     first_dimensions_differ: bool = False,
 ) -> list[Operation]:
     """Submit a group as one operation per element type and plane; usually that is one.
@@ -43,15 +41,14 @@ def start_group(
         name: of the group.
         tensors: the group.
         start: submits a part.
-        op: the reduction, where there is one.
-        prescale: factor of the inputs.
-        postscale: factor of the result.
+        reduction: where there is one.
         first_dimensions_differ: between ranks, as in an allgather.
     """
     parts = by_dtype(name, tensors)
     digest: tuple[int, ...] = ()
     if len(parts) > 1:
-        _check(name, [dtype for dtype, _ in parts], op, prescale, postscale)
+        if reduction is not None:
+            _check(name, [dtype for dtype, _ in parts], reduction)
         kinds = [
             (str(x.dtype), tuple(x.shape[int(first_dimensions_differ) :]), *_GPU[not x.is_cpu])
             for x in tensors
@@ -67,10 +64,9 @@ def start_group(
     return started
 
 
-def _check(
-    name: str, dtypes: Sequence[DType], op: ReduceOp, prescale: float, postscale: float
-) -> None:
+def _check(name: str, dtypes: Sequence[DType], reduction: Reduction) -> None:
     """Refuse what the engine would refuse for one of the parts only, when the others are on their way."""
+    op, prescale, postscale, _ = reduction
     for dtype in dtypes:
         if dtype == DType.BOOL and (op == ReduceOp.AVERAGE or (prescale, postscale) != (1.0, 1.0)):
             raise InvalidArgumentError(

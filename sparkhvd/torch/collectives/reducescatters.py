@@ -16,6 +16,7 @@ from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
     Average,
+    Reduction,
     as_sent,
     engine_dtype,
     resolve_op,
@@ -67,19 +68,17 @@ def start_reducescatter(
     inputs = [as_sent(tensor) for tensor in tensors]
     outputs = [x.new_empty((own_rows(x.shape[0], len(ranks), place), *x.shape[1:])) for x in inputs]
 
+    reduction = Reduction(op, prescale, postscale, number)
+
     def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
         if not inputs[indices[0]].is_cpu:
             given, made = [inputs[i] for i in indices], [outputs[i] for i in indices]
-            return device_works.start_reducescatter(
-                ctx, part, given, made, op, prescale, postscale, number, digest
-            )
+            return device_works.start_reducescatter(ctx, part, given, made, reduction, digest)
         views = [view(inputs[i], outputs[i]) for i in indices]
-        call = ctx.engine.prepare_reducescatter(
-            views, dtype, op, prescale, postscale, number, digest
-        )
+        call = ctx.engine.prepare_reducescatter(views, dtype, *reduction, digest)
         return ctx.engine.start(call, part, (inputs, outputs))
 
-    works = start_group(name, inputs, start, op, prescale, postscale)
+    works = start_group(name, inputs, start, reduction)
     return Handle(name, works, outputs[0] if single else outputs)
 
 

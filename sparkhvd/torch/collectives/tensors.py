@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,22 @@ DTYPES: dict[torch.dtype, DType] = {
     torch.float64: DType.FLOAT64,
     torch.bool: DType.BOOL,
 }
+
+
+class Reduction(NamedTuple):
+    """How tensors are reduced.
+
+    Attributes:
+        op: the operation.
+        prescale: factor of every rank's tensor.
+        postscale: factor of the result.
+        process_set: the engine's number of the ranks.
+    """
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+    process_set: int
 
 
 def resolve_op(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import ReduceOp, Work
+from sparkhvd.engine import Work
 from sparkhvd.torch._context import Context
-from sparkhvd.torch.collectives.tensors import engine_dtype, lend, view
+from sparkhvd.torch.collectives.tensors import Reduction, engine_dtype, lend, view
 from sparkhvd.torch.device import opened
 
 __all__ = ["HostWork", "start_adasum"]
@@ -53,9 +53,7 @@ def start_adasum(
     name: str,
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
-    prescale: float,
-    postscale: float,
-    process_set: int,
+    reduction: Reduction,
     digest: tuple[int, ...] = (),
 ) -> HostWork:
     """Submit contiguous tensors of one type on the rank's GPU, which may be their own outputs."""
@@ -64,7 +62,5 @@ def start_adasum(
     copies = [each.detach().cpu() for each in inputs]
     views = [view(copy, copy) for copy in copies]
     dtype = engine_dtype(name, copies[0])
-    call = ctx.engine.prepare_allreduce(
-        views, dtype, ReduceOp.ADASUM, prescale, postscale, process_set, digest
-    )
+    call = ctx.engine.prepare_allreduce(views, dtype, *reduction, digest)
     return HostWork(ctx.engine.start(call, name, lend(*copies)), copies, outputs)
