@@ -140,10 +140,24 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         out_of.append(source)
     for types, (into, out_of) in by_types.items():
         if _COPIED_ALONE.isdisjoint(types):
-            torch._foreach_copy_(into, out_of)
+            # One pair whose strides differ, and torch copies every tensor of the list by itself.
+            torch._foreach_copy_(into, list(map(_as_strided, out_of, into)))
             continue
         for target, source in zip(into, out_of, strict=True):
             target.copy_(source)
+
+
+def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor with the strides of another one, where these lead to the same places.
+
+    Those of a dimension of one element say nothing, and cuDNN's gradients of 1 x 1 convolutions have others than weights.
+    """
+    shape, strides, wanted = tensor.shape, tensor.stride(), like.stride()
+    if strides == wanted or shape != like.shape:
+        return tensor
+    if any(n != 1 and a != b for n, a, b in zip(shape, strides, wanted, strict=True)):
+        return tensor
+    return tensor.as_strided(shape, wanted)
 
 
 def refuse_capture() -> NoReturn:

@@ -60,11 +60,35 @@ def test_copies_where_torch_has_no_kernel_for_many(
     assert kernels == ([2] if dtype == torch.float16 else [])
 
 
-def test_targets_of_several_types_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_foreach_copy_", None)
-    targets = [torch.zeros(2), torch.zeros(3, dtype=torch.float64)]
-    copy_each(targets, [torch.ones(2).half(), torch.ones(3).half()])
-    assert [each.tolist() for each in targets] == [[1, 1], [1, 1, 1]]
+def test_strides_that_say_nothing_do_not_part_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda *both: given.extend(zip(*both, strict=True))
+    )
+    weights = torch.zeros(8, 4, 1, 1)  # "channels last" as it is
+    gradients = torch.arange(32.0).as_strided((8, 4, 1, 1), (4, 1, 4, 4))
+    others = torch.zeros(2, 3), torch.arange(6.0).reshape(3, 2).t()
+    copy_each([weights, others[0]], [gradients, others[1]])
+    (target, source), (_, other) = given
+    assert source.stride() == target.stride()
+    assert source.data_ptr() == gradients.data_ptr()
+    assert torch.equal(source, gradients)
+    assert other is others[1]  # whose elements lie elsewhere
+
+
+def test_targets_of_several_types_are_copied_type_by_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists: list[set[torch.dtype]] = []
+    many = torch._foreach_copy_
+
+    def foreach(targets: Any, sources: Any) -> None:
+        lists.append({each.dtype for each in targets})
+        many(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", foreach)
+    targets = [torch.zeros(2), torch.zeros(3, dtype=torch.float64), torch.zeros(1)]
+    copy_each(targets, [torch.ones(len(each)).half() for each in targets])
+    assert [each.tolist() for each in targets] == [[1, 1], [1, 1, 1], [1]]
+    assert lists == [{torch.float32}, {torch.float64}]
 
 
 def test_nccl_outside_of_the_engine_is_the_copy_that_is_loaded(
