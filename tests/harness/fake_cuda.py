@@ -4,7 +4,8 @@
 as a host function, and its memory is the stand-in's. So a missing event dependency gives wrong data, as on a GPU. What
 needs values on the host (`item`, `cpu`) waits for the stream. `FakeDevice` is the `Device` of `sparkhvd/torch/device.py`.
 
-Not for sparse tensors. Shapes that depend on values are computed with the stream waited for.
+Shapes that depend on values are computed with the stream waited for. Of sparse tensors there is what gradients need:
+they are made of tensors of the device (inside of `Factories`), taken apart, and added to dense ones.
 """
 
 from __future__ import annotations
@@ -268,11 +269,12 @@ class FakeTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls: Any, raw: Tensor, gpu: FakeDevice) -> FakeTensor:
+        is_sparse = raw.layout is not torch.strided
         made: FakeTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch's
             cls,
             raw.size(),
-            strides=raw.stride(),
-            storage_offset=raw.storage_offset(),
+            strides=None if is_sparse else raw.stride(),
+            storage_offset=None if is_sparse else raw.storage_offset(),
             dtype=raw.dtype,
             device="meta",
         )
@@ -281,6 +283,8 @@ class FakeTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's way
 
+    layout = property(lambda self: self.raw.layout)  # type: ignore[assignment]  # torch's own code sees a dense one
+    is_sparse = property(lambda self: self.raw.is_sparse)  # type: ignore[assignment]  # as above
     is_cuda = property(lambda self: True)  # type: ignore[assignment]  # as a real one
     device = property(lambda self: torch.device("cuda", self.gpu.ordinal))  # type: ignore[assignment]
 
@@ -294,6 +298,27 @@ class FakeTensor(torch.Tensor):
         assert value.shape == self.shape
         assert value.stride() == self.stride()
         self.raw = value.raw
+
+    def sparse_dim(self) -> int:
+        """Of a sparse one."""
+        return self.raw.sparse_dim()
+
+    def _indices(self) -> Tensor:
+        return FakeTensor(self.raw._indices(), self.gpu)
+
+    def _values(self) -> Tensor:
+        return FakeTensor(self.raw._values(), self.gpu)
+
+    def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Of a sparse one."""
+        raw, made = self.raw, self.gpu.empty(torch.empty(self.shape, dtype=self.raw.dtype))
+        self.gpu.enqueue(lambda: made.copy_(raw.to_dense()))
+        return FakeTensor(made, self.gpu)
+
+    def to_sparse(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Waits, because how many there are depends on values."""
+        self.gpu.synchronize()
+        return FakeTensor(self.raw.to_sparse(*args, **kwargs), self.gpu)
 
     def data_ptr(self) -> int:
         """Where the stand-in has it."""
@@ -381,6 +406,8 @@ class Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.sparse_coo_tensor and isinstance(args[0], FakeTensor):
+            return FakeTensor(func(*tree_map(_same, args), **kwargs), self._gpu)
         if func in self._MAKE and _is_cuda(kwargs.get("device")):
             return self._gpu.tensor(func(*args, **{**kwargs, "device": "cpu"}))
         return func(*args, **kwargs)
@@ -416,7 +443,14 @@ def _wrap(value: Any, gpu: FakeDevice) -> Any:
 
 
 def _moved(value: Any, gpu: FakeDevice) -> Any:
+    if isinstance(value, Tensor) and value.layout is not torch.strided:
+        return FakeTensor(value, gpu)
     return gpu.tensor(value) if isinstance(value, Tensor) else value
+
+
+def _same(value: Any) -> Any:
+    """The memory itself, whatever will be in it."""
+    return value.raw if isinstance(value, FakeTensor) else value
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
