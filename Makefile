@@ -202,6 +202,7 @@ bench: env
 	@$(PY) benchmarks/reader.py
 	@$(PY) benchmarks/allreduce.py
 	@$(PY) benchmarks/timeline.py
+	@$(PY) benchmarks/device_overhead.py
 	@$(PY) benchmarks/network.py
 	@$(PY) benchmarks/scale.py
 	@$(PY) benchmarks/step.py

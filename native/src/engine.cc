@@ -142,6 +142,7 @@ Engine::Engine(EngineOptions options)
   // Between hosts the wait is the network's, whose work needs the CPU too.
   const bool is_one_host = world_->team().is_one_island();
   is_crowded_ = is_one_host && static_cast<long>(world_->team().local_size()) > cpus;
+  has_cpu_for_plane_ = 2 * static_cast<long>(world_->team().local_size()) <= cpus;
   if (is_crowded_ && spin_ > Clock::duration::zero())
     spin_ = std::max<Clock::duration>(spin_, kCrowdedSpin);
   max_failed_spins_ = is_one_host ? kFailedSpins : kFailedSpinsOfNetwork;
@@ -292,6 +293,12 @@ void Engine::run(std::shared_ptr<Operation> operation, TimePoint deadline) {
 void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, TimePoint deadline,
                   Reached reached) {
   ++waiters_;
+  // A launch that the ranks have agreed on is a matter of microseconds, and of a thread of this process
+  // that may need the CPU.
+  const auto is_launching = [&] {
+    return has_cpu_for_plane_ && reached != &has_finished && operation.on_device->is_with_plane;
+  };
+  const auto patience = [&] { return is_launching() ? spin_ : spin_time(); };
   while (!reached(operation) && !is_stopping_) {
     if (has_driver_) {
       hand_over_.store(true, std::memory_order_relaxed);
@@ -304,7 +311,7 @@ void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, Time
     lock.unlock();
     bool stop = false;
     bool is_spinning = false;
-    TimePoint spin_end = Clock::now() + spin_time();
+    TimePoint spin_end = Clock::now() + patience();
     while (!reached(operation) && !stop) {
       if (try_step(Work::kAll)) {
         if (std::exchange(is_spinning, false)) {
@@ -312,7 +319,7 @@ void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, Time
           recorder_.activity().spins.add();
         }
         const auto now = Clock::now();
-        spin_end = now + spin_time();
+        spin_end = now + patience();
         stop = now >= deadline;
         continue;
       }
@@ -320,15 +327,15 @@ void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, Time
       if (now >= deadline) {
         stop = true;
       } else if (now < spin_end) {
-        is_spinning = true;
-        relax(is_crowded_);
+        is_spinning = !is_launching();
+        relax(is_crowded_ || is_launching());
       } else {
         if (std::exchange(is_spinning, false)) {
           ++failed_spins_;
           recorder_.activity().vain_spins.add();
         }
         stop = sleep_until(deadline);
-        spin_end = Clock::now() + spin_time();
+        spin_end = Clock::now() + patience();
       }
     }
     lock.lock();

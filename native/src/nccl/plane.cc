@@ -11,11 +11,16 @@ bool Requests::push(Request request) {
   const std::scoped_lock lock(mutex_);
   if (is_closed_) return false;
   requests_.push_back(std::move(request));
+  has_some_.store(true, std::memory_order_release);
   changed_.notify_one();
   return true;
 }
 
 std::optional<Request> Requests::next(Clock::duration longest) {
+  // Whoever looks all the time does not take the lock from those who have something.
+  if (longest == Clock::duration::zero() && !has_some_.load(std::memory_order_acquire)) {
+    return std::nullopt;
+  }
   std::unique_lock lock(mutex_);
   const auto has_some = [this] { return is_woken_ || !requests_.empty(); };
   if (longest == Clock::duration::max()) {
@@ -24,6 +29,7 @@ std::optional<Request> Requests::next(Clock::duration longest) {
     changed_.wait_for(lock, longest, has_some);
   }
   if (std::exchange(is_woken_, false) || requests_.empty()) return std::nullopt;
+  has_some_.store(requests_.size() > 1, std::memory_order_relaxed);
   Request request = std::move(requests_.front());
   requests_.pop_front();
   return request;
@@ -32,6 +38,7 @@ std::optional<Request> Requests::next(Clock::duration longest) {
 void Requests::wake() {
   const std::scoped_lock lock(mutex_);
   is_woken_ = true;
+  has_some_.store(true, std::memory_order_release);
   changed_.notify_one();
 }
 
@@ -62,8 +69,9 @@ DeviceBuffer::~DeviceBuffer() {
 // ---- The driver's side
 // -----------------------------------------------------------------------------------
 
-DevicePlane::DevicePlane(std::shared_ptr<Device> device, std::function<void()> ring)
-    : core_(std::make_shared<Core>(std::move(device), std::move(ring))),
+DevicePlane::DevicePlane(std::shared_ptr<Device> device, std::function<void()> ring,
+                         bool awaits_next)
+    : core_(std::make_shared<Core>(std::move(device), std::move(ring), awaits_next)),
       thread_([core = core_] { core->run(); }) {}
 
 DevicePlane::~DevicePlane() {

@@ -63,6 +63,7 @@ class Requests {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Request> requests_;
+  std::atomic<bool> has_some_{false};  // or is woken
   bool is_woken_ = false;
   bool is_closed_ = false;
 };
@@ -92,8 +93,9 @@ struct News {
 
 class DevicePlane {
  public:
-  /// `ring` wakes the driver; called by any thread until `stop`.
-  DevicePlane(std::shared_ptr<Device> device, std::function<void()> ring);
+  /// `ring` wakes the driver; called by any thread until `stop`. `awaits_next`: its thread has a CPU on
+  /// which it may look for what comes next, for a moment.
+  DevicePlane(std::shared_ptr<Device> device, std::function<void()> ring, bool awaits_next);
   DevicePlane(const DevicePlane&) = delete;
   DevicePlane& operator=(const DevicePlane&) = delete;
   ~DevicePlane();

@@ -7,7 +7,7 @@
 namespace sparkhvd::nccl {
 namespace {
 
-// A finished operation is noticed at once for so long after something happened.
+// What comes next is noticed at once for so long after something happened.
 constexpr auto kSpinTime = std::chrono::microseconds(100);
 
 /// The plane is being aborted: out of NCCL.
@@ -72,14 +72,15 @@ void DevicePlane::Core::park() {
 
 Clock::duration DevicePlane::Core::sleep_time() {
   const bool waits = !in_flight_.empty() || !retired_.empty();
-  if (!waits) {
-    sleep_ = kShortestSleep;
-    return Clock::duration::max();
-  }
-  if (Clock::now() < spin_until_) {
+  // Also for the next launch, if it may: waking this thread takes longer than everything that it does.
+  if ((waits || awaits_next_) && Clock::now() < spin_until_) {
     sleep_ = kShortestSleep;
     std::this_thread::yield();
     return Clock::duration::zero();
+  }
+  if (!waits) {
+    sleep_ = kShortestSleep;
+    return Clock::duration::max();
   }
   return std::exchange(sleep_, std::min<Clock::duration>(2 * sleep_, kLongestSleep));
 }

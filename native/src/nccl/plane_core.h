@@ -20,9 +20,10 @@ inline constexpr auto kAsyncErrorPeriod = std::chrono::milliseconds(100);
 
 class DevicePlane::Core {
  public:
-  Core(std::shared_ptr<Device> the_device, std::function<void()> the_ring)
+  Core(std::shared_ptr<Device> the_device, std::function<void()> the_ring, bool awaits_next)
       : device(std::move(the_device)),
         requests(std::make_shared<Requests>()),
+        awaits_next_(awaits_next),
         ring_(std::move(the_ring)) {}
 
   void run() noexcept;
@@ -122,6 +123,7 @@ class DevicePlane::Core {
   void remove_live(ncclComm_t communicator);
 
   // The plane's thread's.
+  const bool awaits_next_;
   std::map<std::int32_t, Communicator> communicators_;
   std::vector<ncclComm_t> retired_;  // of removed process sets: finalized, and then destroyed
   std::deque<InFlight> in_flight_;   // in the order of the stream

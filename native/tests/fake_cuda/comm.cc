@@ -164,6 +164,7 @@ void Comm::abandon() {
 
 // One kernel on the first stream; the others wait for it, and it for what they hold already.
 void Comm::enqueue(const std::vector<Op>& ops) {
+  if (faults().is_idle()) return;
   const auto& first = ops.front().stream;
   for (const Op& op : ops) first->submit_wait(op.stream, op.stream->position());
   const std::uint64_t ticket = device.launch();

@@ -33,7 +33,7 @@ sparkhvd::nccl::CUuuid make_uuid(int index) {
 
 Stream::Position Stream::submit(std::function<void()> item) {
   const std::scoped_lock lock(mutex_);
-  if (is_capturing) return submitted_;
+  if (is_capturing || faults().is_idle()) return submitted_;
   items_.push_back(std::move(item));
   ++submitted_;
   if (!is_running_) {
@@ -325,6 +325,7 @@ void check_confirmed(Stream& stream, const char* function) {
 }
 
 Stream::Position submit(const std::shared_ptr<Stream>& stream, std::function<void()> item) {
+  if (faults().is_idle()) return stream->position();
   Device* device = driver().device_of(stream);
   if (device != nullptr && stream == device->legacy) {
     for (const auto& other : device->streams()) {

@@ -17,6 +17,9 @@ void fake_cuda_hang(const char* function, int nth);
 void fake_cuda_skip_wait(int nth);
 /// Every item of every stream starts that much late, so that a missing dependency shows.
 void fake_cuda_stream_delay_us(int us);
+/// From now on streams drop what they are given, as if it were done at once, and no call is counted or
+/// comes under a rule: for measuring the host.
+void fake_cuda_idle(int is_idle);
 /// Calls since the start or the last reset.
 int fake_cuda_count(const char* function);
 /// Forgets rules, counts and misuse, and lets go what hangs. Streams and memory stay.

@@ -51,6 +51,7 @@ void Faults::add(Rule rule) {
 }
 
 Verdict Faults::enter(const std::string& function, const std::function<bool()>& stop) {
+  if (is_idle_) return {};
   Verdict verdict;
   int delay_us = 0;
   std::unique_lock lock(mutex_);
@@ -121,6 +122,8 @@ void fake_cuda_skip_wait(int nth) {
 }
 
 void fake_cuda_stream_delay_us(int us) { fake::faults().set_stream_delay_us(us); }
+
+void fake_cuda_idle(int is_idle) { fake::faults().set_idle(is_idle != 0); }
 
 int fake_cuda_count(const char* function) { return fake::faults().count(function); }
 

@@ -45,6 +45,8 @@ class Faults {
 
   void set_stream_delay_us(int us) { stream_delay_us_ = us; }
   int stream_delay_us() const { return stream_delay_us_; }
+  void set_idle(bool is_idle) { is_idle_ = is_idle; }
+  bool is_idle() const { return is_idle_; }
 
  private:
   void parse(const std::string& text);
@@ -57,6 +59,7 @@ class Faults {
   std::list<std::string> texts_;  // of misuse; never freed, because callers hold their characters
   const std::string* first_ = nullptr;
   std::atomic<int> stream_delay_us_ = 0;
+  std::atomic<bool> is_idle_ = false;
 };
 
 /// The process's; never destroyed, because threads of streams may outlive main.

@@ -1,0 +1,159 @@
+"""What the engine costs the host per collective on a device, over a raw `ncclAllReduce` of the same process.
+
+    .venv/bin/python benchmarks/device_overhead.py [--rounds 15] [--json FILE] [--write]
+
+Without a GPU: against the stand-in of native/tests/fake_cuda, which is told that its devices are done with everything
+at once. So this is the host's part alone, and says nothing of a GPU; `benchmarks/gpu.py` measures on one. Both legs go
+through ctypes, in the same processes, by turns:
+
+    raw      `ncclAllReduce`, then `ncclCommGetAsyncError` until it is enqueued
+    engine   the same as an operation of the engine: submission, agreement of the ranks, `wait_stream`
+
+Target: at most 10 us more, with one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import Report, Target, median_and_quartiles
+
+BUILD = Path(__file__).resolve().parents[1] / "build" / "native"
+CALLS = 300
+MAY_ADD_US = 10.0
+SUM, FLOAT32, IN_PROGRESS = 0, 7, 7
+
+
+class Raw:
+    """The stand-in's NCCL, called as a program without an engine calls it."""
+
+    def __init__(self, rank: int, size: int, share: Callable[[Any], Any]) -> None:
+        self.cuda, self.nccl = (
+            ctypes.CDLL(str(BUILD / f"libfake_{name}.so")) for name in ("cuda", "nccl")
+        )
+        context = ctypes.c_void_p()
+        self.check(self.cuda.cuInit(0))
+        self.check(self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), rank))
+        self.check(self.cuda.cuCtxSetCurrent(context))
+        self.stream = ctypes.c_void_p()
+        self.check(self.cuda.cuStreamCreateWithPriority(ctypes.byref(self.stream), 1, 0))
+        address = ctypes.c_uint64()
+        self.check(self.cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(4)))
+        self.address = address.value
+        # Passed by value. Made here, because a class of ctypes does not travel to the ranks.
+        fields = {"_fields_": (("bytes", ctypes.c_char * 128),)}
+        UniqueId: Any = type("UniqueId", (ctypes.Structure,), fields)  # noqa: N806
+        unique = UniqueId()
+        if rank == 0:
+            self.check(self.nccl.ncclGetUniqueId(ctypes.byref(unique)))
+        unique = UniqueId.from_buffer_copy(share(bytes(unique)))
+        self.comm = ctypes.c_void_p()
+        init = self.nccl.ncclCommInitRank
+        init.argtypes = (ctypes.c_void_p, ctypes.c_int, UniqueId, ctypes.c_int)
+        self.check(init(ctypes.byref(self.comm), size, unique, rank))
+        self.nccl.ncclAllReduce.argtypes = (
+            *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+            *(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        )
+        self.state = ctypes.c_int()
+
+    def check(self, result: int) -> None:
+        if result != 0:
+            raise RuntimeError(f"the stand-in answered {result}")
+
+    def allreduce(self) -> None:
+        """In place, of one number."""
+        place = self.address
+        self.check(self.nccl.ncclAllReduce(place, place, 1, FLOAT32, SUM, self.comm, self.stream))
+        state = ctypes.byref(self.state)
+        self.check(self.nccl.ncclCommGetAsyncError(self.comm, state))
+        while self.state.value == IN_PROGRESS:
+            self.check(self.nccl.ncclCommGetAsyncError(self.comm, state))
+
+
+def measure(rounds: int) -> dict[str, list[float]]:
+    """In a rank: seconds of a call, one mean per round and leg."""
+    import sparkhvd.torch as hvd
+    from sparkhvd.engine import DType, ReduceOp, TensorView
+    from sparkhvd.torch._context import context
+
+    hvd.init()
+    engine = context().engine
+    engine.open_device(hvd.rank(), str(BUILD / "libfake_cuda.so"), str(BUILD / "libfake_nccl.so"))
+    raw = Raw(hvd.rank(), hvd.size(), lambda mine: hvd.broadcast_object(mine, 0))
+    place = TensorView(raw.address, raw.address, (1,))
+    call = engine.prepare_allreduce([place], DType.FLOAT32, ReduceOp.SUM, device=hvd.rank())
+    stream = call.request.stream = raw.stream.value
+
+    def ours() -> None:
+        engine.start(call, "benchmark").wait_stream(stream)
+
+    ours()
+    hvd.barrier()
+    raw.cuda.fake_cuda_idle(1)
+    found: dict[str, list[float]] = {"raw": [], "engine": []}
+    legs = {"raw": raw.allreduce, "engine": ours}
+    for number in range(rounds + 1):
+        for leg in sorted(legs, reverse=number % 2 == 1):
+            run = legs[leg]
+            hvd.barrier()
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                run()
+            if number > 0:  # the first round warms up
+                found[leg].append((time.perf_counter() - began) / CALLS)
+    hvd.barrier()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", help="a file for the raw numbers")
+    parser.add_argument("--write", action="store_true", help="keep the table in docs/results/")
+    options = parser.parse_args()
+    from sparkhvd.runner import run_local
+
+    load = os.getloadavg()[0]
+    report = Report(
+        f"device_overhead: the host's part, with a stand-in for CUDA and NCCL and no GPU; load {load:.1f} at the start"
+    )
+    rows: list[list[str | list[Target]]] = []
+    for size in (1, 2):
+        ranks = run_local(measure, args=(options.rounds,), num_proc=size)
+        times = {
+            leg: [max(each) for each in zip(*(rank[leg] for rank in ranks), strict=True)]
+            for leg in ranks[0]
+        }
+        report.raw[f"{size} ranks"] = times
+        more = [a - b for a, b in zip(times["engine"], times["raw"], strict=True)]
+        target = Target(
+            "more", statistics.median(more) * 1e6, MAY_ADD_US, at_least=False, unit="us"
+        )
+        rows.append(
+            [
+                str(size),
+                median_and_quartiles(times["raw"]),
+                median_and_quartiles(times["engine"]),
+                [target] if size == 1 else f"{statistics.median(more) * 1e6:.1f} us more",
+            ]
+        )
+    report.table(["ranks", "raw ncclAllReduce", "engine", "target"], rows)
+    report.note(
+        f"Means of {CALLS} calls, {options.rounds} rounds; of two ranks the slower one. The stand-in's devices do nothing: no figure "
+        "of a GPU is here, only what the host does."
+    )
+    return report.finish(
+        "benchmarks/device_overhead.py", write=options.write, json_path=options.json
+    )
+
+
+if __name__ == "__main__":
+    main()
