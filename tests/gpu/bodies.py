@@ -51,11 +51,48 @@ def collectives(gpu: Machine) -> str:
             with named(f"factors, {dtype}"):
                 each.factors(gpu, dtype)
             runs += 1
-    for other in (*OTHERS, some_ranks) if hvd.size() > 1 else OTHERS:
+    for other in (*OTHERS, registered, adasum, *([some_ranks, join] if hvd.size() > 1 else [])):
         with named(other.__name__):
             other(gpu)
         runs += 1
     return f"{runs} kinds, {len(dtypes)} types"
+
+
+def registered(gpu: Machine) -> None:
+    """Memory that NCCL is told of, as a tensor that outlives its name."""
+    x = hvd.registered_empty((3, 5), torch.float64, device="cuda")
+    assert x.is_cuda
+    assert x.tolist() == [[0.0] * 5] * 3
+    values = each.mine((3, 5), torch.float64)
+    x.copy_(gpu.tensor(values))
+    part = x[1]
+    assert hvd.allreduce_(x) is x
+    del x
+    each.equal(part, hvd.allreduce(values)[1])
+
+
+def adasum(gpu: Machine) -> None:
+    """Through the CPU's plane, and in place."""
+    for dtype in each.FLOATS:
+        values = each.mine((3, 5), dtype)
+        there = gpu.tensor(values)
+        expected = hvd.allreduce(values, op=hvd.Adasum)
+        each.equal(hvd.allreduce(there, op=hvd.Adasum), expected, is_sum=False)
+        hvd.allreduce_(there, op=hvd.Adasum)
+        each.equal(there, expected, is_sum=False)
+
+
+def join(gpu: Machine) -> None:
+    """A rank that has no more data counts as zeros."""
+    size = hvd.size()
+    if hvd.rank() == size - 1:
+        hvd.join()
+        return
+    for number in range(3):
+        values = torch.ones(1000)
+        found = hvd.allreduce(gpu.tensor(values), op=hvd.Sum, name=f"joined {number}")
+        each.equal(found, values * (size - 1))
+    hvd.join()
 
 
 def some_ranks(gpu: Machine) -> None:
@@ -118,6 +155,16 @@ def streams(gpu: Machine) -> str:
 # --- Training. ---
 
 
+class Cpu:
+    """Where tensors stay: the other plane, with the same ranks."""
+
+    def tensor(self, values: Tensor) -> Tensor:
+        return values
+
+    def module(self, module: nn.Module) -> nn.Module:
+        return module
+
+
 def uses_extra(step: int, rank: int) -> bool:
     return (step + rank) % 3 == 0
 
@@ -164,6 +211,11 @@ def training(gpu: Machine) -> str:
             lambda: alike.together(gpu, make=adam, sharded=True, uses_extra=uses_extra),
             alike.alone(make=adam, extra_for=of_row),
             1e-10,
+        ),
+        "PowerSGD": (
+            lambda: alike.together(gpu, compression=hvd.Compression.powersgd(rank=1)),
+            alike.together(Cpu(), compression=hvd.Compression.powersgd(rank=1)),
+            1e-8,
         ),
         "streams in turns": (lambda: alike.two_streams(gpu), alike.alone(steps=4), 1e-10),
     }
