@@ -81,6 +81,11 @@ def parts(crew: Crew) -> list[Part]:
         Part(f"order of streams, {two}", body("streams", 2), 60),
         Part(f"training as in one process, {two}", body("training", 2), 90),
         Part(f"no wait of the host in a step, {two}", body("unsynchronized", 2), 40),
+        Part(
+            f"no wait with views, fp16, shards, PowerSGD, {two}",
+            body("unsynchronized_otherwise", 2),
+            40,
+        ),
         Part(f"reductions beside backward, {two}", body("overlap", 2), 40),
         Part(f"bf16 and fp16 with a scaler, {two}", body("mixed_precision", 2), 40),
         Part(f"leave and meet again three times, {two}", alone(again), 60),
