@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -116,6 +117,31 @@ class _Memory:
         self._unused.append(self.address)
 
 
+class _NoCollection:
+    """Inside, on any thread, garbage is not collected: some of it may be memory of a device, which streams must not free."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._was_enabled:
+                gc.enable()
+
+
+_NO_COLLECTION = _NoCollection()
+
+
 class FakeDevice:
     """One GPU of the stand-in, as sparkhvd's torch layer and `FakeTensor` need it."""
 
@@ -211,7 +237,7 @@ class FakeDevice:
         function = self._functions.pop(number)
         self._spent.append(function)
         try:
-            with torch.no_grad():
+            with _NO_COLLECTION, torch.no_grad():
                 function()
         except BaseException as error:  # noqa: BLE001 - raised by the next `synchronize`
             self.errors.append(error)
