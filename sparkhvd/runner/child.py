@@ -19,7 +19,6 @@ import base64
 import contextlib
 import ctypes
 import faulthandler
-import functools
 import importlib
 import io
 import json
@@ -191,15 +190,17 @@ def main(spec_fd: int, result_fd: int) -> int:
     for fd in prologue.listener:
         if fd >= 0:
             os.set_inheritable(fd, False)
-    if prologue.gpu_views:  # before anything starts a thread; the job comes after the answer
-        tell = functools.partial(_tell, result_fd)
-        gpu_probe.ask(prologue.cuda_library, prologue.gpu_views, tell)
+    first = _FirstFrame(result_fd)
+    if prologue.gpu_views:  # before anything starts a thread
+        gpu_probe.ask(prologue.cuda_library, prologue.gpu_views, first.send)
     _begin(prologue.early)
     _preload(prologue.preload)
     payload = read_frame(spec_fd)
     if payload is None:
         return 0  # preflight failed; the task reports it
     job = JobFrame(**json.loads(payload))
+    if prologue.gpu_views:  # nobody waits for an answer any more
+        first.send(b"null")
     _watch_parent(spec_fd)
     _install(prologue, job)
     return _run(program, result_fd, began)
@@ -231,9 +232,25 @@ def _enter(prologue: Prologue) -> None:
     sys.argv[1:] = []
 
 
-def _tell(result_fd: int, answer: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        write_frame(result_fd, answer)
+class _FirstFrame:
+    """The first frame that the parent reads where it has asked for the GPUs: sent once, whoever is the first.
+
+    CUDA's driver may answer when the parent has given up and the function runs; that answer would be taken for a part of
+    the outcome.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self._is_sent = False
+
+    def send(self, payload: bytes) -> None:
+        with self._lock:
+            if self._is_sent:
+                return
+            self._is_sent = True
+            with contextlib.suppress(BrokenPipeError):
+                write_frame(self._fd, payload)
 
 
 def _begin(early: str) -> None:

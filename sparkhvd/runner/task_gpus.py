@@ -63,8 +63,9 @@ def own_gpu(
     neighbours = [
         one for one, place in zip(found, endpoints, strict=True) if place.host_key == host
     ]
-    # Where the user has said what the ranks see, that is what they see.
-    seen = () if mode != gpus.Mode.TASK or gpus.VISIBLE in env else trainer.gpus(view=1)[0]
+    # Where the user has said what the ranks see, that is what they see. Who did not answer once is not waited for again.
+    asks = mode == gpus.Mode.TASK and gpus.VISIBLE not in env and bool(found[rank].uuids)
+    seen = trainer.gpus(view=1)[0] if asks else ()
     return gpu_agreement.own_gpu(
         mode, neighbours, found[rank].local_rank, seen, inherited(gpus.VISIBLE)
     )

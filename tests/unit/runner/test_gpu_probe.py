@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner import context, gpu_probe, run_local
+from sparkhvd.runner import context, gpu_probe, gpus, run_local
 from sparkhvd.runner.trainer import Trainer
 from sparkhvd.settings import Settings
 from tests.harness.fake_driver import fake_driver, uuid_of
@@ -176,4 +177,18 @@ def test_a_driver_that_hangs_is_waited_for_so_long_and_leaves_nothing(
     monkeypatch.setattr(Trainer, "gpus", functools.partialmethod(Trainer.gpus, 0.5))
     with pytest.raises(PreflightError, match=r": CUDA's driver did not answer in 0\.5 s\. Run on"):
         run_local(sees, num_proc=1, settings=settings, use_gpu=True)
+    assert wait_for_no_trainers() == set()
+
+
+@pytest.mark.parametrize("then", ["for (;;) sleep(1000);", "sleep(2); return 1;"])
+def test_a_driver_that_answers_too_late_or_never_costs_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Where nobody has asked for a GPU, the ranks run on without the answer."""
+    source = f"#include <unistd.h>\nint cuInit(unsigned f) {{ {then} }}"
+    settings = Settings(cuda_library=fake_driver(tmp_path, source, "slow"))
+    monkeypatch.setattr(Trainer, "gpus", functools.partialmethod(Trainer.gpus, 0.5))
+    plan = gpus.GpuPlan(gpus.Mode.HOST, "automatic", is_required=False)
+    monkeypatch.setattr(gpus, "decide", lambda *_, **__: plan)
+    assert run_local(time.sleep, args=(3.0,), num_proc=1, settings=settings) == [None]
     assert wait_for_no_trainers() == set()
