@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -424,7 +425,9 @@ def _task_gpus() -> TaskGpus:
     if task is None:
         return TaskGpus()
     gpu = task.resources().get("gpu")
-    return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId())
+    # Applications count tasks from 0 each; the parent of a worker is its executor's, and the same for all its workers.
+    name = f"{os.getppid()}-{task.taskAttemptId()}"
+    return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId(), name)
 
 
 # Spark's types that it sends to no Python function, whatever the function does with them.

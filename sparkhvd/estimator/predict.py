@@ -126,7 +126,7 @@ def predict(
     if first is None:  # no rows, no model
         return
     device = choose(spec.use_gpu, task)
-    with held(device):
+    with held(device, task.name):
         yield from _predicted(spec, device, itertools.chain([first], filled))
 
 

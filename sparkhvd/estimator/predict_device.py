@@ -1,8 +1,11 @@
 """Where a Python worker computes in `TorchModel.transform`: the GPU of its Spark task, or the CPU.
 
 The worker is Spark's, and serves other tasks later, so CUDA_VISIBLE_DEVICES stays as it is: the address of a GPU is its
-number in the process. Every process that uses a GPU takes a few hundred MB of it, so on a host only so many compute on
-one at a time; the others wait for a lock file, which the kernel frees when its holder ends, whatever the reason.
+number in the process. Every process that uses a GPU takes a few hundred MB of it, so on a host only so many tasks compute
+on one at a time; the others wait for a lock file, which the kernel frees when its holders end, whatever the reason.
+
+Where one stage has several models, each has a worker of its own in the same task, and one feeds the other. They hold one
+lock together: if each waited for its own, tasks whose first models have all of them would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import socket
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +24,10 @@ import torch
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["NO_GPUS", "PROCESSES_PER_GPU", "TaskGpus", "choose", "held"]
+__all__ = ["NO_GPUS", "TASKS_PER_GPU", "TaskGpus", "choose", "held"]
 
 # Tasks of a host that compute on one GPU at a time; more would only share its time and take its memory.
-PROCESSES_PER_GPU = 4
+TASKS_PER_GPU = 4
 # The longest wait for them. They are alive, or their locks were free; so this is for tasks that never end.
 WAIT_S = 3600.0
 _POLL_S = 0.05
@@ -37,10 +40,12 @@ class TaskGpus:
     Attributes:
         addresses: of its GPUs.
         partition: its number.
+        name: the same in all workers of the task, and in no other task of this host; "" outside a task.
     """
 
     addresses: tuple[str, ...] = ()
     partition: int = 0
+    name: str = ""
 
 
 NO_GPUS = TaskGpus()
@@ -94,21 +99,34 @@ def _ordinal(address: str, count: int) -> int | None:
     if address.isdigit():
         return int(address) if int(address) < count else None
     for index in range(count):
-        uuid = str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+        uuid = _uuid(index)
         if uuid and uuid in address:
             return index
     return None
 
 
+def _uuid(index: int) -> str:
+    """Of a GPU, as torch counts; "" where this torch does not say."""
+    return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+
+
 @contextlib.contextmanager
 def held(
     device: torch.device,
+    task: str = "",
     *,
-    limit: int = PROCESSES_PER_GPU,
+    limit: int = TASKS_PER_GPU,
     wait_s: float = WAIT_S,
     folder: Path | None = None,
 ) -> Iterator[None]:
-    """Be one of at most `limit` processes of this host that compute on a device inside the block; the CPU is free.
+    """Be of one of at most `limit` tasks of this host that compute on a device inside the block; the CPU is free.
+
+    Args:
+        device: of this process.
+        task: its name, see `TaskGpus`; "" is a task of its own.
+        limit: tasks.
+        wait_s: the longest wait.
+        folder: of the lock files.
 
     Raises:
         TimeoutError: the others did not end in `wait_s` seconds.
@@ -119,10 +137,13 @@ def held(
     folder = folder or Path(tempfile.gettempdir(), f"sparkhvd-gpus-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     deadline = time.monotonic() + wait_s
-    while (lock := _lock(folder, device, limit)) is None:
+    # By its own name: in containers with a GPU each and one folder for temporary files, each GPU is number 0.
+    gpu = _uuid(device.index) or str(device.index)
+    paths = [folder / f"{gpu}-{number}.lock" for number in range(limit)]
+    while (lock := _lock(paths, task)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(
-                f"transform: {limit} other processes of this host have computed on {device} for {wait_s:g} s. Give "
+                f"transform: {limit} other tasks of this host have computed on {device} for {wait_s:g} s. Give "
                 "tasks a larger share by spark.task.resource.gpu.amount, or set use_gpu=False on the model."
             )
         time.sleep(_POLL_S)
@@ -132,17 +153,47 @@ def held(
         os.close(lock)
 
 
-def _lock(folder: Path, device: torch.device, limit: int) -> int | None:
+def _lock(paths: Sequence[Path], task: str) -> int | None:
+    """Hold one of these files for a task: that which another worker of it holds, else a free one, else none."""
+    for take in (_join, _begin) if task else (_begin,):
+        for path in paths:
+            # The folder for temporary files is everybody's: no link of another user's is followed.
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                if take(lock, task.encode()):
+                    return lock
+            except BlockingIOError:
+                pass
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)
+    return None
+
+
+def _join(lock: int, task: bytes) -> bool:
+    """Hold a file that is this task's already."""
     import fcntl  # absent on Windows, where a Connect client imports this file
 
-    for number in range(limit):
-        path = folder / f"{device.index}-{number}.lock"
-        # The folder for temporary files is everybody's: no link of another user's is followed.
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-        else:
-            return lock
-    return None
+    if _owner(lock) != task:
+        return False
+    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return _owner(lock) == task  # another may have begun between
+
+
+def _begin(lock: int, task: bytes) -> bool:
+    """Hold a file that nobody holds, and make it this task's."""
+    import fcntl  # as above
+
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.ftruncate(lock, 0)
+    if not task:
+        return True
+    os.pwrite(lock, task, 0)
+    # Linux takes the one away before it gives the other; who comes between is the owner then.
+    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return _owner(lock) == task
+
+
+def _owner(lock: int) -> bytes:
+    return os.pread(lock, 256, 0)

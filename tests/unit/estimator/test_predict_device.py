@@ -90,7 +90,8 @@ def test_a_gpu_that_is_not_there_is_an_error(sees: Any) -> None:
         )
 
 
-def test_so_many_at_a_time_and_the_others_wait(tmp_path: Path) -> None:
+def test_so_many_at_a_time_and_the_others_wait(sees: Any, tmp_path: Path) -> None:
+    sees(2)
     device, other = torch.device("cuda", 0), torch.device("cuda", 1)
     with held(device, limit=2, folder=tmp_path), held(device, limit=2, folder=tmp_path):
         with held(other, limit=2, folder=tmp_path):
@@ -98,9 +99,7 @@ def test_so_many_at_a_time_and_the_others_wait(tmp_path: Path) -> None:
         with held(CPU, limit=0, folder=tmp_path):
             pass
         with (
-            pytest.raises(
-                TimeoutError, match="2 other processes of this host have computed on cuda:0"
-            ),
+            pytest.raises(TimeoutError, match="2 other tasks of this host have computed on cuda:0"),
             held(device, limit=2, wait_s=0.1, folder=tmp_path),
         ):
             pass
@@ -116,3 +115,59 @@ def test_so_many_at_a_time_and_the_others_wait(tmp_path: Path) -> None:
         assert not entered.wait(0.3)
     assert entered.wait(10)
     thread.join(10)
+
+
+def test_models_of_one_task_compute_together(sees: Any, tmp_path: Path) -> None:
+    """One feeds the other: if each waited for a place of its own, tasks would wait for each other for ever."""
+    sees(1)
+    device, options = torch.device("cuda", 0), {"limit": 2, "wait_s": 5, "folder": tmp_path}
+    upstream, results = threading.Barrier(2), list[str]()
+
+    def task(name: str) -> None:
+        with held(device, name, **options):
+            upstream.wait(10)  # both places are taken
+            with held(device, name, **options):
+                results.append(name)
+                upstream.wait(10)
+                if name == "1-7":
+                    with (
+                        pytest.raises(TimeoutError),
+                        held(device, "1-9", limit=2, wait_s=0.1, folder=tmp_path),
+                    ):
+                        pass
+                upstream.wait(10)
+
+    threads = [threading.Thread(target=task, args=(name,)) for name in ("1-7", "1-8")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(results) == ["1-7", "1-8"]
+
+
+def test_a_place_is_taken_until_the_last_worker_of_the_task_has_ended(
+    sees: Any, tmp_path: Path
+) -> None:
+    sees(1)
+    device, options = torch.device("cuda", 0), {"limit": 1, "folder": tmp_path}
+    first = held(device, "1-7", **options)
+    first.__enter__()
+    with held(device, "1-7", **options):
+        first.__exit__(None, None, None)
+        with pytest.raises(TimeoutError), held(device, "1-8", wait_s=0.1, **options):
+            pass
+    with held(device, "1-8", wait_s=0.1, **options):
+        pass
+
+
+def test_gpus_of_containers_that_share_a_folder_are_apart(
+    sees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each the GPU is number 0."""
+    sees(1)
+    device = torch.device("cuda", 0)
+    with held(device, limit=1, folder=tmp_path):
+        other = types.SimpleNamespace(uuid="0000-9")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: other)
+        with held(device, limit=1, wait_s=0.1, folder=tmp_path):
+            pass
