@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Mover", "move_losses", "move_optimizer", "to_cpu"]
+__all__ = ["Mover", "move_losses", "move_optimizer", "moved", "to_cpu"]
 
 _CPU = torch.device("cpu")
 
@@ -63,6 +64,10 @@ class Mover:
 def _moved(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)
+    if isinstance(value, PackedSequence):  # a tuple, of which one part stays on the CPU
+        # torch's annotations know dtypes only.
+        there: PackedSequence = value.to(device, non_blocking=non_blocking)  # type: ignore[arg-type]
+        return there
     if isinstance(value, Mapping):
         return {k: _moved(v, device, non_blocking=non_blocking) for k, v in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -70,6 +75,11 @@ def _moved(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_moved(v, device, non_blocking=non_blocking) for v in value)
     return value
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same tensors, in lists, tuples and dicts, on a device."""
+    return _moved(value, device, non_blocking=False)
 
 
 def to_cpu(value: Any) -> Any:

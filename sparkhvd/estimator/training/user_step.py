@@ -26,6 +26,7 @@ from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.training.contexts import Context, Moment
 from sparkhvd.estimator.training.logs import Logs
 from sparkhvd.estimator.training.metrics import Forward
+from sparkhvd.estimator.training.moving import moved
 
 if TYPE_CHECKING:  # it imports what imports this
     from sparkhvd.estimator.training.spec import TrainSpec
@@ -157,7 +158,8 @@ def batch_tensors(
     batch |= dict(zip(spec.labels.columns, spec.labels.apply(columns), strict=True))
     if spec.sample_weight is not None:
         batch[spec.sample_weight] = torch.from_numpy(columns[spec.sample_weight])
-    return {n: v.to(device) if isinstance(v, Tensor) else v for n, v in batch.items()}
+    # A collate function may have made a tuple or dict of a column.
+    return {n: moved(v, device) for n, v in batch.items()}
 
 
 def _outcome(name: str, result: Any, num_rows: int) -> Forward:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import functools
 import gc
+import types
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.rnn import pack_sequence
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.binding import Argument, InputBinding
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training import moving
 from sparkhvd.estimator.training.class_mean import ClassMean
 from sparkhvd.estimator.training.device import agree, choose_device
-from sparkhvd.estimator.training.moving import Mover, move_losses, move_optimizer, to_cpu
+from sparkhvd.estimator.training.moving import Mover, move_losses, move_optimizer, moved, to_cpu
 from sparkhvd.estimator.training.rank_state import load_rng
+from sparkhvd.estimator.training.user_step import batch_tensors
 from sparkhvd.runner import RankContext
 from sparkhvd.torch._context import use_engine
 from tests.harness.ranks import RanksFailed, run_ranks
@@ -139,6 +144,23 @@ def test_batches_stay_as_they_are_on_the_cpu_and_keep_their_form_elsewhere() -> 
     assert type(moved[1]["y"]) is Pair
     assert moved[1]["x"][1] == "text"
     assert moved[0][0].device == CPU
+
+
+def test_packed_sequences_move_and_their_lengths_stay() -> None:
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    there = moved({"x": (packed,)}, torch.device("meta"))["x"][0]
+    assert (there.data.device.type, there.batch_sizes.device) == ("meta", CPU)
+    assert to_cpu(packed).data.equal(packed.data)
+
+
+def test_what_a_collate_function_made_is_on_the_device_in_a_step_of_the_users_own() -> None:
+    words = Argument("words", ("w",), "int64", None, False, True)
+    labels = types.SimpleNamespace(columns=("y",), apply=lambda columns: [torch.ones(2)])
+    spec = types.SimpleNamespace(inputs=InputBinding((words,)), labels=labels, sample_weight=None)
+    columns = {"w": (np.arange(3), {"offsets": np.arange(2)})}
+    batch: Any = batch_tensors(spec, None, columns, torch.device("meta"))  # type: ignore[arg-type]
+    tokens, more = batch["words"]
+    assert {t.device.type for t in (tokens, more["offsets"], batch["y"])} == {"meta"}
 
 
 def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
