@@ -110,6 +110,35 @@ TEST(a_call_that_hangs_ends_with_the_operations_timeout) {
   }
 }
 
+TEST(a_call_that_comes_back_after_the_abort_touches_no_communicator) {
+  for (const char* function : {"ncclGroupEnd", "cuStreamWaitEvent", "ncclMemAlloc"}) {
+    FakeScope fake;
+    std::atomic<int> num_ended{0};
+    run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+      Gpu gpu(engine, rank);
+      Sum sum(gpu, Floats(3, 1));
+      CHECK_EQUAL(sum.start(engine, "before").wait().message, "");
+      Request armed(SPARKHVD_BARRIER, "armed");
+      if (rank == 0) Fake::get().hang(function, 1);
+      CHECK_EQUAL(engine.submit(armed.raw()).wait().message, "");
+      const bool registers = std::string(function) == "ncclMemAlloc";
+      Request request(registers ? SPARKHVD_REGISTER : SPARKHVD_ALLREDUCE, "x");
+      if (registers) {
+        request.numbers({64});
+      } else {
+        request.tensor(sum.memory, sum.memory, {3});
+      }
+      request.raw().timeout_s = 1;
+      const Status status = engine.submit(gpu.use(request)).wait();
+      CHECK_MESSAGE(status.code == SPARKHVD_TIMEOUT || registers, status.message);
+      ++num_ended;
+      while (num_ended < 2) std::this_thread::yield();
+      if (rank == 0) Fake::get().reset();
+    });
+    CHECK_EQUAL(std::string(function) + ": " + Fake::get().misuse(), std::string(function) + ": ");
+  }
+}
+
 TEST(a_device_that_hangs_ends_with_the_operations_timeout) {
   FakeScope fake;
   run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {

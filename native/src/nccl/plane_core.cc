@@ -10,8 +10,6 @@ namespace {
 // What comes next is noticed at once for so long after something happened.
 constexpr auto kSpinTime = std::chrono::microseconds(100);
 
-/// The plane is being aborted: out of NCCL.
-struct Interrupted {};
 /// A rank that the operation needs has left.
 struct Condemned {};
 
@@ -65,6 +63,12 @@ void DevicePlane::Core::work() {
 
 /// Nothing of this thread is inside NCCL from here on.
 void DevicePlane::Core::park() {
+  std::vector<ncclComm_t> late;
+  {
+    const std::scoped_lock lock(mutex_);
+    if (is_live_taken_) late = std::exchange(live_, {});
+  }
+  for (const ncclComm_t communicator : late) nccl().ncclCommAbort(communicator);
   const std::scoped_lock lock(mutex_);
   is_parked_ = true;
   changed_.notify_all();
@@ -187,9 +191,9 @@ void DevicePlane::Core::add_live(ncclComm_t communicator) {
   live_.push_back(communicator);
 }
 
-void DevicePlane::Core::remove_live(ncclComm_t communicator) {
+bool DevicePlane::Core::remove_live(ncclComm_t communicator) {
   const std::scoped_lock lock(mutex_);
-  std::erase(live_, communicator);
+  return std::erase(live_, communicator) > 0;
 }
 
 void DevicePlane::Core::fail(NcclResult result, const char* call, ncclComm_t communicator) const {
@@ -228,12 +232,12 @@ void DevicePlane::Core::settle(ncclComm_t communicator, NcclResult result, const
   const TimePoint spin_end = Clock::now() + kSpinTime;
   Clock::duration sleep = kShortestSleep;
   while (true) {
+    check_abort();
     NcclResult state = NcclResult::kSuccess;
     const auto asked = nccl().ncclCommGetAsyncError(communicator, &state);
     if (asked != NcclResult::kSuccess) fail(asked, "ncclCommGetAsyncError", communicator);
     if (state == NcclResult::kSuccess) return;
     if (state != NcclResult::kInProgress) fail(state, call, communicator);
-    if (is_aborting.load()) throw Interrupted{};
     if (launch != nullptr && is_condemned(launch->process_set, launch->sequence)) {
       throw Condemned{};
     }
@@ -273,6 +277,7 @@ void DevicePlane::Core::run_on_device(const Launch& launch) {
   }
   const char* call = algorithm_of(launch.descriptor().collective);
   const Doing doing(*this, call);
+  check_abort();
   nccl().check(nccl().ncclGroupStart(), "ncclGroupStart");
   try {
     enqueue(nccl(), communicator.handle, device->stream(), launch, tensors, scratch);
@@ -292,6 +297,7 @@ void DevicePlane::Core::make_memory(const Launch& launch) {
   cuda().check(cuda().cuMemsetD8Async(address, 0, bytes, device->stream()), "cuMemsetD8Async");
   if (memory->can_be_registered() && nccl().ncclCommRegister != nullptr &&
       nccl().ncclCommDeregister != nullptr) {
+    check_abort();
     void* handle = nullptr;
     const auto result =
         nccl().ncclCommRegister(communicator.handle, memory->data(), bytes, &handle);

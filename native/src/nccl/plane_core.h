@@ -78,6 +78,9 @@ class DevicePlane::Core {
     const char* before_;
   };
 
+  /// The plane is being aborted: out of NCCL.
+  struct Interrupted {};
+
   const CudaApi& cuda() const { return device->cuda(); }
   const NcclApi& nccl() const { return device->nccl(); }
 
@@ -91,6 +94,11 @@ class DevicePlane::Core {
 
   void work();
   void park();
+  /// To be called between what may have blocked and the next use of a communicator: who aborts waits for
+  /// this thread only so long, and then they are gone.
+  void check_abort() const {
+    if (is_aborting.load()) throw Interrupted{};
+  }
   Clock::duration sleep_time();
   void serve(std::unique_ptr<Launch>& request);
   void serve(MakeUniqueId& request);
@@ -120,7 +128,8 @@ class DevicePlane::Core {
   void end_condemned(std::int32_t process_set);
   void end_without_result(const InFlight& operation);
   void add_live(ncclComm_t communicator);
-  void remove_live(ncclComm_t communicator);
+  /// False if it is the one's who aborts.
+  bool remove_live(ncclComm_t communicator);
 
   // The plane's thread's.
   const bool awaits_next_;
@@ -144,6 +153,7 @@ class DevicePlane::Core {
   std::map<std::int32_t, Condemnation> condemned_;
   bool is_parked_ = false;
   bool is_aborter_running_ = false;
+  bool is_live_taken_ = false;  // by the one who aborts: what comes later is the plane's to abort
 
   std::atomic<bool> has_condemned_{false};
 };

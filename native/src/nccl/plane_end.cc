@@ -53,6 +53,7 @@ void DevicePlane::Core::poll_errors() {
 /// False if it has lost a peer, which the driver is told; every other error is everybody's.
 bool DevicePlane::Core::is_sound(std::int32_t process_set, Communicator& communicator) {
   if (communicator.is_broken) return false;
+  check_abort();
   const ncclComm_t handle = communicator.handle;
   try {
     NcclResult state = NcclResult::kSuccess;
@@ -81,12 +82,12 @@ void DevicePlane::Core::end_without_result(const InFlight& operation) {
 
 void DevicePlane::Core::poll_retired() {
   std::erase_if(retired_, [this](ncclComm_t communicator) {
+    check_abort();
     NcclResult state = NcclResult::kSuccess;
     const auto asked = nccl().ncclCommGetAsyncError(communicator, &state);
     if (asked == NcclResult::kSuccess && state == NcclResult::kInProgress) return false;
     if (asked == NcclResult::kSuccess && state == NcclResult::kSuccess) {
-      remove_live(communicator);
-      nccl().ncclCommDestroy(communicator);
+      if (remove_live(communicator)) nccl().ncclCommDestroy(communicator);
     }
     return true;  // with an error it ends with the plane
   });
@@ -148,10 +149,7 @@ void DevicePlane::Core::end_condemned(std::int32_t process_set) {
     condemned_[process_set].limit = 0;
   }
   for (InFlight& one : in_flight_) one.is_lost |= one.process_set == process_set;
-  if (handle != nullptr) {
-    remove_live(handle);
-    nccl().ncclCommAbort(handle);
-  }
+  if (handle != nullptr && remove_live(handle)) nccl().ncclCommAbort(handle);
   std::erase_if(stuck_, [&](const InFlight& one) {
     if (one.process_set != process_set) return false;
     end_without_result(one);
@@ -181,6 +179,7 @@ void DevicePlane::Core::abort_all() noexcept {
       std::unique_lock lock(mutex_);
       changed_.wait_for(lock, kParkTime, [this] { return is_parked_; });
       live = std::exchange(live_, {});
+      is_live_taken_ = true;
     }
     const CurrentContext current(cuda(), device->context());
     const RelaxedCapture relaxed(cuda());

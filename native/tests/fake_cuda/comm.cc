@@ -98,6 +98,8 @@ NcclResult Comm::join(const sparkhvd::nccl::NcclUniqueId& id) {
 }
 
 NcclResult Comm::launch(const std::vector<Op>& ops) {
+  // A call that comes back after the abort launches nothing: the memory may be gone.
+  if (is_aborted) return NcclResult::kSuccess;
   std::unique_lock lock(mutex_);
   if (state_ != NcclResult::kSuccess) return state_;
   const bool is_deferred = !is_blocking && launches_ % kEvery == 0;
