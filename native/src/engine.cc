@@ -730,6 +730,7 @@ bool Engine::run_operations() {
     while (!group.running.empty() && !has_failed_ && run_first(group)) moved = true;
     if (group.is_removed && group.running.empty() && is_device_done(group)) {
       if (auto* device = plane()) device->remove(group.id);
+      broken_.erase(group.id);
       entry = groups_.erase(entry);
     } else {
       ++entry;

@@ -209,10 +209,11 @@ void Engine::depart_on_device(Group& group, Rank rank, std::uint64_t executed) {
 
 /// NCCL has noticed first that a rank is gone.
 void Engine::on_broken(const nccl::News::Broken& broken) {
+  const auto entry = groups_.find(broken.process_set);
+  if (entry == groups_.end()) return;  // removed: nothing is left that it could keep from ending
   broken_.insert_or_assign(broken.process_set,
                            DeviceFailure{broken.error, Clock::now() + kNamingTime});
-  const auto entry = groups_.find(broken.process_set);
-  if (entry != groups_.end() && entry->second->departed) condemn(*entry->second);
+  if (entry->second->departed) condemn(*entry->second);
 }
 
 /// Ends what cannot end by itself on the device, of a process set that a rank has left.

@@ -274,6 +274,41 @@ TEST(without_rank_0_nothing_is_ordered_on_devices_any_more) {
   fake.check();
 }
 
+TEST(a_process_set_that_is_removed_takes_the_trouble_of_its_communicator_along) {
+  FakeScope fake;
+  run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
+    Gpu gpu(engine, rank);
+    const auto set = add_process_set(engine, {0, 1});
+    Sum sum(gpu, Floats(3, 1));
+    CHECK_EQUAL(sum.start(engine, "all").wait().message, "");
+    CHECK_EQUAL(sum.start(engine, "some", set).wait().message, "");
+    const auto meet = [&](const std::string& name) {
+      Request barrier(SPARKHVD_BARRIER, name);
+      CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
+    };
+    meet("done");
+    if (rank == 0) Fake::get().hang("ncclAllReduce@stream", 1);
+    meet("held");
+    TestWork held = sum.start(engine, "held");
+    CHECK_EQUAL(gpu.wait_stream(held).message, "");
+    meet("launched");
+    // While something is on the device, all communicators are looked at: first that of all ranks, then the set's.
+    const int before = Fake::get().count("ncclCommGetAsyncError");
+    if (rank == 0) Fake::get().fail("ncclCommGetAsyncError", 2, kRemoteError);
+    while (Fake::get().count("ncclCommGetAsyncError") < before + 2) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    Request remove(SPARKHVD_REMOVE_PROCESS_SET, "remove");
+    CHECK_EQUAL(engine.submit(remove.numbers({set}).raw()).wait().message, "");
+    std::this_thread::sleep_for(
+        std::chrono::milliseconds(1300));  // longer than it waits for a verdict
+    meet("later");
+    if (rank == 0) Fake::get().reset();
+    CHECK_EQUAL(held.wait().message, "");
+  });
+  fake.check();
+}
+
 TEST(memory_of_the_device_is_reduced_in_place_and_freed_whenever) {
   FakeScope fake;
   run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
