@@ -66,7 +66,8 @@ def plan_gpus(
         return gpus.decide(conf, use_gpu, refused=refused), None
 
 
-# Stages of one plan that ask by different profiles cannot be one stage, so a session has one for all its models.
+# Stages of one plan that ask by different profiles cannot be one stage, so an application has one for all its models: a
+# plan may have DataFrames of several sessions, such as that which Spark makes for each `foreachBatch`.
 _shared: dict[str, ResourceProfile | None] = {}
 _sharing = threading.Lock()
 
@@ -74,10 +75,10 @@ _sharing = threading.Lock()
 def profile_to_share_gpus(spark: SparkSession) -> ResourceProfile | None:
     """A profile by which tasks of an ordinary stage share the GPUs of their executors; None where there is none to ask.
 
-    The same object for a session, as long as this process lives. Costs a few requests to the server the first time.
+    The same object for an application (on Connect: a session), as long as this process lives. Costs a few requests to the server the first time.
     """
     shim = SparkShim(spark)
-    key = shim.session_key()
+    key = shim.profile_scope()
     with _sharing:
         if key not in _shared:
             _shared[key] = _profile_to_share(shim)

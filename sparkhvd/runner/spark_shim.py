@@ -59,6 +59,10 @@ class SparkShim:
             return str(self.session.session_id)
         return str(self.session._jsparkSession.sessionUUID())
 
+    def profile_scope(self) -> str:
+        """What names the sessions whose stages can ask by one resource profile; on classic all of the application."""
+        return self.session_key() if self.is_connect else self.application()
+
     def is_over(self) -> bool:
         """Whether the session (on classic: its application) has been stopped."""
         if self.is_connect:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner import context, run
+from sparkhvd.runner import context, profiles, run
 from sparkhvd.settings import Settings
 from tests.harness.fake_driver import fake_driver, uuid_of
 from tests.harness.processes import wait_for_no_trainers
@@ -244,3 +244,13 @@ def test_a_local_master_gives_gpus_by_local_rank_without_a_profile(
         e.value
     )
     assert run(sees, env={"FAKE_GPUS": "1"}, **options) == [(None, None)] * 2
+
+
+def test_sessions_of_an_application_share_the_profile_of_transform(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spark refuses a stage with two, and a plan may have DataFrames of two sessions."""
+    monkeypatch.setattr(profiles, "_shared", {})
+    monkeypatch.setattr(profiles, "_profile_to_share", lambda shim: object())
+    first = profiles.profile_to_share_gpus(spark)
+    assert profiles.profile_to_share_gpus(spark.newSession()) is first

@@ -264,7 +264,7 @@ def test_where_spark_takes_no_profile_the_conf_must_do() -> None:
 
 
 @pytest.mark.parametrize(("takes", "made"), [(True, 1), (False, 0)])
-def test_a_session_has_one_profile_by_which_tasks_share_gpus(
+def test_an_application_has_one_profile_by_which_tasks_share_gpus(
     monkeypatch: pytest.MonkeyPatch, takes: bool, made: int
 ) -> None:
     asked: list[tuple[int | None, float | None]] = []
@@ -273,7 +273,7 @@ def test_a_session_has_one_profile_by_which_tasks_share_gpus(
         def __init__(self, spark: Any) -> None:
             self.key = spark
 
-        def session_key(self) -> str:
+        def profile_scope(self) -> str:
             return str(self.key)
 
         def conf(self, keys: Any) -> dict[str, str]:
@@ -288,9 +288,9 @@ def test_a_session_has_one_profile_by_which_tasks_share_gpus(
     monkeypatch.setattr(profiles, "SparkShim", Shim)
     monkeypatch.setattr(profiles, "no_profiles", lambda: "")
     monkeypatch.setattr(profiles, "_shared", {})
-    session: Any = "one"
-    first = profiles.profile_to_share_gpus(session)
-    assert profiles.profile_to_share_gpus(session) is first
+    application: Any = "one"
+    first = profiles.profile_to_share_gpus(application)
+    assert profiles.profile_to_share_gpus(application) is first
     assert (first is not None) == bool(made)
     assert asked == [(None, 0.25)]
     other: Any = "two"
