@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import gpus, placement, preflight, profiles
 from sparkhvd.runner.spark_shim import SparkShim
@@ -83,14 +85,18 @@ def resolve_cluster(spark: Any, given: Given) -> Cluster:
     # Whether Spark takes the profile that may be needed is found out when the ranks are launched.
     plan = gpus.decide(conf, use_gpu, refused=profiles.no_profiles())
     slots = profiles.slots_of(conf, plan)
-    num_proc = placement.choose_num_proc(values["num_proc"], slots)
+    looks = plan.mode == gpus.Mode.FREE and placement.is_local(conf.get("spark.master", ""))
+    takes_gpus = plan.mode == gpus.Mode.HOST or (looks and torch.version.cuda is not None)
+    chosen = slots
+    if values["num_proc"] is None and takes_gpus:
+        chosen = profiles.default_slots(shim, conf, slots, settings.cuda_library)
+    num_proc = placement.choose_num_proc(values["num_proc"], chosen)
     if values["num_proc"] is None and values["verbose"]:
         ranks = f"{num_proc} rank{'s' * (num_proc != 1)}"
-        per = "GPU" if plan.mode == gpus.Mode.TASK else "task slot"
-        sys.stdout.write(f"num_proc is not given: {ranks}, one per {per} ({slots.reason}).\n")
+        per = "GPU" if plan.mode == gpus.Mode.TASK or chosen is not slots else "task slot"
+        sys.stdout.write(f"num_proc is not given: {ranks}, one per {per} ({chosen.reason}).\n")
         sys.stdout.flush()
     given_values = {**values, "num_proc": num_proc}
-    looks = plan.mode == gpus.Mode.FREE and placement.is_local(conf.get("spark.master", ""))
     return Cluster(
         **given_values,
         settings=settings,

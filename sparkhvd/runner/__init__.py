@@ -61,8 +61,8 @@ def run(
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
         num_proc: number of ranks. None means every task slot of the configured cluster: N for `local[N]`,
-            executors x (cores // `spark.task.cpus`) elsewhere, or every GPU where Spark gives ranks GPUs; an error
-            where the configuration does not say.
+            executors x (cores // `spark.task.cpus`) elsewhere, or every GPU where Spark gives ranks GPUs (with
+            `use_gpu=True` on `local[N]`: no more than this host has); an error where the configuration does not say.
         spark: the session to use, classic or Connect; None means the active one.
         env: environment variables of the ranks, set before `fn` and its modules load.
         settings: engine settings; None reads them from this process's environment.

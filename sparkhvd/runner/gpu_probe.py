@@ -9,15 +9,19 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["LIBRARY", "ask", "cuda_uuids", "has_started"]
+__all__ = ["LIBRARY", "ask", "count_beside", "cuda_uuids", "has_started"]
 
 LIBRARY = "libcuda.so.1"
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
+# How long the driver may take to count where only a default depends on it.
+_COUNT_S = 30.0
 
 
 class _CudaError(Exception):
@@ -68,6 +72,30 @@ def has_started(library: str) -> bool:
     except OSError:  # nobody has loaded it
         return False
     return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
+
+
+def count_beside(library: str, env: Mapping[str, str]) -> int:
+    """GPUs that a process started from this one sees; 0 also where it does not say.
+
+    This process may have threads: the question is asked in a fresh one, which knows nothing but this file.
+
+    Args:
+        library: the driver's library; "" for `LIBRARY`.
+        env: variables that the other process has besides those of this one.
+    """
+    inherited = os.environ  # noqa: TID251 - the other process inherits the environment of this one
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", __file__, library],
+            env={**inherited, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_COUNT_S,
+            check=True,
+        )
+        return int(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
 
 
 def _error_text(cuda: ctypes.CDLL, status: int) -> str:
@@ -132,3 +160,7 @@ def _answer(library: str, view: Mapping[str, str | None], fd: int) -> NoReturn:
         os.write(fd, json.dumps(answer).encode())
     finally:
         os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(str(len(cuda_uuids(sys.argv[1]))))

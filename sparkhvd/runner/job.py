@@ -23,7 +23,7 @@ from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, Spa
 from sparkhvd.runner import gpus, launching, placement, preflight, task
 from sparkhvd.runner.child import cloudpickle, early_call
 from sparkhvd.runner.preflight import SharedFiles
-from sparkhvd.runner.profiles import check_profile, plan_gpus, slots_of
+from sparkhvd.runner.profiles import check_profile, default_slots, plan_gpus, slots_of
 from sparkhvd.runner.results import (
     Kind,
     Outcome,
@@ -160,6 +160,8 @@ def launch(
             options.verbose, f"The executors have GPUs, and the ranks get none: {gpu_plan.reason}."
         )
     slots = slots_of(conf, gpu_plan, options.profile)
+    if num_proc is None and gpu_plan.mode == gpus.Mode.HOST:
+        slots = default_slots(shim, conf, slots, options.settings.cuda_library, env)
     size = placement.choose_num_proc(num_proc, slots)
     plan = _Plan(
         shim=shim,

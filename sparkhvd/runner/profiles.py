@@ -6,17 +6,25 @@ import contextlib
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.runner import gpus, placement
+from sparkhvd.runner import gpu_probe, gpus, placement
 from sparkhvd.runner.spark_shim import SparkShim
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
-__all__ = ["check_profile", "no_profiles", "plan_gpus", "profile_to_share_gpus", "slots_of"]
+__all__ = [
+    "check_profile",
+    "default_slots",
+    "no_profiles",
+    "plan_gpus",
+    "profile_to_share_gpus",
+    "slots_of",
+]
 
 
 def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> None:
@@ -110,6 +118,34 @@ def slots_of(
     """The most ranks that the configuration can run at once, each with its share."""
     share = _share(given) or plan.profile or gpus.Share()
     return placement.configured_slots(conf, os.cpu_count() or 1, share.cpus, share.gpus)
+
+
+def default_slots(
+    shim: SparkShim,
+    conf: Mapping[str, str],
+    slots: placement.Slots,
+    library: str,
+    env: Mapping[str, str] | None = None,
+) -> placement.Slots:
+    """The slots of ranks that each take a GPU by their local rank, and whose number nobody gave.
+
+    On a local master no more than this host has GPUs, if it has any. Over Connect the master's host is not this one.
+
+    Args:
+        shim: the session.
+        conf: its configuration.
+        slots: the most that the configuration can run at once.
+        library: of CUDA's driver; "" for the system's.
+        env: the user's variables for the ranks.
+    """
+    master = conf.get("spark.master", "")
+    if shim.is_connect or not placement.is_local(master):
+        return slots
+    count = gpu_probe.count_beside(library, env or {})
+    if not count or slots.maximum is None or slots.maximum <= count:
+        return slots
+    found = f"master {master!r} on a host with {count} GPU{'s' * (count != 1)}"
+    return replace(slots, maximum=count, reason=found)
 
 
 def _share(profile: ResourceProfile | None) -> gpus.Share | None:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from sparkhvd import Settings, TorchEstimator
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.cluster import Cluster, Given, resolve_cluster
+from tests.harness.fake_driver import fake_driver
 from tests.harness.spark import run_on
 
 if TYPE_CHECKING:
@@ -71,6 +73,32 @@ def test_the_number_of_ranks_is_printed_where_nobody_gave_it(
     resolve(spark, verbose=0)
     resolve(spark, num_proc=2)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("build", "use_gpu", "num_proc"),
+    [("13.0", None, 1), (None, None, 2), (None, True, 1), ("13.0", False, 2)],
+)
+def test_a_local_master_with_one_gpu_gives_one_rank_where_ranks_take_gpus(
+    spark: SparkSession,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    build: str | None,
+    use_gpu: bool | None,
+    num_proc: int,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("FAKE_GPUS", "5")
+    monkeypatch.setattr(torch.version, "cuda", build)
+    settings = Settings(cuda_library=fake_driver(tmp_path))
+    found = resolve(spark, use_gpu=use_gpu, settings=settings)
+    assert (found.num_proc, found.slots) == (num_proc, 2)
+    said = capsys.readouterr().out
+    one = "num_proc is not given: 1 rank, one per GPU (master 'local[2]' on a host with 1 GPU).\n"
+    assert said == one if num_proc == 1 else "2 ranks, one per task slot (" in said
+    # Who gives a number gets it.
+    assert resolve(spark, use_gpu=use_gpu, settings=settings, num_proc=2).num_proc == 2
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,19 @@ def test_a_local_master_gives_gpus_by_local_rank_without_a_profile(
     assert run(sees, env={"FAKE_GPUS": "1"}, **options) == [(None, None)] * 2
 
 
+def test_on_a_local_master_there_are_no_more_ranks_by_default_than_gpus(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    settings = Settings(cuda_library=fake_driver(tmp_path))
+    options = {"spark": spark, "settings": settings, "use_gpu": True}
+    for given, ranks in (("1", 1), ("1,2", 2), ("1,2,3", 2)):
+        found = run(sees, env={"FAKE_GPUS": given}, **options)
+        assert found == [(None, rank) for rank in range(ranks)]
+    with pytest.raises(PreflightError, match="rank 0 on host .* sees no GPU"):
+        run(sees, **options)
+
+
 def test_sessions_of_an_application_share_the_profile_of_transform(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
