@@ -28,8 +28,9 @@ __all__ = ["NO_GPUS", "TASKS_PER_GPU", "TaskGpus", "choose", "held"]
 
 # Tasks of a host that compute on one GPU at a time; more would only share its time and take its memory.
 TASKS_PER_GPU = 4
-# The longest wait for them. They are alive, or their locks were free; so this is for tasks that never end.
-WAIT_S = 3600.0
+# The longest wait for them. They are alive, or their locks were free; so this is for tasks that never end, and longer than
+# a partition may take to compute: who waits for one that is large must not fail.
+WAIT_S = 24 * 3600.0
 _POLL_S = 0.05
 
 
