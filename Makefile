@@ -116,8 +116,7 @@ test-races: $(PACKAGES)
 test-memory: $(PACKAGES)
 	$(call BUILD_SANITIZED,address,sparkhvd_tests nccl_conformity)
 	build/native-address/sparkhvd_tests $(MEMORY_HELD)
-	@# Threads of the stand-in's streams outlive main, which the search for leaks now and then fails at.
-	ASAN_OPTIONS=detect_leaks=0 build/native-address/nccl_conformity --ranks 2
+	build/native-address/nccl_conformity --ranks 2
 
 test-sanitizers: $(PACKAGES)
 	$(call BUILD_SANITIZED,address,check)
