@@ -3,8 +3,9 @@
 A bucket is reduced as one operation: `dense_gradients` (a gather list over the gradients' own memory),
 `sparse_gradients`, `powersgd`. This file decides which parameters are together and when a bucket is submitted.
 
-**Threads.** Hooks run on autograd's threads (for CPU parameters the thread that called `backward`), everything
-else on the thread that calls the optimizer; both under the GIL, never at the same time.
+**Threads.** Hooks run on autograd's threads (for CPU parameters the thread that called `backward`, for those on a GPU
+a thread of autograd's own, so with both there are two at a time, each with buckets of its own), everything else on the
+thread that calls the optimizer, never at the same time; all under the GIL.
 
 **Ownership.** From its submission until `wait` the engine reads and writes the memory of a gradient; the
 operation keeps that memory alive, also if the user drops the tensor or gives it other memory. Hooks hold the reducer
@@ -25,9 +26,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -127,6 +130,7 @@ class Reducer:
         self._passes_left = options.passes
         self._outer_task = self._nested_task = -1
         self._outer_is_running = False
+        self._entering = threading.Lock()
         self._entries = [
             Entry(index, name, param, self._wire_dtype(name, param))
             for index, (name, param) in enumerate(named)
@@ -233,7 +237,9 @@ class Reducer:
         """A gradient of this pass is complete."""
         task = _graph_task()
         if task not in (self._outer_task, self._nested_task):
-            self._enter(task)
+            with self._entering:
+                if task not in (self._outer_task, self._nested_task):
+                    self._enter(task)
         if entry.grad is not None or self._is_submitted or self._vote is not None:
             self._gradient_again(entry)
         if self._passes_left > 1:
@@ -720,13 +726,22 @@ def _remove(hooks: Sequence[Any]) -> None:
 
 
 def _inside_nested_backward() -> bool:
-    """Whether a hook runs in a backward pass that another one called on this thread.
+    """Whether a hook runs in a backward pass that another one called.
 
-    torch offers no way to ask; each `backward()` leaves one frame of a known function on the stack.
+    torch offers no way to ask; each `backward()` leaves one frame of a known function on the stack of its thread. A
+    thread of autograd's own, on which gradients of a GPU come, has no frame of the outermost pass.
     """
     depth = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         depth += frame.f_code is _BACKWARD_CODE
         frame = frame.f_back
-    return depth > 1
+    return depth > 1 or (depth == 1 and _is_autograds_own(_THREAD_NAME.read_text()))
+
+
+_THREAD_NAME = Path("/proc/thread-self/comm")
+
+
+def _is_autograds_own(thread_name: str) -> bool:
+    """Whether a thread is one of those that torch makes for devices."""
+    return thread_name.startswith("pt_autograd_")

@@ -164,7 +164,8 @@ def refuse_capture() -> NoReturn:
     """Say that nothing can be done while a graph is being captured."""
     raise InvalidArgumentError(
         "The current stream is being captured into a CUDA graph, and collectives need the other ranks, which a graph "
-        "cannot wait for. Capture forward and backward only, and run the step outside of the capture."
+        "cannot wait for. Run backward and step outside of the capture; torch.cuda.make_graphed_callables captures a "
+        "model so that its gradients arrive outside."
     )
 
 

@@ -6,8 +6,8 @@ the gradients it has one flag per parameter: who has a gradient at all.
 **A cycle** is: gradients are copied into their places, all at once, on the stream that produced the last of them, and
 scaled there; the sum runs on the engine's stream while backward goes on; `wait` makes the caller's stream wait and
 lets `.grad` be views of the flat memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is
-added to where it lies, and then nothing is copied in. With compression the sums are copied into the gradients, all at
-once.
+added to where it lies, and then nothing is copied in. With compression, and where backward had no part in a gradient
+(a captured graph wrote it), the sums are copied into the gradients, all at once.
 
 **What packing moves**, of S bytes of gradients. Kept ones are scaled where they lie: 2 S (read and written). Others must
 be copied, because backward gives a parameter whose `.grad` is None a tensor of its own: with `.grad` in place before
@@ -64,6 +64,7 @@ class DeviceBucket(GradientBucket):
 
     __slots__ = (
         "_addresses",
+        "_as_views",
         "_call",
         "_casts",
         "_compression",
@@ -73,6 +74,7 @@ class DeviceBucket(GradientBucket):
         "_factor",
         "_flags",
         "_flat",
+        "_homes",
         "_num_values",
         "_offsets",
         "_ones",
@@ -80,6 +82,7 @@ class DeviceBucket(GradientBucket):
         "_resparsify",
         "_slots",
         "_sums",
+        "_takers",
         "_takes_sparse",
         "_values",
     )
@@ -99,6 +102,7 @@ class DeviceBucket(GradientBucket):
         self._compression = options.compression
         self._casts = options.compression in vars(Compression).values()
         self._takes_sparse = options.sparse_as_dense
+        self._as_views = options.as_views
         self._resparsify = options.sparse_as_dense and not (options.sharded or options.as_views)
         wire = entries[0].wire_dtype
         # One factor for all: both are applied before the sum.
@@ -117,8 +121,11 @@ class DeviceBucket(GradientBucket):
         self._sums: Tensor | None = None  # what all say together
         self._flat: Tensor | None = None
         self._values: Tensor | None = None  # the part of it that gradients have
-        self._slots: list[Tensor] = []
+        self._slots: list[Tensor] = []  # what `.grad` is
+        # Where they must lie, which users do not see: `model.cpu()` gives the same `.grad` other memory.
+        self._homes: list[Tensor] = []
         self._addresses: list[int] = []
+        self._takers: set[int] = set()  # entries whose gradients the results are copied into
         self._places = {id(entry): number for number, entry in enumerate(entries)}
 
     # How many ranks want the sums of the flags for themselves; 1 if the sums come to all.
@@ -164,11 +171,19 @@ class DeviceBucket(GradientBucket):
         flat.zero_()
         first = flat.storage_offset()
         for entry, offset in zip(self.entries, self._offsets, strict=True):
-            slot = flat.as_strided(entry.shape, entry.stride, first + offset).detach()
-            self._slots.append(slot)
-            self._addresses.append(slot.data_ptr())
+            home = flat.as_strided(entry.shape, entry.stride, first + offset).detach()
+            self._homes.append(home)
+            self._slots.append(home.detach())
+            self._addresses.append(home.data_ptr())
         self._flat, self._values = flat, flat[: self._num_values]
         self._put(flat, 0 if self._ones is None else self._ones.shape[1])
+
+    def _slot(self, number: int) -> Tensor:
+        """What `.grad` of a parameter shall be: the same tensor as before, unless that was moved away."""
+        slot = self._slots[number]
+        if slot.data_ptr() != self._addresses[number]:
+            slot = self._slots[number] = self._homes[number].detach()
+        return slot
 
     @torch.no_grad()
     def show(self) -> None:
@@ -183,21 +198,21 @@ class DeviceBucket(GradientBucket):
         """Set all gradients to zero, where they lie."""
         assert self._values is not None
         self._values.zero_()
-        for entry, slot in zip(self.entries, self._slots, strict=True):
-            entry.param.grad = slot
+        for number, entry in enumerate(self.entries):
+            entry.param.grad = self._slot(number)
 
     def take(self, entry: Entry) -> None:
         """The gradient as it is, or zeros."""
         entry.grad = entry.param.grad
         if entry.grad is not None:
             return
-        if entry.wire_dtype != entry.dtype:
+        if entry.wire_dtype != entry.dtype or not self._casts:
             entry.grad = entry.stand_in()
             return
         require_same_dtype(entry)
         require_same_shape(entry, entry.param)
         # `start` sets it to zero.
-        entry.param.grad = entry.grad = self._slots[self._places[id(entry)]]
+        entry.param.grad = entry.grad = self._slot(self._places[id(entry)])
         entry.missing = True
 
     @torch.no_grad()
@@ -224,14 +239,18 @@ class DeviceBucket(GradientBucket):
         zeros: list[Tensor] = []
         unscaled: list[Tensor] = []
         flags = self._flags
-        for number, (entry, slot) in enumerate(zip(self.entries, self._slots, strict=True)):
-            grad = entry.grad
+        self._takers.clear()
+        for number, entry in enumerate(self.entries):
+            grad, slot = entry.grad, self._slot(number)
             assert grad is not None
-            if entry.missing:
+            is_shown = grad is slot or self._becomes_view(entry)
+            if not is_shown and _can_take_result(entry, grad):
+                self._takers.add(number)
+            if entry.missing and self._casts:
                 zeros.append(slot)
                 if flags is not None:
                     zeros.append(flags[:, number])
-            elif grad is slot and grad.data_ptr() == self._addresses[number]:
+            elif grad is slot:
                 unscaled.append(slot)
             elif factor != 1.0 and slot.nbytes >= _LARGE_BYTES:
                 torch.mul(self._source(entry, grad), factor, out=slot)
@@ -303,14 +322,13 @@ class DeviceBucket(GradientBucket):
             is_sparse = grad.layout is not torch.strided
             if is_sparse and self._resparsify:
                 entry.param.grad = slot.to(grad.dtype).to_sparse(grad.sparse_dim())
-            elif entry.wire_dtype == entry.dtype and self._casts:
-                if grad is not slot:
-                    entry.param.grad = slot
+            elif grad is slot or self._becomes_view(entry):
+                entry.param.grad = slot
             else:
                 result = self._reduced(number, slot)
-                if not self._casts and not entry.missing:
+                if not self._casts:
                     result = self._compression.decompress(result, contexts[id(entry)])
-                own = _new(entry) if is_sparse else _own(entry, grad)
+                own = grad.detach() if number in self._takers else _new(entry)
                 targets.append(self._reduced(number, own))
                 sources.append(result)
         if targets:
@@ -318,22 +336,30 @@ class DeviceBucket(GradientBucket):
         if self._sums is not None and any([entry.missing for entry in self.entries]):
             drop_unused(self.entries, self._sums.tolist(), resparsify=self._resparsify)
 
+    def _becomes_view(self, entry: Entry) -> bool:
+        """Whether `.grad` shall be the reduced gradient where it lies, instead of a copy.
+
+        Not if it came without a hook, as what a captured graph writes: that goes on to write into its own memory.
+        """
+        if entry.wire_dtype != entry.dtype or not self._casts:
+            return False
+        return entry.stream is not None or self._as_views
+
     def _reduced(self, number: int, gradient: Tensor) -> Tensor:
         """Of the gradient of an entry what this rank has the sum of."""
         del number
         return gradient
 
 
-def _own(entry: Entry, grad: Tensor) -> Tensor:
-    """Where a result goes that is not sent as it is: into the gradient, if that is nobody else's."""
-    if (
-        owns_memory(grad)
+def _can_take_result(entry: Entry, grad: Tensor) -> bool:
+    """Whether a result can be copied into a gradient: it has its planned form and is nobody else's."""
+    return (
+        grad.layout is torch.strided
         and grad.dtype is entry.dtype
+        and grad.stride() == entry.stride  # a rank's part of it is a part of its memory
         and not grad.is_neg()
-        and torch._debug_has_internal_overlap(grad) == 0
-    ):
-        return grad.detach()
-    return _new(entry)
+        and owns_memory(grad)
+    )
 
 
 def _new(entry: Entry) -> Tensor:

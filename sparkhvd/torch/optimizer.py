@@ -62,7 +62,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     read or clip them; `step()` then does not reduce again. A gradient that was replaced or dropped in between
     (`p.grad = ...`, `p.grad.data = ...`) is an error of `step()` that names the parameter. What a hook of
     `register_post_accumulate_grad_hook` puts in its place is reduced; where backward overlaps, the hook must be
-    registered before the optimizer is built. `optimizer.param_groups` waits by itself, so
+    registered before the optimizer is built. On a GPU reduced gradients lie in memory that the next ones are reduced in:
+    clone what you keep beyond `zero_grad()`. `optimizer.param_groups` waits by itself, so
     `torch.amp.GradScaler` works as it is (if every rank ran backward; else call `synchronize()` on every rank before).
 
     A parameter without gradient on this rank counts as zero. One that no rank gave a gradient keeps

@@ -397,7 +397,8 @@ def test_a_step_under_capture_is_refused() -> None:
                 loss.backward()
             assert str(caught.value) == (
                 "The current stream is being captured into a CUDA graph, and collectives need the other ranks, which a "
-                "graph cannot wait for. Capture forward and backward only, and run the step outside of the capture."
+                "graph cannot wait for. Run backward and step outside of the capture; "
+                "torch.cuda.make_graphed_callables captures a model so that its gradients arrive outside."
             )
             assert optimizer.param_groups
         finally:

@@ -1,0 +1,103 @@
+"""Backward of tensors of the stand-in on a thread of autograd's own, as on a GPU: `python -m tests.harness.autograd_threads`.
+
+To torch's own code tensors of the stand-in are on "meta", whose backward runs where it was called. Here they are on a
+device of a backend made in Python, so torch gives them a thread. That is for a whole process, hence a program.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+
+import sparkhvd.torch as hvd
+from sparkhvd.settings import Settings
+from tests.harness import device_training as training
+from tests.harness import ranks
+from tests.harness.fake_cuda import FakeDevice, gpu, use_engine
+
+STEPS = 4
+DEADLINE_S = 60.0
+
+
+def make_backend() -> None:
+    """From now on torch believes that tensors of the stand-in are on a device with a thread."""
+    backend_registration._setup_privateuseone_for_python_backend("standin")
+    make: Callable[..., Any] = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]  # torch's
+
+    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(cls, *args, **{**kwargs, "device": "standin:0"})
+
+    torch.Tensor._make_wrapper_subclass = staticmethod(made)  # type: ignore[attr-defined]  # as above
+
+
+class Recomputed(torch.autograd.Function):
+    """As a reentrant checkpoint: backward computes forward again, and calls backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            found = ctx.run(x)
+        torch.autograd.backward(found, gradients)
+        return None, x.grad
+
+
+def train(device: FakeDevice, *, passes: int, as_views: bool) -> Tensor:
+    """Weights of one rank; the body of the model is recomputed in two parts."""
+    model: Any = device.module(training.model())
+    optimizer: Any = hvd.DistributedOptimizer(
+        training.sgd(model.parameters()),
+        backward_passes_per_step=passes,
+        gradient_as_bucket_view=as_views,
+    )
+    callers: set[int] = set()
+    model.head.weight.register_hook(lambda _: callers.add(threading.get_ident()))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(passes):
+            x, y = (
+                device.tensor(part.chunk(hvd.size())[hvd.rank()])
+                for part in training.batch(step * passes + number, torch.float64)
+            )
+            hidden = Recomputed.apply(model.body[:2], x.requires_grad_())
+            hidden = Recomputed.apply(model.body[2:], hidden)
+            (model.head(hidden) - y).square().mean().backward()
+        optimizer.step()
+    assert threading.get_ident() not in callers, "backward ran where it was called"
+    return training.weights(model)
+
+
+def main() -> None:
+    """Compare with one process."""
+    make_backend()
+    for passes in (1, 2):
+        expected = training.alone(steps=STEPS, passes=passes)
+        for as_views in (False, True):
+
+            def body(engine: Any, passes: int = passes, as_views: bool = as_views) -> Tensor:
+                found = train(gpu(engine.rank), passes=passes, as_views=as_views)
+                hvd.barrier()
+                return found
+
+            small = Settings(device_bucket_bytes=1024)  # several buckets
+            for found in ranks.run_ranks(
+                2, body, settings=small, using=use_engine, deadline_s=DEADLINE_S
+            ):
+                assert float((found - expected).abs().max()) < 1e-12
+    print("equal")
+
+
+if __name__ == "__main__":
+    main()
