@@ -234,13 +234,13 @@ class FakeDevice:
         self.driver.launch(self.current, self._entry, number)
 
     def _run(self, number: int) -> None:
-        function = self._functions.pop(number)
-        self._spent.append(function)
         try:
             with _NO_COLLECTION, torch.no_grad():
-                function()
+                self._functions[number]()
         except BaseException as error:  # noqa: BLE001 - raised by the next `synchronize`
             self.errors.append(error)
+        # Not before it has run: whoever enqueues lets it go, and this thread must not have the last reference.
+        self._spent.append(self._functions.pop(number))
 
     def synchronize(self) -> None:
         """The host waits for the current stream."""

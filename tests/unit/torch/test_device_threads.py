@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from torch.utils import backend_registration
+
+from tests.harness.fake_cuda import gpu
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,3 +29,27 @@ def test_reentrant_checkpoints_on_a_thread_of_autograds_own() -> None:
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert ended.stdout.split() == ["equal"]
+
+
+@pytest.mark.usefixtures("fake_gpus")
+def test_the_stand_in_lets_go_what_has_run_outside_of_the_thread_of_its_stream() -> None:
+    """There nothing of CUDA may be called, and what goes may be its memory."""
+    device, where = gpu(0), []
+
+    class Held:
+        def __del__(self) -> None:
+            where.append(threading.get_ident())
+
+    held, running = Held(), threading.Event()
+
+    def run(held: Held) -> None:
+        running.set()
+        time.sleep(0.1)
+
+    device.enqueue(functools.partial(run, held))
+    del held
+    assert running.wait(10)
+    device.enqueue(lambda: None)  # while the first one still runs
+    device.synchronize()
+    device.forget()
+    assert where == [threading.get_ident()]
