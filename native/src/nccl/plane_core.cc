@@ -293,8 +293,6 @@ void DevicePlane::Core::make_memory(const Launch& launch) {
   Communicator& communicator = communicator_of(launch);
   const auto bytes = static_cast<std::size_t>(launch.descriptor().numbers.at(0));
   auto memory = std::make_shared<DeviceMemory>(device, bytes);
-  const auto address = reinterpret_cast<CUdeviceptr>(memory->data());
-  cuda().check(cuda().cuMemsetD8Async(address, 0, bytes, device->stream()), "cuMemsetD8Async");
   if (memory->can_be_registered() && nccl().ncclCommRegister != nullptr &&
       nccl().ncclCommDeregister != nullptr) {
     check_abort();
@@ -304,6 +302,9 @@ void DevicePlane::Core::make_memory(const Launch& launch) {
     settle(communicator.handle, result, "ncclCommRegister", &launch);
     if (handle != nullptr) communicator.registered.emplace(memory.get(), handle);
   }
+  // Last: what fails before frees the memory, and ncclMemFree does not wait for the stream.
+  const auto address = reinterpret_cast<CUdeviceptr>(memory->data());
+  cuda().check(cuda().cuMemsetD8Async(address, 0, bytes, device->stream()), "cuMemsetD8Async");
   launch.operation->on_device->buffer = std::make_shared<DeviceBuffer>(memory, requests);
 }
 
