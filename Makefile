@@ -106,7 +106,7 @@ define BUILD_SANITIZED
 	$(VENV)/bin/cmake --build build/native-$(1) --target $(2)
 endef
 THREADS_MEET = operations several_threads a_ abort engines mismatches nonsense barrier device stream leaver rank_0
-MEMORY_HELD = operations frames ring memory tensors registered process_set join orders timeline kernel reduce device leaver
+MEMORY_HELD = operations frames ring memory tensors registered process_set join orders timeline kernel reduce device leaver abort
 
 test-races: $(PACKAGES)
 	$(call BUILD_SANITIZED,thread,sparkhvd_tests nccl_conformity)
