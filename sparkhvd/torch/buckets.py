@@ -259,7 +259,7 @@ class Reducer:
         """The first gradient of a backward pass."""
         self._begin()
         self.dirty = True
-        if _inside_nested_backward():
+        if _inside_nested_backward(has_gpu=self._device is not None):
             # Reentrant checkpointing: callbacks of the inner pass would come before the outer one ends.
             self._nested_task = task
             return
@@ -725,18 +725,21 @@ def _remove(hooks: Sequence[Any]) -> None:
         hook.remove()
 
 
-def _inside_nested_backward() -> bool:
+def _inside_nested_backward(*, has_gpu: bool) -> bool:
     """Whether a hook runs in a backward pass that another one called.
 
     torch offers no way to ask; each `backward()` leaves one frame of a known function on the stack of its thread. A
     thread of autograd's own, on which gradients of a GPU come, has no frame of the outermost pass.
+
+    Args:
+        has_gpu: whether the hook may run on such a thread. To ask the kernel costs some microseconds per pass.
     """
     depth = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         depth += frame.f_code is _BACKWARD_CODE
         frame = frame.f_back
-    return depth > 1 or (depth == 1 and _is_autograds_own(_THREAD_NAME.read_text()))
+    return depth > 1 or (has_gpu and depth == 1 and _is_autograds_own(_THREAD_NAME.read_text()))
 
 
 _THREAD_NAME = Path("/proc/thread-self/comm")
