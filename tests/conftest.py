@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-# Every harness module is a plugin: its fixtures are known everywhere and its asserts are rewritten.
+# Every harness module is a plugin: its fixtures are known everywhere. Some import others, so all are named before.
+pytest.register_assert_rewrite("tests.harness")
 pytest_plugins = sorted(
     f"tests.harness.{path.stem}"
     for path in (Path(__file__).parent / "harness").glob("*.py")

@@ -178,8 +178,9 @@ def test_timeline_costs_little(tmp_path: Path) -> None:
     def body(engine: Engine) -> list[float]:
         tensor = np.ones(250_000, np.float32)
         fastest = [float("inf")] * 2
-        # The fastest of a few rounds says little while other programs compute; of many it does.
-        for number in range(60):
+        # The fastest of a few rounds says little while other programs compute: one lucky round without them decides
+        # over thirty with them. So there are more where the first ones say that it costs much.
+        for number in range(600):
             with_timeline = number % 2
             if with_timeline:
                 timeline.start(engine, tmp_path / "t.json")
@@ -190,10 +191,15 @@ def test_timeline_costs_little(tmp_path: Path) -> None:
             seconds = time.perf_counter() - began
             timeline.stop(engine)
             fastest[with_timeline] = min(fastest[with_timeline], seconds)
+            if number % 60 == 59:
+                costs_little = np.array([fastest[1] < bound * fastest[0]], np.float32)
+                if allreduce(engine, "enough", costs_little).all():  # on every rank
+                    break
         return fastest
 
-    without, with_timeline = run_ranks(2, body)[0]
-    assert with_timeline < 1.5 * without, f"{with_timeline:.4f} s instead of {without:.4f} s"
+    bound = 1.5
+    for without, with_timeline in run_ranks(2, body):
+        assert with_timeline < bound * without, f"{with_timeline:.4f} s instead of {without:.4f} s"
 
 
 # --- The timeline of all ranks. ---

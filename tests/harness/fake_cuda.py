@@ -15,6 +15,7 @@ import ctypes
 import functools
 import gc
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ from sparkhvd.torch._context import use_engine as use_plain_engine
 BUILD = Path(__file__).parents[2] / "build" / "native"
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 NUM_GPUS = 8
+# How long what was enqueued may take to run when a test has ended.
+DRAIN_S = 30.0
 
 
 def library(name: str) -> Path:
@@ -118,24 +121,30 @@ class _Memory:
 
 
 class _NoCollection:
-    """Inside, on any thread, garbage is not collected: some of it may be memory of a device, which streams must not free."""
+    """While streams have something to run, no thread collects garbage by itself.
+
+    Some of it may be memory of a device, which must not be freed on a stream's own thread. Only threads that may
+    free enter and leave: a collection can begin as soon as a thread has called any function of Python.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
+        self._reasons = 0
         self._was_enabled = False
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
+        """One more function is to run on a stream."""
         with self._lock:
-            self._inside += 1
-            if self._inside == 1:
+            self._reasons += 1
+            if self._reasons == 1:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
 
-    def __exit__(self, *error: object) -> None:
+    def leave(self) -> None:
+        """One of them has run."""
         with self._lock:
-            self._inside -= 1
-            if self._inside == 0 and self._was_enabled:
+            self._reasons -= 1
+            if self._reasons == 0 and self._was_enabled:
                 gc.enable()
 
 
@@ -155,7 +164,7 @@ class FakeDevice:
         self.default_stream = driver.stream()
         self._local = threading.local()
         self._functions: dict[int, Callable[[], None]] = {}
-        self._spent: deque[Callable[[], None]] = deque()
+        self._spent: deque[int] = deque()  # of `_functions`, have run
         self._numbers = iter(range(1, 1 << 62))
         self._entry = HOST_FUNCTION(self._run)
         self.errors: list[BaseException] = []
@@ -193,9 +202,13 @@ class FakeDevice:
 
     def forget(self) -> None:
         """Let go what has run and what it kept alive, such as the engine's memory."""
-        self.driver.set_current(self._context)
-        self.driver.synchronize(self.default_stream)
-        self._spent.clear()
+        deadline = time.monotonic() + DRAIN_S
+        self._let_go()
+        while left := len(self._functions):  # on any of its streams
+            if time.monotonic() > deadline:
+                raise FakeCudaError(f"{left} operations have not run in {DRAIN_S} s.")
+            time.sleep(0.001)
+            self._let_go()
         self.errors.clear()
 
     @property
@@ -225,28 +238,43 @@ class FakeDevice:
 
     def enqueue(self, function: Callable[[], None]) -> None:
         """Run a function on the current stream when its turn comes."""
-        # Memory may go with what has run; on a stream's own thread that is forbidden, as all of CUDA is there.
-        while self._spent:
-            self._spent.popleft()
+        self._let_go()
         number = next(self._numbers)
         self._functions[number] = function
-        self.driver.set_current(self._context)
-        self.driver.launch(self.current, self._entry, number)
+        _NO_COLLECTION.enter()
+        try:
+            self.driver.set_current(self._context)
+            self.driver.launch(self.current, self._entry, number)
+        except FakeCudaError:
+            del self._functions[number]
+            _NO_COLLECTION.leave()
+            raise
+
+    def _let_go(self) -> None:
+        """Memory may go with what has run; on a stream's own thread that is forbidden, as all of CUDA is there."""
+        while True:
+            try:
+                number = self._spent.popleft()
+            except IndexError:  # also where another thread was faster
+                return
+            del self._functions[number]
+            _NO_COLLECTION.leave()
 
     def _run(self, number: int) -> None:
         try:
-            with _NO_COLLECTION, torch.no_grad():
+            with torch.no_grad():
                 self._functions[number]()
         except BaseException as error:  # noqa: BLE001 - raised by the next `synchronize`
             self.errors.append(error)
-        # Not before it has run: whoever enqueues lets it go, and this thread must not have the last reference.
-        self._spent.append(self._functions.pop(number))
+        # Whoever enqueues lets it go: this thread must not have the last reference.
+        self._spent.append(number)
 
     def synchronize(self) -> None:
         """The host waits for the current stream."""
         self.host_waits += 1
         self.driver.set_current(self._context)
         self.driver.synchronize(self.current)
+        self._let_go()
         if self.errors:
             error = self.errors.pop(0)
             raise FakeCudaError(f"An operation on a stream failed: {error!r}") from error
@@ -528,7 +556,7 @@ def fake_gpus() -> Iterator[Driver]:
     found.control("fake_cuda_stream_delay_us", 0)
     for ordinal in range(NUM_GPUS):
         gpu(ordinal).forget()
-    assert misuse == ""
+    assert misuse == "", misuse
 
 
 def open_fake(engine: Engine, ordinal: int) -> FakeDevice:

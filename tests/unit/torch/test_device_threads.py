@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import subprocess
 import sys
 import threading
@@ -53,3 +54,32 @@ def test_the_stand_in_lets_go_what_has_run_outside_of_the_thread_of_its_stream()
     device.synchronize()
     device.forget()
     assert where == [threading.get_ident()]
+
+
+@pytest.mark.usefixtures("fake_gpus")
+def test_no_garbage_is_collected_on_the_thread_of_a_stream() -> None:
+    """It may be memory of the device, too."""
+    device, where = gpu(0), set()
+
+    def collected(phase: str, _: dict[str, int]) -> None:
+        where.add(threading.get_ident())
+
+    def run() -> None:
+        streams_thread.add(threading.get_ident())
+
+    streams_thread: set[int] = set()
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1, 1, 1)
+    try:
+        for _ in range(300):
+            device.enqueue(run)
+            [[] for _ in range(3)]
+        device.synchronize()
+        [[] for _ in range(10)]
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collected)
+    assert streams_thread
+    assert threading.get_ident() in where  # it is as eager as can be
+    assert not where & streams_thread
