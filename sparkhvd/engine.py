@@ -127,9 +127,9 @@ def _isa(name: str) -> Isa:
     return Isa[name.upper()]
 
 
-# How many dropped works the submission of another looks at: more than it adds, and few beside the hundreds that the
-# host may be ahead of a GPU.
-_REAPED = 16
+# How many dropped works that have not finished the submission of another looks at: few beside the hundreds that the
+# host may be ahead of a GPU, and enough that at most half as many finished ones wait between them.
+_REAP_PATIENCE = 2
 
 
 def allreduce_call(
@@ -696,7 +696,7 @@ class Engine:
         if not state.usable:
             state.check_usable(name)
         if state.orphans:
-            state.reap(_REAPED)
+            state.reap(_REAP_PATIENCE)
         request = call.request
         request.name = name.encode()
         request.timeout_s = -1.0 if timeout_s is None else max(0.0, timeout_s)

@@ -172,17 +172,21 @@ class State:
         if self.closed:
             raise NotInitializedError(f"{what}: the engine was shut down. Create a new one.")
 
-    def reap(self, most: int | None = None) -> None:
-        """Give up dropped works that have finished meanwhile, after a look at `most` of them; None = at all."""
-        for _ in range(len(self.orphans) if most is None else min(most, len(self.orphans))):
+    def reap(self, patience: int | None = None) -> None:
+        """Give up dropped works that have finished meanwhile, until `patience` of them have not; None = all."""
+        pending = 0
+        for _ in range(len(self.orphans)):
             try:
                 handle = self.orphans.popleft()
             except IndexError:  # another thread reaps too
                 return
-            if self.library.poll(handle, None, 0) == Status.PENDING:
-                self.orphans.append(handle)
-            else:
+            if self.library.poll(handle, None, 0) != PENDING:
                 self.release(handle)
+                continue
+            self.orphans.append(handle)  # one that takes long does not hide what is behind it
+            pending += 1
+            if pending == patience:
+                return
 
     def release(self, handle: int) -> None:
         """Give up a work that has finished."""

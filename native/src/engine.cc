@@ -267,6 +267,17 @@ bool is_launched(const Operation& operation) {
   return operation.on_device && operation.on_device->is_launched.load(std::memory_order_acquire);
 }
 
+/// The plane's thread has it and needs a few microseconds, in which nothing else is worth a look.
+/// It has a CPU of its own, if no other program takes that: so it is let run here, too.
+bool await_launch(const Operation& operation) {
+  constexpr int kLooks = 20;
+  for (int look = 0; look < kLooks; ++look) {
+    if (is_launched(operation)) return true;
+    relax(true);
+  }
+  return is_launched(operation);
+}
+
 }  // namespace
 
 void Engine::wait(Operation& operation, TimePoint deadline) {
@@ -328,7 +339,8 @@ void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, Time
         stop = true;
       } else if (now < spin_end) {
         is_spinning = !is_launching();
-        relax(is_crowded_ || is_launching());
+        if (!is_spinning && await_launch(operation)) break;
+        relax(is_crowded_ || !is_spinning);
       } else {
         if (std::exchange(is_spinning, false)) {
           ++failed_spins_;
@@ -387,10 +399,10 @@ bool Engine::sleep_until(TimePoint deadline) {
   return interrupted || (!moved && Clock::now() >= deadline);
 }
 
-/// Tells the peers of this host to ring, if they matter at all. False if there is something to do
-/// after all.
+/// Tells the peers of this host and the plane to ring, if they matter at all. False if there is
+/// something to do after all.
 bool Engine::announce_sleep() {
-  if (!is_running() && !listens()) return true;
+  if (!is_running() && !listens() && plane() == nullptr) return true;
   bell_.set_sleeping();
   if (!try_step(Work::kAll)) return true;
   bell_.set_awake();
@@ -580,8 +592,9 @@ bool Engine::step(Work work) {
     // On one host the shared memory matters, not the sockets: looking at them costs a system call.
     const bool must_look = std::exchange(must_look_, false);
     moved |= must_look;
-    // Orders for devices come on a connection.
-    if (must_look || plane() != nullptr || !is_all_shared() || ++steps_ % 8 == 0) {
+    // Orders for devices come on a connection, if there is another rank.
+    const bool takes_orders = plane() != nullptr && world_->size() > 1;
+    if (must_look || takes_orders || !is_all_shared() || ++steps_ % 8 == 0) {
       bool interrupted = false;
       moved |= poll_links(0, interrupted);
     }

@@ -61,7 +61,8 @@ void Engine::open_device(const nccl::DeviceOptions& options) {
   }
   check();
   auto plane = std::make_unique<nccl::DevicePlane>(
-      std::make_shared<nccl::Device>(options), [this] { bell_.ring_self(); }, has_cpu_for_plane_);
+      std::make_shared<nccl::Device>(options), [this] { bell_.ring_self_if_asleep(); },
+      has_cpu_for_plane_);
   const std::scoped_lock lock(mutex_);
   if (failure_) throw *failure_;
   own_plane_ = std::move(plane);

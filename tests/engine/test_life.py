@@ -284,6 +284,35 @@ def test_tensors_of_a_dropped_work_live_until_it_has_finished() -> None:
     run_ranks(2, body)
 
 
+def test_dropped_works_that_take_long_do_not_keep_those_behind_them() -> None:
+    may_come = threading.Event()
+
+    def body(engine: Engine) -> None:
+        late = [f"late {i}" for i in range(20)]
+        if engine.rank == 1:
+            for i in range(200):
+                allreduce(engine, f"quick {i}", np.ones(3))
+            may_come.wait(10)
+            for name in late:
+                allreduce(engine, name, np.ones(3))
+            return
+        for name in late:
+            start_allreduce(engine, name, np.ones(3))  # the Work is dropped at once
+        for i in range(200):
+            work, _ = start_allreduce(engine, f"quick {i}", np.ones(3))
+            work.wait()
+            del work
+        assert len(late) <= len(engine._state.works) <= 2 * len(late)
+        may_come.set()
+        deadline = time.monotonic() + 10
+        while engine._state.works:
+            engine._state.reap(2)  # as any later call does
+            assert time.monotonic() < deadline, "never given up"
+            time.sleep(0.01)
+
+    run_ranks(2, body)
+
+
 def test_engine_without_references_is_gone() -> None:
     before = {t.name for t in threading.enumerate()}
     engine = Engine(SingleRendezvous(Settings()).connect(), Settings())

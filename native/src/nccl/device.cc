@@ -1,16 +1,31 @@
 #include "nccl/device.h"
 
-#include <unistd.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "error.h"
 
 namespace sparkhvd::nccl {
+namespace {
+
+std::atomic<unsigned> forks{0};
+
+/// By how many forks this process comes from the one that loaded the library. Asked several times per
+/// operation: getpid() would be a system call each.
+unsigned generation() {
+  static const int registered =
+      ::pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  if (registered != 0) throw Error(SPARKHVD_INTERNAL, "no memory for a handler of forks");
+  return forks.load(std::memory_order_relaxed);
+}
+
+}  // namespace
 
 Device::Device(const DeviceOptions& options)
     : ordinal_(options.ordinal),
-      pid_(::getpid()),
+      generation_(generation()),
       cuda_(CudaApi::load(options.cuda_library)),
       nccl_(NcclApi::load(options.nccl)) {
   int count = 0;
@@ -55,7 +70,9 @@ Device::~Device() {
   }
 }
 
-bool Device::is_mine() const noexcept { return ::getpid() == pid_; }
+bool Device::is_mine() const noexcept {
+  return forks.load(std::memory_order_relaxed) == generation_;
+}
 
 CUevent Device::take_event() {
   {

@@ -53,7 +53,7 @@ class Device {
   void start();
 
   const int ordinal_;
-  const int pid_;
+  const unsigned generation_;
   std::shared_ptr<const CudaApi> cuda_;
   std::shared_ptr<const NcclApi> nccl_;
   CUdevice device_ = 0;

@@ -99,7 +99,7 @@ void DevicePlane::condemn(std::int32_t process_set, std::uint64_t limit) {
 }
 
 bool DevicePlane::has_news() const noexcept {
-  return core_->has_news.load(std::memory_order_acquire);
+  return core_->has_news.load(std::memory_order_seq_cst);  // see Bell
 }
 
 News DevicePlane::take_news() { return core_->take_news(); }

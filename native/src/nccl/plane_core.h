@@ -88,7 +88,7 @@ class DevicePlane::Core {
   void tell(Tell tell) {
     const std::scoped_lock lock(mutex_);
     tell(news_);
-    has_news.store(true, std::memory_order_release);
+    has_news.store(true, std::memory_order_seq_cst);  // see Bell
     if (ring_) ring_();
   }
 

@@ -78,6 +78,12 @@ class Bell {
   /// Wakes whoever of this process waits on `fd`. Any thread.
   void ring_self() const noexcept { write_event(event_); }
 
+  /// The same if this rank sleeps, or is about to. Call after storing (seq_cst) what it waits for.
+  /// Any thread.
+  void ring_self_if_asleep() const noexcept {
+    if ((word_->value.load(std::memory_order_seq_cst) & 1) == 1) ring_self();
+  }
+
   void clear() noexcept {
     std::uint64_t count = 0;
     // EAGAIN: somebody else has cleared it.
