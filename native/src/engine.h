@@ -97,7 +97,14 @@ class Engine {
 
  private:
   enum class Work { kControl, kAll };
+  // What `poller_` tells of: the bell, or a connection by its index.
+  static constexpr std::uint64_t kBellKey = UINT64_MAX;
+  // What the progress thread waits for.
+  static constexpr std::uint64_t kNestedKey = 0;
+  static constexpr std::uint64_t kControlKey = 1;
+  static constexpr std::uint64_t kTimerKey = 2;
 
+  void choose_spinning();
   // Who drives. `lock` holds mutex_.
   void accept(const std::unique_lock<std::mutex>& lock, std::shared_ptr<Operation> operation);
   using Reached = bool (*)(const Operation&);

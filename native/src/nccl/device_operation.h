@@ -54,6 +54,11 @@ struct OnDevice {
   std::shared_ptr<DeviceBuffer> buffer;  // of a registration that has finished
 };
 
+/// Whether the operation has been handed to the device. Any thread.
+inline bool is_launched(const Operation& operation) noexcept {
+  return operation.on_device && operation.on_device->is_launched.load(std::memory_order_acquire);
+}
+
 /// An operation that the ranks have agreed on, for the plane's thread.
 struct Launch {
   std::int32_t process_set = 0;

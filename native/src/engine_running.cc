@@ -1,0 +1,227 @@
+// Operations that the ranks have agreed on: begun in their order, run, and what they leave behind. Called by
+// the driver (see engine.h).
+#include <algorithm>
+
+#include "engine.h"
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr const char* kRemoved = "its process set was removed before every rank had submitted it.";
+
+/// The coordinator of a process set that is removed has said its last word.
+class Closed final : public Condition {
+ public:
+  explicit Closed(const Group& group) : group_(&group) {}
+  bool ready() const override { return group_->is_closed; }
+  std::vector<Rank> awaited() const override { return {group_->coordinator()}; }
+
+ private:
+  const Group* group_;
+};
+
+/// A removed process set: what its coordinator has ordered must arrive before the set goes.
+Task wait_until_closed(Context& context, const Group& group) {
+  context.algorithm = "remove_process_set";
+  co_await Closed(group);
+}
+
+std::vector<Rank> ranks_of(const Operation& operation) {
+  std::vector<Rank> ranks;
+  for (const auto number : operation.descriptor.numbers) {
+    ranks.push_back(Rank{static_cast<std::int32_t>(number)});
+  }
+  return ranks;
+}
+
+}  // namespace
+
+/// Lets the first agreed operation of a process set go on. False if it has to wait.
+bool Engine::run_first(Group& group) {
+  Running& running = group.running.front();
+  if (!running.operation) {
+    // Now, not when the order came: operations before this one may change the settings.
+    Communicator& communicator = *group.communicator;
+    const Execute& order = *running.passed_over;
+    communicator.advance_chunks(chunks_of(communicator, group.team.restricted(order.contributors),
+                                          *order.descriptor, order));
+    if (communicator.has_memory()) publish_all(communicator);
+  } else {
+    if (!running.is_started) {
+      if (running.operation->descriptor.collective == Collective::kRemoveProcessSet &&
+          !std::exchange(running.has_looked, true)) {
+        // What was submitted on the set before comes first, whichever way it takes.
+        must_look_ = true;
+        return false;
+      }
+      running.is_started = true;
+      begin(group, running);
+      if (!running.task.done()) running.task.resume();
+    } else if (!running.task.resume()) {
+      return false;
+    }
+    running.deadline = deadline_after(Clock::now(), running.operation->descriptor.timeout_s);
+    if (!running.task.done()) return true;
+  }
+  Running done = std::move(running);
+  group.running.pop_front();
+  ++group.executed;
+  if (group.communicator->has_memory()) {
+    group.communicator->publish(Stage::kPassed, group.executed);
+  }
+  if (done.operation) conclude(group, done);
+  return true;
+}
+
+void Engine::begin(Group& group, Running& running) {
+  const Descriptor& descriptor = running.operation->descriptor;
+  recorder_.started(*running.operation);
+  switch (descriptor.collective) {
+    case Collective::kBarrier:
+    case Collective::kJoin:
+      return;
+    case Collective::kAddProcessSet:
+      return add_group(group, running);
+    case Collective::kRemoveProcessSet:
+      return remove_group(running);
+    case Collective::kConfigure:
+      return configure(group, *running.operation);
+    case Collective::kRegister: {
+      const bool is_one_piece = descriptor.numbers.size() > 1 && descriptor.numbers[1] == 1;
+      running.task =
+          share_memory(*running.context, static_cast<std::size_t>(descriptor.numbers.at(0)),
+                       is_one_piece ? Segment::Kind::kOnePiece : Segment::Kind::kPieceEach);
+      return;
+    }
+    case Collective::kAllreduce:
+    case Collective::kAllgather:
+    case Collective::kAllgatherInto:
+    case Collective::kBroadcast:
+    case Collective::kAlltoall:
+    case Collective::kReducescatter:
+      running.task = run_collective(*running.context);
+  }
+}
+
+/// The operation has run: what it leaves behind.
+void Engine::conclude(Group& group, Running& running) {
+  Operation& operation = *running.operation;
+  Context& context = *running.context;
+  switch (operation.descriptor.collective) {
+    case Collective::kJoin:
+      operation.rows = context.agreed.rows;
+      break;
+    case Collective::kRegister:
+      operation.segment = std::move(context.segment);
+      if (!operation.segment || !operation.segment->has(rank_)) {
+        operation.segment = nullptr;  // sparkhvd_work_buffer says so
+        break;
+      }
+      // One piece for all is no place where every rank has a tensor of its own.
+      if (operation.segment->is_one_piece()) break;
+      std::erase_if(buffers_, [](const auto& buffer) { return buffer.expired(); });
+      buffers_.push_back(operation.segment);
+      break;
+    case Collective::kAddProcessSet: {
+      const auto id = static_cast<std::int32_t>(operation.rows.at(0));
+      if (Group* added = find_group(id)) {
+        added->team = context.team;
+        auto memory = context.team.local_size() > 1 ? std::move(context.segment) : nullptr;
+        added->communicator.emplace(*world_, id, context.team, std::move(memory), 0);
+        added->communicator->knobs() = group.communicator->knobs();
+      }
+      announce(group.team.restricted(ranks_of(operation)), id);
+      break;
+    }
+    case Collective::kRemoveProcessSet:
+      if (operation.rows.empty()) {
+        return finish(operation, SPARKHVD_INVALID_ARGUMENT,
+                      operation.label() + ": process set " +
+                          std::to_string(operation.descriptor.numbers.at(0)) +
+                          " was never added. Give the id that adding it returned.");
+      }
+      if (Group* removed = find_group(static_cast<std::int32_t>(operation.rows.at(0)))) {
+        removed->is_removed = true;  // what all ranks have agreed on still runs
+      }
+      break;
+    default:
+      break;
+  }
+  for (const auto& warning : context.warnings) warn(warning);
+  if (context.team.local_size() > 1) {
+    recorder_.activity().shared_bytes.add(operation.pieces.bytes());
+  }
+  finish(operation, SPARKHVD_OK, {});
+}
+
+/// The process set exists from here on, so that its coordinator hears of the first operation; it
+/// works when its ranks have shared their memory.
+void Engine::add_group(Group& group, Running& running) {
+  const std::int32_t id = next_process_set_++;
+  running.operation->rows = {id};
+  Team team = group.team.restricted(ranks_of(*running.operation));
+  relay_to(id, ranks_of(*running.operation));
+  if (!team.includes(rank_)) return;
+  open_group(std::make_unique<Group>(id, team));
+  running.context->team = std::move(team);
+  running.task = share_memory(*running.context, Communicator::memory_bytes(world_->options()));
+}
+
+/// Ranks that have left out each other's orders would disagree on what still runs, so the set's
+/// coordinator decides: after its last order it says that nothing follows, and until a member has heard
+/// this, the set stays.
+void Engine::remove_group(Running& running) {
+  const auto id = static_cast<std::int32_t>(running.operation->descriptor.numbers.at(0));
+  if (id >= next_process_set_) return;  // conclude() says so
+  running.operation->rows = {id};
+  {
+    const std::scoped_lock lock(mutex_);
+    members_.erase(id);
+  }
+  Group* group = find_group(id);
+  if (group == nullptr) return;
+  if (!group->is_coordinator()) {
+    running.task = wait_until_closed(*running.context, *group);
+    return;
+  }
+  announce_end(*group, SPARKHVD_INVALID_ARGUMENT, kRemoved);
+}
+
+/// The coordinator's last word on a process set.
+void Engine::announce_end(Group& group, std::int32_t status, const std::string& text) {
+  const std::uint64_t orders = group.negotiation ? group.negotiation->device_orders() : 0;
+  group.device.expected = orders;
+  const Bytes frame = encode(Refuse{group.id, "", status, text, orders});
+  for (const Rank rank : group.team.ranks()) {
+    if (rank != rank_ && world_->link(rank).is_open()) world_->link(rank).send(frame);
+  }
+  close_group(group, status, text);
+}
+
+void Engine::close_group(Group& group, std::int32_t status, const std::string& text) {
+  group.is_closed = true;
+  group.why_closed = status;
+  group.closing_text = text;
+  std::erase_if(group.submitted, [&](const auto& entry) {
+    if (may_be_ordered(group, *entry.second)) return false;
+    finish(*entry.second, status, entry.second->label() + ": " + text);
+    return true;
+  });
+  group.negotiation.reset();
+}
+
+void Engine::configure(Group& group, const Operation& operation) {
+  const auto& numbers = operation.descriptor.numbers;
+  Knobs& knobs = group.communicator->knobs();
+  const auto set = [&](std::size_t knob, std::uint64_t& value) {
+    if (numbers.at(knob) > 0) value = static_cast<std::uint64_t>(numbers[knob]);
+  };
+  set(SPARKHVD_KNOB_CHUNK_BYTES, knobs.chunk_bytes);
+  set(SPARKHVD_KNOB_STREAMS, knobs.streams);
+  set(SPARKHVD_KNOB_SYMMETRIC_BYTES, knobs.symmetric_bytes);
+  set(SPARKHVD_KNOB_DIRECT_RANKS, knobs.direct_ranks);
+  group.communicator->restart_streams();
+}
+
+}  // namespace sparkhvd
