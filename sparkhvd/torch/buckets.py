@@ -1,7 +1,7 @@
 """Gradients in buckets, submitted from autograd's hooks while backward still runs.
 
 A bucket is reduced as one operation: `dense_gradients` (a gather list over the gradients' own memory),
-`sparse_gradients`, `powersgd`. This file decides which parameters are together and when a bucket is submitted.
+`sparse_gradients`, `powersgd`. `bucket_plan` decides which parameters are together, this file when a bucket is submitted.
 
 **Threads.** Hooks run on autograd's threads (for CPU parameters the thread that called `backward`, for those on a GPU
 a thread of autograd's own, so with both there are two at a time, each with buckets of its own), everything else on the
@@ -23,15 +23,11 @@ its backward only starts to ask, because a rank without a gradient of these para
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -42,75 +38,27 @@ from sparkhvd.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.agreement import Agreement
+from sparkhvd.torch.bucket_plan import BucketPlanner
 from sparkhvd.torch.collectives.broadcasts import start_broadcast
 from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compression import Compression, Compressor
 from sparkhvd.torch.dense_gradients import (
     Bucket,
-    DenseBucket,
     Entry,
     Parked,
     ReduceOptions,
-    ViewBucket,
 )
 from sparkhvd.torch.device import Device, opened
-from sparkhvd.torch.device_bucket import DeviceBucket, give_memory
+from sparkhvd.torch.device_bucket import DeviceBucket
 from sparkhvd.torch.gradient_memory import GradientMemory, needed_bytes
+from sparkhvd.torch.nested_backward import inside_nested_backward
 from sparkhvd.torch.powersgd import LowRankBucket, PowerSGD
-from sparkhvd.torch.sharded_bucket import ShardedBucket
-from sparkhvd.torch.sharded_device_bucket import ShardedDeviceBucket
-from sparkhvd.torch.sparse_gradients import LayoutVote, SparseBucket, Votes
+from sparkhvd.torch.sparse_gradients import LayoutVote, Votes
 
-__all__ = ["ReduceOptions", "Reducer", "plan_buckets"]
+__all__ = ["ReduceOptions", "Reducer"]
 
-# Counts the frames of `backward()` on a stack; see `_inside_nested_backward`.
-_BACKWARD_CODE = torch.autograd.graph._engine_run_backward.__code__
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
-
-def plan_buckets(
-    sizes: Sequence[int],
-    kinds: Sequence[Hashable],
-    order: Sequence[int],
-    bucket_bytes: int,
-    groups: Sequence[Sequence[int]] = (),
-) -> list[tuple[int, ...]]:
-    """Divide tensors into buckets of one kind each, at most `bucket_bytes` unless one tensor alone is larger.
-
-    Args:
-        sizes: bytes of each tensor.
-        kinds: what must be equal within a bucket (the element type).
-        order: tensor numbers, in the order in which they are expected to become ready.
-        bucket_bytes: when a bucket is full.
-        groups: tensor numbers that stay together whatever their size; the rest is divided as above.
-
-    Returns:
-        Tensor numbers per bucket; buckets in the order in which they are expected to become full.
-    """
-    place = {index: position for position, index in enumerate(order)}
-    buckets: list[tuple[int, ...]] = []
-    grouped: set[int] = set()
-    for group in groups:
-        by_kind: dict[Hashable, list[int]] = {}
-        for index in sorted(group, key=place.__getitem__):
-            by_kind.setdefault(kinds[index], []).append(index)
-        buckets += [tuple(part) for part in by_kind.values()]
-        grouped.update(group)
-    filling: dict[Hashable, list[int]] = {}
-    filled: dict[Hashable, int] = {}
-    for index in order:
-        if index in grouped:
-            continue
-        kind = kinds[index]
-        if kind in filling and filled[kind] + sizes[index] > bucket_bytes:
-            buckets.append(tuple(filling.pop(kind)))
-        if kind not in filling:
-            filling[kind], filled[kind] = [], 0
-        filling[kind].append(index)
-        filled[kind] += sizes[index]
-    buckets += [tuple(rest) for rest in filling.values()]
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
 
 
 class Reducer:
@@ -160,8 +108,16 @@ class Reducer:
         self._is_settled = options.as_views
         self._is_submitted = False  # all that belongs to this cycle
         self._overlaps = self._device is not None or _is_worth_overlapping(context, options.ranks)
-        self._names = self.label
-        self._plan_number = 0
+        self._planner = BucketPlanner(
+            context,
+            self._entries,
+            options,
+            label=self.label,
+            flagged=self._flagged,
+            device=self._device,
+            low_rank=self._low_rank,
+            memory=self._memory,
+        )
         self._buckets: list[Bucket] = []
         self._two_rounds: list[LowRankBucket] = []
         order = list(reversed(range(len(self._entries))))
@@ -259,7 +215,7 @@ class Reducer:
         """The first gradient of a backward pass."""
         self._begin()
         self.dirty = True
-        if _inside_nested_backward(has_gpu=self._device is not None):
+        if inside_nested_backward(has_gpu=self._device is not None):
             # Reentrant checkpointing: callbacks of the inner pass would come before the outer one ends.
             self._nested_task = task
             return
@@ -318,7 +274,7 @@ class Reducer:
             self._settle()
         elif self._undecided:
             self._vote = self._start_vote()
-        self._give_memory(self._buckets, is_registered=self._is_settled)
+        self._planner.give_memory(self._buckets, is_registered=self._is_settled)
         for bucket in self._buckets:
             if bucket.work is None:
                 self._submit(bucket)
@@ -433,8 +389,8 @@ class Reducer:
         late = self._decide(votes.layouts)
         if not late:
             return
-        buckets = self._divide([entry.index for entry in late])
-        self._give_memory(buckets, is_registered=True)
+        buckets = self._planner.divide([entry.index for entry in late])
+        self._planner.give_memory(buckets, is_registered=True)
         for bucket in buckets:
             self._submit(bucket)
         self._buckets += buckets
@@ -449,8 +405,10 @@ class Reducer:
         late = [
             e for e, found in zip(self._undecided, votes.layouts, strict=True) if found is not None
         ]
-        buckets = [self._bucket(f"{self.label}.late.{entry.index}", [entry]) for entry in late]
-        self._give_memory(buckets, is_registered=False)
+        buckets = [
+            self._planner.bucket(f"{self.label}.late.{entry.index}", [entry]) for entry in late
+        ]
+        self._planner.give_memory(buckets, is_registered=False)
         for bucket in buckets:
             self._submit(bucket)
         for bucket in buckets:
@@ -525,7 +483,7 @@ class Reducer:
 
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
         """Divide the gradients anew, into buckets of another size; between cycles and on every rank alike."""
-        self.options = replace(self.options, bucket_bytes=bucket_bytes)
+        self.options = self._planner.options = replace(self.options, bucket_bytes=bucket_bytes)
         if self._order is None:  # else the end of the first cycle does it
             self._plan(self._planned)
 
@@ -535,100 +493,10 @@ class Reducer:
         waiting = {entry.index for entry in self._undecided} if self._is_settled else set()
         for index in waiting:
             self._entries[index].bucket = Parked()
-        self._buckets = self._divide([index for index in order if index not in waiting])
+        self._buckets = self._planner.divide([index for index in order if index not in waiting])
         self._two_rounds = [b for b in self._buckets if isinstance(b, LowRankBucket)]
         if self._is_settled:
-            self._give_memory(self._buckets, is_registered=True)
-
-    def _give_memory(self, buckets: Sequence[Bucket], *, is_registered: bool) -> None:
-        """To buckets on the GPU that have none; the same on every rank. Waits for them if it is registered."""
-        if self._device is None:
-            return
-        lacking = [b for b in buckets if isinstance(b, DeviceBucket) and not b.has_memory]
-        give_memory(
-            self.context.engine,
-            self._device,
-            lacking,
-            name=f"{self._names}.memory.{self._plan_number}",
-            process_set=self.options.process_set,
-            is_registered=is_registered,
-        )
-        if self.options.as_views:
-            for bucket in lacking:
-                bucket.show()
-
-    def _divide(self, order: Sequence[int]) -> list[Bucket]:
-        """Make buckets of these parameters."""
-        entries, options = self._entries, self.options
-        dense = [index for index in order if not entries[index].sparse_dim]
-        plan: list[tuple[int, ...]] = []
-        for is_cpu, bucket_bytes in (
-            (True, options.bucket_bytes),
-            (False, options.device_bucket_bytes),
-        ):
-            there = [index for index in dense if entries[index].param.is_cpu is is_cpu]
-            among = set(there)
-            plan += plan_buckets(
-                [entry.num_bytes for entry in entries],
-                [(entry.wire_dtype, self._is_low_rank(entry)) for entry in entries],
-                there,
-                bucket_bytes,
-                [[index for index in group if index in among] for group in options.groups],
-            )
-        # A new plan has new names, because the old ones mean other shapes to the engine.
-        prefix = f"{self._names}.{self._plan_number}"
-        self._plan_number += 1
-        named = [
-            (f"{prefix}.{n}", [entries[index] for index in indices])
-            for n, indices in enumerate(plan)
-        ]
-        buckets: list[Bucket] = []
-        if self._memory is not None:
-            buckets += self._views(
-                [each for each in named if each[1][0].param.is_cpu], self._memory
-            )
-            named = [each for each in named if not each[1][0].param.is_cpu]
-        buckets += [self._bucket(name, bucket) for name, bucket in named]
-        sparse = [entries[index] for index in order if entries[index].sparse_dim]
-        buckets += [
-            SparseBucket(
-                f"{prefix}.sparse.{n}",
-                entry,
-                options,
-                None if entry.param.is_cpu else self.context,
-            )
-            for n, entry in enumerate(sparse)
-        ]
-        return buckets
-
-    def _bucket(self, name: str, entries: list[Entry]) -> Bucket:
-        options, device = self.options, None if entries[0].param.is_cpu else self._device
-        # Of all optimizers: a bucket that knew the reducer would keep it alive.
-        neighbours = functools.partial(_reduced_parameters, self.context)
-        if self._low_rank is not None:
-            if self._is_low_rank(entries[0]):
-                gpu = None if device is None else (self.context, device)
-                return LowRankBucket(name, entries, options, self._low_rank, neighbours, gpu)
-            options = replace(options, compression=Compression.none)
-        if device is not None:
-            kind = ShardedDeviceBucket if options.sharded else DeviceBucket
-            return kind(name, entries, self._flagged, options, device, self.context)
-        if options.sharded:
-            place = options.ranks.index(self.context.engine.topology.rank)
-            return ShardedBucket(name, entries, self._flagged, options, place)
-        return DenseBucket(
-            name, entries, self._flagged, options, options.compression, neighbours=neighbours
-        )
-
-    def _views(self, named: list[tuple[str, list[Entry]]], memory: GradientMemory) -> list[Bucket]:
-        flats = memory.lay_out([entries for _, entries in named])
-        return [
-            ViewBucket(name, entries, self.options, memory, flat)
-            for (name, entries), flat in zip(named, flats, strict=True)
-        ]
-
-    def _is_low_rank(self, entry: Entry) -> bool:
-        return self._low_rank is not None and self._low_rank.is_due(entry)
+            self._planner.give_memory(self._buckets, is_registered=True)
 
     def _count_step(self) -> None:
         """After the last step of the warm-up gradients go into other buckets."""
@@ -642,7 +510,7 @@ class Reducer:
             self._joins = self.context.joins
             compression.restart(self._entries)
             # The others may have had more plans than this rank.
-            self._names, self._plan_number = f"{self.label}.joined.{self._joins}", 0
+            self._planner.restart(f"{self.label}.joined.{self._joins}")
             self._plan(self._planned)
 
     def _offer_order(self, seen: list[int]) -> None:
@@ -696,10 +564,6 @@ def _is_worth_overlapping(context: Context, ranks: Sequence[int]) -> bool:
     return len(ranks) * torch.get_num_threads() < len(os.sched_getaffinity(0))
 
 
-def _reduced_parameters(context: Context) -> Iterable[Tensor]:
-    return list(context.owners or ())
-
-
 def _place(entry: Entry) -> str:
     return "" if entry.param.is_cpu else " on a GPU"
 
@@ -723,28 +587,3 @@ def _hook(reducer: weakref.ref[Reducer], entry: Entry) -> Callable[[Tensor], Non
 def _remove(hooks: Sequence[Any]) -> None:
     for hook in hooks:
         hook.remove()
-
-
-def _inside_nested_backward(*, has_gpu: bool) -> bool:
-    """Whether a hook runs in a backward pass that another one called.
-
-    torch offers no way to ask; each `backward()` leaves one frame of a known function on the stack of its thread. A
-    thread of autograd's own, on which gradients of a GPU come, has no frame of the outermost pass.
-
-    Args:
-        has_gpu: whether the hook may run on such a thread. To ask the kernel costs some microseconds per pass.
-    """
-    depth = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        depth += frame.f_code is _BACKWARD_CODE
-        frame = frame.f_back
-    return depth > 1 or (has_gpu and depth == 1 and _is_autograds_own(_THREAD_NAME.read_text()))
-
-
-_THREAD_NAME = Path("/proc/thread-self/comm")
-
-
-def _is_autograds_own(thread_name: str) -> bool:
-    """Whether a thread is one of those that torch makes for devices."""
-    return thread_name.startswith("pt_autograd_")

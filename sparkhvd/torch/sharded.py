@@ -25,7 +25,7 @@ from torch import Tensor
 from sparkhvd.engine import ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.broadcast import allgather_object
-from sparkhvd.torch.buckets import plan_buckets
+from sparkhvd.torch.bucket_plan import plan_buckets
 from sparkhvd.torch.collectives import allreduce
 from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
 from sparkhvd.torch.collectives.tensors import written
