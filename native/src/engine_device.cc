@@ -67,6 +67,7 @@ void Engine::open_device(const nccl::DeviceOptions& options) {
   if (failure_) throw *failure_;
   own_plane_ = std::move(plane);
   plane_.store(own_plane_.get(), std::memory_order_release);
+  bell_.ring_self();  // who sleeps has not announced it to the plane
 }
 
 std::shared_ptr<nccl::Device> Engine::device() const {
