@@ -27,6 +27,8 @@ constexpr std::uint32_t kFailedSpinsOfNetwork = 3;
 // Ranks that share CPUs spin by letting each other run: handing a CPU over costs less than waking a
 // rank that sleeps.
 constexpr auto kCrowdedSpin = std::chrono::milliseconds(1);
+// How long who waits for a launch looks at nothing else.
+constexpr auto kLaunchTime = std::chrono::microseconds(20);
 constexpr auto kTrialPeriod = std::chrono::milliseconds(16);
 constexpr auto kTrialTime = std::chrono::milliseconds(1);
 
@@ -154,13 +156,14 @@ namespace {
 bool has_finished(const Operation& operation) { return operation.is_finished(); }
 
 /// The plane's thread has it and needs a few microseconds, in which nothing else is worth a look.
-/// It has a CPU of its own, if no other program takes that: so it is let run here, too.
+/// It has a CPU of its own, unless other programs take that: so it is let run here, too. A CPU that
+/// they have taken may come back milliseconds later, and then everything else comes first.
 bool await_launch(const Operation& operation) {
-  constexpr int kLooks = 20;
-  for (int look = 0; look < kLooks; ++look) {
+  const TimePoint end = Clock::now() + kLaunchTime;
+  do {
     if (nccl::is_launched(operation)) return true;
     relax(true);
-  }
+  } while (Clock::now() < end);
   return nccl::is_launched(operation);
 }
 
@@ -225,8 +228,11 @@ void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, Time
         stop = true;
       } else if (now < spin_end) {
         is_spinning = !is_launching();
-        if (!is_spinning && await_launch(operation)) break;
-        relax(is_crowded_ || !is_spinning);
+        if (is_spinning) {
+          relax(is_crowded_);
+        } else if (await_launch(operation)) {
+          break;
+        }
       } else {
         if (std::exchange(is_spinning, false)) {
           ++failed_spins_;

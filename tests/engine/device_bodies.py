@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import numpy as np
 
 from sparkhvd.engine import DType, Engine, ReduceOp, TensorView, Work
 from sparkhvd.errors import CollectiveError
+from tests.engine.arrays import allreduce
 
 LIBRARIES = Path(__file__).parents[2] / "build" / "native"
 CUDA = LIBRARIES / "libfake_cuda.so"
@@ -74,6 +79,37 @@ def spin_until_it_fails(engine: Engine, talk: Any) -> Any:
     work.wait_stream(0)
     talk.say("running")
     work.wait()
+
+
+def reduce_beside_a_launch(engine: Engine, talk: Any) -> Any:
+    """Seconds of small allreduces on the CPU while another thread waits for a launch that takes three seconds, and other
+    programs take the CPUs.
+    """
+    fake = open_device(engine)
+    array = DeviceArray(engine, np.ones(5, np.float32))
+    start_sum(engine, "first", array).wait()
+    fake.fake_cuda_delay_us(b"ncclAllReduce", 1, 3_000_000)
+    slow = start_sum(engine, "slow", array)
+    waiter = threading.Thread(target=slow.wait_stream, args=(0,))
+    waiter.start()
+    seconds = []
+    with contextlib.ExitStack() as stack:
+        # Here, because the kernel may give every session its share of the CPUs.
+        for _ in range(2 * (os.cpu_count() or 1)):
+            other = stack.enter_context(
+                subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            )
+            stack.callback(other.kill)
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            began = time.perf_counter()
+            allreduce(engine, f"x {len(seconds)}", np.ones(3))
+            seconds.append(time.perf_counter() - began)
+            time.sleep(0.013)  # not in step with the scheduler
+    is_waiting = waiter.is_alive()
+    waiter.join()
+    slow.wait()
+    return seconds, is_waiting
 
 
 def negotiate_until_it_fails(engine: Engine, talk: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import time
 from pathlib import Path
 
@@ -86,6 +87,14 @@ def test_what_stands_still_on_the_gpu_is_warned_about(capfd: pytest.CaptureFixtu
         )
     assert "'after'" not in told
     assert "'first'" not in told
+
+
+def test_who_waits_for_a_launch_serves_others_although_programs_take_its_cpu() -> None:
+    with rank_processes(f"{BODIES}:reduce_beside_a_launch", 1) as ranks:
+        seconds, is_waiting = ranks[0].expect()
+    assert is_waiting
+    # A waiter that gave its CPU away twenty times before it looked took 100 ms.
+    assert statistics.median(seconds) < 0.03
 
 
 def test_forked_child_calls_nothing_of_cuda() -> None:

@@ -128,7 +128,7 @@ class _NoCollection:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection may begin while `leave` has it
         self._reasons = 0
         self._was_enabled = False
 
@@ -165,6 +165,7 @@ class FakeDevice:
         self._local = threading.local()
         self._functions: dict[int, Callable[[], None]] = {}
         self._spent: deque[int] = deque()  # of `_functions`, have run
+        self._lost: list[Callable[[], None]] = []  # may run yet
         self._numbers = iter(range(1, 1 << 62))
         self._entry = HOST_FUNCTION(self._run)
         self.errors: list[BaseException] = []
@@ -201,15 +202,25 @@ class FakeDevice:
     # --- As torch.cuda. ---
 
     def forget(self) -> None:
-        """Let go what has run and what it kept alive, such as the engine's memory."""
+        """Let go what has run and what it kept alive, such as the engine's memory.
+
+        Raises:
+            FakeCudaError: something has not run in `DRAIN_S`. It is forgotten all the same.
+        """
         deadline = time.monotonic() + DRAIN_S
         self._let_go()
-        while left := len(self._functions):  # on any of its streams
-            if time.monotonic() > deadline:
-                raise FakeCudaError(f"{left} operations have not run in {DRAIN_S} s.")
+        while self._functions and time.monotonic() < deadline:  # on any of its streams
             time.sleep(0.001)
             self._let_go()
         self.errors.clear()
+        lost = list(self._functions)
+        for number in lost:
+            self._lost.append(self._functions.pop(number))
+            _NO_COLLECTION.leave()
+        if lost:
+            raise FakeCudaError(
+                f"{len(lost)} operations on GPU {self.ordinal} have not run in {DRAIN_S} s."
+            )
 
     @property
     def main_stream(self) -> int:
@@ -245,7 +256,7 @@ class FakeDevice:
         try:
             self.driver.set_current(self._context)
             self.driver.launch(self.current, self._entry, number)
-        except FakeCudaError:
+        except BaseException:
             del self._functions[number]
             _NO_COLLECTION.leave()
             raise
@@ -257,8 +268,8 @@ class FakeDevice:
                 number = self._spent.popleft()
             except IndexError:  # also where another thread was faster
                 return
-            del self._functions[number]
-            _NO_COLLECTION.leave()
+            if self._functions.pop(number, None) is not None:  # else it was forgotten
+                _NO_COLLECTION.leave()
 
     def _run(self, number: int) -> None:
         try:
@@ -554,9 +565,13 @@ def fake_gpus() -> Iterator[Driver]:
     misuse = found.misuse()
     found.control("fake_cuda_reset")
     found.control("fake_cuda_stream_delay_us", 0)
+    problems = [misuse] if misuse else []
     for ordinal in range(NUM_GPUS):
-        gpu(ordinal).forget()
-    assert misuse == "", misuse
+        try:
+            gpu(ordinal).forget()
+        except FakeCudaError as error:
+            problems.append(str(error))
+    assert not problems, problems
 
 
 def open_fake(engine: Engine, ordinal: int) -> FakeDevice:
