@@ -229,7 +229,6 @@ TEST(a_removal_does_not_overtake_what_was_submitted_before_it) {
 
 TEST(a_process_set_that_was_never_complete_refuses_its_operations) {
   auto options = world({0, 0, 0});
-  options.stall_shutdown_s = 1;
   for (int round = 0; round < 60; ++round) {
     options.spin_us = round % 2 == 0 ? 0 : 20;
     std::atomic<int> submitted{0};
@@ -259,12 +258,11 @@ TEST(a_process_set_that_was_never_complete_refuses_its_operations) {
         return;
       }
       Floats data(2, 1);
-      const auto began = std::chrono::steady_clock::now();
       const auto id = static_cast<std::int32_t>(result_of(work).rows.at(0));
       const Status refused = sum(engine, "x", data, id);
       done = 1;
-      CHECK_EQUAL(refused.code, SPARKHVD_SHUT_DOWN);
-      CHECK(std::chrono::steady_clock::now() - began < std::chrono::milliseconds(900));
+      CHECK_EQUAL(refused.code,
+                  SPARKHVD_SHUT_DOWN);  // and not the timeout of one that waited for nobody
     });
   }
 }

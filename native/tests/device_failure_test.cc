@@ -292,11 +292,20 @@ TEST(a_process_set_that_is_removed_takes_the_trouble_of_its_communicator_along) 
     TestWork held = sum.start(engine, "held");
     CHECK_EQUAL(gpu.wait_stream(held).message, "");
     meet("launched");
-    // While something is on the device, all communicators are looked at: first that of all ranks, then the set's.
-    const int before = Fake::get().count("ncclCommGetAsyncError");
-    if (rank == 0) Fake::get().fail("ncclCommGetAsyncError", 2, kRemoteError);
-    while (Fake::get().count("ncclCommGetAsyncError") < before + 2) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (rank == 0) {
+      // While something is on the device, all communicators are looked at, ten times a second: first
+      // that of all ranks, then the set's.
+      const char* look = "ncclCommGetAsyncError@0";
+      const auto wait_for_looks = [&](int before, int number) {
+        while (Fake::get().count(look) < before + number) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+      };
+      wait_for_looks(Fake::get().count(look), 1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));  // between two rounds
+      const int before = Fake::get().count(look);
+      Fake::get().fail(look, 2, kRemoteError);
+      wait_for_looks(before, 2);
     }
     Request remove(SPARKHVD_REMOVE_PROCESS_SET, "remove");
     CHECK_EQUAL(engine.submit(remove.numbers({set}).raw()).wait().message, "");

@@ -384,13 +384,18 @@ TEST(a_rank_that_joins_without_a_device_is_named) {
 
 TEST(wait_stream_orders_what_comes_after_without_the_host) {
   FakeScope fake;
-  Fake::get().delay_streams(20000);
+  Fake::get().hang("ncclAllReduce@stream", 1);
+  std::atomic<int> num_waiting{0};
   run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
     Gpu gpu(engine, rank);
     Sum sum(gpu, Floats(1000, static_cast<float>(rank + 1)));
     TestWork work = sum.start(engine, "x");
     CHECK_EQUAL(gpu.wait_stream(work).message, "");
     CHECK_EQUAL(work.poll(), SPARKHVD_PENDING);  // the device has not come to it
+    if (++num_waiting == 2) {
+      Fake::get().reset();
+      Fake::get().delay_streams(20000);
+    }
     CHECK(sum.result() == Floats(1000, 3));
     CHECK_EQUAL(work.wait().message, "");
   });

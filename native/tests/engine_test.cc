@@ -546,6 +546,8 @@ TEST(a_process_stopped_inside_an_operation_is_named_after_the_timeout) {
     ::close(sockets[0][1]);
     TestEngine engine(options, 1, sockets[1]);
     Floats data(16 << 20, 1);
+    Floats small(10, 1);
+    try_allreduce(engine, "both have filled their memory", small);
     Request request(SPARKHVD_ALLREDUCE, "x");
     request.tensor(data.data(), data.data(), {16 << 20});
     TestWork work = engine.submit(request.raw());
@@ -558,6 +560,8 @@ TEST(a_process_stopped_inside_an_operation_is_named_after_the_timeout) {
   {
     TestEngine engine(options, 0, sockets[0]);
     Floats data(16 << 20, 1);
+    Floats small(10, 1);
+    CHECK_EQUAL(try_allreduce(engine, "both have filled their memory", small).message, "");
     const Status status = try_allreduce(engine, "x", data);
     CHECK_EQUAL(status.code, SPARKHVD_TIMEOUT);
     CHECK_MESSAGE(
@@ -621,16 +625,23 @@ TEST(a_rank_that_does_not_come_is_named_after_the_timeout) {
   WorldOptions options;
   options.hosts = one_host(3);
   std::barrier<> together(3);
+  std::barrier<> submitted(2);
   run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
     Floats data(10, 1);
     Request request(SPARKHVD_ALLREDUCE, "late");
     request.tensor(data.data(), data.data(), {10});
-    request.raw().timeout_s = 0.1;
     if (rank != 1) {
-      const Status status = engine.submit(request.raw()).wait();
+      // The time of the last of the two counts: both have submitted by then.
+      if (rank == 2) {
+        submitted.arrive_and_wait();
+        request.raw().timeout_s = 0.1;
+      }
+      TestWork work = engine.submit(request.raw());
+      if (rank == 0) submitted.arrive_and_wait();
+      const Status status = work.wait();
       CHECK_EQUAL(status.code, SPARKHVD_TIMEOUT);
       CHECK_MESSAGE(
-          status.message.starts_with("allreduce('late'): rank 1 did not submit it within 0."),
+          status.message.starts_with("allreduce('late'): rank 1 did not submit it within "),
           status.message);
       CHECK(status.message.find("ranks 0 and 2 waited") != std::string::npos);
     }
@@ -638,6 +649,7 @@ TEST(a_rank_that_does_not_come_is_named_after_the_timeout) {
     // The one that was late hears the same, and the engine goes on.
     if (rank == 1) CHECK_EQUAL(engine.submit(request.raw()).wait().code, SPARKHVD_TIMEOUT);
     together.arrive_and_wait();
+    request.raw().timeout_s = -1;
     CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
   });
 }

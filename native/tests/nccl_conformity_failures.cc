@@ -113,7 +113,7 @@ void communicators_in_different_orders_deadlock(Rank& rank) {
                                              order[i]->get(), streams[i]),
                      "ncclBroadcast");
       // The second is launched when the first has the device.
-      if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      if (i == 0) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     }
     rank.room.barrier();
     std::this_thread::sleep_for(std::chrono::milliseconds(50));

@@ -318,8 +318,8 @@ TEST(a_join_lasts_as_long_as_the_others_work) {
   options.stall_shutdown_s = 1;
   run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
     if (rank == 0) {
-      for (int i = 0; i < 5; ++i) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(400));
+      for (int i = 0; i < 40; ++i) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
         Floats data(10, 1);
         CHECK_EQUAL(sum(engine, "x", data).message, "");
         CHECK(data == Floats(10, 1));

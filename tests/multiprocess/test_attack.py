@@ -29,6 +29,7 @@ from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, PeerLostErr
 from sparkhvd.rendezvous import Connections, Endpoint, Job, Listener, SocketRendezvous, handshake
 from sparkhvd.settings import Settings
 from tests.engine.arrays import start_allreduce
+from tests.harness.descriptors import descriptors
 from tests.harness.rank_process import rank_processes
 from tests.harness.ranks import run_threads
 from tests.harness.soak import SOAK, amount
@@ -190,31 +191,31 @@ def test_descriptors_that_are_not_what_they_should_be_do_no_harm(what: str) -> N
         stall_shutdown_s=0.3, stall_warning_s=0, connect_timeout_s=5, slot_bytes=262144, slots=4
     )
     gc.collect()  # what earlier tests left in cycles must not go in between
-    before = sorted(os.listdir("/proc/self/fd"))
-    descriptors = PASSED[what]()
+    before = descriptors()
+    passed = PASSED[what]()
     mine, theirs = socket.socketpair()
     with mine:
-        socket.send_fds(mine, [hello], descriptors)
+        socket.send_fds(mine, [hello], passed)
         mine.sendall(mapped)
         engine = Engine(Connections(0, 2, (0, 0), [-1, theirs.detach()]), settings)
         works = hostile.start_everything(engine)
         mine.sendall(b"".join(ready))
         # Not expected any more: they must not pile up.
         for _ in range(20):
-            socket.send_fds(mine, [b"\0"], descriptors[:1])
+            socket.send_fds(mine, [b"\0"], passed[:1])
         if what == "memory without contents":  # counters and slots full of nonsense
             for _ in range(50):
-                os.pwrite(descriptors[0], secrets.token_bytes(8192), 0)
+                os.pwrite(passed[0], secrets.token_bytes(8192), 0)
         texts = [outcome_of(work) for work in works]
         assert all(re.search("rank 1|ranks disagree|^done$", text) for text in texts), texts
         assert set(texts) != {"done"}, "the lies had no consequence"
         mine.close()
         engine.shutdown()
         del engine, works
-    for descriptor in descriptors:
+    for descriptor in passed:
         os.close(descriptor)
     gc.collect()
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 def outcome_of(work: Work) -> str:

@@ -35,9 +35,11 @@ from sparkhvd.rendezvous import (
     install,
 )
 from sparkhvd.rendezvous.listener import unix_address
+from sparkhvd.rendezvous.loop import UNAUTHENTICATED_S
 from sparkhvd.rendezvous.meeting import MAX_UNAUTHENTICATED, Meeting
 from sparkhvd.rendezvous.memory import check_memory
 from sparkhvd.settings import Settings
+from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
 
 KEY = bytes(range(32))
@@ -263,23 +265,28 @@ def test_strangers_who_are_silent_or_send_garbage_do_not_disturb() -> None:
                 sock.sendall(handshake.HELLO.pack(b"sparkhvd", 77, 0, 0, bytes(32)) * 100)
         start = time.monotonic()
         met = connect_all(meetings)
-        assert time.monotonic() - start < 2
+        assert (
+            time.monotonic() - start < UNAUTHENTICATED_S
+        )  # nobody waited for a stranger's deadline
         assert_connected(met, socket.AF_UNIX)
 
 
 def test_silent_stranger_is_dropped_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparkhvd.rendezvous.meeting.UNAUTHENTICATED_S", 0.3)
     with (
-        job_of(2, settings=Settings(connect_timeout_s=1)) as meetings,
+        job_of(2) as meetings,
         stranger(meetings[0].job.endpoints[0]) as sock,
     ):
-        sock.settimeout(5)
-        thread = threading.Thread(target=lambda: connect_all([meetings[0]]))
-        thread.start()
+        sock.settimeout(UNAUTHENTICATED_S)  # its own deadline would be this one
         start = time.monotonic()
-        assert sock.recv(1) == b""
-        assert 0.2 < time.monotonic() - start < 0.9
-        thread.join()
+
+        def rank1() -> Any:
+            assert sock.recv(1) == b""
+            assert time.monotonic() - start > 0.2
+            monkeypatch.undo()
+            return meetings[1].connect()
+
+        assert_connected(run_threads([meetings[0].connect, rank1]), socket.AF_UNIX)
 
 
 def test_unauthenticated_connections_are_limited_and_the_oldest_goes_first() -> None:
@@ -392,7 +399,7 @@ def test_rank_whose_listener_closes_is_named_by_all(lost: int) -> None:
 
         start = time.monotonic()
         *errors, _ = run_threads([*(m.connect for m in others), desert])
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 15  # half the time in which a rank may come
         for meeting, error in zip(others, errors, strict=True):
             assert isinstance(error, PeerLostError), error
             endpoint = meetings[lost].job.endpoints[lost]
@@ -417,7 +424,7 @@ def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: 
         told = run_threads([meetings[victim].connect])[0]
         assert "rank 1 at 127.0.0.1" in str(told)
         meetings[victim].close()
-        before = sorted(os.listdir("/proc/self/fd"))
+        before = descriptors()
         error = run_threads([meetings[late].connect])[0]
         ports = [e.port for e in meetings[0].job.endpoints]
         assert isinstance(error, PeerLostError)
@@ -425,7 +432,7 @@ def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: 
             f"Rendezvous of rank {late} at 127.0.0.1:{ports[late]}: rank 1 at 127.0.0.1:{ports[1]} is gone "
             f"(rank {victim} reports it). Look for its error in its own log; start the job again."
         )
-        assert sorted(os.listdir("/proc/self/fd")) == before
+        assert descriptors() == before
 
 
 def test_ranks_that_say_nothing_are_all_named() -> None:
@@ -446,9 +453,10 @@ def test_rank_that_comes_too_late_hears_who_gave_up() -> None:
     with job_of(2, settings=Settings(connect_timeout_s=0.3)) as meetings:
         run_threads([meetings[0].connect])
         meetings[0].close()
+        meetings[1].settings = QUICK  # it would wait long
         start = time.monotonic()
         error = run_threads([meetings[1].connect])[0]
-        assert time.monotonic() - start < 0.3
+        assert time.monotonic() - start < QUICK.connect_timeout_s / 2
         assert isinstance(error, CollectiveTimeoutError)
         assert "rank 0 gave up waiting for rank 1" in str(error)
 
@@ -458,6 +466,8 @@ def test_ranks_meet_again_after_a_generation_that_failed() -> None:
         errors = run_threads([meetings[0].connect])
         errors += run_threads([meetings[1].connect])  # by the notice of rank 0
         assert [type(error) for error in errors] == [CollectiveTimeoutError] * 2
+        for meeting in meetings:
+            meeting.settings = QUICK
         assert_connected(connect_all(meetings), socket.AF_UNIX)
 
 
@@ -533,9 +543,9 @@ def test_address_that_cannot_be_reached_is_reported_with_its_errno() -> None:
 
 def test_failed_meeting_leaves_no_descriptor() -> None:
     with job_of(3, settings=Settings(connect_timeout_s=0.3)) as meetings:
-        before = sorted(os.listdir("/proc/self/fd"))
+        before = descriptors()
         run_threads([meetings[0].connect, meetings[1].connect])
-        assert sorted(os.listdir("/proc/self/fd")) == before
+        assert descriptors() == before
 
 
 # --- Listener and Job ---

@@ -23,10 +23,12 @@ import os, signal, threading, time
 from sparkhvd import stacks
 number, pipe = stacks.prepare(44)
 assert (number, pipe) == stacks.prepare(44)
+is_there = threading.Event()
 def sleeping_here():
-    time.sleep(1)
+    is_there.set()
+    time.sleep(60)
 threading.Thread(target=sleeping_here, daemon=True).start()
-time.sleep(0.1)
+assert is_there.wait(30)
 signal.raise_signal(number)
 print(os.read(pipe, 100000).decode())
 """

@@ -21,7 +21,12 @@ namespace {
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
 
-constexpr std::chrono::milliseconds kHoldOfSkippedWait{50};
+/// How long who should have been waited for is held: far longer than who should have waited takes,
+/// although its items are late, too.
+std::chrono::microseconds hold_of_skipped_wait() {
+  return std::max(std::chrono::microseconds(50'000),
+                  10 * std::chrono::microseconds(fake::faults().stream_delay_us()));
+}
 
 using Streams = std::shared_ptr<fake::Stream>;
 
@@ -93,7 +98,7 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned) {
     if (!this_thread().is_wait_skipped) {
       stream->submit_wait(other, position);
     } else if (!other->has_reached(position)) {
-      other->hold(kHoldOfSkippedWait);  // so that who should have waited surely comes first
+      other->hold(hold_of_skipped_wait());  // so that who should have waited surely comes first
     }
     return kCudaSuccess;
   });

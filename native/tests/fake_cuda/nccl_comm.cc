@@ -282,9 +282,13 @@ NcclResult ncclCommAbort(ncclComm_t handle) {
 NcclResult ncclCommGetAsyncError(ncclComm_t handle, NcclResult* error) {
   return fake::guarded("ncclCommGetAsyncError", [&] {
     // A rule of the test gives what is reported here, not how the call itself ends.
-    const auto forced = faults().enter("ncclCommGetAsyncError").result;
+    auto forced = faults().enter("ncclCommGetAsyncError").result;
     return fake::with_comm(
         "ncclCommGetAsyncError", handle, While::kInProgress, [&](const Handle& comm) {
+          if (!faults().is_idle()) {
+            const auto place = "ncclCommGetAsyncError@" + std::to_string(comm->ordinal);
+            if (const auto here = faults().enter(place).result) forced = here;
+          }
           if (forced) {
             comm->fail(static_cast<NcclResult>(*forced), "a failure that the test asked for");
           }

@@ -31,7 +31,8 @@ class Watched:
 
     @property
     def is_held(self) -> bool:
-        gc.collect()
+        if self._view() is not None:
+            gc.collect()  # of several threads at once takes long: only where it could change something
         return self._view() is not None
 
 

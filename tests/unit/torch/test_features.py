@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,15 +32,6 @@ from tests.unit.torch.on_ranks import on_ranks
 
 F64 = torch.float64
 STEPS = 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks are threads already; torch's own would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sgd(parameters: Any, lr: float = 0.05) -> torch.optim.Optimizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,19 @@ def test_metrics_are_printed_and_returned(capfd: pytest.CaptureFixture[str]) -> 
         sparkhvd.metrics()
 
 
+def settled_json(path: Path) -> Any:
+    """What a file that is being written says. Neither a read nor a write is atomic: an invalid text must change soon."""
+    text = path.read_text()
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            before, text = text, path.read_text()
+            if text == before and time.monotonic() > deadline:
+                raise
+
+
 @pytest.mark.parametrize("all_ranks", [False, True])
 def test_timeline_is_started_and_stopped_by_every_rank_alike(
     all_ranks: bool, tmp_path: Path
@@ -43,7 +57,7 @@ def test_timeline_is_started_and_stopped_by_every_rank_alike(
             hvd.allreduce(torch.ones(10), name=f"x{number}")
             hvd.barrier()
             if hvd.rank() == 0:  # whole at any moment, also before the ranks' parts are joined
-                assert json.loads((tmp_path / f"{number}.json").read_text())
+                assert settled_json(tmp_path / f"{number}.json")
             hvd.stop_timeline()
             hvd.stop_timeline()
 

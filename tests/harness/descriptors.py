@@ -1,0 +1,36 @@
+"""What descriptors this process holds, for tests that compare them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+
+
+def descriptors() -> set[int]:
+    """This process's own descriptors. The gateway to a JVM of an earlier test may open and close its at any moment."""
+    found = set()
+    gateway = _gateway_port()
+    for entry in os.listdir("/proc/self/fd"):
+        fd = int(entry)
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the listing's own
+            continue
+        if not (gateway and target.startswith("socket:") and _port_of_peer(fd) == gateway):
+            found.add(fd)
+    return found
+
+
+def _gateway_port() -> int | None:
+    pyspark = sys.modules.get("pyspark")
+    gateway = getattr(getattr(pyspark, "SparkContext", None), "_gateway", None)
+    return gateway and int(gateway.gateway_parameters.port)
+
+
+def _port_of_peer(fd: int) -> int | None:
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+        peer = sock.getpeername()
+        return int(peer[1]) if isinstance(peer, tuple) else None
+    return None
