@@ -28,7 +28,8 @@ pytest_plugins = sorted(
     if path.stem != "__init__"
 )
 
-DEFAULT_TIMEOUT_S = 120
+# For tests that hang: five times what the slowest without a limit of its own takes on a busy machine.
+DEFAULT_TIMEOUT_S = 300
 # How long a test's leftovers may take to go: a thread that was told to stop needs a moment, and so does a collection
 # of garbage on a machine that does other things too (the engines of ranks that were threads go with it).
 SETTLE_S = 10.0

@@ -174,7 +174,7 @@ def leave_and_let_nccl_tell(engine: Engine, talk: Any) -> Any:
     if engine.rank == 1:
         fake.fake_cuda_hang(b"ncclAllReduce@stream", 1)
         start_sum(engine, "x", array, process_set=pair).wait_stream(0)
-        time.sleep(0.5 if first == "error" else 0)
+        time.sleep(0.1 if first == "error" else 0)
         engine.shutdown()
         return "left"
     if engine.rank == 0:
@@ -201,10 +201,14 @@ def stand_still(engine: Engine, talk: Any) -> Any:
     start_sum(engine, "first", array, process_set=pair).wait()
     if engine.rank == 1:
         fake.fake_cuda_hang(b"ncclAllReduce@stream", 1)
+    talk.say(engine.counters()["stall_warnings"])
     work = start_sum(engine, "stuck", array, process_set=pair)
     work.wait_stream(0)
-    talk.say(engine.counters()["stall_warnings"])
-    time.sleep(1)
+    deadline = time.monotonic() + 20
+    while engine.counters()["stall_warnings"] < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    talk.say("warned")
+    talk.hear()  # the other rank was warned, too
     if engine.rank == 1:
         fake.fake_cuda_reset()
     work.wait()

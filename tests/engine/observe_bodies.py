@@ -109,7 +109,7 @@ def record_all_ranks(engine: Engine, talk: Talk) -> Any:
     timeline.start(engine, path, all_ranks=True)
     for step in range(20):
         if engine.rank == 2 and step == 10:
-            time.sleep(0.2)
+            time.sleep(1)
         allreduce(engine, f"layer {step % 4}", np.ones(5000, np.float32))
     timeline.stop(engine)
     return len(os.listdir("/proc/self/fd")) - before

@@ -31,6 +31,7 @@ class Wire:
         self.may_pass = threading.Event()
         self.may_pass.set()
         self.hold_after = 1 << 20
+        self.passed = 0  # bytes towards the second that have come as far as the gate
         self._inside = (first_inside, second_inside)
         self._threads = [
             threading.Thread(target=self._pump, args=ends, name="test-wire", daemon=True)
@@ -40,11 +41,11 @@ class Wire:
             thread.start()
 
     def _pump(self, source: socket.socket, target: socket.socket, gated: bool) -> None:
-        passed = 0
         try:
             while data := source.recv(1 << 16):
-                passed += len(data)
-                if gated and passed > self.hold_after:
+                if gated:
+                    self.passed += len(data)
+                if gated and self.passed > self.hold_after:
                     self.may_pass.wait()
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
@@ -144,7 +145,11 @@ def test_cause_of_a_failure_travels_behind_bytes_that_wait_for_room(
     wires[1, 2].hold_after = 0  # rank 1 says nothing any more
     wires[1, 2].may_pass.clear()
     works = [start_broadcast(engine, "A", np.ones(BIG, np.float32), 0)[0] for engine in engines]
-    time.sleep(0.3)
+    deadline = time.monotonic() + 20
+    while wires[0, 2].passed <= wires[0, 2].hold_after:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)  # and what comes behind it fills the sockets
     wires[0, 1].cut()
     with pytest.raises(PeerLostError, match="rank 1 is lost"):
         works[0].wait(5)

@@ -33,6 +33,7 @@ from tests.engine.arrays import (
     start_allreduce,
     view,
 )
+from tests.harness.descriptors import descriptors
 from tests.harness.ranks import rank_outcomes, run_ranks
 from tests.harness.soak import amount
 
@@ -164,17 +165,23 @@ def test_unavailable_instruction_set_is_refused() -> None:
 
 
 def test_operation_times_out_and_names_the_missing_rank() -> None:
+    others_have_ended = threading.Barrier(3)
+
     def body(engine: Engine) -> None:
         if engine.rank == 1:
-            time.sleep(0.6)
+            others_have_ended.wait(30)
+            time.sleep(0.2)
         start = time.monotonic()
         try:
-            allreduce(engine, "x", np.ones(3), timeout_s=0.2)
+            allreduce(engine, "x", np.ones(3), timeout_s=1)
         finally:
-            assert engine.rank == 1 or 0.15 < time.monotonic() - start < 0.5
+            if engine.rank != 1:
+                seconds = time.monotonic() - start
+                others_have_ended.wait(30)
+                assert 0.9 < seconds < 5
 
     outcomes = rank_outcomes(3, body)
-    late = re.compile(r"rank 1 did not submit it within 0\.2\d* s, while ranks 0 and 2 waited")
+    late = re.compile(r"rank 1 did not submit it within [1-4][\d.]* s, while ranks 0 and 2 waited")
     kinds = {type(outcomes[0]), type(outcomes[2])}
     # Who times out first tells the other.
     assert kinds <= {CollectiveTimeoutError, PeerLostError, CollectiveError}
@@ -330,7 +337,7 @@ def test_engine_without_references_is_gone() -> None:
 def count_resources() -> tuple[int, int, int]:
     """Descriptors, threads and mapped memory files of this process."""
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(maps)
+    return len(descriptors()), len(os.listdir("/proc/self/task")), len(maps)
 
 
 @pytest.mark.parametrize("hosts", [None, [0, 0, 1]])
@@ -345,11 +352,15 @@ def test_many_generations_leave_nothing_behind(hosts: list[int] | None) -> None:
 
     run_ranks(3, body, rendezvous=meetings)
     gc.collect()
+    time.sleep(0.5)  # the kernel lists a thread a moment longer than it can be joined
     before = count_resources()
     for _ in range(amount(50)):
         assert run_ranks(3, body, rendezvous=meetings) == [3.0] * 3
     gc.collect()
-    assert count_resources() == before
+    deadline = time.monotonic() + 10
+    while (after := count_resources()) != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert after == before
 
 
 def test_two_engines_in_one_process_do_not_meet() -> None:

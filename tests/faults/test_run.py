@@ -71,20 +71,23 @@ def in_an_allreduce_that_is_caught() -> None:
 @pytest.mark.parametrize(
     "fn", [before_init, in_an_allreduce, at_exit, in_an_allreduce_that_is_caught]
 )
-def test_a_killed_rank_is_named_in_time(spark: SparkSession, fn: Callable[[], Any]) -> None:
-    began = time.monotonic()
+def test_a_killed_rank_is_named_in_time(
+    spark: SparkSession, fn: Callable[[], Any], tmp_path: Path
+) -> None:
+    env = {faults.HAPPENED_AT: str(tmp_path / "killed")}
     with pytest.raises(RankError, match="Rank 1 of 2 .*signal SIGKILL.*probably memory") as e:
-        run(fn, num_proc=2, spark=spark, max_retries=0)
-    assert time.monotonic() - began < LIMIT_S + 5  # 5: start-up, and what an earlier failure left
+        run(fn, num_proc=2, spark=spark, max_retries=0, env=env)
+    assert faults.seconds_since(tmp_path / "killed") < LIMIT_S
     assert (e.value.rank, e.value.exit) == (1, "signal SIGKILL")
 
 
 @pytest.mark.parametrize("fn", [before_init, in_an_allreduce, at_exit])
-def test_a_killed_rank_is_named_in_time_without_spark(fn: Callable[[], Any]) -> None:
-    began = time.monotonic()
+def test_a_killed_rank_is_named_in_time_without_spark(
+    fn: Callable[[], Any], tmp_path: Path
+) -> None:
     with pytest.raises(RankError) as e:
-        run_local(fn, num_proc=2)
-    assert time.monotonic() - began < LIMIT_S
+        run_local(fn, num_proc=2, env={faults.HAPPENED_AT: str(tmp_path / "killed")})
+    assert faults.seconds_since(tmp_path / "killed") < LIMIT_S
     assert (e.value.rank, e.value.exit) == (1, "signal SIGKILL")
 
 
@@ -105,16 +108,18 @@ def test_an_exception_wins_over_its_consequences(spark: SparkSession) -> None:
     assert "raised ValueError: the cause" in str(e.value)
 
 
-def test_a_killed_python_worker_is_a_loss_and_its_rank_goes_too(spark: SparkSession) -> None:
+def test_a_killed_python_worker_is_a_loss_and_its_rank_goes_too(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     def kills() -> None:
         if os.environ["RANK"] == "1":
             faults.kill_python_worker()
         time.sleep(60)
 
-    began = time.monotonic()
+    env = {faults.HAPPENED_AT: str(tmp_path / "killed")}
     with pytest.raises(RankError) as e:
-        run(kills, num_proc=2, spark=spark, max_retries=0)
-    assert time.monotonic() - began < LIMIT_S + 5
+        run(kills, num_proc=2, spark=spark, max_retries=0, env=env)
+    assert faults.seconds_since(tmp_path / "killed") < LIMIT_S
     assert (e.value.rank, e.value.exit) == (1, "lost")
     assert "was lost together with its Spark task" in str(e.value)
 
@@ -183,9 +188,9 @@ print("ALL WELL")
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_a_killed_executor_is_a_loss_and_the_job_survives_it(tmp_path: Path) -> None:
-    output = run_on("local-cluster[2,1,1024]", EXECUTOR_LOSS, tmp_path, timeout_s=200)
+    output = run_on("local-cluster[2,1,1024]", EXECUTOR_LOSS, tmp_path, timeout_s=400)
     assert (
         "sparkhvd: Rank 1 of 2 was lost together with its Spark task: ExecutorLostFailure (executor"
         in output

@@ -15,6 +15,7 @@ from tests.gpu.machine import STAND_IN
 from tests.gpu.parts import SKIPPED, failure, finish, parts, passed
 from tests.gpu.ranks import Crew
 from tests.harness.fake_cuda import is_built
+from tests.harness.processes import wait_until_gone
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_stand_in = pytest.mark.skipif(not is_built(), reason="the stand-in is not built")
@@ -23,12 +24,12 @@ needs_stand_in = pytest.mark.skipif(not is_built(), reason="the stand-in is not 
 def make_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.gpu", *arguments]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
     )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(540)
 @pytest.mark.skipif(bool(machine.why_not()), reason=f"needs a GPU: {machine.why_not()}")
 def test_all_checks_on_a_gpu(tmp_path: Path) -> None:
     done = make_gpu("--no-benchmarks", "--results", str(tmp_path))
@@ -36,7 +37,7 @@ def test_all_checks_on_a_gpu(tmp_path: Path) -> None:
 
 
 @needs_stand_in
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(540)
 def test_all_checks_and_figures_on_the_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +64,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_2() -> None:
 
 
 @needs_stand_in
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_check_that_goes_wrong_says_how_and_the_next_one_runs(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,18 +121,14 @@ def test_the_suite_goes_on_without_what_has_failed() -> None:
 
 def test_a_suite_that_hangs_is_ended_and_says_where() -> None:
     with pytest.raises(AssertionError, match="^stopped; no answer in time after first$"):
-        passed(suite(hangs="second"), 2)
+        passed(suite(hangs="second"), 8)
 
 
 def test_no_child_of_a_program_outlives_its_deadline() -> None:
     script = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
-    status, output = finish([sys.executable, "-c", script], 2)
+    status, output = finish([sys.executable, "-c", script], 8)
     assert status is None
-    stat = Path(f"/proc/{output.split()[0]}/stat")
-    deadline = time.monotonic() + 5
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert wait_until_gone({int(output.split()[0])}, 10) == set()
 
 
 def test_words_that_the_table_understands() -> None:

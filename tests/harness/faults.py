@@ -10,9 +10,23 @@ import signal
 import time
 from pathlib import Path
 
+# Names the file into which a fault writes when it happened.
+HAPPENED_AT = "FAULT_HAPPENED_AT"
+
+
+def seconds_since(path: Path) -> float:
+    """How long ago the fault happened that was told to write to `path`."""
+    return time.monotonic() - float(path.read_text())  # every process of a machine has this clock
+
+
+def _note() -> None:
+    if path := os.environ.get(HAPPENED_AT):
+        Path(path).write_text(str(time.monotonic()))
+
 
 def kill_self() -> None:
     """End this rank as the kernel's memory killer would."""
+    _note()
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
@@ -32,6 +46,7 @@ def parent_of(pid: int) -> int:
 
 def kill_python_worker() -> None:
     """End the Spark task's own Python process, this rank's parent."""
+    _note()
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
 

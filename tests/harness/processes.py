@@ -80,21 +80,30 @@ def wait_for_no_trainers(timeout_s: float = 10) -> set[int]:
     return left
 
 
+_reserved: dict[int, socket.socket] = {}
+
+
 def free_port() -> int:
-    """A port of loopback that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port of loopback for a server that takes it with SO_REUSEADDR, as most do.
+
+    Nobody else who asks for any port gets it until `wait_for_port` has found the server.
+    """
+    probe = socket.socket()
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind(("127.0.0.1", 0))
+    port: int = probe.getsockname()[1]
+    _reserved[port] = probe
+    return port
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until a server listens; fail with its log if it ends."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        if process.poll() is not None:
-            break
-        time.sleep(0.1)
+    """Wait until a server listens on a `free_port()`; fail with its log if it ends."""
+    deadline = time.monotonic() + 150
+    with _reserved.pop(port):
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                return
+            if process.poll() is not None:
+                break
+            time.sleep(0.1)
     raise AssertionError(f"nothing listens on {port}:\n{log.read_text(errors='replace')}")

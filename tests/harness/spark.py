@@ -153,7 +153,7 @@ def run_script(
     path: Path,
     *args: str,
     env: dict[str, str] | None = None,
-    timeout_s: float = 100,
+    timeout_s: float = 250,
     prefix: Sequence[str] = (),
 ) -> ScriptResult:
     """Run a script to its end; past `timeout_s` it is killed and the test fails with its output."""
@@ -176,7 +176,7 @@ def run_on(
     remote: bool = False,
     conf: Mapping[str, str | None] | None = None,
     env: dict[str, str] | None = None,
-    timeout_s: float = 100,
+    timeout_s: float = 250,
     prefix: Sequence[str] = (),
 ) -> str:
     """Run `body` with `spark` on `master` in a fresh process; return what it printed, or fail with it."""
@@ -199,7 +199,7 @@ def standalone_cluster(
     home = Path(pyspark.__file__).parent
     spark_class = str(home / "bin" / "spark-class")
     environ = {**os.environ, "SPARK_HOME": str(home), "PYTHONPATH": str(ROOT)}
-    port, web = free_port(), free_port()
+    port = free_port()
     started: list[subprocess.Popen[bytes]] = []
 
     def start(name: str, *command: str) -> subprocess.Popen[bytes]:
@@ -220,7 +220,7 @@ def standalone_cluster(
         master = start(
             "master",
             f"{deploy}.master.Master",
-            *("--host", "127.0.0.1", "--port", str(port), "--webui-port", str(web)),
+            *("--host", "127.0.0.1", "--port", str(port), "--webui-port", "0"),
         )
         wait_for_port(port, master, directory / "master.log")
         for index in range(workers):
@@ -231,7 +231,7 @@ def standalone_cluster(
                 f"{deploy}.worker.Worker",
                 *("--host", f"127.0.0.{1 + index * are_hosts}"),
                 *("--cores", str(cores), "--memory", "1g"),
-                *("--work-dir", str(work), "--webui-port", str(free_port())),
+                *("--work-dir", str(work), "--webui-port", "0"),
                 f"spark://127.0.0.1:{port}",
             )
         yield f"spark://127.0.0.1:{port}"

@@ -60,9 +60,9 @@ def test_key_of_a_spark_job_is_nowhere(tmp_path: Path) -> None:
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 @pytest.mark.skipif(not SOAK, reason="three more JVMs take a minute; make soak has it")
 def test_key_of_a_job_on_a_cluster_is_nowhere(tmp_path: Path) -> None:
     with standalone_cluster(tmp_path) as master:
-        output = run_on(master, SCRIPT, tmp_path, timeout_s=150)
+        output = run_on(master, SCRIPT, tmp_path, timeout_s=400)
     search_after(output, tmp_path)

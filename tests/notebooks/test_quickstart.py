@@ -14,7 +14,7 @@ NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
 
 @pytest.mark.spark
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(500)
 def test_quickstart_notebook_runs_with_live_progress_and_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,7 +29,9 @@ def test_quickstart_notebook_runs_with_live_progress_and_plots(
     for name in [n for n in os.environ if n.startswith("PYSPARK_GATEWAY")]:
         monkeypatch.delenv(name)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = NotebookClient(notebook, timeout=150, kernel_name="python3", allow_errors=False)
+    client = NotebookClient(
+        notebook, timeout=450, startup_timeout=180, kernel_name="python3", allow_errors=False
+    )
     client.execute(cwd=str(tmp_path))
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

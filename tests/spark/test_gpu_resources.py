@@ -20,7 +20,7 @@ from sparkhvd.settings import Settings
 
 OPTIONS = {{
     "spark": spark, "settings": Settings(cuda_library={driver!r}), "env": {{"FAKE_GPUS": "10,11,12"}},
-    "start_timeout": 60.0,
+    "start_timeout": 300.0,
 }}
 
 def place():

@@ -143,7 +143,7 @@ def test_an_exception_names_its_rank_and_the_next_run_works(spark: SparkSession)
     began = time.monotonic()
     with pytest.raises(RankError) as e:
         run(fails_on_one, num_proc=2, spark=spark)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40  # rank 0 would sleep for 60
     assert (e.value.rank, e.value.host, e.value.exit) == (1, "127.0.0.1", "exception")
     assert str(e.value).startswith(
         "Rank 1 of 2 on host 127.0.0.1 raised KeyError: 'missing piece'\nTraceback"
@@ -182,7 +182,7 @@ def test_more_ranks_than_slots_is_refused_at_once(spark: SparkSession) -> None:
     began = time.monotonic()
     with pytest.raises(PreflightError, match=r"num_proc=3: the application can run 2 barrier"):
         run(print, num_proc=3, spark=spark)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 20  # and not start_timeout
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_an_exception_names_the_rank_with_its_traceback() -> None:
     began = time.monotonic()
     with pytest.raises(RankError) as e:
         run_local(fails_on_one, num_proc=2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20  # rank 0 would sleep for 30
     assert (e.value.rank, e.value.exit) == (1, "exception")
     assert "raised KeyError: 'missing piece'" in str(e.value)
     assert 'raise KeyError("missing piece")' in e.value.traceback
