@@ -1,4 +1,4 @@
-"""What holds for every test: a time limit with stacks, and the police.
+"""What holds for every test: the police, and a folder for temporary files.
 
 The police compare threads, descriptors and environment before and after each test. Function-scoped autouse
 fixtures start after session-scoped ones, so a shared Spark session is part of "before".
@@ -28,8 +28,6 @@ pytest_plugins = sorted(
     if path.stem != "__init__"
 )
 
-# For tests that hang: five times what the slowest without a limit of its own takes on a busy machine.
-DEFAULT_TIMEOUT_S = 300
 # How long a test's leftovers may take to go: a thread that was told to stop needs a moment, and so does a collection
 # of garbage on a machine that does other things too (the engines of ranks that were threads go with it).
 SETTLE_S = 10.0
@@ -52,9 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(
             functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
         )
-    # pytest-timeout dumps every thread's stack and fails the test; a hang is the usual failure here.
-    if getattr(config.option, "timeout", None) is None and not config.getini("timeout"):
-        config.option.timeout = DEFAULT_TIMEOUT_S
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import struct
 import zlib
 from pathlib import Path
@@ -38,7 +37,9 @@ class WithinMemory(Callback):
     """Fails the fit if a rank has ever had more memory than it may."""
 
     def on_train_end(self, ctx: Any, history: list[dict[str, Any]]) -> None:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # Not getrusage's, which begins with what the parent had.
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
         if peak > MEMORY_BYTES:
             raise MemoryError(f"rank {ctx.rank} has had {peak:,} bytes")
 

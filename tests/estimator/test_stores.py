@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 pytestmark = [
     pytest.mark.spark,
     pytest.mark.leaks("file systems keep their connections open"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 
 
@@ -277,7 +277,7 @@ def test_credentials_are_in_no_log_plan_or_file(tmp_path: Path, s3: S3, ftp: str
         "spark.eventLog.rolling.enabled": "false",
         "spark.sql.planChangeLog.level": "INFO",
     }
-    printed = run_on("local[2]", f"{bodies}\n{SECRETS}", tmp_path, conf=conf, timeout_s=280)
+    printed = run_on("local[2]", f"{bodies}\n{SECRETS}", tmp_path, conf=conf, timeout_s=550)
     assert "DONE" in printed
     assert "on purpose" in printed
     lines = [line for line in printed.splitlines() if holds_secret(line.encode())]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness.spark import ROOT, standalone_cluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
 
 EXAMPLE = ROOT / "examples" / "digits.py"
 EPOCHS = 12
@@ -32,7 +32,7 @@ class Outcome:
     plot: Path
 
 
-def run_example(command: list[str], folder: Path, timeout_s: float = 150) -> Outcome:
+def run_example(command: list[str], folder: Path, timeout_s: float = 280) -> Outcome:
     """Run the example in a fresh process group, from another folder and without an activated environment."""
     plot = folder / "loss.png"
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYSPARK_", "VIRTUAL_ENV"))}

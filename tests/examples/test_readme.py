@@ -18,7 +18,7 @@ def test_readme_examples_run_as_they_stand(tmp_path: Path) -> None:
     # The second block goes on in the first one's session, as the page reads.
     script = tmp_path / "readme.py"
     script.write_text("\n".join(BLOCKS))
-    result = run_script(script, timeout_s=110)
+    result = run_script(script)
     assert result.returncode == 0, result.output
     assert "y__output" in result.output
     assert "[0.5, 0.5]" in result.output

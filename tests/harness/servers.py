@@ -107,6 +107,7 @@ class Cable:
     to: int
     listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
     ends: list[socket.socket] = field(default_factory=list)
+    is_cut: bool = False
 
     def __post_init__(self) -> None:
         # Where clients connect.
@@ -121,10 +122,14 @@ class Cable:
             except OSError:
                 return
             self.ends += [here, there]
+            if self.is_cut:  # while this one was accepted
+                self.cut()
+                return
             threading.Thread(target=_forward, args=(here, there), daemon=True).start()
 
     def cut(self) -> None:
         """From now on connections are refused, and those that are open end."""
+        self.is_cut = True
         for end in [self.listener, *self.ends]:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

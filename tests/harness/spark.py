@@ -62,6 +62,9 @@ _PREAMBLE = """
 import json, os, sys, time
 from pyspark.sql import SparkSession
 
+# A line is one write: the JVM may write to the same pipe.
+sys.stdout.reconfigure(write_through=False, line_buffering=True)
+
 def make_session():
     builder = SparkSession.builder.appName("sparkhvd-script")
     if {remote!r}:

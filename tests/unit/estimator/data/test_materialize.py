@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from pyspark import TaskContext
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
@@ -196,32 +197,37 @@ def test_files_of_other_attempts_do_not_count(spark: SparkSession, store: Store)
     np.testing.assert_array_equal(rows_of(store, manifest)["id"], np.arange(10))
 
 
-def test_a_writer_holds_a_part_of_its_data_only(spark: SparkSession, store: Store) -> None:
+class MeasuredStore(Store):
+    """Notes by how much the peak of a task's process has grown while it wrote a file."""
+
+    @contextlib.contextmanager
+    def open_output(self, path: str) -> Iterator[Any]:
+        if TaskContext.get() is None:
+            with super().open_output(path) as sink:
+                yield sink
+            return
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak_bytes()
+        with super().open_output(path) as sink:
+            yield sink
+        folder = self.local_path("")
+        assert folder is not None
+        Path(folder, "grown").write_text(str(peak_bytes() - before))
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had since its last reset."""
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
+
+
+def test_a_writer_holds_a_part_of_its_data_only(spark: SparkSession, tmp_path: Path) -> None:
     # 80 KB per row, in one task: 400 MB as Spark has them.
     rows = amount(5000, 20_000)
     df = spark.range(0, rows, 1, 1).selectExpr("array_repeat(id * 1D, 10000) AS x", "id AS label")
-
-    def peak(*, reset: bool) -> int:
-        """The most memory that a Python worker has had since the last reset; both slots have one."""
-
-        def look(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            for _ in batches:
-                pass
-            if reset:
-                Path("/proc/self/clear_refs").write_text("5")
-            text = Path("/proc/self/status").read_text()
-            kilobytes = int(text.partition("VmHWM:")[2].split()[0])
-            time.sleep(0.5)  # until the other slot's task runs, too
-            yield pa.RecordBatch.from_pydict({"bytes": [kilobytes << 10]})
-
-        found = spark.range(0, 2, 1, 2).mapInArrow(look, "bytes long").collect()
-        return max(row.bytes for row in found)
-
-    schema = schema_of(df, ["x"])
-    before = peak(reset=True)
-    manifest = materialize(df, schema, store, DATA_DIR, row_group_bytes=8 << 20)
-    grown = peak(reset=False) - before
+    store = MeasuredStore.create(tmp_path / "measured")
+    manifest = materialize(df, schema_of(df, ["x"]), store, DATA_DIR, row_group_bytes=8 << 20)
     assert manifest.num_bytes > rows * 40_000
+    grown = int((tmp_path / "measured" / "grown").read_text())
     # A batch of 32 MiB in its forms, those before it that the allocator keeps, and a row group.
     assert 20 << 20 < grown < 256 << 20, f"{grown >> 20} MiB"
 

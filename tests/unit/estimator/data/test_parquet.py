@@ -325,6 +325,8 @@ def test_a_file_of_the_same_size_that_changes_during_the_fit_is_an_error(tmp_pat
     store, manifest = manifest_of(tmp_path)
     before = path.stat()
     pq.write_table(pa.table({"x": [7.0, 9.0], "id": [3, 4]}), path)
+    # A file system may count time in steps of some milliseconds.
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert path.stat().st_size == before.st_size
     with ParquetSource(store, manifest) as source, pytest.raises(InvalidArgumentError) as raised:
         source.read(["id"])
@@ -438,13 +440,15 @@ def test_a_manifest_comes_back_from_the_store(tmp_path: Path) -> None:
 
 
 _ONE_LARGE_ROW_GROUP = """
-import resource, sys
+import sys
+from pathlib import Path
 from sparkhvd.estimator.data.dataset import open_dataset, read_manifest
 from sparkhvd.estimator.data.reader import Reader
 from sparkhvd.estimator.data.schema import check_schema
 
 def peak_bytes():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage's, which begins with what the parent had.
+    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
 
 dataset = open_dataset(sys.argv[1])
 names = dataset.arrow_schema.names
@@ -476,4 +480,4 @@ def test_memory_is_bounded_whatever_the_size_of_a_row_group(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr
     # The row group takes 128 MB; read are windows of 8 MiB, from pieces and buffers of some megabytes per column.
-    assert int(done.stdout) < 80 << 20
+    assert 0 < int(done.stdout) < 80 << 20

@@ -53,14 +53,20 @@ def numbers(spark: SparkSession, rows: int = 20) -> DataFrame:
     return spark.range(rows).select("id", (F.col("id") * 0.5).alias("label"))
 
 
-def test_the_same_plan_is_materialized_once(spark: SparkSession, store: Store) -> None:
+def test_the_same_plan_is_materialized_once(
+    spark: SparkSession, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def materialized(*_: Any, **__: Any) -> Any:
+        raise AssertionError("materialized again")
+
     first = prepared(numbers(spark), store)
-    again = prepared(numbers(spark), store)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "materialize", materialized)
+        again = prepared(numbers(spark), store)
     assert (first.reused, again.reused) == (False, True)
     assert again.manifest == first.manifest
     assert again.data_dir == first.data_dir
     assert again.reason == "same plan, files and columns"
-    assert again.seconds < 0.5
 
 
 def test_another_plan_type_or_time_zone_is_another_key(spark: SparkSession, store: Store) -> None:
@@ -505,7 +511,7 @@ def test_data_go_when_the_process_ends_and_connect_needs_a_key(tmp_path: Path) -
             code = open(__file__).read().partition("from sparkhvd")
             second = "import json, os, subprocess, sys\\nfrom pyspark.sql import SparkSession\\n"
             second += f"spark = SparkSession.builder.remote({{url!r}}).getOrCreate()\\n" + code[1] + code[2]
-            subprocess.run([sys.executable, "-c", second, "--second"], check=True, timeout=60)
+            subprocess.run([sys.executable, "-c", second, "--second"], check=True, timeout=200)
             again = prepare(df, schema, store, app_id="app", data_key="mine")
             print("AGAIN", again.reused, len(store.data_directories()))
     """

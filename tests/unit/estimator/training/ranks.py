@@ -152,7 +152,7 @@ class Case:
     def train(self, size: int, **options: Any) -> TrainResult:
         """Train with ranks as threads; every rank must report the same history, but for times."""
         spec = TrainSpec(**{**vars(self.spec()), **options})
-        results = run_ranks(size, lambda engine: train(spec), using=use_engine)
+        results = run_ranks(size, lambda engine: train(spec), using=use_engine, deadline_s=200)
         for result in results[1:]:
             # As text, because NaN is not equal to itself.
             assert repr(without_times(result)) == repr(without_times(results[0]))

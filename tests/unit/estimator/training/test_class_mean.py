@@ -49,7 +49,8 @@ def data_seed() -> int:
 
 
 def class_labels(generator: np.random.Generator, shape: Any, ignored: int) -> Any:
-    labels = generator.integers(0, CLASSES, shape)
+    classes = np.array([c for c in range(CLASSES) if c != ignored])
+    labels = generator.choice(classes, shape)
     labels[generator.random(shape) < 0.4] = ignored
     return labels
 
@@ -214,6 +215,8 @@ def test_labels_that_ignore_different_rows_equal_plain_torch(store: Store, data_
     case = two_labels(
         store, losses, (-100, -1), seed=data_seed, shuffle=False, loss_weights=(1.0, 1.0)
     )
+    for name in "yz":  # torch's mean of a step without a row that counts is NaN
+        case.values[name][::12] = 0
     case.write()
     model, optimizer = copy.deepcopy((case.model, case.optimizer))
     case.train(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,20 @@ OPTIONS = {"batch_size": 4, "epochs": 3, "checkpoint_interval_s": 1e-6}
 
 
 class FailsAt(Callback):
-    """Ends the run at a step, counted over all epochs."""
+    """Ends the run at a step, counted over all epochs, or as soon as there is a checkpoint inside an epoch behind it."""
 
     step = 0
+    inside: Checkpoints | None = None
 
     def on_step_end(self, ctx: Any, loss: float | None) -> None:
-        if ctx.step == FailsAt.step:
+        if FailsAt.step == 0 or ctx.step < FailsAt.step:
+            return
+        if FailsAt.inside is None:
             raise ValueError("a loss")
+        if ctx.rank == 0:
+            time.sleep(0.02)  # they are written beside the training
+            if FailsAt.inside.latest_position() > (1, 0):
+                raise ValueError("a loss")
 
 
 def case(folder: Path, model: nn.Module, **fields: Any) -> Case:
@@ -41,14 +49,15 @@ def case(folder: Path, model: nn.Module, **fields: Any) -> Case:
 def assert_goes_on_as_undisturbed(whole: Case, parts: Case, fails_at: int) -> None:
     """A run that fails at this step and goes on ends as one that did not, bit by bit."""
     expected = whole.train(2)
-    FailsAt.step = fails_at
+    saved = Checkpoints(parts.store, RUN_DIR)
+    # 13 steps per epoch: the 14th fails before anything of its epoch is saved.
+    FailsAt.step, FailsAt.inside = fails_at, saved if fails_at > 14 else None
     try:
         with pytest.raises(RanksFailed):
             parts.train(2)
     finally:
         FailsAt.step = 0
-    position = Checkpoints(parts.store, RUN_DIR).latest_position()
-    # 13 steps per epoch: the 14th fails before anything of its epoch is saved.
+    position = saved.latest_position()
     assert position > (1, 0) if fails_at > 14 else position == (1, 0)
     assert without_times(parts.train(2)) == without_times(expected)
     for name, value in whole.weights(3).items():

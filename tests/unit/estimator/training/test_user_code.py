@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -266,11 +267,16 @@ class StopThenFail(Callback):
     """Asks to stop in the first epoch, on rank 1; fails at a step or when an epoch has been saved."""
 
     fails_at: Any = None
+    saved: Checkpoints
 
     def on_step_end(self, ctx: Any, loss: float | None) -> None:
         if ctx.rank == 1 and ctx.step == 1:
             ctx.stop_training("enough")
         if ctx.step == StopThenFail.fails_at:
+            # The first one is written beside the training.
+            deadline = time.monotonic() + 20
+            while StopThenFail.saved.latest_position() <= (0, 1) and time.monotonic() < deadline:
+                time.sleep(0.01)
             raise ValueError("a loss")
 
     def on_checkpoint(self, ctx: Any, path: str) -> None:
@@ -282,12 +288,12 @@ class StopThenFail(Callback):
 def test_a_run_that_was_asked_to_stop_stops_when_it_goes_on(store: Store, fails_at: Any) -> None:
     options = {"epochs": 3, "checkpoint_interval_s": 1e-6, "batch_size": 4}
     own = case(store, user={"callbacks": [StopThenFail()]}, options=options)
-    StopThenFail.fails_at = fails_at
+    StopThenFail.fails_at, StopThenFail.saved = fails_at, Checkpoints(store, RUN_DIR)
     try:
         failures(own)
     finally:
         StopThenFail.fails_at = None
-    assert (0, 1) < Checkpoints(store, RUN_DIR).latest_position() <= (1, 0)
+    assert (0, 1) < StopThenFail.saved.latest_position() <= (1, 0)
     result = own.train(2)
     assert (len(result.history), result.stopped) == (1, "enough")
 
@@ -358,9 +364,9 @@ def test_a_number_that_no_record_would_get_is_refused(
 
 
 class Begins(Callback):
-    """Draws and logs at the beginning of an epoch; may fail at a step."""
+    """Draws and logs at the beginning of an epoch; may fail when there is a checkpoint of the second one."""
 
-    fails_at = 0
+    fails_behind: Checkpoints | None = None
 
     def on_epoch_begin(self, ctx: Any) -> None:
         assert ctx.model.training
@@ -371,8 +377,10 @@ class Begins(Callback):
     def on_step_end(self, ctx: Any, loss: float | None) -> None:
         assert not ctx.model.training
         ctx.log("drawn", self.drawn)
-        if ctx.step == Begins.fails_at:
-            raise ValueError("a loss")
+        if Begins.fails_behind and ctx.epoch > 1:
+            time.sleep(0.02)  # they are written beside the training
+            if Begins.fails_behind.latest_position() > (1, 0):
+                raise ValueError("a loss")
 
 
 def test_the_beginning_of_an_epoch_repeats_in_a_run_that_goes_on_inside_it(store: Store) -> None:
@@ -382,11 +390,11 @@ def test_the_beginning_of_an_epoch_repeats_in_a_run_that_goes_on_inside_it(store
     expected = case(other, user={"callbacks": [Begins()]}, options=options).train(1)
     for record in expected.history:
         assert record["began"] == pytest.approx(record["drawn"])
-    Begins.fails_at = 30  # of 19 in an epoch
+    Begins.fails_behind = Checkpoints(store, RUN_DIR)
     try:
         assert "a loss" in str(failures(own, 1)[0])
     finally:
-        Begins.fails_at = 0
+        Begins.fails_behind = None
     assert Checkpoints(store, RUN_DIR).latest_position() > (1, 0)
     assert without_times(own.train(1)) == without_times(expected)
 
