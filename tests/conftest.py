@@ -10,7 +10,6 @@ import functools
 import gc
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
@@ -104,12 +103,6 @@ def belongings() -> Belongings:
     return Belongings(frozenset(threads), frozenset(descriptors), environment)
 
 
-def has_gateway() -> bool:
-    """Whether this process talks with a JVM."""
-    pyspark = sys.modules.get("pyspark")
-    return pyspark is not None and getattr(pyspark.SparkContext, "_gateway", None) is not None
-
-
 @pytest.fixture(autouse=True)
 def police(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves threads of ours, descriptors or environment variables behind."""
@@ -117,9 +110,11 @@ def police(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("leaks"):
         return
+    from tests.harness.descriptors import gateway_port  # a plugin: not before it is registered
+
     # The JVM gateway opens sockets whenever it likes, also in later tests: when Java objects are collected.
     uses_spark = (
-        has_gateway()
+        gateway_port() is not None
         or request.node.get_closest_marker("spark") is not None
         or any("spark" in name or "cluster" in name for name in request.fixturenames)
     )

@@ -297,7 +297,9 @@ TEST(a_process_set_that_is_removed_takes_the_trouble_of_its_communicator_along) 
       // that of all ranks, then the set's.
       const char* look = "ncclCommGetAsyncError@0";
       const auto wait_for_looks = [&](int before, int number) {
+        const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
         while (Fake::get().count(look) < before + number) {
+          CHECK(std::chrono::steady_clock::now() < deadline);
           std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
       };

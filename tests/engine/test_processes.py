@@ -29,7 +29,7 @@ def test_polling_alone_finishes_operations_submitted_in_opposite_orders(tcp_only
 def test_rank_that_holds_its_gil_delays_nobody(tcp_only: bool) -> None:
     with rank_processes(f"{BODIES}:hold_the_gil", 2, tcp_only=tcp_only) as ranks:
         seconds = ranks[0].expect()
-        assert max(seconds) < 1, seconds  # the other holds it 1.7 s longer
+        assert max(seconds) < 0.05, seconds
         ranks[1].expect()
 
 
@@ -93,7 +93,7 @@ def test_ctrl_c_interrupts_a_wait_and_the_operation_goes_on() -> None:
         time.sleep(0.3)
         start = time.monotonic()  # CLOCK_MONOTONIC is the same in every process
         ranks[0].kill(signal.SIGINT)
-        assert ranks[0].expect() - start < 2  # the other would not come before it is told to
+        assert ranks[0].expect() - start < 0.2
         ranks[1].tell("go on")
         ranks[0].tell("go on")
         assert [rank.expect() for rank in ranks] == ["done", "done"]
@@ -105,7 +105,7 @@ def test_ctrl_c_interrupts_a_call_that_submits_and_waits() -> None:
         time.sleep(0.3)
         start = time.monotonic()
         ranks[0].kill(signal.SIGINT)
-        assert ranks[0].expect() - start < 2  # the other would not come before it is told to
+        assert ranks[0].expect() - start < 0.2
         ranks[1].tell("go on")
         ranks[0].tell("go on")
         assert [rank.expect() for rank in ranks] == ["done", "done"]

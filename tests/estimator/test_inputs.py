@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparkhvd import InvalidArgumentError, Store
 from sparkhvd.estimator import Callback, pad
 from tests.estimator.fits import estimator, mlp
+from tests.harness.processes import peak_bytes
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -37,9 +38,7 @@ class WithinMemory(Callback):
     """Fails the fit if a rank has ever had more memory than it may."""
 
     def on_train_end(self, ctx: Any, history: list[dict[str, Any]]) -> None:
-        # Not getrusage's, which begins with what the parent had.
-        status = Path("/proc/self/status").read_text()
-        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        peak = peak_bytes()
         if peak > MEMORY_BYTES:
             raise MemoryError(f"rank {ctx.rank} has had {peak:,} bytes")
 

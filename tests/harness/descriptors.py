@@ -11,7 +11,7 @@ import sys
 def descriptors() -> set[int]:
     """This process's own descriptors. The gateway to a JVM of an earlier test may open and close its at any moment."""
     found = set()
-    gateway = _gateway_port()
+    gateway = gateway_port()
     for entry in os.listdir("/proc/self/fd"):
         fd = int(entry)
         try:
@@ -23,7 +23,8 @@ def descriptors() -> set[int]:
     return found
 
 
-def _gateway_port() -> int | None:
+def gateway_port() -> int | None:
+    """The port of the JVM that this process talks with, if there is one."""
     pyspark = sys.modules.get("pyspark")
     gateway = getattr(getattr(pyspark, "SparkContext", None), "_gateway", None)
     return gateway and int(gateway.gateway_parameters.port)

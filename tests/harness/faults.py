@@ -19,14 +19,15 @@ def seconds_since(path: Path) -> float:
     return time.monotonic() - float(path.read_text())  # every process of a machine has this clock
 
 
-def _note() -> None:
+def note() -> None:
+    """Write when the fault happens, where the test wants to know; to be called just before it."""
     if path := os.environ.get(HAPPENED_AT):
         Path(path).write_text(str(time.monotonic()))
 
 
 def kill_self() -> None:
     """End this rank as the kernel's memory killer would."""
-    _note()
+    note()
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
@@ -46,7 +47,7 @@ def parent_of(pid: int) -> int:
 
 def kill_python_worker() -> None:
     """End the Spark task's own Python process, this rank's parent."""
-    _note()
+    note()
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
 

@@ -60,6 +60,12 @@ def children(pid: int) -> set[int]:
     return found
 
 
+def peak_bytes() -> int:
+    """The most memory that this process has had. Unlike getrusage's, it does not begin with what the parent had."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) << 10
+
+
 def wait_until_gone(pids: set[int], timeout_s: float = 10) -> set[int]:
     """Wait until none of `pids` lives; return those that still do at the end."""
     deadline = time.monotonic() + timeout_s

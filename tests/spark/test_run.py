@@ -17,6 +17,7 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
 from sparkhvd.runner import context, job, run
 from sparkhvd.runner.results import Outcome
+from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
 
 if TYPE_CHECKING:
@@ -133,17 +134,20 @@ def test_modules_added_to_spark_import_and_spark_files_resolve(
     assert run(uses, (name,), num_proc=2, spark=spark) == [(42, "contents")] * 2
 
 
-def test_an_exception_names_its_rank_and_the_next_run_works(spark: SparkSession) -> None:
+def test_an_exception_names_its_rank_and_the_next_run_works(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     def fails_on_one() -> None:
         if os.environ["RANK"] == "1":
             print("before it failed")
+            faults.note()
             raise KeyError("missing piece")
         time.sleep(60)
 
-    began = time.monotonic()
+    env = {faults.HAPPENED_AT: str(tmp_path / "raised")}
     with pytest.raises(RankError) as e:
-        run(fails_on_one, num_proc=2, spark=spark)
-    assert time.monotonic() - began < 40  # rank 0 would sleep for 60
+        run(fails_on_one, num_proc=2, spark=spark, env=env)
+    assert faults.seconds_since(tmp_path / "raised") < 10
     assert (e.value.rank, e.value.host, e.value.exit) == (1, "127.0.0.1", "exception")
     assert str(e.value).startswith(
         "Rank 1 of 2 on host 127.0.0.1 raised KeyError: 'missing piece'\nTraceback"
@@ -179,10 +183,13 @@ def test_arguments_that_cannot_travel_are_refused_at_once(spark: SparkSession) -
 
 
 def test_more_ranks_than_slots_is_refused_at_once(spark: SparkSession) -> None:
-    began = time.monotonic()
-    with pytest.raises(PreflightError, match=r"num_proc=3: the application can run 2 barrier"):
-        run(print, num_proc=3, spark=spark)
-    assert time.monotonic() - began < 20  # and not start_timeout
+    seconds = []
+    for _ in range(3):  # Spark answers late while its JVM collects garbage
+        began = time.monotonic()
+        with pytest.raises(PreflightError, match=r"num_proc=3: the application can run 2 barrier"):
+            run(print, num_proc=3, spark=spark)
+        seconds.append(time.monotonic() - began)
+    assert min(seconds) < 1
 
 
 @pytest.mark.parametrize(

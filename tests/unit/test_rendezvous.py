@@ -265,9 +265,7 @@ def test_strangers_who_are_silent_or_send_garbage_do_not_disturb() -> None:
                 sock.sendall(handshake.HELLO.pack(b"sparkhvd", 77, 0, 0, bytes(32)) * 100)
         start = time.monotonic()
         met = connect_all(meetings)
-        assert (
-            time.monotonic() - start < UNAUTHENTICATED_S
-        )  # nobody waited for a stranger's deadline
+        assert time.monotonic() - start < 2
         assert_connected(met, socket.AF_UNIX)
 
 
@@ -393,13 +391,14 @@ def test_rank_whose_listener_closes_is_named_by_all(lost: int) -> None:
     with job_of(3, settings=Settings(connect_timeout_s=30)) as meetings:
         others = [m for m in meetings if m.rank != lost]
 
-        def desert() -> None:
+        def desert() -> float:
             time.sleep(0.7)
+            closed_at = time.monotonic()
             meetings[lost].close()
+            return closed_at
 
-        start = time.monotonic()
-        *errors, _ = run_threads([*(m.connect for m in others), desert])
-        assert time.monotonic() - start < 15  # half the time in which a rank may come
+        *errors, closed_at = run_threads([*(m.connect for m in others), desert])
+        assert time.monotonic() - closed_at < 3
         for meeting, error in zip(others, errors, strict=True):
             assert isinstance(error, PeerLostError), error
             endpoint = meetings[lost].job.endpoints[lost]

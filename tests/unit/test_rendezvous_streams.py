@@ -287,7 +287,7 @@ def test_ranks_that_disagree_are_all_told() -> None:
         before = descriptors()
         start = time.monotonic()
         errors = connect_all(meetings)
-        assert time.monotonic() - start < THREE.connect_timeout_s / 2
+        assert time.monotonic() - start < 2
         for rank, error in enumerate(errors):
             assert isinstance(error, MismatchError)
             assert str(error) == (
@@ -330,7 +330,7 @@ def test_rank_that_dies_between_two_streams_is_named_by_all(
         start = time.monotonic()
         with instead_of_streams(monkeypatch, lost, die):
             errors = connect_all(meetings)
-        assert time.monotonic() - start < THREE.connect_timeout_s / 2
+        assert time.monotonic() - start < 3
         for rank, error in enumerate(errors):
             if rank == lost:
                 assert isinstance(error, RuntimeError)

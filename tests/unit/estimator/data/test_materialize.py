@@ -20,6 +20,7 @@ from sparkhvd.estimator.data.materialize import materialize
 from sparkhvd.estimator.data.packed import RowSource, read_packed
 from sparkhvd.estimator.data.schema import DataSchema, check_schema
 from sparkhvd.estimator.data.store import Store
+from tests.harness.processes import peak_bytes
 from tests.harness.soak import amount
 from tests.harness.spark import run_on
 
@@ -206,18 +207,13 @@ class MeasuredStore(Store):
             with super().open_output(path) as sink:
                 yield sink
             return
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = peak_bytes()
         with super().open_output(path) as sink:
             yield sink
         folder = self.local_path("")
         assert folder is not None
         Path(folder, "grown").write_text(str(peak_bytes() - before))
-
-
-def peak_bytes() -> int:
-    """The most memory that this process has had since its last reset."""
-    return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) << 10
 
 
 def test_a_writer_holds_a_part_of_its_data_only(spark: SparkSession, tmp_path: Path) -> None:

@@ -392,7 +392,7 @@ def test_close_ends_a_running_epoch(store: Store) -> None:
     next(epoch)
     started = time.monotonic()
     reader.close()
-    assert time.monotonic() - started < 20  # and not the minute after which a thread is given up
+    assert time.monotonic() - started < 1
     assert reader_threads() == []
     epoch.close()
 
@@ -473,7 +473,7 @@ def test_an_epoch_that_another_one_has_ended_says_so(store: Store) -> None:
         began = time.monotonic()
         with pytest.raises(InvalidArgumentError, match="iterate over one at a time"):
             list(first)
-        assert time.monotonic() - began < 20  # and not the minute after which a thread is given up
+        assert time.monotonic() - began < 5
         assert len(list(second)) == 4999
 
 

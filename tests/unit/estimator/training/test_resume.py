@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -140,7 +141,7 @@ def test_a_run_killed_at_random_steps_equals_an_undisturbed_one_bit_by_bit(
         # The first step that will be repeated began no longer than the interval before the kill.
         # A machine that stood still has not trained.
         repeated = began[safe - position :]
-        stood = sum(max(0.0, b - a - 0.1) for a, b in zip(repeated, repeated[1:]))  # noqa: B905
+        stood = sum(max(0.0, b - a - 0.1) for a, b in itertools.pairwise(repeated))
         assert repeated[-1] - repeated[0] - stood <= INTERVAL_S
         position = safe
     before = len(steps(one, 0))
