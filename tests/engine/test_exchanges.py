@@ -283,8 +283,9 @@ def array_over(buffer: Buffer, dtype: DType = DType.FLOAT32) -> Array:
     return np.frombuffer(memory, NUMPY_TYPES[dtype])
 
 
-def mapped_segments() -> int:
-    return sum("memfd" in line for line in Path("/proc/self/maps").read_text().splitlines())
+def mapped_segments() -> frozenset[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return frozenset(line for line in lines if "memfd" in line)
 
 
 @pytest.mark.parametrize(("world", "hosts", "settings"), LAYOUTS)
@@ -331,10 +332,10 @@ def test_registered_memory_lives_as_long_as_it_is_used_and_no_longer() -> None:
     for rank, memory in enumerate(arrays):  # the engines are gone
         assert memory.tolist() == [float(rank)] * 1024
         memory += 1
-    assert mapped_segments() > before
+    assert mapped_segments() - before
     del arrays, memory
     gc.collect()
-    assert mapped_segments() == before
+    assert mapped_segments() <= before
 
 
 def test_registered_memory_of_a_dropped_array_lives_until_its_operation_has_finished() -> None:

@@ -215,7 +215,7 @@ def test_descriptors_that_are_not_what_they_should_be_do_no_harm(what: str) -> N
     for descriptor in passed:
         os.close(descriptor)
     gc.collect()
-    assert descriptors() == before
+    assert descriptors() <= before
 
 
 def outcome_of(work: Work) -> str:

@@ -33,7 +33,7 @@ def test_police_see_sockets_memory_files_threads_and_environment(
         "descriptor",
         "environment",
     ]
-    assert belongings() == before
+    assert not belongings().beyond(before, sockets=True)
 
 
 def test_police_ignore_files_and_foreign_threads() -> None:
@@ -42,6 +42,6 @@ def test_police_ignore_files_and_foreign_threads() -> None:
     thread = threading.Thread(target=stop.wait, name="somebody-else")
     thread.start()
     with open("/dev/null"):
-        assert belongings() == before
+        assert not belongings().beyond(before, sockets=True)
     stop.set()
     thread.join()

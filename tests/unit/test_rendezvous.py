@@ -431,7 +431,7 @@ def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: 
             f"Rendezvous of rank {late} at 127.0.0.1:{ports[late]}: rank 1 at 127.0.0.1:{ports[1]} is gone "
             f"(rank {victim} reports it). Look for its error in its own log; start the job again."
         )
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 def test_ranks_that_say_nothing_are_all_named() -> None:
@@ -544,7 +544,7 @@ def test_failed_meeting_leaves_no_descriptor() -> None:
     with job_of(3, settings=Settings(connect_timeout_s=0.3)) as meetings:
         before = descriptors()
         run_threads([meetings[0].connect, meetings[1].connect])
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 # --- Listener and Job ---

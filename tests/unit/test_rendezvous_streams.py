@@ -294,7 +294,7 @@ def test_ranks_that_disagree_are_all_told() -> None:
                 f"Rendezvous of rank {rank}: ranks disagree on Settings.streams. Rank 0 has 3, rank 1 has 1. "
                 "Start every rank with the same settings (SPARKHVD_STREAMS)."
             )
-        assert descriptors() == before
+        assert descriptors() <= before
         meetings[1].settings = THREE
         assert_connected(connect_all(meetings), 3)
 
@@ -367,7 +367,7 @@ def test_rank_that_stays_away_from_a_stream_is_named_in_time(
             assert "not all of 3 ranks came within 1 s" in str(error)
             assert "rank 1" in str(error)
         assert isinstance(errors[1], RuntimeError)
-        assert descriptors() == before
+        assert descriptors() <= before
 
 
 def test_forked_child_closes_connections_that_nobody_took() -> None:
