@@ -41,6 +41,7 @@ PY := $(VENV)/bin/python
 PACKAGES := $(VENV)/.stamp-packages
 NATIVE := build/native/.stamp
 BYTECODE := $(VENV)/.stamp-bytecode
+CLASSES := $(VENV)/.stamp-classes
 PYTHON_SOURCES := $(shell find sparkhvd -name '*.py')
 NATIVE_SOURCES := $(shell find native -type f 2>/dev/null)
 # Every command that starts Spark runs behind this; found again each time, because Java comes from outside.
@@ -64,6 +65,11 @@ $(NATIVE): $(NATIVE_SOURCES) setup.py | $(PACKAGES)
 # Every rank and every Python worker of Spark is a new process that imports the package: compile it once.
 $(BYTECODE): $(PYTHON_SOURCES) | $(PACKAGES)
 	@$(PY) -m compileall -q sparkhvd
+	@touch $@
+
+# Tests start many JVMs that live for seconds; with an archive of Spark's classes they need half the time.
+$(CLASSES): tests/harness/jvm.py $(PACKAGES) | java
+	@$(WITH_JAVA) $(PY) -m tests.harness.jvm
 	@touch $@
 
 native: $(NATIVE) stand-in
@@ -140,7 +146,7 @@ fuzz: $(PACKAGES)
 fuzz-if-clang:
 	@if test -n "$(CLANGXX)"; then $(MAKE) fuzz; else echo "fuzz: skipped, because there is no clang++ here"; fi
 
-test-python: env stand-in
+test-python: env stand-in $(CLASSES)
 	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
 
 # Data sets of petastorm, and the oldest pyspark, pyarrow and numpy that are supported, in an environment of their own.

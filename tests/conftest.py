@@ -10,6 +10,7 @@ import functools
 import gc
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -41,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "leaks(reason): the police let this test leave things behind"
     )
+    # Of a shell's background job that ignores it, so that what tests start would ignore it too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Test files run side by side; each process has temporary files of its own, for tests that count them.
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"{worker}-")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.harness import jvm
 from tests.harness.processes import TAG, TAG_VARIABLE, free_port, wait_for_port
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Set when the plugin loads, before any JVM starts: the JVM, its Python workers and the trainers inherit it.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+for _variable, _options in jvm.environment().items():
+    os.environ.setdefault(_variable, _options)
 os.environ[TAG_VARIABLE] = TAG
 
 CONF = {
