@@ -16,6 +16,7 @@ from sparkhvd.engine import DType, Engine, ReduceOp
 from sparkhvd.errors import CollectiveError
 from tests.engine.arrays import allreduce, start_allreduce, view
 from tests.harness.rank_process import Talk
+from tests.harness.waiting import wait_until
 
 
 def add(engine: Engine, talk: Talk) -> Any:
@@ -172,11 +173,12 @@ def interrupted_run(engine: Engine, talk: Talk) -> Any:
     gc.collect()
     assert alive() is not None
     talk.hear()
-    deadline = time.monotonic() + 10
-    while alive() is not None:
+
+    def is_given_up() -> bool:
         engine._state.reap()  # as any later call does
-        assert time.monotonic() < deadline, "never given up"
-        time.sleep(0.01)
+        return alive() is None
+
+    wait_until(is_given_up, "the array is given up", within_s=10)
     return "done"
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from sparkhvd.engine import DType, Engine, ReduceOp, TensorView, Work
 from sparkhvd.errors import CollectiveError
 from tests.engine.arrays import allreduce
+from tests.harness.waiting import wait_until
 
 LIBRARIES = Path(__file__).parents[2] / "build" / "native"
 CUDA = LIBRARIES / "libfake_cuda.so"
@@ -204,9 +205,7 @@ def stand_still(engine: Engine, talk: Any) -> Any:
     talk.say(engine.counters()["stall_warnings"])
     work = start_sum(engine, "stuck", array, process_set=pair)
     work.wait_stream(0)
-    deadline = time.monotonic() + 20
-    while engine.counters()["stall_warnings"] < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: engine.counters()["stall_warnings"] >= 2, "a stall is warned of")
     talk.say("warned")
     talk.hear()  # the other rank was warned, too
     if engine.rank == 1:

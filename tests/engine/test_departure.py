@@ -18,6 +18,7 @@ from sparkhvd.errors import CollectiveError, MismatchError, PeerLostError
 from sparkhvd.settings import Settings
 from tests.engine.arrays import allreduce, start_allreduce, start_broadcast
 from tests.harness.ranks import rank_outcomes, run_threads
+from tests.harness.waiting import wait_until
 
 BIG = 2_000_000  # 8 MB of float32: far more than sockets buffer
 
@@ -103,11 +104,8 @@ def start(wires: dict[tuple[int, int], Wire]) -> list[Engine]:
     return engines
 
 
-def wait_until_done(work: Work, deadline_s: float = 10) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not work.done():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+def wait_until_done(work: Work) -> None:
+    wait_until(work.done, "the operation finishes", within_s=10, every_s=0.001)
 
 
 def test_operation_in_the_middle_is_not_cut_short_when_a_rank_leaves_before_the_next_one(
@@ -145,10 +143,8 @@ def test_cause_of_a_failure_travels_behind_bytes_that_wait_for_room(
     wires[1, 2].hold_after = 0  # rank 1 says nothing any more
     wires[1, 2].may_pass.clear()
     works = [start_broadcast(engine, "A", np.ones(BIG, np.float32), 0)[0] for engine in engines]
-    deadline = time.monotonic() + 20
-    while wires[0, 2].passed <= wires[0, 2].hold_after:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wire = wires[0, 2]
+    wait_until(lambda: wire.passed > wire.hold_after, "the wire is full")
     time.sleep(0.3)  # and what comes behind it fills the sockets
     wires[0, 1].cut()
     with pytest.raises(PeerLostError, match="rank 1 is lost"):

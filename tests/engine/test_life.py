@@ -37,6 +37,7 @@ from tests.engine.arrays import (
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import rank_outcomes, run_ranks
 from tests.harness.soak import amount
+from tests.harness.waiting import wait_until
 
 ADVICE = "Make the same call on every rank, or use different names."
 MISMATCHES: dict[str, tuple[Callable[[Engine], Any], str]] = {
@@ -282,11 +283,12 @@ def test_tensors_of_a_dropped_work_live_until_it_has_finished() -> None:
         gc.collect()
         assert all(ref() is not None for ref in alive)
         may_come.set()
-        deadline = time.monotonic() + 10
-        while any(ref() is not None for ref in alive):
+
+        def are_given_up() -> bool:
             engine._state.reap()  # as any later call does
-            assert time.monotonic() < deadline, "never given up"
-            time.sleep(0.01)
+            return all(ref() is None for ref in alive)
+
+        wait_until(are_given_up, "arrays are given up", within_s=10)
         assert not engine._state.works
 
     run_ranks(2, body)
@@ -312,11 +314,12 @@ def test_dropped_works_that_take_long_do_not_keep_those_behind_them() -> None:
             del work
         assert len(late) <= len(engine._state.works) <= 2 * len(late)
         may_come.set()
-        deadline = time.monotonic() + 10
-        while engine._state.works:
+
+        def are_given_up() -> bool:
             engine._state.reap(2)  # as any later call does
-            assert time.monotonic() < deadline, "never given up"
-            time.sleep(0.01)
+            return not engine._state.works
+
+        wait_until(are_given_up, "works are given up", within_s=10)
 
     run_ranks(2, body)
 

@@ -21,6 +21,7 @@ from sparkhvd.settings import Settings
 from tests.engine.arrays import allreduce
 from tests.harness.rank_process import rank_processes
 from tests.harness.ranks import rank_outcomes, run_ranks
+from tests.harness.waiting import wait_until
 
 BODIES = "tests.engine.observe_bodies"
 
@@ -169,9 +170,7 @@ def test_timeline_of_a_killed_rank_is_valid(tmp_path: Path) -> None:
         ranks[0].tell(str(path))
         for rank in ranks:
             assert rank.expect() == "running"
-        deadline = time.monotonic() + 20
-        while path.read_text().count("{") < 500 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_until(lambda: path.read_text().count("{") >= 500, "500 events are recorded")
         ranks[0].kill(signal.SIGKILL)
         ranks[1].error()
     events = json.loads(path.read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from sparkhvd.estimator.data import prepare as prepare_module
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -394,10 +394,7 @@ def test_cross_validation_and_param_maps(
         loaded = CrossValidatorModel.load(str(tmp_path / "cv"))
     assert loaded.bestModel.transform(df).collect() == best.bestModel.transform(df).collect()
     gc.collect()
-    deadline = time.monotonic() + 20
-    while threading.active_count() > threads + 5:
-        assert time.monotonic() < deadline, threading.enumerate()
-        time.sleep(0.1)
+    wait_until(lambda: threading.active_count() <= threads + 5, "the threads of the fits end")
 
 
 def test_param_maps_share_data_and_have_runs_of_their_own(

@@ -11,6 +11,7 @@ from sparkhvd import Store
 from sparkhvd.estimator.data.prepare import sweep
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.spark import run_on, started_script, write_script
+from tests.harness.waiting import wait_until
 
 # Two JVMs start; on a machine that does other things too this may take long.
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -41,13 +42,6 @@ assert [r["rows"] for r in model.history] == [50, 50]
 """
 
 
-def wait_for(path: Path, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} does not come"
-        time.sleep(0.05)
-
-
 def program(folder: Path, *, waits: bool) -> str:
     return f"FOLDER, WAITS = {str(folder)!r}, {waits}\n{PROGRAM}"
 
@@ -57,7 +51,7 @@ def test_neither_the_end_nor_the_death_of_one_touches_the_other(tmp_path: Path) 
     script = write_script(tmp_path / "dying.py", dying, master="local[1]")
     store = Store(str(tmp_path / "store"))
     with started_script(script) as process:
-        wait_for(tmp_path / "trains", 200)
+        wait_until((tmp_path / "trains").exists, "the first one trains", within_s=200)
         (data_dir,) = store.data_directories()
         run_on("local[1]", program(tmp_path, waits=False), tmp_path, timeout_s=300)
         # The other application wrote and deleted its own.
@@ -65,7 +59,7 @@ def test_neither_the_end_nor_the_death_of_one_touches_the_other(tmp_path: Path) 
         assert process.poll() is None
         assert not (tmp_path / "fitted").exists()
         (tmp_path / "go on").touch()
-        wait_for(tmp_path / "fitted", 100)
+        wait_until((tmp_path / "fitted").exists, "the second one has fitted", within_s=100)
         process.kill()
         process.wait(10)
     assert wait_for_no_trainers() == set()

@@ -18,6 +18,7 @@ from sparkhvd.estimator.data.prepare import release
 from sparkhvd.estimator.weights import CLOSURE_BYTES
 from tests.estimator.fits import estimator, fitted, mlp
 from tests.harness.spark import run_on
+from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -96,10 +97,8 @@ def test_planning_starts_no_job(df: DataFrame, tmp_path: Path) -> None:
             assert out.columns == ["x", "k", "y__output"]
         assert list(tracker.getJobIdsForGroup("planning")) == []
         out.count()
-        deadline = time.monotonic() + 20  # Spark's listeners hear of it a little later
-        while not tracker.getJobIdsForGroup("planning"):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        # Spark's listeners hear of it a little later.
+        wait_until(lambda: tracker.getJobIdsForGroup("planning"), "the job is known to Spark")
     finally:
         context.setLocalProperty("spark.jobGroup.id", None)  # type: ignore[arg-type]  # None clears
 

@@ -19,6 +19,7 @@ from sparkhvd.runner import context, job, run
 from sparkhvd.runner.results import Outcome
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -324,10 +325,7 @@ def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path
 
     thread = threading.Thread(target=launches)
     thread.start()
-    deadline = time.monotonic() + 30
-    while len(list(tmp_path.iterdir())) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: len(list(tmp_path.iterdir())) >= 2, "both ranks have started", within_s=30)
     spark.sparkContext.cancelAllJobs()
     thread.join(20)
     assert not thread.is_alive()

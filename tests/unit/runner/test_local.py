@@ -18,6 +18,7 @@ from sparkhvd.runner import context, run_local
 from tests.harness import faults
 from tests.harness.processes import is_alive, wait_for_no_trainers, wait_until_gone
 from tests.harness.spark import started_script
+from tests.harness.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -268,10 +269,10 @@ if __name__ == "__main__":
 
 
 def _started(folder: Path) -> set[int]:
-    deadline = time.monotonic() + 30
-    while len(found := list(folder.glob("*.pids"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(
+        lambda: len(list(folder.glob("*.pids"))) >= 2, "both ranks have started", within_s=30
+    )
+    found = list(folder.glob("*.pids"))
     pids = {int(pid) for path in found for pid in path.read_text().split()}
     assert all(is_alive(pid) for pid in pids)
     return pids

@@ -12,6 +12,7 @@ from sparkhvd.estimator.data.leases import LEASE_NAME, Lease, lease_of
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
 from sparkhvd.estimator.training.progress import EpochReporter, format_epoch
+from tests.harness.waiting import wait_until
 
 
 def record(epoch: int) -> dict[str, Any]:
@@ -59,9 +60,7 @@ def test_every_epoch_is_reported_once_as_it_happens(
     )
     with reporter:
         save(checkpoints, 2)
-        deadline = time.monotonic() + 10
-        while not seen and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_until(lambda: seen, "an epoch is reported", within_s=10)
         assert seen == [2]
         save(checkpoints, 4)
     assert seen == [2, 3, 4]
@@ -122,17 +121,14 @@ def test_a_store_that_is_gone_ends_neither_reports_nor_other_renewals(
         checkpoints, epochs=2, verbose=0, progress=lambda r: seen.append(r["epoch"]), poll_s=0.01
     )
     with reporter:
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
+
+        def is_renewed() -> bool:
             lease = lease_of(here, "data/k/a")
-            if lease is not None and lease.renewed > old:
-                break
-            time.sleep(0.01)
-        else:
-            raise AssertionError("the lease of the other store is not renewed")
+            return lease is not None and lease.renewed > old
+
+        wait_until(is_renewed, "the lease of the other store is renewed", within_s=10)
         save(checkpoints, 1)
-        while not seen and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: seen, "an epoch is reported", within_s=10)
         assert seen == [1]  # before the end of the block: the thread lives
 
 

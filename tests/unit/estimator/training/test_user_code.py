@@ -24,6 +24,7 @@ from sparkhvd.estimator.training.monitor import Monitor
 from sparkhvd.estimator.training.program import Program, dump_program
 from sparkhvd.estimator.training.user_code import UserCode, check_user_code
 from tests.harness.ranks import RanksFailed
+from tests.harness.waiting import wait_until
 from tests.unit.estimator.training.ranks import RUN_DIR, Case, assert_close, linear, without_times
 
 VALIDATION = {"has_validation": True, "validation": 0.25}
@@ -274,9 +275,8 @@ class StopThenFail(Callback):
             ctx.stop_training("enough")
         if ctx.step == StopThenFail.fails_at:
             # The first one is written beside the training.
-            deadline = time.monotonic() + 20
-            while StopThenFail.saved.latest_position() <= (0, 1) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            latest = StopThenFail.saved.latest_position
+            wait_until(lambda: latest() > (0, 1), "the first checkpoint is written")
             raise ValueError("a loss")
 
     def on_checkpoint(self, ctx: Any, path: str) -> None:

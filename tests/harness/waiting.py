@@ -1,0 +1,29 @@
+"""Waiting for what another thread or process does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def wait_until(
+    condition: Callable[[], T], what: str, *, within_s: float = 20, every_s: float = 0.02
+) -> T:
+    """The first result of `condition` that is true; the test fails if there is none.
+
+    Args:
+        condition: is asked again and again, at least twice.
+        what: did not happen then, as in "the lease is renewed".
+        within_s: after so many seconds.
+        every_s: seconds between two questions.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        is_last = time.monotonic() > deadline
+        if found := condition():
+            return found
+        assert not is_last, f"not within {within_s:g} s: {what}; last seen: {found!r}"
+        time.sleep(every_s)
