@@ -4,8 +4,8 @@
 the gradients it has one flag per parameter: who has a gradient at all.
 
 **A cycle** is: gradients are copied into their places, all at once, on the stream that produced the last of them, and
-scaled there; the sum runs on the engine's stream while backward goes on; `wait` makes the caller's stream wait and
-lets `.grad` be views of the flat memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is
+scaled there; the sum runs on the engine's stream while backward goes on; `wait` makes the caller's stream wait, divides
+what is left to divide of an average (of 3, 5, 6, 7, ... ranks) and lets `.grad` be views of the flat memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is
 added to where it lies, and then nothing is copied in. With compression, and where backward had no part in a gradient
 (a captured graph wrote it), the sums are copied into the gradients, all at once.
 
