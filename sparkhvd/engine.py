@@ -282,9 +282,10 @@ class Engine:
             tensors: one or more tensors that are reduced as one operation.
             name: matches the operation across ranks; unique among those in flight.
             dtype: element type of all tensors.
-            op: Average of integers sums, multiplies by 1/N in double and truncates.
-            prescale: factor of every input, in the accumulation type (float32 for halves).
-            postscale: factor of the result.
+            op: Average of floats is the correctly rounded quotient of the sum by the number of ranks, both in the
+                accumulation type (float32 for halves). Average of integers divides the sum in double and truncates.
+            prescale: factor of every input, in the accumulation type.
+            postscale: factor of the result. Average of floats divides once, by N / postscale.
             process_set: 0 = all ranks.
             keep: kept alive until the operation has finished, even if the Work is dropped.
             timeout_s: longest wait for the slowest rank; None means `Settings.stall_shutdown_s`.

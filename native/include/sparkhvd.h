@@ -56,7 +56,7 @@ extern "C" {
 #define SPARKHVD_BOOL 12 /* one byte, 0 or 1; Sum and Max are "or", Product and Min are "and" */
 
 /* Reductions (the numbers are Horovod's). */
-#define SPARKHVD_AVERAGE 0
+#define SPARKHVD_AVERAGE 0 /* the sum divided once by the size of the process set */
 #define SPARKHVD_SUM 1
 #define SPARKHVD_ADASUM 2
 #define SPARKHVD_MIN 3
@@ -170,7 +170,8 @@ typedef struct sparkhvd_request {
   int32_t reduce_op;   /* SPARKHVD_SUM, ...; allreduce and reducescatter */
   int32_t root_rank;   /* broadcast: global rank */
   double prescale;  /* allreduce, reducescatter: factor of every input, in the accumulation type */
-  double postscale; /* allreduce, reducescatter: factor of the result */
+  double postscale; /* allreduce, reducescatter: factor of the result; an average of floating-point
+                       numbers is the sum divided once, by size / postscale */
   /* SPARKHVD_DEVICE_CPU, or the device that was opened: the tensors lie there, and NCCL runs the
    * operation. Then reductions are Sum, Min, Max or Product without scales and not of 16-bit integers;
    * allgather and alltoall need `output`, with room for what the other ranks bring; there is no barrier,

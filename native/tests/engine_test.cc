@@ -179,8 +179,7 @@ TEST(allreduce_knows_every_reduction_on_every_layout) {
             if (op == SPARKHVD_AVERAGE) expected += next;
           }
           if (op == SPARKHVD_AVERAGE) {
-            expected = static_cast<std::int64_t>(static_cast<double>(expected) *
-                                                 (1.0 / static_cast<double>(size)));
+            expected /= static_cast<std::int64_t>(size);
           }
           CHECK_MESSAGE(output[i] == expected,
                         text_of(layout, count) + ", op " + std::to_string(op));

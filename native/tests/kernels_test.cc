@@ -9,8 +9,10 @@
 #include <cstring>
 #include <fstream>
 #include <initializer_list>
+#include <limits>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "test.h"
@@ -169,7 +171,8 @@ TEST(instruction_sets_are_those_of_the_architecture) {
 
 TEST(kernels_give_the_same_bits_on_every_instruction_set) {
   std::mt19937_64 random(20240917);
-  const Scaling scalings[] = {{}, {.prescale = 0.3, .postscale = 1.7, .divisor = 3}};
+  const Scaling scalings[] = {
+      {}, {.divisor = 7}, {.prescale = 0.3, .postscale = 1.7, .divisor = 3}};
   for (const int isa : kIsas) {
     if (!isa_available(isa)) continue;
     for (std::int32_t d = 0; d < kNumDTypes; ++d) {
@@ -210,6 +213,116 @@ TEST(float32_operations_match_plain_arithmetic) {
         (V{1.875F, 2.5F, 1e30F, 0.0F}));
 }
 
+// Sums in the order of the sources, in the accumulation type T, divided once.
+template <class T>
+std::vector<T> averages(DType dtype, const std::vector<Bytes>& srcs, std::size_t count) {
+  std::vector<T> result(count);
+  std::vector<T> values(count);
+  for (std::size_t s = 0; s < srcs.size(); ++s) {
+    const void* const source[] = {srcs[s].data()};
+    kernels(SPARKHVD_ISA_SCALAR)
+        .reduce_partial(dtype, ReduceOp::kSum, values.data(), source, count, {});
+    for (std::size_t i = 0; i < count; ++i) {
+      if constexpr (std::is_integral_v<T>) {
+        using Unsigned = std::make_unsigned_t<T>;
+        values[i] = static_cast<T>(static_cast<Unsigned>(static_cast<Unsigned>(result[i]) +
+                                                         static_cast<Unsigned>(values[i])));
+        result[i] = values[i];
+      } else {
+        result[i] = s == 0 ? values[i] : result[i] + values[i];
+      }
+    }
+  }
+  if (srcs.size() == 1 && std::is_integral_v<T>) return result;
+  const auto divisor = static_cast<double>(srcs.size());
+  for (T& number : result) {
+    if constexpr (std::is_integral_v<T>) {
+      number = static_cast<T>(static_cast<double>(number) / divisor);
+    } else {
+      number = std::isnan(number) ? std::numeric_limits<T>::quiet_NaN()
+                                  : static_cast<T>(number / static_cast<T>(divisor));
+    }
+  }
+  return result;
+}
+
+Bytes expected_average(DType dtype, const std::vector<Bytes>& srcs, std::size_t count) {
+  Bytes bytes(count * element_size(dtype));
+  const auto narrowed = [&](const auto& wide) {
+    const void* const source[] = {wide.data()};
+    kernels(SPARKHVD_ISA_SCALAR).finish(dtype, ReduceOp::kSum, bytes.data(), source, count, {});
+  };
+  switch (dtype) {
+    case DType::kInt16:
+      narrowed(averages<std::int16_t>(dtype, srcs, count));
+      break;
+    case DType::kUint64:
+      narrowed(averages<std::uint64_t>(dtype, srcs, count));
+      break;
+    case DType::kInt64:
+      narrowed(averages<std::int64_t>(dtype, srcs, count));
+      break;
+    case DType::kFloat64:
+      narrowed(averages<double>(dtype, srcs, count));
+      break;
+    default:
+      narrowed(averages<float>(dtype, srcs, count));
+      break;
+  }
+  return bytes;
+}
+
+TEST(an_average_is_the_sum_divided_and_rounded_once) {
+  std::mt19937_64 random(20250131);
+  for (const DType dtype : {DType::kInt16, DType::kInt64, DType::kUint64, DType::kFloat16,
+                            DType::kBfloat16, DType::kFloat32, DType::kFloat64}) {
+    for (int size = 1; size <= 9; ++size) {
+      for (const std::size_t count : kCounts) {
+        std::vector<Bytes> srcs;
+        for (int s = 0; s < size; ++s) srcs.push_back(random_bytes(dtype, count, random));
+        const auto pointers = pointers_to(srcs);
+        const Bytes expected = expected_average(dtype, srcs, count);
+        const Scaling scaling{.divisor = size};
+        for (const int isa :
+             {SPARKHVD_ISA_SCALAR, SPARKHVD_ISA_AVX2, SPARKHVD_ISA_AVX512, SPARKHVD_ISA_NEON}) {
+          if (!isa_available(isa)) continue;
+          const std::string what = describe(dtype, ReduceOp::kAverage, isa, count) + ", " +
+                                   std::to_string(size) + " sources";
+          Bytes found(expected.size());
+          kernels(isa).reduce(dtype, ReduceOp::kAverage, found.data(), pointers, count, scaling);
+          CHECK_MESSAGE(found == expected, what);
+          // In two halves, as between hosts.
+          Bytes sums(count * element_size(accumulation_type(dtype)));
+          kernels(isa).reduce_partial(dtype, ReduceOp::kAverage, sums.data(), pointers, count,
+                                      scaling);
+          const void* const partial[] = {sums.data()};
+          kernels(isa).finish(dtype, ReduceOp::kAverage, found.data(), partial, count, scaling);
+          CHECK_MESSAGE(found == expected, "finish " + what);
+        }
+      }
+    }
+  }
+}
+
+TEST(an_average_with_a_postscale_is_divided_once) {
+  const std::vector<float> a{0.1F, 1e38F, 7.0F};
+  const std::vector<float> b{0.3F, 2e38F, 3.0F};
+  const auto average = [&](double postscale, int divisor) {
+    return reduce_two(DType::kFloat32, ReduceOp::kAverage, a, b,
+                      {.postscale = postscale, .divisor = divisor});
+  };
+  const auto divided = [&](float divisor) {
+    std::vector<float> result;
+    for (std::size_t i = 0; i < a.size(); ++i) result.push_back((a[i] + b[i]) / divisor);
+    return result;
+  };
+  CHECK(average(1, 3) == divided(3));
+  CHECK(average(3, 3) == divided(1));
+  CHECK(average(2, 3) == divided(1.5F));
+  CHECK(average(0.1, 7) == divided(70));
+  CHECK(average(0, 3) == std::vector<float>(3));
+}
+
 TEST(min_and_max_propagate_nan_from_any_source) {
   for (const ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kSum}) {
     const auto found = reduce_two<float>(DType::kFloat32, op, {NAN, 1, -NAN}, {1, NAN, -NAN});
@@ -230,6 +343,11 @@ TEST(integers_wrap_around_and_averages_truncate) {
   CHECK(reduce_two<std::int32_t>(DType::kInt32, ReduceOp::kSum, {INT32_MAX}, {1}) == V{INT32_MIN});
   CHECK(reduce_two<std::int32_t>(DType::kInt32, ReduceOp::kAverage, {-2, 5}, {-3, 2},
                                  {.divisor = 2}) == (V{-2, 3}));
+  // 49 times the double nearest to 1/49 is less than 1.
+  CHECK(reduce_two<std::int32_t>(DType::kInt32, ReduceOp::kAverage, {24, -97}, {25, -50},
+                                 {.divisor = 49}) == (V{1, -3}));
+  CHECK(reduce_two<std::int32_t>(DType::kInt32, ReduceOp::kAverage, {24}, {25},
+                                 {.postscale = 3, .divisor = 49}) == V{3});
   // A result out of range saturates instead of being undefined.
   CHECK(reduce_two<std::int32_t>(DType::kInt32, ReduceOp::kSum, {1, -1}, {1, -1},
                                  {.postscale = 1e300}) == (V{INT32_MAX, INT32_MIN}));

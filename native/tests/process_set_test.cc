@@ -296,9 +296,9 @@ TEST(a_joined_rank_adds_nothing_and_its_memory_stays_out_of_it) {
 TEST(with_a_joined_rank_average_divides_by_all_and_the_rest_is_refused) {
   run_ranks(world(one_host(3)), [&](TestEngine& engine, std::int32_t rank) {
     if (rank != 2) {
-      Floats data(10, 3);
+      Floats data(10, 5);
       CHECK_EQUAL(sum(engine, "average", data, 0, SPARKHVD_AVERAGE).message, "");
-      CHECK(data == Floats(10, 2));
+      CHECK(data == Floats(10, 10.0F / 3.0F));
       CHECK_EQUAL(sum(engine, "max", data, 0, SPARKHVD_MAX).code, SPARKHVD_MISMATCH);
       Request barrier(SPARKHVD_BARRIER, "barrier");
       const Status refused = run(engine, barrier);

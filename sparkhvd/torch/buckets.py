@@ -460,7 +460,7 @@ class Reducer:
         if self._low_rank is not None:
             states = self._low_rank.fingerprint(self._entries)
         description = [
-            f"op {options.op.name.title()}, factors {options.prescale} and {options.postscale}, "
+            f"op {options.op.name.title()}, predivide factor {options.predivide}, "
             f"{_in_words(options.compression)}, bucket_bytes {options.bucket_bytes}, {groups}"
             f"{', gradients as views' if options.as_views else ''}"
             f"{', sharded' if options.sharded else ''}"

@@ -44,8 +44,7 @@ class ReduceOptions:
 
     Attributes:
         op: the reduction.
-        prescale: factor of every rank's gradient.
-        postscale: factor of the result.
+        predivide: what every rank's gradient is divided by; the result is multiplied by it.
         compression: what is sent in place of the gradients.
         passes: backward passes per cycle; their gradients add up locally and are not divided.
         sparse_as_dense: send sparse gradients as dense ones.
@@ -59,8 +58,7 @@ class ReduceOptions:
     """
 
     op: ReduceOp
-    prescale: float
-    postscale: float
+    predivide: float
     compression: type[Compressor] | Compressor
     passes: int
     sparse_as_dense: bool
@@ -258,8 +256,8 @@ class DenseBucket(GradientBucket):
             shapes,
             dtype,
             options.op,
-            options.prescale,
-            options.postscale,
+            1.0 / options.predivide,
+            options.predivide,
             options.process_set,
         )
         self._neighbours = neighbours

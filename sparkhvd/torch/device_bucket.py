@@ -4,8 +4,8 @@
 the gradients it has one flag per parameter: who has a gradient at all.
 
 **A cycle** is: gradients are copied into their places, all at once, on the stream that produced the last of them, and
-scaled there; the sum runs on the engine's stream while backward goes on; `wait` makes the caller's stream wait and
-lets `.grad` be views of the flat memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is
+scaled there; the sum runs on the engine's stream while backward goes on; `wait` makes the caller's stream wait, divides
+what is left to divide of an average (of 3, 5, 6, 7, ... ranks) and lets `.grad` be views of the flat memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is
 added to where it lies, and then nothing is copied in. With compression, and where backward had no part in a gradient
 (a captured graph wrote it), the sums are copied into the gradients, all at once.
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from sparkhvd.engine import Call, Engine, ReduceOp, allreduce_call
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch._context import Context
-from sparkhvd.torch.collectives.device_works import scheme_of, submit
+from sparkhvd.torch.collectives.device_works import divide_, scheme_of, submit
 from sparkhvd.torch.collectives.tensors import DTYPES
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.dense_gradients import (
@@ -71,6 +71,7 @@ class DeviceBucket(GradientBucket):
         "_context",
         "_count",
         "_device",
+        "_divisor",
         "_factor",
         "_flags",
         "_flat",
@@ -78,6 +79,7 @@ class DeviceBucket(GradientBucket):
         "_num_values",
         "_offsets",
         "_ones",
+        "_part",
         "_places",
         "_resparsify",
         "_slots",
@@ -105,10 +107,9 @@ class DeviceBucket(GradientBucket):
         self._as_views = options.as_views
         self._resparsify = options.sparse_as_dense and not (options.sharded or options.as_views)
         wire = entries[0].wire_dtype
-        # One factor for all: both are applied before the sum.
-        factor = options.prescale * options.postscale
-        scheme = scheme_of(name, wire, options.op, factor, 1.0, len(options.ranks))
-        self._factor = scheme.before
+        # No predivide factor: sums of halves stay in range without it.
+        scheme = scheme_of(name, wire, options.op, 1.0, 1.0, len(options.ranks))
+        self._factor, self._divisor = scheme.before, scheme.divisor
         num_flags = (1 + self._resparsify) * len(entries) if flagged else 0
         self._call = self._arrange(num_flags, options, scheme.op)
         # What the flags are of a rank that has all gradients, all of them dense.
@@ -121,6 +122,7 @@ class DeviceBucket(GradientBucket):
         self._sums: Tensor | None = None  # what all say together
         self._flat: Tensor | None = None
         self._values: Tensor | None = None  # the part of it that gradients have
+        self._part: Tensor | None = None  # of these what this rank has the sum of
         self._slots: list[Tensor] = []  # what `.grad` is
         # Where they must lie, which users do not see: `model.cpu()` gives the same `.grad` other memory.
         self._homes: list[Tensor] = []
@@ -150,6 +152,7 @@ class DeviceBucket(GradientBucket):
     def _put(self, flat: Tensor, num_flags: int) -> None:
         """Give the operation, and the flags, their memory."""
         self._call.place(0, flat.data_ptr(), flat.data_ptr())
+        self._part = flat[: self._num_values]
         if num_flags:
             flags = flat[self._num_values : self._num_values + num_flags]
             self._flags, self._sums = flags.view(1, num_flags), flags
@@ -230,7 +233,12 @@ class DeviceBucket(GradientBucket):
             self.name,
             stream,
             self._flat.untyped_storage(),
+            finish=self._divide if self._divisor != 1.0 else None,
         )
+
+    def _divide(self) -> None:
+        assert self._part is not None
+        divide_([self._part], self._divisor)  # one launch
 
     def _pack(self) -> None:
         factor = self._factor

@@ -152,8 +152,7 @@ class Distributed(torch.optim.Optimizer):
             named,
             ReduceOptions(
                 op=configuration.op,
-                prescale=1.0 / configuration.predivide,
-                postscale=configuration.predivide,
+                predivide=configuration.predivide,
                 compression=configuration.compression,
                 passes=configuration.passes,
                 sparse_as_dense=configuration.sparse_as_dense,

@@ -83,7 +83,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         op: Average, Sum, Min, Max, Product, or Adasum: then every rank steps with its own gradients, and `step()`
             combines how far each moved the parameters (2, 4, 8, ... ranks; on GPUs through the host). Gradients stay a
             rank's own, so what `GradScaler` leaves out on one rank it must leave out on all: use bfloat16 there.
-        gradient_predivide_factor: with Average, divide by this before and by size / this after the sum.
+        gradient_predivide_factor: with Average, divide by this before and by size / this after the sum. Gradients on
+            GPUs, sparse gradients and PowerSGD ignore it.
         num_groups: deprecated; give `groups`.
         groups: a number of buckets, or lists of parameters that share one.
         sparse_as_dense: send sparse gradients as dense ones. Without it every rank gets the rows of all ranks,

@@ -11,6 +11,7 @@ the rank's own** is the error.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.library import DEVICE_CPU
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.arguments import to_integer
-from sparkhvd.torch.collectives.device_works import submit
+from sparkhvd.torch.collectives.device_works import divide_, submit
 from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import engine_dtype, lend
 from sparkhvd.torch.compression import Compressor
@@ -415,7 +416,7 @@ class LowRankBucket:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         dtype = engine_dtype(self.name, tensors[0])
         process_set = self._options.process_set
-        # On a GPU torch divides, before.
+        # On a GPU torch divides, afterwards.
         op, device = ReduceOp.AVERAGE, DEVICE_CPU
         if self._gpu is not None:
             op, device = ReduceOp.SUM, self._gpu[1].ordinal
@@ -428,8 +429,9 @@ class LowRankBucket:
         if self._gpu is None:
             return engine.start(call, name, tensors)
         context, device = self._gpu
-        torch._foreach_mul_(tensors, 1.0 / len(self._options.ranks))
-        return submit(context, device, call, name, device.stream(), lend(*tensors))
+        finish = functools.partial(divide_, tensors, len(self._options.ranks))
+        stream = device.stream()
+        return submit(context, device, call, name, stream, lend(*tensors), finish=finish)
 
     @torch.no_grad()
     def start(self, engine: Engine) -> None:
@@ -459,9 +461,7 @@ class LowRankBucket:
         assert self._second_work is not None
         self._second_work.wait()
         options = self._options
-        factor = options.prescale * options.postscale
-        if options.op is ReduceOp.SUM:
-            factor *= len(options.ranks)
+        factor = len(options.ranks) if options.op is ReduceOp.SUM else 1
         neighbours = Neighbours(self._neighbours)
         for matrix, used in zip(self._matrices, self._used(), strict=True):
             if used:

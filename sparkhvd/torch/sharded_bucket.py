@@ -68,8 +68,8 @@ class ShardedBucket(GradientBucket):
             shapes,
             engine_dtype(name, wire),
             options.op,
-            options.prescale,
-            options.postscale,
+            1.0 / options.predivide,
+            options.predivide,
             options.process_set,
         )
 

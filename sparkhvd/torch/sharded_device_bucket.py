@@ -42,6 +42,7 @@ class ShardedDeviceBucket(DeviceBucket):
     def _put(self, flat: Tensor, num_flags: int) -> None:
         own = flat[self._place * self._slices.length :]
         self._call.place(0, flat.data_ptr(), own.data_ptr())
+        self._part = own[: self._slices.length]
         if num_flags:
             said = self._num_copies * num_flags
             wire = self.entries[0].wire_dtype

@@ -28,6 +28,7 @@ from sparkhvd.errors import MismatchError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.collectives.allgathers import gathered, joined_by, start_allgather
 from sparkhvd.torch.collectives.device_gathers import start_device_allgather
+from sparkhvd.torch.collectives.device_works import divide_
 from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import view
 from sparkhvd.torch.dense_gradients import (
@@ -278,14 +279,11 @@ class SparseBucket:
         return [(1, _HEAD_BYTES), (1, _HEAD_BYTES * entry.sparse_dim), (1, row_bytes)]
 
     def _joined(self, entry: Entry, indices: Tensor, wire: Tensor) -> Tensor:
-        """The entries of all ranks, scaled, in the memory in which they came."""
+        """The entries of all ranks, each divided for an average, in the memory in which they came."""
         options = self._options
         values = options.compression.decompress(wire.view(entry.wire_dtype), self._context)
-        factor = options.prescale * options.postscale
         if options.op is ReduceOp.AVERAGE:
-            factor /= len(options.ranks)
-        if factor != 1.0:
-            values.mul_(factor)
+            divide_([values], len(options.ranks))
         return torch.sparse_coo_tensor(
             indices.t(),
             values.view(len(values), *entry.shape[entry.sparse_dim :]),

@@ -280,7 +280,8 @@ def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
     rows[ranks.index(context().engine.topology.rank)] = local
     name = f"{group.name}.forward"
     parts = allreduce(rows, name=name, op=Sum, process_set=group.process_set)
-    means, variances, counts = parts.split([channels, channels, 1], dim=1)
+    # In float64, so that ranks with equal means of float32 get that mean, whatever their counts.
+    means, variances, counts = parts.double().split([channels, channels, 1], dim=1)
     total = counts.sum()
     # The device is waited for only where this rank's rows are not enough to know.
     if input.numel() <= channels and total.item() == 1:
@@ -291,10 +292,10 @@ def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
         )
     # Mean and variance of the union of samples, from differences of means instead of sums of squares, which
     # would cancel (Chan, Golub, LeVeque 1979).
-    shares = counts / total.clamp(min=1)
-    mean = (shares * means).sum(0)
-    variance = (shares * (variances + (means - mean).square())).sum(0)
-    return _Statistics(mean, variance, total)
+    divisor = total.clamp(min=1)
+    mean = (counts * means).sum(0) / divisor
+    variance = (counts * (variances + (means - mean).square())).sum(0) / divisor
+    return _Statistics(*(each.to(parts.dtype) for each in (mean, variance, total)))
 
 
 def _local_statistics(input: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives.device_works import divide_
 from tests.gpu.machine import Cuda, Machine, StandIn, is_on_gpu, profiled
 from tests.harness import device_bodies as each
 from tests.harness import device_training as alike
@@ -51,7 +52,13 @@ def collectives(gpu: Machine) -> str:
             with named(f"factors, {dtype}"):
                 each.factors(gpu, dtype)
             runs += 1
-    for other in (*OTHERS, registered, adasum, *([some_ranks, join] if hvd.size() > 1 else [])):
+    for other in (
+        *OTHERS,
+        registered,
+        adasum,
+        quotients,
+        *([some_ranks, join] if hvd.size() > 1 else []),
+    ):
         with named(other.__name__):
             other(gpu)
         runs += 1
@@ -80,6 +87,15 @@ def adasum(gpu: Machine) -> None:
         each.equal(hvd.allreduce(there, op=hvd.Adasum), expected, is_sum=False)
         hvd.allreduce_(there, op=hvd.Adasum)
         each.equal(there, expected, is_sum=False)
+
+
+def quotients(gpu: Machine) -> None:
+    """Averages of numbers of ranks that one GPU cannot have: divided on the GPU as on the CPU."""
+    for dtype in each.FLOATS:
+        for divisor in (3, 7, 1.25, 100):
+            there = gpu.tensor(values := each.random((1001,), dtype, 1))
+            divide_([there], divisor)
+            each.equal(there, (values.double() / divisor).to(dtype), is_sum=False)
 
 
 def join(gpu: Machine) -> None:

@@ -105,6 +105,9 @@ def allreduces(gpu: Gpu, dtype: torch.dtype) -> None:
             there = gpu.tensor(values)
             assert hvd.allreduce_(there, op=op) is there
             equal(there, hvd.allreduce(values, op=op))
+            if op is hvd.Average and dtype.is_floating_point:
+                total = hvd.allreduce(gpu.tensor(values), op=hvd.Sum).cpu()
+                equal(there, (total.double() / hvd.size()).to(dtype), is_sum=False)
 
 
 def factors(gpu: Gpu, dtype: torch.dtype) -> None:

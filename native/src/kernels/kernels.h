@@ -7,6 +7,8 @@
 //   - a NaN result is always the canonical quiet NaN (payloads of operands depend on operand
 //   order);
 //   - Min and Max give NaN if any addend is NaN; of equal addends (-0 and +0) the last one wins;
+//   - a quotient is divided, not multiplied by a rounded reciprocal, so it is the correctly rounded
+//   one of the sum; only powers of two, whose reciprocals are exact, are multiplied;
 //   - integers wrap around; a scaled integer is computed in double, truncated and saturated (NaN
 //   gives 0);
 //   - bool is one byte, not zero = true: Sum and Max are "or", Product and Min are "and", never
@@ -22,8 +24,9 @@
 namespace sparkhvd {
 
 /// Factors of a reduction. `divisor` is the number of addends in the world for Average and 1
-/// otherwise; the result is multiplied once, by postscale * (1.0 / divisor) narrowed to the
-/// accumulation type. For integers that product is taken in double and truncated.
+/// otherwise. A floating-point result is divided once, by divisor / postscale narrowed to the
+/// accumulation type; where divisor is a power of two it is multiplied once, by postscale / divisor.
+/// An integer becomes result * postscale / divisor in double, truncated.
 struct Scaling {
   double prescale = 1;  // of every input
   double postscale = 1;
@@ -35,8 +38,11 @@ namespace kernels_detail {
 struct Factors {
   double pre = 1;
   double post = 1;
+  double divisor = 1;
+  double float_divisor = 1;  // divisor / post: what a floating-point result is divided by
   bool has_pre = false;
   bool has_post = false;
+  bool has_divisor = false;
 };
 
 struct Buffers {

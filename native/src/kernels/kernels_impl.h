@@ -161,20 +161,32 @@ SPARKHVD_INLINE T saturate(double value) {
 // Not inlined: lane by lane, and rare (Average of integers), it would be most of the library's
 // code.
 template <typename T>
-__attribute__((noinline)) void scale_integers(Vector<T>& values, double factor) {
+__attribute__((noinline)) void scale_integers(Vector<T>& values, double factor, double divisor) {
   for (std::size_t lane = 0; lane < SPARKHVD_VECTOR_BYTES / sizeof(T); ++lane) {
-    values[lane] = saturate<T>(static_cast<double>(values[lane]) * factor);
+    values[lane] = saturate<T>(static_cast<double>(values[lane]) * factor / divisor);
   }
 }
 
 template <typename T>
-SPARKHVD_INLINE Vector<T> scale(Vector<T> value, double factor) {
+SPARKHVD_INLINE Vector<T> scale_input(Vector<T> value, const Factors& f) {
+  if (!f.has_pre) return value;
   if constexpr (kIsFloat<T>) {
-    return value * static_cast<T>(factor);
+    return value * static_cast<T>(f.pre);
   } else {
-    scale_integers<T>(value, factor);
+    scale_integers<T>(value, f.pre, 1);
     return value;
   }
+}
+
+template <typename T>
+SPARKHVD_INLINE Vector<T> scale_result(Vector<T> value, const Factors& f) {
+  if constexpr (kIsFloat<T>) {
+    if (f.has_divisor) return value / static_cast<T>(f.float_divisor);
+    if (f.has_post) return value * static_cast<T>(f.post);
+  } else if (f.has_divisor || f.has_post) {
+    scale_integers<T>(value, f.post, f.divisor);
+  }
+  return value;
 }
 
 template <typename T>
@@ -199,9 +211,7 @@ struct Loop {
 
   static SPARKHVD_INLINE Vector<Accum> load(const void* src, std::size_t at, const Factors& f) {
     Vector<Accum> value = From::load(static_cast<const In*>(src) + at);
-    if constexpr (From::kScales) {
-      if (f.has_pre) value = scale<Accum>(value, f.pre);
-    }
+    if constexpr (From::kScales) value = scale_input<Accum>(value, f);
     return value;
   }
 
@@ -214,9 +224,7 @@ struct Loop {
   }
 
   static SPARKHVD_INLINE Vector<Accum> finish(Vector<Accum> value, const Factors& f) {
-    if constexpr (From::kScales) {
-      if (f.has_post) value = scale<Accum>(value, f.post);
-    }
+    if constexpr (From::kScales) value = scale_result<Accum>(value, f);
     return canonical<Accum>(value);
   }
 

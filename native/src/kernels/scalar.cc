@@ -1,4 +1,5 @@
 // The kernels that every CPU runs, and the choice between instruction sets.
+#include <bit>
 #include <stdexcept>
 
 #include "kernels/kernels.h"
@@ -190,9 +191,16 @@ void run(const Table& table, Form form, const Operands& what, const Buffers& buf
 Factors factors_of(const Scaling& scaling, Form form) {
   Factors factors;
   if (form != kFinish) factors.pre = scaling.prescale;
-  if (form != kPartial) factors.post = scaling.postscale * (1.0 / scaling.divisor);
+  if (form != kPartial) {
+    // As a factor a power of two rounds nothing, and multiplying is faster.
+    const bool is_exact = std::has_single_bit(static_cast<unsigned>(scaling.divisor));
+    factors.post = is_exact ? scaling.postscale / scaling.divisor : scaling.postscale;
+    factors.divisor = is_exact ? 1 : scaling.divisor;
+    factors.float_divisor = factors.divisor / factors.post;
+  }
   factors.has_pre = factors.pre != 1.0;
   factors.has_post = factors.post != 1.0;
+  factors.has_divisor = factors.divisor != 1.0;
   return factors;
 }
 

@@ -206,7 +206,8 @@ def allreduce(
         compression: sends floating tensors in 16 bits.
         op: Average (the default), Sum, Min, Max, Product or Adasum (floating types, 1, 2, 4, ... ranks; tensors on a
             GPU are copied to the host for it and back).
-            Average of integers sums, multiplies by 1/size in double and truncates.
+            Average is the sum divided by the number of ranks and rounded once, so equal tensors whose sum is exact
+            average to themselves. Averages of integers are divided in double and truncated.
         prescale_factor: factor of every rank's tensor, before it is combined.
         postscale_factor: factor of the result.
         process_set: the ranks that take part.

@@ -1,14 +1,16 @@
 """Reductions and broadcasts of tensors on a GPU, made of what NCCL can do.
 
 NCCL sums. Factors are torch's: the input is scaled into the output on the caller's stream, which then is reduced in
-place; what comes behind the sum (a postscale, the average of integers, a type that NCCL lacks) is torch's too, on the
-stream of whoever waits. Results of integers and bool have the bits that the CPU's have. Floats are divided before they
-are summed, and halves are summed as halves, so these may differ in their last bits.
+place; what comes behind the sum (an average's division, a postscale, a type that NCCL lacks) is torch's too, on the
+stream of whoever waits. Results of integers and bool have the bits that the CPU's have. An average of floats is the
+correctly rounded quotient of NCCL's sum; that sum may differ from the CPU's in its last bits, since NCCL adds in an
+order of its own, and halves as halves.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,7 +27,7 @@ from sparkhvd.torch.process_sets import num_members
 __all__ = [
     "DeviceWork",
     "Scheme",
-    "scale_",
+    "divide_",
     "scheme_of",
     "start_allreduce",
     "start_broadcast",
@@ -110,6 +112,7 @@ class Scheme(NamedTuple):
         wire: the type in which it does it.
         before: factor of the input.
         after: factor of the result.
+        divisor: what that is then divided by.
         digest: what the ranks must have in common and the engine cannot see.
     """
 
@@ -117,6 +120,7 @@ class Scheme(NamedTuple):
     wire: torch.dtype
     before: float
     after: float
+    divisor: float
     digest: tuple[int, ...]
 
 
@@ -132,7 +136,7 @@ def scheme_of(
         raise InvalidArgumentError(f"{what}: Adasum is for allreduce only. Use Average or Sum.")
     wire = _WIRES.get(dtype, dtype)
     if (op, prescale, postscale) == (op, 1.0, 1.0) and op is not ReduceOp.AVERAGE and wire == dtype:
-        return Scheme(op, wire, 1.0, 1.0, ())
+        return Scheme(op, wire, 1.0, 1.0, 1.0, ())
     text = f"{dtype} {op.name} {prescale} {postscale}"
     digest = (int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"),)
     if dtype == torch.bool:
@@ -140,30 +144,43 @@ def scheme_of(
             raise InvalidArgumentError(
                 f'{what}: bool has no Average and cannot be scaled. Use Sum or Max for "or", or convert it.'
             )
-        return Scheme(_OF_BOOL[op], wire, 1.0, 1.0, digest)
-    share = 1.0
+        return Scheme(_OF_BOOL[op], wire, 1.0, 1.0, 1.0, digest)
+    divisor = 1.0
     if op is ReduceOp.AVERAGE:
-        op, share = ReduceOp.SUM, 1.0 / size
-    if dtype.is_floating_point:
-        return Scheme(op, wire, prescale * share, postscale, digest)
-    return Scheme(op, wire, prescale, postscale * share, digest)
+        op, divisor = ReduceOp.SUM, float(size)
+        # A power of two is divided out before the sum: it rounds nothing, and copies are scaled on their way. Sums
+        # of halves need it, because they stay halves, whose range they would leave.
+        power = 1 << (size - 1).bit_length()
+        if dtype.is_floating_point and (power == size or dtype.itemsize < torch.float32.itemsize):
+            prescale, divisor = prescale / power, size / power
+    return Scheme(op, wire, prescale, postscale, divisor, digest)
 
 
-def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply in place, as the CPU's reductions do it."""
-    if factor == 1.0 or not tensors:
+def divide_(tensors: Sequence[Tensor], divisor: float) -> None:
+    """Divide floating-point tensors of one type in place, each quotient correctly rounded."""
+    if tensors and divisor != 1.0:
+        # `div_` by a number multiplies by its rounded reciprocal on a GPU; this divides.
+        torch._foreach_div_(list(tensors), divisor)
+
+
+def _scale_(tensors: Sequence[Tensor], factor: float, divisor: float = 1.0) -> None:
+    """Multiply and divide in place, as the CPU's reductions do it."""
+    if (factor, divisor) == (1.0, 1.0) or not tensors:
         return
-    if tensors[0].dtype.is_floating_point:
+    if not tensors[0].dtype.is_floating_point:
+        for tensor in tensors:
+            tensor.copy_(_scaled_integers(tensor, factor, divisor))
+    elif divisor != 1.0:
+        divide_(tensors, divisor / factor if factor else math.copysign(math.inf, factor))
+    else:
         torch._foreach_mul_(list(tensors), factor)
-        return
-    for tensor in tensors:
-        tensor.copy_(_scaled_integers(tensor, factor))
 
 
-def _scaled_integers(tensor: Tensor, factor: float) -> Tensor:
+def _scaled_integers(tensor: Tensor, factor: float, divisor: float) -> Tensor:
     """In double, truncated and saturated; NaN gives 0."""
     limits = torch.iinfo(tensor.dtype)
     values = tensor.to(torch.float64).mul_(factor)
+    divide_([values], divisor)
     values = values.nan_to_num_(0.0, float("inf"), float("-inf"))
     if limits.bits < 64:  # the limits are numbers of double
         return values.clamp_(limits.min, limits.max).to(tensor.dtype)
@@ -234,7 +251,7 @@ def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) ->
     others = [(y, x) for y, x in zip(targets, sources, strict=True) if y.data_ptr() != x.data_ptr()]
     if others:
         copy_each([y for y, _ in others], [x for _, x in others])
-    scale_(targets, factor)
+    _scale_(targets, factor)
 
 
 def _finish(
@@ -242,13 +259,13 @@ def _finish(
 ) -> Callable[[], None] | None:
     """What comes behind the operation."""
     is_converted = scheme.wire != outputs[0].dtype and outputs[0].dtype != torch.bool
-    if scheme.after == 1.0 and not is_converted:
+    if scheme.after == scheme.divisor == 1.0 and not is_converted:
         return None
 
     def finish() -> None:
         if is_converted:
             copy_each([each.detach() for each in outputs], written)
-        scale_([each.detach() for each in outputs], scheme.after)
+        _scale_([each.detach() for each in outputs], scheme.after, scheme.divisor)
 
     return finish
 

@@ -31,7 +31,8 @@ def sparse_allreduce_async(
         process_set: the ranks that take part.
 
     Returns:
-        A function that waits and gives the sparse result, with the entries of all ranks (not coalesced).
+        A function that waits and gives the sparse result, with the entries of all ranks (not coalesced). Average
+        divides each entry.
 
     Raises:
         InvalidArgumentError: the tensor is not sparse, or another op. Otherwise as `allgather`.
@@ -55,7 +56,8 @@ def sparse_allreduce_async(
     def wait() -> Tensor:
         joined = values.wait()
         if op is Average:
-            joined = joined / (process_set.size() or 1)
+            # Not `joined / size`, which on a GPU multiplies by a rounded reciprocal.
+            (joined,) = torch._foreach_div([joined], process_set.size() or 1)
         return torch.sparse_coo_tensor(indices.wait().t(), joined, size, check_invariants=False)
 
     return wait

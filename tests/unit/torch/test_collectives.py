@@ -132,6 +132,30 @@ def test_in_place_on_tensors_with_the_negative_bit_is_an_error(call: Any) -> Non
     on_ranks(1, body)
 
 
+@pytest.mark.parametrize("hosts", [False, True], ids=["one host", "hosts"])
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_averages_are_sums_divided_once(size: Any, hosts: Any) -> None:
+    seeds = [torch.Generator().manual_seed(rank) for rank in range(size)]
+    everyone = [torch.randn(1001, generator=seed, dtype=torch.float64) for seed in seeds]
+
+    def body() -> None:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            every = [x.to(dtype) for x in everyone]
+            wide = torch.float64 if dtype is torch.float64 else torch.float32
+            expected = (sum(x.to(wide) for x in every) / size).to(dtype)
+            x = every[hvd.rank()]
+            assert torch.equal(hvd.allreduce(x), expected)
+            assert torch.equal(torch.cat(hvd.grouped_allreduce([x[:7], x[7:]])), expected)
+            rows = [1001 // size + (rank < 1001 % size) for rank in range(size)]
+            assert torch.equal(hvd.reducescatter(x), expected.split(rows)[hvd.rank()])
+            equal = torch.arange(-128.0, 128.0, dtype=dtype)  # sums are exact
+            assert torch.equal(hvd.allreduce(equal), equal)
+        integers = torch.arange(-100, 100)
+        assert torch.equal(hvd.allreduce(integers), integers)
+
+    on_ranks(size, body, hosts=list(range(size)) if hosts else None)
+
+
 def test_factors() -> None:
     def body() -> Any:
         x = torch.full((3,), float(hvd.rank() + 1))

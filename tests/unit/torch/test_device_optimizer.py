@@ -155,6 +155,33 @@ def test_compression(scheme: Any, bound: float) -> None:
     agree(on_gpus(3, train, settings=SMALL), expected, bound)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sharded": True},
+        {"gradient_as_bucket_view": True},
+        {"gradient_predivide_factor": 3.0},
+        {"compression": hvd.Compression.fp16},
+    ],
+    ids=str,
+)
+def test_equal_gradients_average_to_themselves(options: Any) -> None:
+    # Sums of 8 bits are exact, of halves too.
+    values = torch.arange(1.0, 256.0)
+
+    def body(gpu: FakeDevice) -> None:
+        parameter = nn.Parameter(gpu.tensor(torch.zeros(255)))
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), **options)
+        for step in range(1, 3):
+            optimizer.zero_grad()
+            (parameter * gpu.tensor(values)).sum().backward()
+            optimizer.step()
+            assert torch.equal(parameter.detach().cpu(), -step * values)
+
+    on_gpus(3, body)
+
+
 def test_parameters_that_some_or_no_ranks_use() -> None:
     train = functools.partial(training.together, uses_extra=uses_extra)
     expected = training.alone(extra_for=functools.partial(of_row, size=3))

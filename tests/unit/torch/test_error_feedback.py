@@ -122,6 +122,33 @@ def random_gradients(
     return given, got, compression.state_dict()
 
 
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_p_and_q_are_sums_divided_once(size: int) -> None:
+    def gradient(rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(60, 50, generator=generator)
+
+    def body() -> Any:
+        parameter = nn.Parameter(torch.zeros(60, 50))
+        compression = hvd.Compression.powersgd(rank=2)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0),
+            named_parameters=[("p", parameter)],
+            compression=compression,
+        )
+        q = compression.state_dict()["p"]["q"].clone()
+        parameter.grad = gradient(hvd.rank())
+        optimizer.synchronize()
+        return q, parameter.grad
+
+    results = on_ranks(size, body)
+    q = results[0][0]
+    p = torch.linalg.qr(sum(gradient(rank) @ q for rank in range(size)) / size)[0]
+    next_q = sum(gradient(rank).t() @ p for rank in range(size)) / size
+    for _, found in results:
+        assert torch.equal(found, p @ next_q.t())
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
 def test_what_was_applied_and_what_is_left_is_the_sum_of_gradients(op: Any) -> None:
     shapes = [(40, 30), (20, 3, 3, 5), (7,)]

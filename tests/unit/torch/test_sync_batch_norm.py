@@ -137,6 +137,22 @@ def test_a_layer_equals_batch_norm_of_the_whole_batch(sizes: Any, dimensions: An
     compare(sizes, dimensions=dimensions)
 
 
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_equal_batches_have_the_statistics_of_one(size: Any) -> None:
+    x = values((7, 200), torch.float32)
+
+    def body() -> Any:
+        layer = hvd.SyncBatchNorm(200, momentum=1.0)
+        layer(x)
+        return layer.running_mean, layer.running_var
+
+    mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+    count = torch.tensor(7.0 * size)
+    for found in on_ranks(size, body):
+        assert torch.equal(found[0], mean)
+        assert torch.equal(found[1], variance * (count / (count - 1)))
+
+
 @pytest.mark.parametrize("sizes", [(3, 3), (5, 0, 2)], ids=str)
 @pytest.mark.parametrize(
     "options",

@@ -79,6 +79,15 @@ def test_accuracy(output: Any, label: Any, link: str, expected: float) -> None:
     assert float(found) == pytest.approx(expected * len(output))
 
 
+def test_accuracy_counts_rows() -> None:
+    # 1 / 49 * 49 is less than 1.
+    (metric,) = resolve_metrics("accuracy", ["y"], ["sigmoid"])
+    for rows in (3, 7, 49, 98, 107):
+        output = torch.full((rows, 1), -1.0)
+        output[0] = 1.0
+        assert float(metric.row_sum(output, torch.ones(rows, 1))) == 1
+
+
 @pytest.mark.parametrize("shape", [(50, 4), (50, 4, 3)])
 def test_accuracy_of_probabilities_is_that_of_their_largest(shape: tuple[int, ...]) -> None:
     generator = np.random.default_rng()
