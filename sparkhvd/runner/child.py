@@ -95,7 +95,7 @@ class JobFrame:
 
     Attributes:
         job: `Job.to_json()`.
-        settings: `Settings.to_json()`.
+        settings: `JobSettings.to_json()`.
         local_rank: index among this host's ranks.
         attempt: 0 for the first launch.
         gpu: the rank's GPU as CUDA counts in its process; None where it was given none.
@@ -288,15 +288,15 @@ def _watch_parent(fd: int) -> None:
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
     from sparkhvd import rank_context, rendezvous
-    from sparkhvd.settings import Settings
+    from sparkhvd.settings import JobSettings, RankSettings
 
     env, gpu = _visible(frame, prologue.cuda_library)
     os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
-    settings = Settings.from_json(frame.settings)
+    settings = RankSettings(JobSettings.from_json(frame.settings))
     job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)
     listener = rendezvous.Listener.from_filenos(*prologue.listener, endpoint)
-    rendezvous.install(rendezvous.SocketRendezvous(job, listener, settings))
+    rendezvous.install(rendezvous.SocketRendezvous(job, listener, settings.current))
     place = rank_context.RankContext(
         job.rank, job.size, frame.local_rank, frame.attempt, prologue.num_threads, gpu
     )

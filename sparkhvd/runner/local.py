@@ -36,7 +36,7 @@ def launch_local(
     num_proc: int,
     *,
     env: Mapping[str, str],
-    settings: Settings,
+    settings: Settings | None,
     verbose: int,
     use_gpu: bool | None = None,
 ) -> list[Any]:
@@ -46,9 +46,12 @@ def launch_local(
             f"num_proc is {num_proc!r}; it must be a whole number of at least 1."
         )
     program = launching.dump_call(fn, args, kwargs)
+    env = launching.check_env(env)
+    chosen = launching.choose_settings(settings, env)
+    settings = chosen.values
     gpu_plan = gpus.decide({"spark.master": "local"}, use_gpu)
     hidden = gpus.variables(gpu_plan.mode, (), None, None)
-    variables = {**hidden, **launching.check_env(env)}
+    variables = {**hidden, **env}
     modules = launching.preload(program)
     needed = preflight.address_space_needed(
         modules, settings.slots * settings.slot_bytes * num_proc
@@ -96,7 +99,7 @@ def launch_local(
                     endpoints=tuple(endpoints),
                 )
                 own = gpu_agreement.own_gpu(gpu_plan.mode, found, rank, (), None)
-                trainer.send(launching.job_frame(job, settings, (_ADDRESS, port), own))
+                trainer.send(launching.job_frame(job, chosen, (_ADDRESS, port), own))
             outcomes = _outcomes(trainers, ended)
     cause = root_cause(outcomes)
     if cause is not None:

@@ -58,6 +58,36 @@ def test_user_variables_win_and_leave_no_trace() -> None:
     assert run_local(threads, num_proc=1) != ["7"]
 
 
+def _settings_of(variables: dict[int, dict[str, str]]) -> tuple[float, str, int]:
+    here = context()
+    assert here is not None
+    os.environ.update(variables.get(here.rank, {}))
+    import sparkhvd.torch as hvd
+    from sparkhvd.torch import _context
+
+    hvd.init()
+    hvd.barrier()
+    found = _context.context().engine.settings
+    return found.stall_shutdown_s, found.timeline, found.bucket_bytes
+
+
+def test_settings_in_variables_count_wherever_they_were_set(tmp_path: Path) -> None:
+    path = str(tmp_path / "timeline.json")
+    env = {"SPARKHVD_STALL_SHUTDOWN_S": "20", "HOROVOD_TIMELINE": path}
+    own = dict.fromkeys(range(2), {"HOROVOD_FUSION_THRESHOLD": "0"})
+    assert run_local(_settings_of, (own,), num_proc=2, env=env) == [(20.0, path, 0)] * 2
+    assert (tmp_path / "timeline.json").exists()
+
+
+def test_wrong_settings_are_refused_by_their_names_and_where_ranks_differ() -> None:
+    with pytest.raises(InvalidArgumentError, match="^HOROVOD_FUSION_THRESHOLD is -5; it must be"):
+        run_local(len, ("",), num_proc=1, env={"HOROVOD_FUSION_THRESHOLD": "-5"})
+    with pytest.raises(InvalidArgumentError, match=r"settings is 'fast'; it must be a"):
+        run_local(len, ("",), num_proc=1, settings="fast")  # type: ignore[arg-type]
+    with pytest.raises(RankError, match=r"ranks disagree on slots\. Rank [01] has [46], rank [01]"):
+        run_local(_settings_of, ({1: {"SPARKHVD_SLOTS": "6"}},), num_proc=2)
+
+
 def test_the_key_is_in_no_environment_or_command_line() -> None:
     def secrets_seen() -> bool:
         from sparkhvd import rendezvous
