@@ -118,7 +118,7 @@ def test_a_local_master_with_one_gpu_gives_one_rank_where_ranks_take_gpus(
         (
             "slots",
             "1",
-            "spark.sparkhvd.slots='1': Settings.slots is 1; it must be from 2 to 64.",
+            "spark.sparkhvd.slots is 1; it must be from 2 to 64.",
         ),
         (
             "isa",

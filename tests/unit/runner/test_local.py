@@ -136,6 +136,52 @@ if __name__ == "__main__":
     assert last.endswith("'ulimit -v unlimited' in the shell that starts it.")
 
 
+def test_a_forked_child_is_no_rank_and_ends_with_its_own_status() -> None:
+    def forks() -> list[int]:
+        import sparkhvd.torch as hvd
+
+        hvd.init()
+
+        def again() -> None:
+            hvd.shutdown()
+            try:
+                hvd.init()
+            except hvd.NotInitializedError as e:
+                sys.exit(7 if "was forked by rank" in str(e) else 8)
+
+        found = []
+        for ends in (lambda: sys.exit(0), lambda: sys.exit(3), lambda: {}["x"], print, again):
+            child = os.fork()
+            if child == 0:
+                ends()  # type: ignore[no-untyped-call, operator]
+                return []
+            found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        hvd.barrier()
+        return found
+
+    assert run_local(forks, num_proc=1) == [[0, 3, 1, 0, 7]]
+
+
+def test_what_the_users_main_defines_reaches_spawned_processes_and_comes_back() -> None:
+    class Batch:
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+        def __call__(
+            self, add: int
+        ) -> Batch:  # as a Dataset of __main__ for a DataLoader that spawns
+            return Batch(self.first + add)
+
+    def spawns() -> list[int]:
+        import multiprocessing
+
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return [found.first for found in pool.map(Batch(10), [1, 2]) if type(found) is Batch]
+
+    Batch.__module__ = "__main__"
+    assert run_local(spawns, num_proc=1) == [[11, 12]]
+
+
 def test_large_results_and_programs_travel() -> None:
     blob = os.urandom(5 << 20)
     assert run_local(lambda data: data[::-1], (blob,), num_proc=1) == [blob[::-1]]
