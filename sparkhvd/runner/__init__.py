@@ -56,6 +56,9 @@ def run(
     that is this process's own, on a cluster it is the executor's log. There is no live channel from remote
     executors to the driver yet; what reaches it is the last 100 lines of a rank that failed (`RankError.log_tail`).
 
+    Ctrl-C cancels the Spark job. Spark kills its Python workers 2 to 4 s later without telling them, and the ranks end with them: what
+    is to survive must have been saved before.
+
     Args:
         fn: any function that pickles; also from a notebook cell, `__main__` or a `--py-files` module.
         args: positional arguments of `fn`.
@@ -115,6 +118,9 @@ def run_local(
     """Call `fn(*args, **kwargs)` on `num_proc` processes of this host, without Spark; return results by rank.
 
     The same processes as `run` starts, so a program can be tried before it meets a cluster. Never relaunched.
+
+    Ctrl-C raises KeyboardInterrupt in `fn` on every rank, also while it waits in a collective. `fn` has 5 s to save in its `except` or
+    `finally`, then it is killed; a second Ctrl-C kills it at once. If this process is killed, the ranks are too.
 
     Args:
         fn: any function that pickles.

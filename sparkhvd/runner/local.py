@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
@@ -18,7 +18,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import gpu_agreement, gpus, launching, placement, preflight
 from sparkhvd.runner.child import Prologue
 from sparkhvd.runner.results import Kind, Outcome, error_of, root_cause
-from sparkhvd.runner.trainer import Trainer, inherited
+from sparkhvd.runner.trainer import Trainer, inherited, interrupt
 from sparkhvd.settings import Settings
 
 __all__ = ["launch_local"]
@@ -88,7 +88,7 @@ def launch_local(
                 trainer = Trainer(rank, prologue, program, log, functools.partial(ended.put, rank))
                 trainers.append(stack.enter_context(trainer))
         found = _found_gpus(gpu_plan, trainers, variables)
-        with launching.reserved_port(_ADDRESS) as port:
+        with _interruptible(trainers), launching.reserved_port(_ADDRESS) as port:
             for rank, trainer in enumerate(trainers):
                 job = Job(
                     key=key,
@@ -105,6 +105,16 @@ def launch_local(
     if cause is not None:
         raise error_of(cause, num_proc, others=outcomes)
     return [launching.load_result(trainer.result) for trainer in trainers]
+
+
+@contextlib.contextmanager
+def _interruptible(trainers: Sequence[Trainer]) -> Iterator[None]:
+    """Pass Ctrl-C on to the functions, which may save; a second one ends the wait for them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        interrupt(trainers)
+        raise
 
 
 def _found_gpus(

@@ -344,6 +344,58 @@ if __name__ == "__main__":
 """
 
 
+_SAVING = """
+import os, sys, time
+from sparkhvd import Settings, rendezvous
+from sparkhvd.engine import Engine
+from sparkhvd.runner import run_local
+
+def saves(folder, is_stubborn):
+    def note(what):
+        open(os.path.join(folder, what + os.environ["RANK"]), "w").close()
+
+    met = rendezvous.current()
+    with Engine(met.connect(), Settings()) as engine:
+        engine.barrier(name="all").wait()
+        while True:
+            try:
+                note("ready")
+                if met.rank == 0:
+                    engine.barrier(name="nobody else comes").wait()
+                time.sleep(300)
+            except KeyboardInterrupt:
+                time.sleep(0.2)
+                note("saved")
+                if not is_stubborn:
+                    raise
+
+if __name__ == "__main__":
+    try:
+        run_local(saves, (sys.argv[1], sys.argv[2] == "twice"), num_proc=2)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("how_often", ["once", "twice"])
+def test_ctrl_c_lets_functions_save_and_a_second_one_ends_them(
+    tmp_path: Path, how_often: str
+) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(_SAVING)
+    with started_script(script, str(tmp_path), how_often) as driver:
+        for what in ("ready", "saved")[: 1 + (how_often == "twice")]:
+            files = [tmp_path / f"{what}{rank}" for rank in range(2)]
+            wait_until(lambda f=files: all(map(Path.exists, f)), f"both {what}", within_s=30)  # type: ignore[misc]
+            began = time.monotonic()
+            os.kill(driver.pid, signal.SIGINT)
+        driver.wait(10)
+        assert time.monotonic() - began < 4  # the five seconds are for functions that need them
+        assert driver.stdout is not None
+        assert driver.stdout.read() == "interrupted\n"
+    assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
+
+
 def _started(folder: Path) -> set[int]:
     wait_until(
         lambda: len(list(folder.glob("*.pids"))) >= 2, "both ranks have started", within_s=30
