@@ -192,10 +192,7 @@ class Trainer:
             self._grace_until = now + EXIT_GRACE_S
         elif now >= self._grace_until and not self._is_forced:
             self._is_forced = True
-            self._log(
-                f"[{self.rank}] (did not end {EXIT_GRACE_S:.0f} s after its function; killed)"
-            )
-            self.kill()
+            self.give_up(f"{EXIT_GRACE_S:.0f} s after its function")
 
     def interrupt(self) -> None:
         """Raise KeyboardInterrupt in the function, or kill a trainer that has no job yet; returns at once."""
@@ -206,6 +203,11 @@ class Trainer:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGINT)
                 return
+        self.kill()
+
+    def give_up(self, when: str) -> None:
+        """Kill the trainer and say so in its output."""
+        self._log(f"[{self.rank}] (did not end {when}; killed)")
         self.kill()
 
     def kill(self) -> None:
@@ -319,7 +321,8 @@ def interrupt(trainers: Sequence[Trainer]) -> None:
         trainer.interrupt()
     deadline = time.monotonic() + INTERRUPT_GRACE_S
     for trainer in trainers:
-        trainer.wait(max(0.0, deadline - time.monotonic()))
+        if not trainer.wait(max(0.0, deadline - time.monotonic())):
+            trainer.give_up(f"{INTERRUPT_GRACE_S:.0f} s after it was interrupted")
 
 
 class _Closing:
