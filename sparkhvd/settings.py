@@ -1,7 +1,10 @@
 """Every engine and launch setting, with its unit, default, meaning and environment name.
 
-`Settings` is resolved once, on the driver or in a process that nobody launched, and shipped whole to every
-rank. Nothing else in the package reads the environment for a setting.
+Later sources win: the default, the driver's environment, the Spark conf (`spark.executorEnv.<variable>`, then
+`spark.sparkhvd.<setting>`), `env=` of a launch, variables that the rank's function sets before `init()`, and values
+given in code (`settings=`). All but the last-but-one are resolved once, on the driver or in a process that nobody
+launched, and shipped whole to every rank (`RankSettings`). What the executors' own environment holds does not count:
+hosts may differ in it. Nothing else in the package reads the environment for a setting.
 """
 
 from __future__ import annotations
@@ -9,16 +12,25 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["AUTOTUNE", "CONF_PREFIX", "ISAS", "Settings", "markdown_table"]
+__all__ = [
+    "AUTOTUNE",
+    "CONF_PREFIX",
+    "ISAS",
+    "JobSettings",
+    "RankSettings",
+    "Settings",
+    "markdown_table",
+]
 
 # Of the settings in the Spark conf: spark.sparkhvd.bucket_bytes and the like.
 CONF_PREFIX = "spark.sparkhvd."
+_EXECUTOR_ENV = "spark.executorEnv."
 AUTOTUNE = ("", "0", "1", "on", "all")
 ISAS = ("auto", "scalar", "avx2", "avx512", "neon")
 
@@ -30,10 +42,9 @@ def knob(
     unit: str,
     doc: str,
     alias: str | None = None,
-    alias_factor: float = 1.0,
 ) -> Any:
-    """A field of `Settings`; `alias` is Horovod's variable, in units of `alias_factor` of ours."""
-    metadata = {"env": env, "unit": unit, "doc": doc, "alias": alias, "alias_factor": alias_factor}
+    """A field of `Settings`; `alias` is Horovod's variable."""
+    metadata = {"env": env, "unit": unit, "doc": doc, "alias": alias}
     return field(default=default, metadata=metadata)
 
 
@@ -67,7 +78,7 @@ class Settings:
         4 << 20,
         env="SPARKHVD_BUCKET_BYTES",
         unit="bytes",
-        doc="Gradients are reduced together up to this many bytes.",
+        doc="Gradients are reduced together up to this many bytes; 0 = each by itself.",
         alias="HOROVOD_FUSION_THRESHOLD",
     )
     device_bucket_bytes: int = knob(
@@ -187,31 +198,8 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        self._require(self.isa in ISAS, "isa", f"one of {', '.join(ISAS)}")
-        self._require(self.slot_bytes >= 4096, "slot_bytes", "at least 4096")
-        self._require(2 <= self.slots <= 64, "slots", "from 2 to 64")
-        self._require(self.bucket_bytes >= 1, "bucket_bytes", "at least 1")
-        self._require(self.device_bucket_bytes >= 1, "device_bucket_bytes", "at least 1")
-        self._require(self.spin_us >= 0, "spin_us", "0 or more")
-        self._require(1 <= self.streams <= 64, "streams", "from 1 to 64")
-        self._require(self.stall_warning_s >= 0, "stall_warning_s", "0 or more")
-        self._require(self.stall_shutdown_s >= 0, "stall_shutdown_s", "0 or more")
-        self._require(
-            _may_be_caught(self.stack_signal), "stack_signal", "0, or a signal to be caught"
-        )
-        self._require(self.autotune in AUTOTUNE, "autotune", "empty, on or all")
-        self._require(self.host_loss_s >= 3, "host_loss_s", "at least 3")
-        self._require(self.connect_timeout_s > 0, "connect_timeout_s", "more than 0")
-        self._require(self.start_timeout_s > 0, "start_timeout_s", "more than 0")
-        self._require(
-            _parse_port_range(self.port_range) is not None, "port_range", "like 40000-40100"
-        )
-
-    def _require(self, holds: bool, name: str, expected: str) -> None:
-        if not holds:
-            raise InvalidArgumentError(
-                f"Settings.{name} is {getattr(self, name)!r}; it must be {expected}."
-            )
+        for f in fields(self):
+            _check(f.name, getattr(self, f.name), f"Settings.{f.name}")
 
     @property
     def tuning(self) -> str:
@@ -225,6 +213,17 @@ class Settings:
         assert ports is not None
         return ports
 
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The names of the fields that differ from their defaults."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != f.default)
+
+    @classmethod
+    def conf_keys(cls) -> list[str]:
+        """The keys of the Spark conf that hold settings."""
+        keys = [CONF_PREFIX + f.name for f in fields(cls)]
+        return keys + [_EXECUTOR_ENV + name for f in fields(cls) for name in _variables(f)]
+
     @classmethod
     def resolve(
         cls,
@@ -237,13 +236,14 @@ class Settings:
 
         Args:
             environ: variables to read; None means this process's environment.
-            conf: texts by key, `spark.sparkhvd.<field>`.
+            conf: texts by key, of `conf_keys()`; others are ignored.
             **explicit: values for fields by name; None means "not given".
 
         Raises:
-            InvalidArgumentError: a value is not of the field's type or out of its range, or a name is unknown.
+            InvalidArgumentError: a value is not of the field's type or out of its range, or a name is unknown. The
+                message has the variable or key that holds it.
         """
-        environ = os.environ if environ is None else environ
+        conf = conf or {}
         known = {f.name for f in fields(cls)}
         for name in explicit:
             if name not in known:
@@ -251,37 +251,40 @@ class Settings:
                     f"{name!r} is not a setting. Settings are: {', '.join(sorted(known))}."
                 )
         given = {name: value for name, value in explicit.items() if value is not None}
-        values: dict[str, Any] = {}
+        in_conf = {}
         for f in fields(cls):
-            in_conf = cls._from_conf(f, conf or {})
-            source, value = (None, None) if in_conf else _from_environment(f, environ)
-            if f.name in given:
-                if source is not None and value != given[f.name]:
-                    warnings.warn(
-                        f"{f.name}={given[f.name]!r} was given in code and {source}={value!r} in the "
-                        "environment; the code wins.",
-                        stacklevel=2,
-                    )
-                value = given[f.name]
-            elif in_conf:
-                value = in_conf[f.name]
-            elif source is None:
-                continue
-            values[f.name] = value
-        return cls(**values)
+            key = CONF_PREFIX + f.name
+            if conf.get(key, "") != "":
+                in_conf[f.name] = _parse(f, key, conf[key])
+        of_executors = {
+            key.removeprefix(_EXECUTOR_ENV): text
+            for key, text in conf.items()
+            if key.startswith(_EXECUTOR_ENV)
+        }
+        found = cls(**given).overridden(os.environ if environ is None else environ, given)
+        return replace(found.overridden(of_executors, given), **{**in_conf, **given})
 
-    @classmethod
-    def _from_conf(cls, f: Any, conf: Mapping[str, str]) -> dict[str, Any]:
-        """{name: value} if the conf has the setting, checked by itself so that an error names its key."""
-        key = CONF_PREFIX + f.name
-        if conf.get(key, "") == "":
-            return {}
-        value = {f.name: _parse(key, conf[key], f.default, 1.0)}
-        try:
-            cls(**value)
-        except InvalidArgumentError as e:
-            raise InvalidArgumentError(f"{key}={conf[key]!r}: {e}") from None
-        return value
+    def overridden(self, variables: Mapping[str, str], keep: Collection[str] = ()) -> Settings:
+        """Return these settings with the values that environment variables hold.
+
+        Args:
+            variables: texts by name of the variable; those that are no settings are ignored. An empty one means the default.
+            keep: fields that were given in code; a variable with another value gets a warning.
+
+        Raises:
+            InvalidArgumentError: a variable holds no value that is allowed.
+        """
+        values = {}
+        for f, name, value in _read(variables):
+            if f.name not in keep:
+                values[f.name] = value
+            elif variables[name] != "" and value != getattr(self, f.name):
+                warnings.warn(
+                    f"{f.name}={getattr(self, f.name)!r} was given in code and {name}={value!r} in the "
+                    "environment; the code wins.",
+                    stacklevel=3,
+                )
+        return replace(self, **values)
 
     def to_json(self) -> str:
         """Text from which `from_json` rebuilds these settings on another machine."""
@@ -293,29 +296,102 @@ class Settings:
         return cls(**json.loads(text))
 
 
-def _from_environment(f: Any, environ: Mapping[str, str]) -> tuple[str | None, Any]:
-    for name, factor in (
-        (f.metadata["env"], 1.0),
-        (f.metadata["alias"], f.metadata["alias_factor"]),
-    ):
-        if name and environ.get(name, "") != "":
-            return name, _parse(name, environ[name], f.default, factor)
-    return None, None
+@dataclass(frozen=True)
+class JobSettings:
+    """What the driver has decided on.
+
+    Attributes:
+        values: the settings.
+        fixed: names of those that were given in code, which no variable of a rank changes.
+    """
+
+    values: Settings
+    fixed: tuple[str, ...] = ()
+
+    def to_json(self) -> str:
+        """Text from which `from_json` rebuilds this on another machine."""
+        return json.dumps([self.values.to_json(), self.fixed])
+
+    @classmethod
+    def from_json(cls, text: str) -> JobSettings:
+        """The settings that `to_json` wrote."""
+        values, fixed = json.loads(text)
+        return cls(Settings.from_json(values), tuple(fixed))
 
 
-def _parse(variable: str, text: str, default: Any, factor: float) -> Any:
-    kind = type(default)
+class RankSettings:
+    """The settings of a launched rank: the job's, and what its function sets in the environment before `init()`.
+
+    Variables that were there when this was made do not count: they are of the host, or the job's settings have them.
+
+    Args:
+        job: the job's.
+    """
+
+    # What has had its effect when the function begins.
+    _EARLY = ("keep_freed_memory", "port_range", "start_timeout_s")
+
+    def __init__(self, job: JobSettings) -> None:
+        self._job = job
+        self._before = dict(os.environ)
+
+    def current(self) -> Settings:
+        """Return the settings as they are now.
+
+        Raises:
+            InvalidArgumentError: a variable holds no value that is allowed, or comes too late to have an effect.
+        """
+        changed = {
+            name: text for name, text in os.environ.items() if self._before.get(name) != text
+        }
+        job = self._job.values
+        found = job.overridden(changed, self._job.fixed)
+        for f, name, value in _read(changed):
+            if f.name in self._EARLY and getattr(found, f.name) != getattr(job, f.name):
+                raise InvalidArgumentError(
+                    f"{name}={value!r} was set in a rank, where it comes too late. Give it with env= of the launch, or set it in "
+                    "the driver's environment."
+                )
+        return found
+
+
+def _variables(f: Any) -> list[str]:
+    """The environment variables of a field; the first that is set counts."""
+    return [name for name in (f.metadata["env"], f.metadata["alias"]) if name]
+
+
+def _read(variables: Mapping[str, str]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield field, variable and value of each setting among the variables."""
+    for f in fields(Settings):
+        present = sorted(
+            (n for n in _variables(f) if n in variables), key=lambda n: not variables[n]
+        )
+        for name in present[:1]:
+            value = _parse(f, name, variables[name]) if variables[name] else f.default
+            yield f, name, value
+
+
+def _parse(f: Any, source: str, text: str) -> Any:
+    """Return the value that a variable or key holds, once it is known to be allowed."""
+    kind = type(f.default)
     try:
         if kind is bool:
-            return {"0": False, "false": False, "1": True, "true": True}[text.strip().lower()]
-        if kind in (int, float) and factor != 1.0:
-            return kind(float(text) * factor)
-        return kind(text)
+            value = {"0": False, "false": False, "1": True, "true": True}[text.strip().lower()]
+        else:
+            value = kind(text)
     except (KeyError, ValueError):
         raise InvalidArgumentError(
-            f"{variable}={text!r} is not a valid {kind.__name__}. "
-            f"Give a plain {kind.__name__} like {default!r}, or unset it."
+            f"{source}={text!r} is not a valid {kind.__name__}. "
+            f"Give a plain {kind.__name__} like {f.default!r}, or unset it."
         ) from None
+    _check(f.name, value, source)
+    return value
+
+
+def _check(name: str, value: Any, source: str) -> None:
+    is_allowed, expected = _LIMITS.get(name, (lambda _: True, ""))
+    if not is_allowed(value):
+        raise InvalidArgumentError(f"{source} is {value!r}; it must be {expected}.")
 
 
 def _may_be_caught(number: int) -> bool:
@@ -333,6 +409,27 @@ def _parse_port_range(text: str) -> range | None:
         return None
     low, high = int(first), int(last or first)
     return range(low, high + 1) if 0 < low <= high < 65536 else None
+
+
+_COUNT: tuple[Callable[[Any], bool], str] = (lambda value: value >= 0, "0 or more")
+# What a value must be, by field; those that are not here take any of their type.
+_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "isa": (lambda value: value in ISAS, f"one of {', '.join(ISAS)}"),
+    "slot_bytes": (lambda value: value >= 4096, "at least 4096"),
+    "slots": (lambda value: 2 <= value <= 64, "from 2 to 64"),
+    "bucket_bytes": _COUNT,
+    "device_bucket_bytes": _COUNT,
+    "spin_us": _COUNT,
+    "streams": (lambda value: 1 <= value <= 64, "from 1 to 64"),
+    "stall_warning_s": _COUNT,
+    "stall_shutdown_s": _COUNT,
+    "stack_signal": (lambda value: _may_be_caught(value), "0, or a signal to be caught"),
+    "autotune": (lambda value: value in AUTOTUNE, "empty, on or all"),
+    "host_loss_s": (lambda value: value >= 3, "at least 3"),
+    "connect_timeout_s": (lambda value: value > 0, "more than 0"),
+    "start_timeout_s": (lambda value: value > 0, "more than 0"),
+    "port_range": (lambda value: _parse_port_range(value) is not None, "like 40000-40100"),
+}
 
 
 def markdown_table() -> str:

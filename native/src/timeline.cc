@@ -61,6 +61,15 @@ std::string without_digits(const std::string& name) {
   return label;
 }
 
+/// What Horovod's timeline calls a collective; tools look for it.
+std::string upper_case(std::string_view name) {
+  std::string found(name);
+  for (char& c : found) {
+    if (c >= 'a' && c <= 'z') c = static_cast<char>(c - 'a' + 'A');
+  }
+  return found;
+}
+
 /// Names that are numbered by us: each is used once and must not get a lane of its own.
 bool is_numbered(const std::string& name) {
   return name.find(".noname.") != std::string::npos || name.starts_with("barrier.") ||
@@ -265,10 +274,14 @@ void Timeline::finished(const TimelineEvent& event) {
   const auto& trace = event.trace;
   const TimePoint nowhere{};
   const auto end_of = [&](TimePoint next) { return next == nowhere ? event.at : next; };
-  phase(lane, "negotiate", trace.submitted, end_of(trace.agreed));
-  if (trace.agreed != nowhere) phase(lane, "queue", trace.agreed, end_of(trace.started));
+  const std::string horovods = upper_case(name_of(event.collective));
+  phase(lane, "NEGOTIATE_" + horovods, trace.submitted, end_of(trace.agreed));
+  if (trace.agreed != nowhere) {
+    phase(lane, horovods, trace.agreed, event.at);
+    phase(lane, "queue", trace.agreed, end_of(trace.started));
+  }
   if (trace.started != nowhere) {
-    phase(lane, *trace.algorithm == '\0' ? name_of(event.collective).data() : trace.algorithm,
+    phase(lane, *trace.algorithm == '\0' ? name_of(event.collective) : trace.algorithm,
           trace.started, event.at);
   }
   const std::int64_t end = since_start(event.at);
@@ -318,7 +331,7 @@ void Timeline::close(std::uint32_t lane, std::int64_t end, const TimelineEvent* 
   row.free_from = end;
 }
 
-void Timeline::phase(std::uint32_t lane, const char* name, TimePoint begin, TimePoint end) {
+void Timeline::phase(std::uint32_t lane, std::string_view name, TimePoint begin, TimePoint end) {
   const std::int64_t from = std::max(since_start(begin), lanes_[lane].begin);
   const std::int64_t length = std::max<std::int64_t>(0, since_start(end) - from);
   begin_event("X", lane, from);

@@ -14,8 +14,9 @@
 // **Picture.** One process per rank, one lane ("thread") per operation name, so that the same
 // tensor is always found in the same place; a name that is in flight twice gets a second lane, and
 // digits at the end of a name that nobody chose ("noname.17") do not make lanes of their own. Per
-// operation one slice from submission to end, in it "negotiate", "queue" and the algorithm; small
-// marks on the coordinator's lane tell when which rank came.
+// operation one slice from submission to end, in it Horovod's "NEGOTIATE_ALLREDUCE" and "ALLREDUCE",
+// and in the latter "queue" and the algorithm; small marks on the coordinator's lane tell when
+// which rank came.
 #pragma once
 
 #include <condition_variable>
@@ -24,6 +25,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -105,7 +107,7 @@ class Timeline {
   std::string label_of(const TimelineEvent& event) const;
   void open(std::uint32_t lane, const TimelineEvent& event);
   void close(std::uint32_t lane, std::int64_t end, const TimelineEvent* event);
-  void phase(std::uint32_t lane, const char* name, TimePoint begin, TimePoint end);
+  void phase(std::uint32_t lane, std::string_view name, TimePoint begin, TimePoint end);
   void instant(std::uint32_t lane, const std::string& name, std::int64_t at);
   void begin_event(const char* phase, std::uint32_t lane, std::int64_t at);
   void header();

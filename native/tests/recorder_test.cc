@@ -307,11 +307,12 @@ TEST(timeline_shows_every_operation_in_its_lane) {
   const Json trace = parse(contents(path));
   check_lanes(trace);
   CHECK_EQUAL(count(trace, "B", "allreduce"), 54U);
-  CHECK_EQUAL(count(trace, "X", "negotiate"), 53U);
+  CHECK_EQUAL(count(trace, "X", "NEGOTIATE_ALLREDUCE"), 53U);
+  CHECK_EQUAL(count(trace, "X", "ALLREDUCE"), 53U);
   CHECK_EQUAL(count(trace, "X", "shared_allreduce"), 53U);
   CHECK_EQUAL(count(trace, "i", "rank 3 ready"), 1U);
   CHECK_EQUAL(count(trace, "i", "error: timeout"), 1U);
-  CHECK_EQUAL(count(trace, "i", "drive"), 1U);
+  CHECK_EQUAL(count(trace, "i", "CYCLE_START"), 1U);
   // engine, layer "1", bad, allreduce.noname.*, hangs
   CHECK_EQUAL(count(trace, "M", "thread_name"), 5U);
   CHECK_EQUAL(trace.items.at(0).at("args").at("name").text, "rank 2");

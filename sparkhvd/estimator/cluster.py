@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.runner import gpus, placement, preflight, profiles
+from sparkhvd.runner import gpus, launching, placement, preflight, profiles
 from sparkhvd.runner.spark_shim import SparkShim
-from sparkhvd.settings import CONF_PREFIX, Settings
+from sparkhvd.settings import CONF_PREFIX, JobSettings, Settings
 
 __all__ = ["Cluster", "Given", "resolve_cluster"]
 
@@ -27,7 +27,6 @@ _PARAMS: dict[str, tuple[type, float]] = {
     "start_timeout": (float, 0),
     "verbose": (int, 0),
 }
-_SETTINGS = tuple(f.name for f in fields(Settings))
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Cluster:
     Attributes:
         num_proc: number of ranks.
         max_retries: relaunches after a lost process, executor or host.
-        start_timeout: longest wait for task slots in seconds; None means `settings.start_timeout_s`.
+        start_timeout: longest wait for task slots in seconds; None means the setting.
         verbose: 0 prints nothing on the driver.
         settings: of the engine.
         slots: tasks that the configuration can run at once; None where nothing bounds them.
@@ -49,7 +48,7 @@ class Cluster:
     max_retries: int
     start_timeout: float | None
     verbose: int
-    settings: Settings
+    settings: JobSettings
     slots: int | None = None
     use_gpu: bool | None = None
     looks_for_gpu: bool = False
@@ -75,11 +74,11 @@ def resolve_cluster(spark: Any, given: Given) -> Cluster:
         InvalidArgumentError: an argument or a conf is wrong (the message has its name).
         PreflightError: the configured cluster can never run that many ranks at once, or gives several of them one GPU.
     """
-    keys = {CONF_PREFIX + name for name in (*_PARAMS, *_SETTINGS)}
+    keys = [CONF_PREFIX + name for name in _PARAMS] + Settings.conf_keys()
     shim = SparkShim(spark)
-    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *sorted(keys)))
+    conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *keys))
     values = {name: _param(name, given, conf) for name in _PARAMS}
-    settings = _settings(given, {key: conf[key] for key in keys if key in conf})
+    settings = launching.choose_settings(given.value("settings"), {}, conf)
     preflight.check_conf(conf)
     use_gpu = given.value("use_gpu")
     # Whether Spark takes the profile that may be needed is found out when the ranks are launched.
@@ -89,7 +88,7 @@ def resolve_cluster(spark: Any, given: Given) -> Cluster:
     takes_gpus = plan.mode == gpus.Mode.HOST or (looks and torch.version.cuda is not None)
     chosen = slots
     if values["num_proc"] is None and takes_gpus:
-        chosen = profiles.default_slots(shim, conf, slots, settings.cuda_library)
+        chosen = profiles.default_slots(shim, conf, slots, settings.values.cuda_library)
     num_proc = placement.choose_num_proc(values["num_proc"], chosen)
     if values["num_proc"] is None and values["verbose"]:
         ranks = f"{num_proc} rank{'s' * (num_proc != 1)}"
@@ -129,15 +128,3 @@ def _param(name: str, given: Given, conf: Mapping[str, str]) -> Any:
     if kind is int and value < least:
         raise InvalidArgumentError(f"{source} is {value}; it must be at least {least:g}.")
     return value
-
-
-def _settings(given: Given, conf: Mapping[str, str]) -> Settings:
-    settings = given.value("settings")
-    if settings is None:
-        known = {CONF_PREFIX + name for name in _SETTINGS}
-        return Settings.resolve(conf={k: v for k, v in conf.items() if k in known})
-    if not isinstance(settings, Settings):
-        raise InvalidArgumentError(
-            f"settings is {settings!r:.100}; it must be a sparkhvd.Settings."
-        )
-    return settings

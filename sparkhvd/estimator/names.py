@@ -35,7 +35,7 @@ ACCESSORS = {
 
 # Horovod's Params that are taken and have no effect -> what to do instead. Setting one warns with this text.
 NO_EFFECT = {
-    "backend": "give num_proc",
+    "backend": "give num_proc, and variables as spark.executorEnv.NAME in Spark's configuration",
     "partitions_per_process": "rows are shared out evenly whatever the partitions are; repartition the DataFrame to "
     "write with more tasks",
     "reader_pool_type": "data are read by threads",

@@ -143,7 +143,7 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
     pickled, sha256 = dump_program(replace(program, model=get("model")))
     spark = dataset.sparkSession
     cluster = resolve_cluster(spark, Given(get, params.isSet))
-    limit_s = cluster.start_timeout or cluster.settings.start_timeout_s
+    limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
     store = default_store(spark, get("store")).waiting(limit_s)
     run_id = get("run_id") or new_run_id(params.uid)
     run = open_run(store, run_id, warm_start=params.getOrDefault("warm_start"))

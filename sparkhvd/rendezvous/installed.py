@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import os
+
+from sparkhvd.errors import NotInitializedError
 from sparkhvd.rendezvous.connections import Rendezvous
 
 __all__ = ["current", "install"]
 
-_installed: list[Rendezvous] = []
+# With the process that was launched.
+_installed: list[tuple[Rendezvous, int]] = []
 
 
 def install(rendezvous: Rendezvous | None) -> None:
     """Set what `current()` returns; called by whoever started this process, before user code."""
-    _installed[:] = [] if rendezvous is None else [rendezvous]
+    _installed[:] = [] if rendezvous is None else [(rendezvous, os.getpid())]
 
 
 def current() -> Rendezvous | None:
-    """The rendezvous that was installed in this process; None if nobody launched it."""
-    return _installed[0] if _installed else None
+    """The rendezvous that was installed in this process; None if nobody launched it.
+
+    Raises:
+        NotInitializedError: this process was forked by one that was launched.
+    """
+    if not _installed:
+        return None
+    rendezvous, pid = _installed[0]
+    if os.getpid() != pid:
+        raise NotInitializedError(
+            f"init(): process {os.getpid()} was forked by rank {rendezvous.rank} (process {pid}) and is not a rank itself. "
+            "Let the rank communicate and hand the results over, start more ranks with num_proc, or start the process with "
+            "spawn if it is to be a job of its own."
+        )
+    return rendezvous

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from functools import cache
 
 from sparkhvd.rendezvous.connections import Connections
@@ -27,14 +28,17 @@ class SocketRendezvous:
     Args:
         job: the same on every rank, but for `rank`.
         listener: the one whose endpoint is `job.endpoints[job.rank]`; stays open.
-        settings: the same on every rank.
+        settings: the same on every rank; or what gives them, asked anew by every `connect`.
     """
 
-    def __init__(self, job: Job, listener: Listener, settings: Settings) -> None:
+    def __init__(
+        self, job: Job, listener: Listener, settings: Settings | Callable[[], Settings]
+    ) -> None:
         self.job = job
         self.rank = job.rank
         self.size = job.size
-        self.settings = settings
+        self._ask = settings if callable(settings) else None
+        self.settings = settings() if callable(settings) else settings
         self._listener = listener
         self._generation = 0
         self._parked: list[Parked] = []
@@ -46,6 +50,8 @@ class SocketRendezvous:
 
     def connect(self) -> Connections:
         """Meet every other rank; see `Rendezvous.connect`."""
+        if self._ask is not None:
+            self.settings = self._ask()
         generation = self._generation
         self._generation += 1
         for parked in [p for p in self._parked if p.turn.generation < generation]:

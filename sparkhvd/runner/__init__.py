@@ -56,6 +56,9 @@ def run(
     that is this process's own, on a cluster it is the executor's log. There is no live channel from remote
     executors to the driver yet; what reaches it is the last 100 lines of a rank that failed (`RankError.log_tail`).
 
+    Ctrl-C cancels the Spark job. Spark kills its Python workers 2 to 4 s later without telling them, and the ranks end with them: what
+    is to survive must have been saved before.
+
     Args:
         fn: any function that pickles; also from a notebook cell, `__main__` or a `--py-files` module.
         args: positional arguments of `fn`.
@@ -64,8 +67,10 @@ def run(
             executors x (cores // `spark.task.cpus`) elsewhere, or every GPU where Spark gives ranks GPUs (with
             `use_gpu=True` on `local[N]`: no more than this host has); an error where the configuration does not say.
         spark: the session to use, classic or Connect; None means the active one.
-        env: environment variables of the ranks, set before `fn` and its modules load.
-        settings: engine settings; None reads them from this process's environment.
+        env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
+            (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment and the Spark conf.
+        settings: engine settings that nothing else changes where they differ from the defaults; None reads them from the
+            Spark conf (`spark.sparkhvd.*`) and this process's environment.
         start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`.
         max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
         verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
@@ -85,11 +90,10 @@ def run(
         RankError: `fn` failed on a rank: which, where, and its traceback or signal.
     """
     from sparkhvd.runner import job
-    from sparkhvd.settings import Settings
 
     options = job.LaunchOptions(
         env=dict(env or {}),
-        settings=Settings.resolve() if settings is None else settings,
+        settings=settings,
         start_timeout_s=start_timeout,
         max_retries=max_retries,
         verbose=verbose,
@@ -115,13 +119,18 @@ def run_local(
 
     The same processes as `run` starts, so a program can be tried before it meets a cluster. Never relaunched.
 
+    Ctrl-C raises KeyboardInterrupt in `fn` on every rank, also while it waits in a collective. `fn` has 5 s to save in its `except` or
+    `finally`, then it is killed; a second Ctrl-C kills it at once. If this process is killed, the ranks are too.
+
     Args:
         fn: any function that pickles.
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.
         num_proc: number of processes, at least 1.
-        env: environment variables of the ranks, set before `fn` and its modules load.
-        settings: engine settings; None reads them from this process's environment.
+        env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
+            (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment.
+        settings: engine settings that nothing else changes where they differ from the defaults; None reads them from
+            this process's environment.
         verbose: 0 keeps the ranks' output; 1 prints it to stderr, each line after its [rank].
         use_gpu: True: every rank gets a GPU of its own, which `context().gpu` numbers in its process, or the job fails
             before `fn` starts. False: the ranks see no GPU. None: they see what this
@@ -138,16 +147,14 @@ def run_local(
         RankError: `fn` failed on a rank: which, and its traceback or signal.
     """
     from sparkhvd.runner import local
-    from sparkhvd.settings import Settings
 
-    resolved = Settings.resolve() if settings is None else settings
     return local.launch_local(
         fn,
         args,
         kwargs or {},
         num_proc,
         env=dict(env or {}),
-        settings=resolved,
+        settings=settings,
         verbose=verbose,
         use_gpu=use_gpu,
     )

@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparkhvd.runner import allocator, gpu_probe, gpus
+from sparkhvd.runner import allocator, gpu_probe, gpus, spawning
 
 __all__ = [
     "JobFrame",
@@ -95,7 +95,7 @@ class JobFrame:
 
     Attributes:
         job: `Job.to_json()`.
-        settings: `Settings.to_json()`.
+        settings: `JobSettings.to_json()`.
         local_rank: index among this host's ranks.
         attempt: 0 for the first launch.
         gpu: the rank's GPU as CUDA counts in its process; None where it was given none.
@@ -153,10 +153,14 @@ def cloudpickle() -> Any:
         return importlib.import_module("cloudpickle")
 
 
+def _dumps(value: Any) -> bytes:
+    data: bytes = cloudpickle().dumps(value)
+    return data
+
+
 def dump_program(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     """Pickle a call by value, so that functions of `__main__` and of notebook cells travel too."""
-    program: bytes = cloudpickle().dumps((fn, args, kwargs))
-    return program
+    return _dumps((fn, args, kwargs))
 
 
 def early_call(fn: Callable[[], object] | None) -> str:
@@ -203,6 +207,7 @@ def main(spec_fd: int, result_fd: int) -> int:
         first.send(b"null")
     _watch_parent(spec_fd)
     _install(prologue, job)
+    spawning.pickle_main_by_value(_dumps)
     return _run(program, result_fd, began)
 
 
@@ -288,15 +293,15 @@ def _watch_parent(fd: int) -> None:
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
     from sparkhvd import rank_context, rendezvous
-    from sparkhvd.settings import Settings
+    from sparkhvd.settings import JobSettings, RankSettings
 
     env, gpu = _visible(frame, prologue.cuda_library)
     os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
-    settings = Settings.from_json(frame.settings)
+    settings = RankSettings(JobSettings.from_json(frame.settings))
     job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)
     listener = rendezvous.Listener.from_filenos(*prologue.listener, endpoint)
-    rendezvous.install(rendezvous.SocketRendezvous(job, listener, settings))
+    rendezvous.install(rendezvous.SocketRendezvous(job, listener, settings.current))
     place = rank_context.RankContext(
         job.rank, job.size, frame.local_rank, frame.attempt, prologue.num_threads, gpu
     )
@@ -324,7 +329,6 @@ def _visible(frame: JobFrame, cuda_library: str) -> tuple[dict[str, str], int | 
 
 
 def _run(program: bytes, result_fd: int, began: float) -> int:
-    pid = os.getpid()
     started_at, started = time.time(), time.monotonic()
     write_frame(result_fd, json.dumps({"started_at": started_at}).encode())
     result = b""
@@ -337,8 +341,6 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
         result = _dump_result(None) if report["kind"] == "ok" else b""
     except BaseException as e:  # noqa: BLE001 - door: whatever the function raises becomes data
         report = _report_of(e)
-    if os.getpid() != pid:
-        os._exit(1)  # a process that the function forked and let run on; it is not the rank
     report["started_at"] = started_at
     report["run_s"] = time.monotonic() - started
     report["peak_rss_bytes"] = _peak_rss()
@@ -352,9 +354,32 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
 
 
 def _call(program: bytes) -> Any:
-    # The driver's closure: this process exists to run it.
-    fn, args, kwargs = pickle.loads(program)  # noqa: S301
-    return fn(*args, **kwargs)
+    pid = os.getpid()
+    try:
+        # The driver's closure: this process exists to run it.
+        fn, args, kwargs = pickle.loads(program)  # noqa: S301
+        value = fn(*args, **kwargs)
+    except BaseException as e:
+        if os.getpid() != pid:
+            _end_forked(e)
+        raise
+    if os.getpid() != pid:
+        _end_forked(None)
+    return value
+
+
+def _end_forked(error: BaseException | None) -> NoReturn:
+    """End a process that the function has forked and let run on, as Python would: it is not the rank."""
+    status = 0 if error is None else 1
+    if isinstance(error, SystemExit):
+        report = _report_of_exit(error)
+        status = int(report["exit"].removeprefix("exit ").replace("ok", "0"))
+        sys.stderr.write(report.get("message", ""))
+    elif error is not None:
+        sys.stderr.write(_traceback_of(error))
+    with contextlib.suppress(Exception):
+        _flush()
+    os._exit(status & 0xFF)
 
 
 class _UnpicklableResultError(TypeError):
@@ -363,14 +388,13 @@ class _UnpicklableResultError(TypeError):
 
 def _dump_result(value: Any) -> bytes:
     try:
-        data: bytes = cloudpickle().dumps(value)
+        return _dumps(value)
     except Exception as e:
         kind = type(value)
         raise _UnpicklableResultError(
             f"the function returned a {kind.__module__}.{kind.__qualname__}, which cannot be pickled "
             f"({type(e).__name__}: {e}). Return plain data such as numbers, lists or tensors."
         ) from e
-    return data
 
 
 def _report_of_exit(error: SystemExit) -> dict[str, Any]:
@@ -461,5 +485,7 @@ def loader_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(prefixes)}
 
 
+if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer
+    spawning.pickle_main_by_value(_dumps)
 if __name__ == "__main__":
     end(main(int(sys.argv[1]), int(sys.argv[2])))

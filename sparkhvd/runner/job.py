@@ -36,7 +36,7 @@ from sparkhvd.runner.results import (
     root_cause,
 )
 from sparkhvd.runner.spark_shim import SparkShim, active_session
-from sparkhvd.settings import Settings
+from sparkhvd.settings import JobSettings, Settings
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -63,8 +63,9 @@ class LaunchOptions:
 
     Attributes:
         env: environment variables of the ranks.
-        settings: engine settings, shipped whole to every rank.
-        start_timeout_s: longest wait for enough task slots; None means `settings.start_timeout_s`.
+        settings: engine settings given in code; None means those of the Spark conf and of the environment; or all that
+            the caller has decided on.
+        start_timeout_s: longest wait for enough task slots; None means the setting.
         max_retries: relaunches after a lost process, executor or host.
         verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
         threads_per_rank: threads of a rank; None means the task's cores, on `local[N]` N // num_proc.
@@ -81,7 +82,7 @@ class LaunchOptions:
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
-    settings: Settings = field(default_factory=Settings)
+    settings: Settings | JobSettings | None = None
     start_timeout_s: float | None = None
     max_retries: int = 2
     verbose: int = 1
@@ -152,6 +153,7 @@ def launch(
     _check_size(program, shim)
     env = launching.check_env(options.env)
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
+    settings = _settings(shim, options.settings, env)
     preflight.check_conf(conf)
     check_profile(options.profile, conf)
     gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
@@ -161,13 +163,14 @@ def launch(
         )
     slots = slots_of(conf, gpu_plan, options.profile)
     if num_proc is None and gpu_plan.mode == gpus.Mode.HOST:
-        slots = default_slots(shim, conf, slots, options.settings.cuda_library, env)
+        slots = default_slots(shim, conf, slots, settings.values.cuda_library, env)
     size = placement.choose_num_proc(num_proc, slots)
     plan = _Plan(
         shim=shim,
         program=program,
         size=size,
         options=replace(options, env=env, profile=profile),
+        settings=settings,
         gpus=gpu_plan,
         fixed_threads=_fixed_threads(options, conf, size),
         shared=b"" if options.shared is None else cloudpickle().dumps(options.shared),
@@ -184,6 +187,7 @@ class _Plan:
     program: bytes = field(repr=False)
     size: int
     options: LaunchOptions
+    settings: JobSettings
     gpus: gpus.GpuPlan
     fixed_threads: int | None
     shared: bytes = field(repr=False)
@@ -255,7 +259,7 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
         attempt=attempt,
         job_id=job_id,
         key=secrets.token_hex(32),
-        settings=options.settings.to_json(),
+        settings=plan.settings.to_json(),
         env=dict(options.env),
         driver=preflight.rank_facts(()).to_dict(),
         requirements=options.requirements,
@@ -332,6 +336,15 @@ def _check_size(program: bytes, shim: SparkShim) -> None:
         )
 
 
+def _settings(
+    shim: SparkShim, given: Settings | JobSettings | None, env: Mapping[str, str]
+) -> JobSettings:
+    if isinstance(given, JobSettings):
+        return given
+    conf = shim.conf(Settings.conf_keys()) if given is None else {}
+    return launching.choose_settings(given, env, conf)
+
+
 def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -> int | None:
     """The driver's decision on threads: the user's, or on `local[N]` an equal share; None leaves it to the task."""
     if options.threads_per_rank is not None:
@@ -346,7 +359,7 @@ def _wait_for_slots(plan: _Plan) -> None:
     Spark itself looks every 15 s, and says nothing for 10 minutes.
     """
     options = plan.options
-    limit = options.start_timeout_s or options.settings.start_timeout_s
+    limit = options.start_timeout_s or plan.settings.values.start_timeout_s
     began = time.monotonic()
     said = began
     while True:

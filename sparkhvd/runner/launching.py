@@ -14,11 +14,12 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner.child import JobFrame, dump_program
 from sparkhvd.runner.gpu_agreement import OwnGpu
-from sparkhvd.settings import Settings
+from sparkhvd.settings import JobSettings, Settings
 from sparkhvd.topology import topology
 
 __all__ = [
     "check_env",
+    "choose_settings",
     "dump_call",
     "job_frame",
     "load_result",
@@ -87,6 +88,26 @@ def check_env(env: Mapping[str, str]) -> dict[str, str]:
     return dict(env)
 
 
+def choose_settings(
+    given: Settings | None, env: Mapping[str, str], conf: Mapping[str, str] | None = None
+) -> JobSettings:
+    """Decide on the settings of a launch.
+
+    Args:
+        given: in code. What differs from the defaults there is not changed by `env` or by a rank's environment.
+        env: variables of the ranks.
+        conf: of Spark; like this process's environment it counts where nothing is given in code.
+
+    Raises:
+        InvalidArgumentError: a variable or key holds no value that is allowed.
+    """
+    if given is None:
+        return JobSettings(Settings.resolve(conf=conf).overridden(env))
+    if not isinstance(given, Settings):
+        raise InvalidArgumentError(f"settings is {given!r:.100}; it must be a sparkhvd.Settings.")
+    return JobSettings(given.overridden(env, given.given), given.given)
+
+
 # In a pickle, a short string: its length, then its text. Module names are such strings, those of a reference as
 # well as those of an `import` inside the function.
 _MENTIONED = re.compile(rb"\x8c(.)((?:torch|sparkhvd\.(?:torch|estimator))[\w.]*)", re.DOTALL)
@@ -113,12 +134,12 @@ def local_ranks(endpoints: Sequence[Endpoint]) -> list[int]:
     return [topology(rank, hosts).local_rank for rank in range(len(hosts))]
 
 
-def job_frame(job: Job, settings: Settings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:
+def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:
     """What a trainer is told once all ranks are known.
 
     Args:
         job: who the ranks are.
-        settings: of the engine.
+        settings: of the launch.
         master: address for torch.distributed.
         gpu: where it finds its GPU.
     """

@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
@@ -18,7 +18,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import gpu_agreement, gpus, launching, placement, preflight
 from sparkhvd.runner.child import Prologue
 from sparkhvd.runner.results import Kind, Outcome, error_of, root_cause
-from sparkhvd.runner.trainer import Trainer, inherited
+from sparkhvd.runner.trainer import Trainer, inherited, interrupt
 from sparkhvd.settings import Settings
 
 __all__ = ["launch_local"]
@@ -36,7 +36,7 @@ def launch_local(
     num_proc: int,
     *,
     env: Mapping[str, str],
-    settings: Settings,
+    settings: Settings | None,
     verbose: int,
     use_gpu: bool | None = None,
 ) -> list[Any]:
@@ -46,9 +46,12 @@ def launch_local(
             f"num_proc is {num_proc!r}; it must be a whole number of at least 1."
         )
     program = launching.dump_call(fn, args, kwargs)
+    env = launching.check_env(env)
+    chosen = launching.choose_settings(settings, env)
+    settings = chosen.values
     gpu_plan = gpus.decide({"spark.master": "local"}, use_gpu)
     hidden = gpus.variables(gpu_plan.mode, (), None, None)
-    variables = {**hidden, **launching.check_env(env)}
+    variables = {**hidden, **env}
     modules = launching.preload(program)
     needed = preflight.address_space_needed(
         modules, settings.slots * settings.slot_bytes * num_proc
@@ -85,7 +88,7 @@ def launch_local(
                 trainer = Trainer(rank, prologue, program, log, functools.partial(ended.put, rank))
                 trainers.append(stack.enter_context(trainer))
         found = _found_gpus(gpu_plan, trainers, variables)
-        with launching.reserved_port(_ADDRESS) as port:
+        with _interruptible(trainers), launching.reserved_port(_ADDRESS) as port:
             for rank, trainer in enumerate(trainers):
                 job = Job(
                     key=key,
@@ -96,12 +99,22 @@ def launch_local(
                     endpoints=tuple(endpoints),
                 )
                 own = gpu_agreement.own_gpu(gpu_plan.mode, found, rank, (), None)
-                trainer.send(launching.job_frame(job, settings, (_ADDRESS, port), own))
+                trainer.send(launching.job_frame(job, chosen, (_ADDRESS, port), own))
             outcomes = _outcomes(trainers, ended)
     cause = root_cause(outcomes)
     if cause is not None:
         raise error_of(cause, num_proc, others=outcomes)
     return [launching.load_result(trainer.result) for trainer in trainers]
+
+
+@contextlib.contextmanager
+def _interruptible(trainers: Sequence[Trainer]) -> Iterator[None]:
+    """Pass Ctrl-C on to the functions, which may save; a second one ends the wait for them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        interrupt(trainers)
+        raise
 
 
 def _found_gpus(

@@ -321,7 +321,12 @@ def describe(outcome: Outcome, size: int) -> str:
 
 def _crash_hint(outcome: Outcome) -> str:
     peak = f"its peak memory was {outcome.peak_rss_bytes / 2**20:.0f} MiB"
-    if outcome.exit in ("signal SIGKILL", "exit 137", "signal SIGTERM", "exit 143"):
+    if outcome.exit in ("signal SIGTERM", "exit 143"):
+        return (
+            f" and left no report: somebody asked it to end, such as an operator or the cluster manager ({peak}). Their logs "
+            "say who, and why."
+        )
+    if outcome.exit in ("signal SIGKILL", "exit 137"):
         return (
             f" and left no report: probably memory ({peak}). Run fewer ranks per host, or give "
             "each more (Spark on YARN or Kubernetes: raise spark.executor.memoryOverhead)."

@@ -25,7 +25,7 @@ from sparkhvd.runner.child import Prologue
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.results import Kind, Outcome, chunks, describe, embed, root_cause
 from sparkhvd.runner.trainer import Trainer, inherited
-from sparkhvd.settings import Settings
+from sparkhvd.settings import JobSettings
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,7 +51,7 @@ class TaskSpec:
         attempt: 0 for the first launch.
         job_id: names the attempt; not secret.
         key: the attempt's key in hex; secret.
-        settings: `Settings.to_json()`.
+        settings: `JobSettings.to_json()`.
         env: variables for the ranks.
         driver: the driver's `RankFacts`.
         requirements: modules that the workers' Python must have.
@@ -162,7 +162,8 @@ def _run_rank(
 ) -> tuple[Outcome, bytes]:
     infos = barrier.getTaskInfos()
     host = host_of(infos[rank].address)
-    settings = Settings.from_json(spec.settings)
+    chosen = JobSettings.from_json(spec.settings)
+    settings = chosen.values
     with contextlib.ExitStack() as stack:
         trainer: Trainer | None = None
         visible: str | None = None
@@ -240,7 +241,7 @@ def _run_rank(
         )
         master = (str(gathered[0]["endpoint"]["address"]), int(gathered[0]["port"]))
         own = task_gpus.own_gpu(agreed.mode, rank, found, endpoints, trainer, spec.env)
-        trainer.send(launching.job_frame(job, settings, master, own))
+        trainer.send(launching.job_frame(job, chosen, master, own))
         trainer.wait()
         outcome = trainer.outcome(host=host, attempt=spec.attempt)
         return replace(outcome, warnings=warnings), trainer.result
@@ -252,7 +253,7 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
     threads = placement.threads_per_rank(
         barrier.cpus(), preflight.affinity(), preflight.cgroup_quota(), spec.fixed_threads
     )
-    settings = Settings.from_json(spec.settings)
+    settings = JobSettings.from_json(spec.settings).values
     return Prologue(
         env={**task_gpus.variables(barrier, spec.gpu_mode), **spec.env},
         sys_path=list(sys.path),

@@ -33,13 +33,15 @@ from sparkhvd.runner.child import (
 )
 from sparkhvd.runner.results import Kind, Outcome, exit_text
 
-__all__ = ["Trainer", "inherited"]
+__all__ = ["Trainer", "inherited", "interrupt"]
 
 LOG_TAIL_LINES = 100
 # A line without an end (a progress bar) is passed on at this length.
 _LINE_BYTES = 16 << 10
 # How long a trainer may live on after it has reported: threads and exit handlers of the user's code.
 EXIT_GRACE_S = 30.0
+# How long a function may go on after KeyboardInterrupt was raised in it, for example to save.
+INTERRUPT_GRACE_S = 5.0
 # How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it starts each of them for that.
 GPU_ANSWER_S = 120.0
 # How long the pipes may take to reach their end after the whole process group was killed.
@@ -81,6 +83,7 @@ class Trainer:
         self._report: dict[str, Any] | None = None
         self._status = 0
         self._rss = 0
+        self._has_job = False
         self._reported = threading.Event()
         self._asks_gpus = bool(prologue.gpu_views)
         self._gpus: list[dict[str, Any]] | None = None
@@ -151,6 +154,7 @@ class Trainer:
 
     def send(self, job: JobFrame) -> None:
         """Tell the trainer who the ranks are; it starts the function."""
+        self._has_job = True
         with contextlib.suppress(BrokenPipeError):  # it is gone; its end says why
             write_frame(self._spec, job.to_bytes())
 
@@ -188,10 +192,23 @@ class Trainer:
             self._grace_until = now + EXIT_GRACE_S
         elif now >= self._grace_until and not self._is_forced:
             self._is_forced = True
-            self._log(
-                f"[{self.rank}] (did not end {EXIT_GRACE_S:.0f} s after its function; killed)"
-            )
-            self.kill()
+            self.give_up(f"{EXIT_GRACE_S:.0f} s after its function")
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt in the function, or kill a trainer that has no job yet; returns at once."""
+        with self._reap_lock:
+            if self._is_reaped or self._reported.is_set():
+                return
+            if self._has_job:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGINT)
+                return
+        self.kill()
+
+    def give_up(self, when: str) -> None:
+        """Kill the trainer and say so in its output."""
+        self._log(f"[{self.rank}] (did not end {when}; killed)")
+        self.kill()
 
     def kill(self) -> None:
         """Kill the trainer and every process of its group; returns at once."""
@@ -296,6 +313,16 @@ class Trainer:
             pump.join(_DRAIN_S)  # a process that left the group may still hold the pipe
         self._ended.set()
         self._on_end()
+
+
+def interrupt(trainers: Sequence[Trainer]) -> None:
+    """Raise KeyboardInterrupt in the functions and wait for their end, INTERRUPT_GRACE_S at most."""
+    for trainer in trainers:
+        trainer.interrupt()
+    deadline = time.monotonic() + INTERRUPT_GRACE_S
+    for trainer in trainers:
+        if not trainer.wait(max(0.0, deadline - time.monotonic())):
+            trainer.give_up(f"{INTERRUPT_GRACE_S:.0f} s after it was interrupted")
 
 
 class _Closing:

@@ -124,10 +124,11 @@ def is_initialized() -> bool:
 
 def initialize(rendezvous: Rendezvous | None = None) -> bool:
     """Make the process's context, unless there is one; whether there was none."""
+    rendezvous = rendezvous or meeting.current()
     with _process.lock:
         if _find() is not None:
             return False
-        rendezvous = rendezvous or meeting.current() or meeting.SingleRendezvous(Settings.resolve())
+        rendezvous = rendezvous or meeting.SingleRendezvous(Settings.resolve())
         _process.context = Context(Engine(rendezvous.connect(), rendezvous.settings))
         if _process.exit_pid != os.getpid():
             _process.exit_pid = os.getpid()

@@ -465,6 +465,7 @@ class Reducer:
             f"{', gradients as views' if options.as_views else ''}"
             f"{', sharded' if options.sharded else ''}"
             f"{', sparse as dense' if options.sparse_as_dense else ''}"
+            f"{self._tuning()}"
             f"{self._device_options()}",
             *[
                 f"{entry.name!r} with shape {entry.shape}, {entry.dtype}{_place(entry)}{state}"
@@ -478,6 +479,10 @@ class Reducer:
 
     def _device_options(self) -> str:
         return f", device_bucket_bytes {self.options.device_bucket_bytes}" if self._device else ""
+
+    def _tuning(self) -> str:
+        tuning = self.context.engine.settings.tuning
+        return f", autotune {tuning}" if tuning else ""
 
     # --- The plan. ---
 

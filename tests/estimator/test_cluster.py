@@ -12,6 +12,7 @@ import torch
 from sparkhvd import Settings, TorchEstimator
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.cluster import Cluster, Given, resolve_cluster
+from sparkhvd.settings import JobSettings
 from tests.harness.fake_driver import fake_driver
 from tests.harness.spark import run_on
 
@@ -51,14 +52,17 @@ def test_an_argument_wins_over_the_conf_it_over_the_environment_that_over_the_de
     monkeypatch.setenv("SPARKHVD_SLOTS", "6")
     # A local master gives no GPUs; a rank takes one that torch sees.
     also: dict[str, Any] = {"slots": 2, "looks_for_gpu": True}
-    assert resolve(spark) == Cluster(1, 5, 12.5, 0, Settings(spin_us=9, slots=6), **also)
+    assert resolve(spark) == Cluster(
+        1, 5, 12.5, 0, JobSettings(Settings(spin_us=9, slots=6)), **also
+    )
     given = {"num_proc": 2, "max_retries": 2, "start_timeout": 3.0, "verbose": 1}
     assert resolve(spark, **given, settings=Settings(spin_us=7)) == Cluster(
-        2, 2, 3.0, 1, Settings(spin_us=7), **also
+        2, 2, 3.0, 1, JobSettings(Settings(spin_us=7), ("spin_us",)), **also
     )
     for key in conf:
         spark.conf.unset(key)
-    assert resolve(spark) == Cluster(2, 2, None, 1, Settings(spin_us=8, slots=6), **also)
+    of_environment = JobSettings(Settings(spin_us=8, slots=6))
+    assert resolve(spark) == Cluster(2, 2, None, 1, of_environment, **also)
     for use_gpu in (True, False):  # decided before it starts
         found = resolve(spark, use_gpu=use_gpu)
         assert (found.use_gpu, found.looks_for_gpu) == (use_gpu, False)
@@ -114,12 +118,12 @@ def test_a_local_master_with_one_gpu_gives_one_rank_where_ranks_take_gpus(
         (
             "slots",
             "1",
-            "spark.sparkhvd.slots='1': Settings.slots is 1; it must be from 2 to 64.",
+            "spark.sparkhvd.slots is 1; it must be from 2 to 64.",
         ),
         (
             "isa",
             "sse",
-            "spark.sparkhvd.isa='sse': Settings.isa is 'sse'; it must be one of auto, scalar, avx2, avx512, neon.",
+            "spark.sparkhvd.isa is 'sse'; it must be one of auto, scalar, avx2, avx512, neon.",
         ),
     ],
 )
@@ -143,7 +147,7 @@ def test_the_conf_reaches_a_client_of_connect(tmp_path: Path) -> None:
         estimator = TorchEstimator(max_retries=3)
         given = Given(estimator._get, estimator.isSet)
         found = resolve_cluster(spark, given)
-        print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.spin_us)
+        print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.values.spin_us)
         spark.conf.set("spark.sparkhvd.num_proc", "-3")
         try:
             resolve_cluster(spark, given)

@@ -105,6 +105,25 @@ def test_variables_of_one_run_are_gone_in_the_next(spark: SparkSession) -> None:
     assert run(variables, num_proc=2, spark=spark) == [(None, None)] * 2
 
 
+def test_settings_come_from_the_conf_and_env_wins(spark: SparkSession) -> None:
+    def settings() -> tuple[int, float]:
+        from sparkhvd import rendezvous
+
+        current = rendezvous.current()
+        assert current is not None
+        return current.settings.slots, current.settings.stall_shutdown_s
+
+    conf = {"spark.sparkhvd.slots": "5", "spark.sparkhvd.stall_shutdown_s": "9"}
+    for key, value in conf.items():
+        spark.conf.set(key, value)
+    try:
+        found = run(settings, num_proc=2, spark=spark, env={"SPARKHVD_STALL_SHUTDOWN_S": "20"})
+    finally:
+        for key in conf:
+            spark.conf.unset(key)
+    assert found == [(5, 20.0)] * 2
+
+
 def test_large_results_travel_in_parts(spark: SparkSession) -> None:
     def blob() -> bytes:
         return bytes([here_rank()]) * (3 << 20)
@@ -200,6 +219,7 @@ def test_more_ranks_than_slots_is_refused_at_once(spark: SparkSession) -> None:
         ({"max_retries": -1}, "max_retries is -1"),
         ({"start_timeout": 0}, "start_timeout is 0"),
         ({"env": {"A": 1}}, r"env\['A'\] is 1"),
+        ({"env": {"HOROVOD_FUSION_THRESHOLD": "-5"}}, "HOROVOD_FUSION_THRESHOLD is -5; it must be"),
         ({"spark": "local[2]"}, "spark is 'local\\[2\\]'; it must be a SparkSession"),
     ],
 )

@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.settings import Settings, markdown_table
+from sparkhvd.settings import JobSettings, RankSettings, Settings, markdown_table
 
 
 def test_defaults_hold_when_nothing_is_given() -> None:
@@ -37,6 +37,7 @@ def test_horovod_names_are_aliases_and_ours_come_first() -> None:
     environ = {"HOROVOD_FUSION_THRESHOLD": "1000", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "12.5"}
     assert Settings.resolve(environ).bucket_bytes == 1000
     assert Settings.resolve(environ).stall_shutdown_s == 12.5
+    assert Settings.resolve({"HOROVOD_FUSION_THRESHOLD": "0"}).bucket_bytes == 0  # no fusion
     environ["SPARKHVD_BUCKET_BYTES"] = "2000"
     assert Settings.resolve(environ).bucket_bytes == 2000
 
@@ -61,13 +62,17 @@ def test_booleans_are_read(text: str, value: bool) -> None:
         ),
         (
             {"SPARKHVD_ISA": "sse"},
-            "Settings.isa is 'sse'; it must be one of auto, scalar, avx2, avx512, neon.",
+            "SPARKHVD_ISA is 'sse'; it must be one of auto, scalar, avx2, avx512, neon.",
         ),
-        ({"SPARKHVD_SLOTS": "1"}, "Settings.slots is 1; it must be from 2 to 64."),
-        ({"SPARKHVD_HOST_LOSS_S": "1"}, "Settings.host_loss_s is 1.0; it must be at least 3."),
+        ({"SPARKHVD_SLOTS": "1"}, "SPARKHVD_SLOTS is 1; it must be from 2 to 64."),
+        ({"SPARKHVD_HOST_LOSS_S": "1"}, "SPARKHVD_HOST_LOSS_S is 1.0; it must be at least 3."),
         (
             {"SPARKHVD_PORT_RANGE": "9-5"},
-            "Settings.port_range is '9-5'; it must be like 40000-40100.",
+            "SPARKHVD_PORT_RANGE is '9-5'; it must be like 40000-40100.",
+        ),
+        (
+            {"HOROVOD_FUSION_THRESHOLD": "-5"},
+            "HOROVOD_FUSION_THRESHOLD is -5; it must be 0 or more.",
         ),
     ],
 )
@@ -116,8 +121,46 @@ def test_the_conf_wins_over_the_environment_and_its_errors_name_the_key() -> Non
     assert Settings.resolve({}, conf=conf, spin_us=9).spin_us == 9
     for text, message in (
         ("x", "spark.sparkhvd.slots='x' is not a valid int. Give a plain int like 4, or unset it."),
-        ("1", "spark.sparkhvd.slots='1': Settings.slots is 1; it must be from 2 to 64."),
+        ("1", "spark.sparkhvd.slots is 1; it must be from 2 to 64."),
     ):
         with pytest.raises(InvalidArgumentError) as failed:
             Settings.resolve({}, conf={"spark.sparkhvd.slots": text})
         assert str(failed.value) == message
+
+
+def test_variables_of_executors_in_the_conf_count_between_conf_and_environment() -> None:
+    environ = {"SPARKHVD_SPIN_US": "7", "SPARKHVD_BUCKET_BYTES": "1"}
+    conf = {
+        "spark.executorEnv.HOROVOD_FUSION_THRESHOLD": "2",
+        "spark.executorEnv.SPARKHVD_SPIN_US": "8",
+        "spark.sparkhvd.spin_us": "9",
+    }
+    found = Settings.resolve(environ, conf=conf)
+    assert (found.bucket_bytes, found.spin_us) == (2, 9)
+    assert set(conf) <= set(Settings.conf_keys())
+
+
+def test_later_variables_win_but_not_over_what_was_given_in_code() -> None:
+    earlier = Settings(spin_us=7, slots=5)
+    found = earlier.overridden({"SPARKHVD_SPIN_US": "8", "SPARKHVD_SLOTS": "", "OTHER": "x"})
+    assert found == Settings(spin_us=8)  # an empty variable restores the default
+    with pytest.warns(UserWarning, match=r"spin_us=7 was given in code and SPARKHVD_SPIN_US=8"):
+        kept = earlier.overridden({"SPARKHVD_SPIN_US": "8"}, earlier.given)
+    assert kept == earlier
+
+
+def test_a_rank_reads_what_its_function_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARKHVD_SPIN_US", "3")  # of the host: not the job's
+    monkeypatch.setenv("SPARKHVD_PORT_RANGE", "5-9")
+    job = JobSettings(Settings(spin_us=7, slots=5), ("slots",))
+    rank = RankSettings(JobSettings.from_json(job.to_json()))
+    assert rank.current() == job.values
+    monkeypatch.setenv("HOROVOD_TIMELINE", "/t.json")
+    monkeypatch.setenv("SPARKHVD_SPIN_US", "4")
+    monkeypatch.setenv("SPARKHVD_SLOTS", "6")
+    with pytest.warns(UserWarning, match="slots=5 was given in code"):
+        assert rank.current() == replace(job.values, spin_us=4, timeline="/t.json")
+    monkeypatch.setenv("SPARKHVD_PORT_RANGE", "10-11")
+    monkeypatch.setenv("SPARKHVD_SLOTS", "5")
+    with pytest.raises(InvalidArgumentError, match="PORT_RANGE='10-11' was set in a rank.*env="):
+        rank.current()

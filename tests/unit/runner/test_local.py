@@ -58,6 +58,36 @@ def test_user_variables_win_and_leave_no_trace() -> None:
     assert run_local(threads, num_proc=1) != ["7"]
 
 
+def _settings_of(variables: dict[int, dict[str, str]]) -> tuple[float, str, int]:
+    here = context()
+    assert here is not None
+    os.environ.update(variables.get(here.rank, {}))
+    import sparkhvd.torch as hvd
+    from sparkhvd.torch import _context
+
+    hvd.init()
+    hvd.barrier()
+    found = _context.context().engine.settings
+    return found.stall_shutdown_s, found.timeline, found.bucket_bytes
+
+
+def test_settings_in_variables_count_wherever_they_were_set(tmp_path: Path) -> None:
+    path = str(tmp_path / "timeline.json")
+    env = {"SPARKHVD_STALL_SHUTDOWN_S": "20", "HOROVOD_TIMELINE": path}
+    own = dict.fromkeys(range(2), {"HOROVOD_FUSION_THRESHOLD": "0"})
+    assert run_local(_settings_of, (own,), num_proc=2, env=env) == [(20.0, path, 0)] * 2
+    assert (tmp_path / "timeline.json").exists()
+
+
+def test_wrong_settings_are_refused_by_their_names_and_where_ranks_differ() -> None:
+    with pytest.raises(InvalidArgumentError, match="^HOROVOD_FUSION_THRESHOLD is -5; it must be"):
+        run_local(len, ("",), num_proc=1, env={"HOROVOD_FUSION_THRESHOLD": "-5"})
+    with pytest.raises(InvalidArgumentError, match=r"settings is 'fast'; it must be a"):
+        run_local(len, ("",), num_proc=1, settings="fast")  # type: ignore[arg-type]
+    with pytest.raises(RankError, match=r"ranks disagree on slots\. Rank [01] has [46], rank [01]"):
+        run_local(_settings_of, ({1: {"SPARKHVD_SLOTS": "6"}},), num_proc=2)
+
+
 def test_the_key_is_in_no_environment_or_command_line() -> None:
     def secrets_seen() -> bool:
         from sparkhvd import rendezvous
@@ -104,6 +134,52 @@ if __name__ == "__main__":
         "PreflightError: The processes of this one may have 512 MiB of address space each" in last
     )
     assert last.endswith("'ulimit -v unlimited' in the shell that starts it.")
+
+
+def test_a_forked_child_is_no_rank_and_ends_with_its_own_status() -> None:
+    def forks() -> list[int]:
+        import sparkhvd.torch as hvd
+
+        hvd.init()
+
+        def again() -> None:
+            hvd.shutdown()
+            try:
+                hvd.init()
+            except hvd.NotInitializedError as e:
+                sys.exit(7 if "was forked by rank" in str(e) else 8)
+
+        found = []
+        for ends in (lambda: sys.exit(0), lambda: sys.exit(3), lambda: {}["x"], print, again):
+            child = os.fork()
+            if child == 0:
+                ends()  # type: ignore[no-untyped-call, operator]
+                return []
+            found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        hvd.barrier()
+        return found
+
+    assert run_local(forks, num_proc=1) == [[0, 3, 1, 0, 7]]
+
+
+def test_what_the_users_main_defines_reaches_spawned_processes_and_comes_back() -> None:
+    class Batch:
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+        def __call__(
+            self, add: int
+        ) -> Batch:  # as a Dataset of __main__ for a DataLoader that spawns
+            return Batch(self.first + add)
+
+    def spawns() -> list[int]:
+        import multiprocessing
+
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return [found.first for found in pool.map(Batch(10), [1, 2]) if type(found) is Batch]
+
+    Batch.__module__ = "__main__"
+    assert run_local(spawns, num_proc=1) == [[11, 12]]
 
 
 def test_large_results_and_programs_travel() -> None:
@@ -266,6 +342,58 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("interrupted")
 """
+
+
+_SAVING = """
+import os, sys, time
+from sparkhvd import Settings, rendezvous
+from sparkhvd.engine import Engine
+from sparkhvd.runner import run_local
+
+def saves(folder, is_stubborn):
+    def note(what):
+        open(os.path.join(folder, what + os.environ["RANK"]), "w").close()
+
+    met = rendezvous.current()
+    with Engine(met.connect(), Settings()) as engine:
+        engine.barrier(name="all").wait()
+        while True:
+            try:
+                note("ready")
+                if met.rank == 0:
+                    engine.barrier(name="nobody else comes").wait()
+                time.sleep(300)
+            except KeyboardInterrupt:
+                time.sleep(0.2)
+                note("saved")
+                if not is_stubborn:
+                    raise
+
+if __name__ == "__main__":
+    try:
+        run_local(saves, (sys.argv[1], sys.argv[2] == "twice"), num_proc=2)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("how_often", ["once", "twice"])
+def test_ctrl_c_lets_functions_save_and_a_second_one_ends_them(
+    tmp_path: Path, how_often: str
+) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(_SAVING)
+    with started_script(script, str(tmp_path), how_often) as driver:
+        for what in ("ready", "saved")[: 1 + (how_often == "twice")]:
+            files = [tmp_path / f"{what}{rank}" for rank in range(2)]
+            wait_until(lambda f=files: all(map(Path.exists, f)), f"both {what}", within_s=30)  # type: ignore[misc]
+            began = time.monotonic()
+            os.kill(driver.pid, signal.SIGINT)
+        driver.wait(10)
+        assert time.monotonic() - began < 4  # the five seconds are for functions that need them
+        assert driver.stdout is not None
+        assert driver.stdout.read() == "interrupted\n"
+    assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
 
 
 def _started(folder: Path) -> set[int]:

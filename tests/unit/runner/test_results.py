@@ -102,13 +102,22 @@ def test_error_carries_rank_host_exit_traceback_and_output() -> None:
     )
 
 
-@pytest.mark.parametrize("status", ["signal SIGKILL", "exit 137", "exit 143", "signal SIGTERM"])
+@pytest.mark.parametrize("status", ["signal SIGKILL", "exit 137"])
 def test_a_kill_without_report_says_probably_memory(status: str) -> None:
     outcome = Outcome(2, Kind.CRASH, host="h2", exit=status, peak_rss_bytes=300 << 20)
     assert describe(outcome, 4) == (
         f"Rank 2 of 4 on host h2 ended with {status} and left no report: probably memory (its peak memory was "
         "300 MiB). Run fewer ranks per host, or give each more (Spark on YARN or Kubernetes: raise "
         "spark.executor.memoryOverhead)."
+    )
+
+
+@pytest.mark.parametrize("status", ["signal SIGTERM", "exit 143"])
+def test_a_request_to_end_is_not_taken_for_a_lack_of_memory(status: str) -> None:
+    outcome = Outcome(2, Kind.CRASH, exit=status, peak_rss_bytes=300 << 20)
+    assert describe(outcome, 4) == (
+        f"Rank 2 of 4 ended with {status} and left no report: somebody asked it to end, such as an operator or "
+        "the cluster manager (its peak memory was 300 MiB). Their logs say who, and why."
     )
 
 
