@@ -355,8 +355,8 @@ class FakeTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As of every tensor; `x.data = y` gives it y's memory."""
-        return self.detach()
+        """As of every tensor, with a count of changes of its own; `x.data = y` gives it y's memory."""
+        return FakeTensor(self.raw, self.gpu)
 
     @data.setter
     def data(self, value: FakeTensor) -> None:
