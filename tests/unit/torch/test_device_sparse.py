@@ -105,7 +105,7 @@ def test_training_equals_one_process(
 def test_ranks_with_another_layout_learn_of_it() -> None:
     def body(gpu: FakeDevice) -> None:
         table = nn.Parameter(gpu.tensor(torch.ones(ROWS, COLUMNS)))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=0.1))
+        _kept = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=0.1))
         index = torch.tensor([1, 2])
         found = Lookup.apply(table, index) if hvd.rank() else table.index_select(0, index)
         with pytest.raises(MismatchError, match="ranks disagree on the layout"):

@@ -391,11 +391,13 @@ def test_losses_on_disjoint_parameters_need_their_number_of_passes() -> None:
     assert on_ranks(2, body) == [([-1.0] * 2, [-6.0] * 2)] * 2
 
 
-def test_one_backward_too_many_is_an_error() -> None:
+def test_one_backward_too_many_is_an_error_of_sums() -> None:
     def body() -> Any:
         model = mlp()
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            named_parameters=model.named_parameters(),
+            op=hvd.Sum,
         )
         loss_of(model, batch(0)).backward()
         with pytest.raises(InvalidArgumentError) as caught:
