@@ -25,6 +25,8 @@ OVERLAPPED = "overlapped"
 OURS: dict[str, Callable[[], dict[str, Any]]] = {
     "sparkhvd": lambda: {},
     OVERLAPPED: lambda: {},
+    # What waiting at the end of backward costs.
+    "waits in step": lambda: {"synchronize_in_backward": False},
     "views": lambda: {"gradient_as_bucket_view": True},
     BORN: lambda: {"gradient_as_bucket_view": True},
     "fp16": lambda: {"compression": hvd.Compression.fp16},

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["Context", "context", "initialize", "is_initialized", "shut_down", "use_engine"]
 
 
+class _Ended(threading.local):
+    """The reducers whose backward pass has ended on this thread, which are about to wait (of `buckets.py`)."""
+
+    def __init__(self) -> None:
+        self.reducers: list[Any] = []
+
+
 class Context:
     """An engine and what is counted per engine: every rank counts the same operations in the same order."""
 
@@ -40,6 +47,7 @@ class Context:
         # The registered process sets by their ranks (made and used by `process_sets.py`).
         self.process_sets: dict[tuple[int, ...], Any] = {}
         self.joins = 0  # how often all ranks have joined
+        self.ended = _Ended()
         # This rank's GPU, once a tensor on it has come, and what opens it (made and used by `device.py`).
         self.device: Any = None
         self.opener: Callable[[Engine, int], Any] | None = None

@@ -13,12 +13,17 @@ weakly, and the reducer knows nothing of the optimizer, so a dropped optimizer t
 
 **One cycle** is: `passes` backward passes; in the last one every complete bucket is submitted by the hook that
 completes it (if cores are left over, or hosts wait for each other), and when backward ends the others follow, with
-zeros for parameters that got no gradient; `wait` ends it. All ranks therefore submit the same operations whatever
-part of the model each of them used. With `Sum` and `Average` one flag per parameter travels along, so that a
+zeros for parameters that got no gradient; then `wait` ends the cycle, before `backward()` returns. A rank without a
+gradient of these parameters, or without a last pass, comes to it in the optimizer's `step`. All ranks therefore submit the same operations
+whatever part of the model each of them used. With `Sum` and `Average` one flag per parameter travels along, so that a
 parameter that no rank used ends without gradient, exactly as in one process.
 
-**The first cycle** submits in `wait`: only there all ranks can agree which of their gradients are sparse. The end of
-its backward only starts to ask, because a rank without a gradient of these parameters answers in `wait`.
+**Several reducers** may have gradients in one backward pass: first all submit, then all wait, in the order in which
+they were built, which is the same on every rank.
+
+**The first cycle** submits nothing from hooks: the ranks agree first which of their gradients are sparse, and it shows which
+parameters get several gradients in one pass (a module in several reentrant checkpoints); those are never submitted
+before the pass has ended.
 """
 
 from __future__ import annotations
@@ -32,12 +37,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.variable import Variable
 
 from sparkhvd.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.torch._context import Context
 from sparkhvd.torch.agreement import Agreement
+from sparkhvd.torch.backward_end import BackwardEnd, after_backward
 from sparkhvd.torch.bucket_plan import BucketPlanner
 from sparkhvd.torch.collectives.broadcasts import start_broadcast
 from sparkhvd.torch.collectives.handles import Operation
@@ -52,13 +57,10 @@ from sparkhvd.torch.dense_gradients import (
 from sparkhvd.torch.device import Device, opened
 from sparkhvd.torch.device_bucket import DeviceBucket
 from sparkhvd.torch.gradient_memory import GradientMemory, needed_bytes
-from sparkhvd.torch.nested_backward import inside_nested_backward
 from sparkhvd.torch.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.sparse_gradients import LayoutVote, Votes
 
-__all__ = ["ReduceOptions", "Reducer"]
-
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+__all__ = ["ReduceOptions", "Reducer", "wait_for_all"]
 
 
 class Reducer:
@@ -72,13 +74,22 @@ class Reducer:
         self.passes = options.passes
         number = context.number("DistributedOptimizer", options.process_set)
         self.label = f"DistributedOptimizer.{number}"
+        self.order = context.number("reducer")  # in which reducers were built
         self.in_flight = False
         # A gradient has arrived since the last wait.
         self.dirty = False
+        # `.grad` holds this cycle's reduced gradients, which the optimizer has not used yet.
+        self.is_reduced = False
+        self.cycles = 0  # that have ended
+        # Gives all reducers of the optimizer: their cycles end together, or ranks that use different parts of a model
+        # would wait for different ones.
+        self.siblings: Callable[[], Sequence[Reducer]] = tuple
         self._passes_left = options.passes
-        self._outer_task = self._nested_task = -1
-        self._outer_is_running = False
+        # Of the backward pass that runs; the reference is dead if that ended in an exception.
+        self._end: weakref.ref[BackwardEnd] | None = None
         self._entering = threading.Lock()
+        # Of the reduced gradients, where a change or a further pass would give wrong results.
+        self._results: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._entries = [
             Entry(index, name, param, self._wire_dtype(name, param))
             for index, (name, param) in enumerate(named)
@@ -191,13 +202,13 @@ class Reducer:
 
     def on_gradient(self, entry: Entry) -> None:
         """A gradient of this pass is complete."""
-        task = _graph_task()
-        if task not in (self._outer_task, self._nested_task):
+        if self._end is None or self._end() is None:
             with self._entering:
-                if task not in (self._outer_task, self._nested_task):
-                    self._enter(task)
-        if entry.grad is not None or self._is_submitted or self._vote is not None:
-            self._gradient_again(entry)
+                if self._end is None or self._end() is None:
+                    self._enter(entry)
+        if entry.grad is not None:
+            self._note_repeat(entry)
+            return
         if self._passes_left > 1:
             return
         entry.grad = entry.param.grad
@@ -205,50 +216,65 @@ class Reducer:
             entry.stream = self._device.stream()
         if self._order is not None:
             self._order.append(entry.index)
+        if entry.repeats:
+            return
         bucket = entry.bucket
         bucket.pending -= 1
-        if bucket.pending == 0 and self._is_settled and self._overlaps:
+        if bucket.pending == 0 and self._is_settled and self._overlaps and self.cycles > 0:
             assert not isinstance(bucket, Parked)
             self._submit(bucket)
 
-    def _enter(self, task: int) -> None:
+    def _enter(self, entry: Entry) -> None:
         """The first gradient of a backward pass."""
+        if self._end is not None:  # the last pass ended in an exception
+            self.discard()
+        elif self.in_flight or (self.is_reduced and self._results):
+            self._begin_anew(entry)
         self._begin()
         self.dirty = True
-        if inside_nested_backward(has_gpu=self._device is not None):
-            # Reentrant checkpointing: callbacks of the inner pass would come before the outer one ends.
-            self._nested_task = task
-            return
-        if self._outer_is_running:  # the last pass ended in an exception
-            self.discard()
-            self.dirty = True
-        self._outer_task = task
-        self._outer_is_running = True
-        Variable._execution_engine.queue_callback(self._leave)
+        self.is_reduced = False
+        end = BackwardEnd(_leave(weakref.ref(self)))
+        self._end = weakref.ref(end)
+
+    @property
+    def _can_reduce_again(self) -> bool:
+        """Whether gradients of a further pass may be added to reduced ones, and the sums reduced: a mean of equal
+        values is that value.
+        """
+        return self.options.op is ReduceOp.AVERAGE and not self.options.sharded
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the cycle ends with that of another reducer of the optimizer."""
+        return not self.is_reduced or self._can_reduce_again
 
     def _begin(self) -> None:
         if self._low_rank is not None and not self.in_flight:
             self._after_joins(self._low_rank)
 
-    def _leave(self) -> None:
-        """The end of a backward pass."""
-        self._outer_is_running = False
+    def leave(self, end: BackwardEnd) -> None:
+        """The end of a backward pass, also of those that it lies in."""
+        if self._end is None or self._end() is not end:
+            return  # a step inside the pass, in the backward of a function, has ended the cycle
+        self._end = None
         if self._passes_left > 1:
             self._passes_left -= 1
-        elif self._is_settled:
+            return
+        if self._is_settled:
             self.submit_all()
         else:
             self._begin_to_settle()
+        if self.options.wait_in_backward:
+            # Behind the ends of all other reducers, which so have submitted.
+            self.context.ended.reducers.append(self)
+            after_backward(_finish_all(self.context))
 
-    def _gradient_again(self, entry: Entry) -> None:
+    def _begin_anew(self, entry: Entry) -> None:
         """A gradient that is complete in this cycle changed, or was dropped and made anew."""
         if self._was_dropped(entry) and not torch.is_grad_enabled():
             # Dropped (`module.zero_grad()`), as a GAN does with the gradients that the other network's
             # loss left in this one. The same happens on every rank.
-            outer_is_running = self._outer_is_running
             self.discard()
-            self._outer_is_running = outer_is_running
-            self.dirty = True
             return
         raise InvalidArgumentError(
             f"DistributedOptimizer: {entry.name!r} got a gradient more than backward_passes_per_step="
@@ -258,10 +284,33 @@ class Reducer:
 
     def _was_dropped(self, entry: Entry) -> bool:
         """Whether a gradient of this cycle is no parameter's any more."""
+        known = self._known(entry)
+        if known is not None:
+            return entry.param.grad is not known
+        # It is the first of a parameter that had none in this cycle.
+        others = [(e, self._known(e)) for e in self._entries]
+        return any([grad is not None and e.param.grad is not grad for e, grad in others]) or any(
+            [reference() is None for reference, _ in self._results.values()]
+        )
+
+    def _known(self, entry: Entry) -> Tensor | None:
+        """The gradient of this cycle, in flight or reduced."""
         if entry.grad is not None:
-            return entry.param.grad is not entry.grad
-        # It is the first of a parameter that had none when the ranks voted.
-        return any([e.grad is not None and e.param.grad is not e.grad for e in self._entries])
+            return entry.grad
+        reference, _ = self._results.get(entry.index, (None, 0))
+        return None if reference is None else reference()
+
+    def _note_repeat(self, entry: Entry) -> None:
+        """A parameter got several gradients in one pass, as one of a module in several reentrant checkpoints."""
+        bucket = entry.bucket
+        if not isinstance(bucket, Parked) and bucket.work is not None:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: {entry.name!r} got another gradient in the same backward pass, after the "
+                "first one was sent; in the first step it got one. Use the module in as many reentrant checkpoints "
+                "in every step, or give checkpoint(..., use_reentrant=False)."
+            )
+        entry.grad = entry.param.grad
+        entry.repeats = True
 
     # --- From the optimizer. ---
 
@@ -290,7 +339,7 @@ class Reducer:
                 another. Everything that was submitted has ended, so the next cycle works.
         """
         self.submit_all()
-        replaced = [e.name for b in self._buckets for e in b.entries if e.is_replaced]
+        changed = [e for b in self._buckets for e in b.entries if e.is_changed]
         try:
             for first in self._two_rounds:
                 first.start_second_round(self.context.engine)
@@ -302,16 +351,31 @@ class Reducer:
             self._count_step()
         finally:
             self._reset()
-        if replaced:
-            raise InvalidArgumentError(
-                f"DistributedOptimizer: the gradient of {replaced[0]!r} was replaced or dropped while it was being "
-                "reduced (p.grad = ..., p.grad.data = ...), so the reduced one is lost. Call "
-                "optimizer.synchronize() before you change gradients; step() then does not reduce again. Register "
-                "hooks that replace them before the optimizer is built."
-            )
+        if changed:
+            raise _changed_in_flight(changed[0])
+        self.cycles += 1
+        self.is_reduced = True
+        if not self._can_reduce_again:
+            self.remember()
+
+    def remember(self) -> None:
+        """Note the reduced gradients as they are now."""
+        grads = [(e.index, e.param.grad) for e in self._entries]
+        self._results = {i: (weakref.ref(g), g._version) for i, g in grads if g is not None}
+
+    def find_changed(self) -> str | None:
+        """The name of a parameter whose gradient was changed or replaced since `remember`."""
+        for index, (reference, version) in self._results.items():
+            entry = self._entries[index]
+            grad = entry.param.grad
+            if grad is None or grad is not reference() or grad._version != version:
+                return entry.name
+        return None
 
     def discard(self) -> None:
         """Forget the cycle; what is in flight is waited for, because the engine still writes it."""
+        self.is_reduced = False
+        self._results = {}
         if not (self.dirty or self.in_flight):
             return
         try:
@@ -328,7 +392,7 @@ class Reducer:
         self.in_flight = False
         self.dirty = False
         self._passes_left = self.passes
-        self._outer_is_running = False
+        self._end = None
         if self._order is not None:
             self._order = []
         self._is_submitted = False
@@ -345,16 +409,15 @@ class Reducer:
             if entry.grad is None or entry.param.grad is not entry.grad:
                 bucket.take(entry)
         bucket.start(self.context.engine)
+        for entry in bucket.entries:
+            if entry.grad is not None:
+                entry.version = entry.grad._version
         self.in_flight = True
 
     # --- That all ranks have the same parameters, and gradients of the same layout. ---
 
     def _begin_to_settle(self) -> None:
-        """At the end of the first backward, without waiting for what another rank may submit only in its `wait`.
-
-        A rank without a gradient of these parameters comes there much later, after operations that this rank's
-        program has still before it.
-        """
+        """At the end of the first backward, without waiting for what another rank may submit only in its `wait`."""
         agreement = self._agreement
         if agreement is not None:
             agreement.check()  # every rank has sent its part when it built the optimizer
@@ -578,6 +641,45 @@ def _in_words(compression: type[Compressor] | Compressor) -> str:
         return repr(compression)
     # An object's own `repr` may hold its address, which is no difference between ranks.
     return (compression if isinstance(compression, type) else type(compression)).__name__
+
+
+def _leave(reducer: weakref.ref[Reducer]) -> Callable[[BackwardEnd], None]:
+    def leave(end: BackwardEnd) -> None:
+        target = reducer()
+        if target is not None:
+            target.leave(end)
+
+    return leave
+
+
+def _finish_all(context: Context) -> Callable[[], None]:
+    def finish() -> None:
+        ended: list[Reducer] = context.ended.reducers
+        # An earlier pass may have ended in an exception before these were waited for.
+        waiting = {reducer for reducer in ended if reducer.dirty or reducer.in_flight}
+        ended.clear()
+        for reducer in tuple(waiting):
+            waiting.update(each for each in reducer.siblings() if each.takes_part)
+        wait_for_all(sorted(waiting, key=lambda reducer: reducer.order))
+
+    return finish
+
+
+def wait_for_all(reducers: Sequence[Reducer]) -> None:
+    """Reduce the gradients of several reducers, in the order in which they were built."""
+    for reducer in reducers:
+        reducer.submit_all()
+    for reducer in reducers:
+        reducer.wait()
+
+
+def _changed_in_flight(entry: Entry) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"DistributedOptimizer: the gradient of {entry.name!r} was changed, replaced or dropped while it was being "
+        "reduced (p.grad.mul_(...), p.grad = ..., p.grad.data = ...), so the result is lost. Call "
+        "optimizer.synchronize() before you change gradients; step() then does not reduce again. Register "
+        "hooks that change them before the optimizer is built."
+    )
 
 
 def _hook(reducer: weakref.ref[Reducer], entry: Entry) -> Callable[[Tensor], None]:

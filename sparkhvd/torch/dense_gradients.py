@@ -55,6 +55,7 @@ class ReduceOptions:
         ranks: their global ranks, ascending.
         as_views: gradients live in registered memory.
         sharded: every rank gets its part of each gradient.
+        wait_in_backward: the end of the last backward pass waits for the reduced gradients.
     """
 
     op: ReduceOp
@@ -69,6 +70,7 @@ class ReduceOptions:
     ranks: tuple[int, ...] = ()
     as_views: bool = False
     sharded: bool = False
+    wait_in_backward: bool = True
 
 
 class Bucket(Protocol):
@@ -118,10 +120,12 @@ class Entry:
         "name",
         "param",
         "place",
+        "repeats",
         "shape",
         "sparse_dim",
         "stream",
         "stride",
+        "version",
         "wire_dtype",
     )
 
@@ -140,6 +144,8 @@ class Entry:
         self.address = -1  # of what was sent last; the call is told when it changes
         self.stream: int | None = None  # of the GPU, on which the gradient became complete
         self.place = -1  # where the gradient lay when it was submitted; -1 of a sparse one
+        self.version = 0  # of the gradient when it was submitted; changes in place move it
+        self.repeats = False  # gets several gradients in one backward pass
 
     @property
     def num_bytes(self) -> int:
@@ -151,12 +157,14 @@ class Entry:
         self.stride = torch.empty(self.shape, device="meta").stride()
 
     @property
-    def is_replaced(self) -> bool:
-        """Whether `.grad` is another tensor, or lies elsewhere, than what was submitted."""
+    def is_changed(self) -> bool:
+        """Whether `.grad` is another tensor, lies elsewhere, or has other values than what was submitted."""
         grad = self.param.grad
         if grad is not self.grad:
             return True
-        return grad is not None and self.place >= 0 and grad.data_ptr() != self.place
+        if grad is None:
+            return False
+        return grad._version != self.version or (self.place >= 0 and grad.data_ptr() != self.place)
 
     def stand_in(self) -> Tensor:
         """Zeros in place of a gradient that this rank does not have, also as `.grad`."""

@@ -176,7 +176,7 @@ class DeviceBucket(GradientBucket):
         for entry, offset in zip(self.entries, self._offsets, strict=True):
             home = flat.as_strided(entry.shape, entry.stride, first + offset).detach()
             self._homes.append(home)
-            self._slots.append(home.detach())
+            self._slots.append(home.data)  # each counts its own changes
             self._addresses.append(home.data_ptr())
         self._flat, self._values = flat, flat[: self._num_values]
         self._put(flat, 0 if self._ones is None else self._ones.shape[1])
@@ -185,7 +185,7 @@ class DeviceBucket(GradientBucket):
         """What `.grad` of a parameter shall be: the same tensor as before, unless that was moved away."""
         slot = self._slots[number]
         if slot.data_ptr() != self._addresses[number]:
-            slot = self._slots[number] = self._homes[number].detach()
+            slot = self._slots[number] = self._homes[number].data
         return slot
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from sparkhvd.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_factor, to_integer, to_list
-from sparkhvd.torch.buckets import ReduceOptions, Reducer
+from sparkhvd.torch.buckets import ReduceOptions, Reducer, wait_for_all
 from sparkhvd.torch.collectives import Average, allreduce
 from sparkhvd.torch.compression import Compressor
 from sparkhvd.torch.process_sets import ProcessSet
@@ -52,6 +52,7 @@ class Configuration:
         ranks: tuple[int, ...],
         as_views: bool,
         share_parameters: bool,
+        wait_in_backward: bool,
     ) -> None:
         self.op = op
         self.predivide = predivide
@@ -63,6 +64,7 @@ class Configuration:
         self.ranks = ranks
         self.as_views = as_views
         self.share_parameters = share_parameters
+        self.wait_in_backward = wait_in_backward
 
 
 class Distributed(torch.optim.Optimizer):
@@ -82,7 +84,6 @@ class Distributed(torch.optim.Optimizer):
         self._context: Context = context()
         self._configuration = configuration
         self._should_synchronize = True
-        self._is_synchronized = False
         self._parameter_names = parameter_names(
             placed(self.__dict__["param_groups"]), named_parameters
         )
@@ -163,15 +164,18 @@ class Distributed(torch.optim.Optimizer):
                 ranks=configuration.ranks,
                 as_views=configuration.as_views,
                 sharded=sharded,
+                wait_in_backward=configuration.wait_in_backward,
             ),
         )
+        reference = weakref.ref(self)  # no cycle: a dropped optimizer takes its hooks with it
+        reducer.siblings = lambda: _all_reducers(reference())
         _take_over(self._context, reducer, [p for _, p in named])
         self._reducers += (reducer,)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups. While gradients are in flight this waits for them: whoever reads the groups
-        now (`GradScaler.unscale_`, clipping by group) is about to read the gradients.
+        """The parameter groups. While gradients are in flight (`synchronize_in_backward=False`) this waits for
+        them: `GradScaler.unscale_` and clipping by group are about to read the gradients.
         """
         for reducer in self._reducers:
             if reducer.in_flight:
@@ -185,14 +189,18 @@ class Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Wait until all gradients are reduced and lie in `.grad`; the next `step()` does not wait again.
 
+        After the last backward pass they are, on ranks that ran one.
+
         Raises:
             MismatchError: ranks disagree on their parameters.
             CollectiveError: the set of ranks changed; the gradients are undefined.
         """
-        self._wait_for_gradients()
-        self._is_synchronized = True
+        self._finish_gradients()
 
-    def _wait_for_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
+        """Reduce the gradients that are not."""
+        self._include_thawed()
+        waiting = [reducer for reducer in self._reducers if not reducer.is_reduced]
         for reducer in self._reducers:
             if not self._context.is_open:
                 raise NotInitializedError(
@@ -203,29 +211,19 @@ class Distributed(torch.optim.Optimizer):
                     "DistributedOptimizer: a newer DistributedOptimizer was built over the same parameters. "
                     "Use that one."
                 )
-            reducer.wait()
-        if self._frozen:
-            self._reduce_thawed()
-
-    def _finish_gradients(self) -> None:
-        """What `step` needs of `synchronize`."""
-        self.synchronize()
+        wait_for_all(waiting)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """`synchronize()` and `torch.nn.utils.clip_grad_norm_` over all parameters; gives the norm."""
-        if not self._is_synchronized or self._is_dirty():
-            self.synchronize()
+        self._finish_gradients()
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
-    def _reduce_thawed(self) -> None:
-        """Include parameters that were frozen when the optimizer was built and are not any more."""
+    def _include_thawed(self) -> None:
+        """Make reducers for parameters that were frozen when the optimizer was built and are not any more."""
         thawed = [p for p in self._frozen if p.requires_grad]
         if thawed:
             self._frozen = [p for p in self._frozen if not p.requires_grad]
-            known = len(self._reducers)
             self._reduce([(self._parameter_names[p], p) for p in thawed])
-            for reducer in self._reducers[known:]:
-                reducer.wait()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -243,9 +241,9 @@ class Distributed(torch.optim.Optimizer):
             plain._opt_called = True  # type: ignore[attr-defined]  # by this LR schedulers know
         if closure is not None:
             return self._apply(functools.partial(self._evaluate, closure))
-        if self._should_synchronize and not (self._is_synchronized and not self._is_dirty()):
+        if self._should_synchronize:
             self._finish_gradients()
-        self._is_synchronized = False
+        self._use_gradients()
         result = self._apply()
         if self._tuner is not None:
             self._tuner.step()
@@ -259,16 +257,17 @@ class Distributed(torch.optim.Optimizer):
         """The optimizer's own step."""
         return super().step(*closure)
 
-    def _is_dirty(self) -> bool:
-        return any([reducer.dirty for reducer in self._reducers])
+    def _use_gradients(self) -> None:
+        """The next pass begins a new cycle."""
+        for reducer in self._reducers:
+            reducer.is_reduced = False
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
         # A closure may only return a loss whose gradients were reduced before.
-        if not self._is_synchronized or self._is_dirty():
-            self._finish_gradients()
-        self._is_synchronized = False
+        self._finish_gradients()
+        self._use_gradients()
         if isinstance(self, torch.optim.LBFGS) and self._reducers:
             # Its line search decides by the loss, and every rank must decide alike.
             process_set = self._configuration.process_set
@@ -277,9 +276,9 @@ class Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients; those in flight are waited for, and their result is forgotten."""
+        self._include_thawed()
         for reducer in self._reducers:
             reducer.discard()
-        self._is_synchronized = False
         super().zero_grad(set_to_none or self._configuration.as_views)
         for reducer in self._reducers:
             reducer.zero()
@@ -317,6 +316,13 @@ class Distributed(torch.optim.Optimizer):
         # Hooks and connections belong to this process; what travels is the plain optimizer.
         plain = type(self).__bases__[1]
         return plain_optimizer, (plain, self.__getstate__())
+
+
+def _all_reducers(optimizer: Distributed | None) -> Sequence[Reducer]:
+    if optimizer is None:
+        return ()
+    optimizer._include_thawed()
+    return optimizer._reducers
 
 
 def placed(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, Tensor]]:

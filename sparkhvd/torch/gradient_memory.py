@@ -68,9 +68,10 @@ class GradientMemory:
             flat = self._bytes[first : first + size].view(dtype)
             offset = 0
             for entry in entries:
+                # `.data`, so that each counts its own changes.
                 view = flat.as_strided(
                     entry.shape, entry.stride, flat.storage_offset() + offset // dtype.itemsize
-                )
+                ).data
                 self._put(entry, view, moved.get(id(entry)))
                 offset += _num_bytes(entry)
             flats.append(flat)
@@ -111,5 +112,5 @@ class GradientMemory:
         """What `.grad` shall be: the same tensor as before, unless that was moved away from its place."""
         view, place = self._views[id(entry)], self._places[id(entry)]
         if view.data_ptr() != place.data_ptr():
-            view = self._views[id(entry)] = place.detach()
+            view = self._views[id(entry)] = place.data
         return view

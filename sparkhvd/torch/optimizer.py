@@ -50,6 +50,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     gradient_as_bucket_view: bool = False,
     sharded: bool = False,
     share_parameters: bool = False,
+    synchronize_in_backward: bool = True,
 ) -> torch.optim.Optimizer:
     """Return `optimizer` as one whose `step()` uses gradients reduced over all ranks.
 
@@ -57,14 +58,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     `MismatchError` in their first backward pass. Gradients are reduced in place, in buckets of
     `Settings.bucket_bytes`: while backward runs where cores are left over or several hosts take part, else
     behind it.
-    All of them are submitted when `backward()` returns (in the first step in `step()`), and `step()`
-    waits. Between the two the contents of `.grad` are undefined: call `synchronize()` before you
-    read or clip them; `step()` then does not reduce again. A gradient that was replaced or dropped in between
-    (`p.grad = ...`, `p.grad.data = ...`) is an error of `step()` that names the parameter. What a hook of
-    `register_post_accumulate_grad_hook` puts in its place is reduced; where backward overlaps, the hook must be
+    `backward()` (the last of `backward_passes_per_step`) returns when they are reduced, on a GPU as soon as the current
+    stream waits for them: what clips, scales or logs `.grad` then is what works with DDP, and `synchronize()` before it does nothing.
+    In earlier passes `.grad` is this rank's own. A rank that runs no backward pass comes to it in `step()`, so it must not
+    run other collectives before. With Average a further pass before `step()` adds to the reduced gradients, and the sums are
+    reduced again, as with DDP; with other reductions and `sharded` that is an error.
+    What a hook of `register_post_accumulate_grad_hook` changes or puts in place of a gradient is reduced; where backward overlaps, the hook must be
     registered before the optimizer is built. On a GPU reduced gradients lie in memory that the next ones are reduced in:
-    clone what you keep beyond `zero_grad()`. `optimizer.param_groups` waits by itself, so
-    `torch.amp.GradScaler` works as it is (if every rank ran backward; else call `synchronize()` on every rank before).
+    clone what you keep beyond `zero_grad()`.
 
     A parameter without gradient on this rank counts as zero. One that no rank gave a gradient keeps
     `grad=None` with Sum and Average, as in one process (with other reductions it is zero). Gradients of
@@ -97,9 +98,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         sharded: every rank steps its part of the parameters and keeps optimizer state for that alone: 1/size of the
             memory and of the work. Weights are those of the unsharded optimizer. Optimizers of torch that treat every
             element by itself cut inside tensors; others get whole parameters; LBFGS is an error. `state_dict()` must
-            be called on every rank, gives the plain state, and loads at any number of ranks. `.grad` is whole after
-            `synchronize()` only (or reading `param_groups` between `backward()` and `step()`, which every rank must
-            then do too), so call `zero_grad()` in every step; `clip_grad_norm_` of the optimizer does without. Not
+            be called on every rank, gives the plain state, and loads at any number of ranks. After `backward()` only this
+            rank's part of `.grad` is reduced: clip with `optimizer.clip_grad_norm_(max_norm)`, which needs no more, or call
+            `optimizer.synchronize()` before other changes (or read `param_groups`, as `GradScaler` does; every rank must): then `.grad` is whole. Changes without are an error of `step()`. Call `zero_grad()` in every step. Not
             with `join()`, nor for optimizers of others that look at several parameters together. Give
             `sparse_as_dense=True` for sparse gradients.
         share_parameters: with `sharded`, all ranks on one host: one copy of the parameters, with rank 0's values, so
@@ -108,6 +109,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             tell); do it inside `optimizer.writing_parameters()`, `load_state_dict` too. `model.state_dict()` is live,
             as always in torch; `copy.deepcopy` and `torch.save` are private. The memory stays shared when the
             optimizer is gone, and with processes that a rank forks. After an error the values are undefined: load them anew.
+        synchronize_in_backward: False: `backward()` returns while gradients are in flight, and `step()` waits. Between the two the contents of
+            `.grad` are undefined, and to change it is an error of `step()`: call `synchronize()` before. For programs that run other collectives
+            between the two on ranks without a backward pass.
 
     Raises:
         InvalidArgumentError: an argument is wrong.
@@ -160,6 +164,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ranks=tuple(ranks),
         as_views=gradient_as_bucket_view,
         share_parameters=share_parameters,
+        wait_in_backward=synchronize_in_backward,
     )
     if sharded:
         check_shardable(optimizer, configuration)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -98,7 +98,9 @@ class Sharded(Distributed):
             number = self._context.number("sharded", configuration.number)
             self._label = f"DistributedOptimizer.sharded.{number}"
             self._shards = {}
-            self._has_whole_gradients = False
+            # By reducer, the cycle whose gradients somebody has asked for, and the one whose gradients are whole.
+            self._asked_cycles: tuple[int, ...] = ()
+            self._whole_cycles: tuple[int, ...] = ()
         divided = [p for p in parameters if p.numel() > 0]
         for p in divided:
             if not p.is_cpu:
@@ -269,7 +271,6 @@ class Sharded(Distributed):
             shard.take_gradient()
 
     def _end_step(self) -> None:
-        self._has_whole_gradients = False
         for shard in self._shards.values():
             shard.drop_gradient()
         if self._shared is not None:
@@ -315,31 +316,63 @@ class Sharded(Distributed):
                 if shard.part is None:
                     shard.param.detach().copy_(piece.view(shard.param.shape))
 
-    # --- Whole gradients, for whoever asks. ---
+    # --- Whole gradients, where they are asked for. ---
+
+    @property
+    def _cycles(self) -> tuple[int, ...]:
+        """How many cycles every reducer has ended."""
+        return tuple(reducer.cycles for reducer in self._reducers)
+
+    @property
+    def _has_whole_gradients(self) -> bool:
+        return self._whole_cycles == self._cycles
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups; between `backward()` and `step()` with whole gradients, for which every rank must read them."""
+        is_new = self._shards and self._asked_cycles != self._cycles
+        if any([r.in_flight or (is_new and r.is_reduced) for r in self._reducers]):
+            self.synchronize()
+        return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = value
 
     def _finish_gradients(self) -> None:
         for shard in self._shards.values():
             shard.follow()
-        self._wait_for_gradients()
-        self._has_whole_gradients = False
-        self._is_synchronized = True
+        if self._shards and not self._has_whole_gradients:
+            self._refuse_changes()
+        super()._finish_gradients()
+        self._asked_cycles = self._cycles
+
+    def _refuse_changes(self) -> None:
+        """Raise an InvalidArgumentError if gradients were changed of which only a part is reduced."""
+        for reducer in self._reducers:
+            name = (
+                reducer.find_changed() if reducer.is_reduced and reducer.options.sharded else None
+            )
+            if name is not None:
+                raise InvalidArgumentError(
+                    f"DistributedOptimizer(sharded=True): the gradient of {name!r} was changed between backward() and step(), "
+                    "where only this rank's part of it is reduced. Clip with optimizer.clip_grad_norm_(max_norm), or "
+                    "call optimizer.synchronize() on every rank before you read or change gradients."
+                )
 
     def synchronize(self) -> None:
         """As of every distributed optimizer: whole gradients in `.grad`, which here is an allgather more.
 
         `clip_grad_norm_` of this optimizer does without.
         """
-        if not self._shards:
-            super().synchronize()
-            return
-        if not self._is_synchronized or self._is_dirty():
-            self._finish_gradients()
-        self._make_gradients_whole()
+        super().synchronize()
+        if self._shards:
+            self._make_gradients_whole()
 
     def _make_gradients_whole(self) -> None:
         if not self._has_whole_gradients:
             self._gather_gradients()
-            self._has_whole_gradients = True
+            self._whole_cycles = self._cycles
 
     def _gather_gradients(self) -> None:
         if self._on_gpu is not None:
@@ -366,11 +399,8 @@ class Sharded(Distributed):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """As of every distributed optimizer; each rank looks at and scales its own part."""
-        if not self._shards:
-            return super().clip_grad_norm_(max_norm, norm_type)
-        if not self._is_synchronized or self._is_dirty():
-            self._finish_gradients()
-        if self._has_whole_gradients:
+        self._finish_gradients()
+        if not self._shards or self._has_whole_gradients:
             return super().clip_grad_norm_(max_norm, norm_type)
         for shard in self._shards.values():
             shard.take_gradient()
@@ -380,6 +410,8 @@ class Sharded(Distributed):
         factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for grad in gradients:
             grad.mul_(factor.to(grad.device, grad.dtype))
+        for reducer in self._reducers:
+            reducer.remember()
         return total
 
     def _total_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:

@@ -326,8 +326,14 @@ class FakeDevice:
         return module
 
 
+def torch_device(gpu: FakeDevice) -> str:
+    """Where tensors of the stand-in are to torch's own code: on "meta", of which it asks nothing."""
+    del gpu
+    return "meta"
+
+
 class FakeTensor(torch.Tensor):
-    """A tensor of a `FakeDevice`. To torch's own code it is on "meta", of which it asks nothing."""
+    """A tensor of a `FakeDevice`."""
 
     raw: Tensor
     gpu: FakeDevice
@@ -341,7 +347,7 @@ class FakeTensor(torch.Tensor):
             strides=None if is_sparse else raw.stride(),
             storage_offset=None if is_sparse else raw.storage_offset(),
             dtype=raw.dtype,
-            device="meta",
+            device=torch_device(gpu),
         )
         made.raw, made.gpu = raw, gpu
         return made
@@ -355,8 +361,8 @@ class FakeTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As of every tensor; `x.data = y` gives it y's memory."""
-        return self.detach()
+        """As of every tensor, with a count of changes of its own; `x.data = y` gives it y's memory."""
+        return FakeTensor(self.raw, self.gpu)
 
     @data.setter
     def data(self, value: FakeTensor) -> None:
@@ -414,6 +420,8 @@ class FakeTensor(torch.Tensor):
         kwargs = kwargs or {}
         fakes = [each for each in tree_leaves((args, kwargs)) if isinstance(each, FakeTensor)]
         gpu = fakes[0].gpu
+        if "sparse_coo_tensor" in func._schema.name:
+            return FakeTensor(func(*tree_map(_same, args), **tree_map(_same, kwargs)), gpu)
         returns = func._schema.returns
         aliases = [each.alias_info for each in returns]
         is_writing = any(
@@ -471,8 +479,6 @@ class Factories(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.sparse_coo_tensor and isinstance(args[0], FakeTensor):
-            return FakeTensor(func(*tree_map(_same, args), **kwargs), self._gpu)
         if func in self._MAKE and _is_cuda(kwargs.get("device")):
             return self._gpu.tensor(func(*args, **{**kwargs, "device": "cpu"}))
         return func(*args, **kwargs)
@@ -515,7 +521,9 @@ def _moved(value: Any, gpu: FakeDevice) -> Any:
 
 def _same(value: Any) -> Any:
     """The memory itself, whatever will be in it."""
-    return value.raw if isinstance(value, FakeTensor) else value
+    if isinstance(value, FakeTensor):
+        return value.raw
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:

@@ -168,6 +168,8 @@ def build(spec: TrainSpec, program: Program, data: Data) -> tuple[TrainingState,
             backward_passes_per_step=spec.accumulate,
             # A loop of the user's own calls `backward` on plain means.
             op=hvd.Sum if program.user.train_fn is None else hvd.Average,
+            # Our own waits behind backward, when the step's loss is on its way too, and on ranks without rows.
+            synchronize_in_backward=program.user.train_fn is not None,
         )
     schedule = Schedule(
         program.lr_scheduler,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -86,6 +87,7 @@ def engine_dtype(what: str, tensor: Tensor) -> DType:
         isinstance(tensor, Tensor)
         and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
+        and not _is_dtensor(tensor)
     ):
         dtype = DTYPES.get(tensor.dtype)
         if dtype is not None:
@@ -93,9 +95,23 @@ def engine_dtype(what: str, tensor: Tensor) -> DType:
     raise InvalidArgumentError(_refusal(what, tensor))
 
 
+def _is_dtensor(tensor: Tensor) -> bool:
+    """Whether each rank holds a part of the tensor, as of those of FSDP2; imports nothing to find out."""
+    if type(tensor) in (Tensor, torch.nn.Parameter):
+        return False
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
+
+
 def _refusal(what: str, tensor: Any) -> str:
     if not isinstance(tensor, Tensor):
         return f"{what}: expected a torch.Tensor, got {type(tensor).__name__}. Wrap it with torch.as_tensor()."
+    if _is_dtensor(tensor):
+        return (
+            f"{what}: the tensor is a DTensor, of which each rank holds a part (FSDP2, tensor parallelism); those reduce "
+            "gradients by themselves. Give the plain model, before fully_shard() or parallelize_module(), or send "
+            "tensor.to_local()."
+        )
     if not (tensor.is_cpu or tensor.is_cuda):
         return (
             f"{what}: the tensor is on {tensor.device}, and sparkhvd moves tensors of the CPU and of NVIDIA's GPUs. "

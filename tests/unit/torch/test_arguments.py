@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
@@ -592,3 +596,23 @@ def test_a_timeline_needs_a_path(path: Any, found: str) -> None:
 @pytest.mark.parametrize("value", [True, np.bool_(True), torch.tensor(True), 1.0, "1", None], ids=repr)  # fmt: skip
 def test_no_integers(value: Any) -> None:
     assert to_integer(value) is None
+
+
+def test_a_dtensor_is_refused_before_anything_is_sent() -> None:
+    def body() -> None:
+        part = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        optimizer = torch.optim.SGD([nn.Parameter(part)], lr=1.0)
+        for what in (
+            lambda: hvd.DistributedOptimizer(optimizer),
+            lambda: hvd.allreduce(part),
+            lambda: hvd.broadcast_parameters({"w": part}, 0),
+        ):
+            with pytest.raises(InvalidArgumentError, match=r"is a DTensor.*to_local\(\)"):
+                what()
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)  # type: ignore[no-untyped-call]
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        on_ranks(2, body)
+    finally:
+        dist.destroy_process_group()

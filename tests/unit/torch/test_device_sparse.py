@@ -105,12 +105,11 @@ def test_training_equals_one_process(
 def test_ranks_with_another_layout_learn_of_it() -> None:
     def body(gpu: FakeDevice) -> None:
         table = nn.Parameter(gpu.tensor(torch.ones(ROWS, COLUMNS)))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=0.1))
+        _kept = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=0.1))
         index = torch.tensor([1, 2])
         found = Lookup.apply(table, index) if hvd.rank() else table.index_select(0, index)
-        found.sum().backward()
         with pytest.raises(MismatchError, match="ranks disagree on the layout"):
-            optimizer.step()
+            found.sum().backward()
 
     on_gpus(2, body)
 
@@ -118,7 +117,9 @@ def test_ranks_with_another_layout_learn_of_it() -> None:
 def test_a_gradient_that_is_late_on_another_stream_is_waited_for() -> None:
     def body(gpu: FakeDevice) -> Any:
         table = nn.Parameter(gpu.tensor(torch.ones(ROWS, COLUMNS)))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table], lr=0.5))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([table], lr=0.5), synchronize_in_backward=False
+        )
         factor = gpu.tensor(torch.tensor(0.0))
         gpu.synchronize()
         with Factories(gpu):

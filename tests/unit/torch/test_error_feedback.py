@@ -365,6 +365,7 @@ def test_gradients_with_other_strides_take_the_result() -> None:
         p.grad = whole.contiguous(memory_format=torch.channels_last)
         optimizer.synchronize()
         first = torch.allclose(p.grad, whole, atol=1e-5)
+        optimizer.zero_grad()
         p.grad = torch.ones(1).expand(16, 4, 3, 3)
         optimizer.synchronize()
         return first, p.grad.is_contiguous()

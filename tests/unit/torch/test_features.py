@@ -151,7 +151,7 @@ def test_checkpoints_within_checkpoints() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_layer_that_is_used_several_times_in_checkpoints(reentrant: Any) -> None:
-    """Re-entrant ones give it several gradients in one backward(): an error, unless more passes are announced."""
+    """Re-entrant ones give it several gradients in one backward()."""
 
     def loss(model: Any, batch: Batch) -> Tensor:
         x, y = batch
@@ -160,20 +160,13 @@ def test_a_layer_that_is_used_several_times_in_checkpoints(reentrant: Any) -> No
             hidden = checkpoint(lambda h: model[0](h).tanh(), hidden, use_reentrant=reentrant)
         return (model[1](hidden) - y).square().mean()
 
-    def run(distributed: bool, passes: int = 1) -> Tensor:
+    def run(distributed: bool) -> Tensor:
         model = fill(nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 2)]).double())
-        optimizer = wrap(sgd(model.parameters()), distributed, backward_passes_per_step=passes)
+        optimizer = wrap(sgd(model.parameters()), distributed)
         return learn(model, optimizer, distributed, loss=loss)
 
-    def too_often() -> None:
-        with pytest.raises(InvalidArgumentError, match="more than backward_passes_per_step=1"):
-            run(True)
-
-    if reentrant:
-        on_ranks(2, too_often)
-        compare(lambda distributed: run(distributed, passes=2))
-    else:
-        compare(run)
+    compare(run)
+    compare(run, hosts=[0, 1])
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
