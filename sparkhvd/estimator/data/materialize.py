@@ -58,7 +58,7 @@ def materialize(
     others wrote is deleted. The manifest is written last; if anything fails, the job is cancelled and the folder removed.
     Arrow batches are bounded in bytes, see `bounded_batches`.
 
-    Null and NaN are errors unless a column's `invalid` says otherwise; infinity that stood in the data is kept, infinity that comes from narrowing is an error.
+    Nulls, NaN, infinity and numbers that the tensor cannot hold are errors unless a column's `invalid` says otherwise.
 
     Args:
         df: the DataFrame, classic or Connect.
@@ -228,8 +228,8 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     num_skipped = sum(o["skipped"] for o in outcomes)
     if num_rows == 0 and num_skipped:
         raise InvalidArgumentError(
-            f"All {num_skipped:,} rows of the DataFrame hold a null or NaN, and handle_invalid='skip' leaves them out, so "
-            "there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
+            f"All {num_skipped:,} rows of the DataFrame hold a null or an invalid number, and handle_invalid='skip' leaves "
+            "them out, so there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
         )
     if num_rows == 0:
         raise InvalidArgumentError(
