@@ -203,6 +203,7 @@ class _WriteTask:
             "weighty": weighty,
             "bytes": {name: size for name, size in sizes.items() if size},
             "row_groups": groups,
+            "footer_crc": writer.footer_crc if writer is not None else None,
             "columns": {name: f.to_dict() for name, f in found.items()},
         }
 
@@ -260,7 +261,9 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
         raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
     shapes = {c.name: _found_shape(c, found[c.name]) for c in schema.columns}
     files = tuple(
-        DataFile(o["path"], o["rows"], tuple(o["row_groups"])) for o in outcomes if o["rows"]
+        DataFile(o["path"], o["rows"], tuple(o["row_groups"]), footer_crc=o["footer_crc"])
+        for o in outcomes
+        if o["rows"]
     )
     marked = sum(o["marked"] for o in outcomes) if schema.validation is not None else None
     sizes = {c.name: sum(o["bytes"].get(c.name, 0) for o in outcomes) for c in schema.columns}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
 from sparkhvd.estimator.data.manifest import PACKED, Manifest
@@ -31,6 +31,18 @@ class Source(Protocol):
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
+        """
+
+    def check(
+        self, names: Sequence[str], rows: Rows | None = None, *, rank: int = 0, size: int = 1
+    ) -> Generator[None, None, None]:
+        """Verify checksums that reads have not, a little at each step of the iterator.
+
+        Args:
+            names: columns to verify.
+            rows: ascending row numbers near which to verify; None means everywhere.
+            rank: of the ranks that share the work.
+            size: how many they are.
         """
 
     def examples(self, count: int) -> Rows:
