@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.arrow_types import VERIFIED, plain
+from sparkhvd.estimator.data.buffers import Empty, fresh
 from sparkhvd.estimator.data.convert import (
     Findings,
     column_to_numpy,
@@ -82,12 +83,15 @@ class ParquetSource:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read(self, names: Sequence[str], rows: Rows | None = None) -> dict[str, Any]:
+    def read(
+        self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
+    ) -> dict[str, Any]:
         """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
 
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
+            empty: makes the arrays.
 
         Raises:
             InvalidArgumentError: values cannot be used (each column is named with its count in the file), or a file
@@ -96,7 +100,7 @@ class ParquetSource:
         columns = [self._columns[name] for name in names]
         count = self._manifest.num_rows if rows is None else len(rows)
         out: dict[str, Any] = {
-            c.name: np.empty((count, *(c.shape or ())), np.dtype(c.dtype))
+            c.name: empty(c.name, (count, *(c.shape or ())), c.dtype)
             if c.is_fixed
             else list[Values]()
             for c in columns

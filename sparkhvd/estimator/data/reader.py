@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
+from sparkhvd.estimator.data.buffers import Buffers
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.loading import Loading
 from sparkhvd.estimator.data.manifest import PACKED, Manifest
@@ -159,6 +160,8 @@ class Reader:
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(_CHUNK_BYTES, prefetch_bytes // 4)
         self._resident: dict[str, Any] | None = None
+        # Of the window; what is handed out are copies.
+        self._buffers = Buffers()
         self._running: _Prefetch | None = None
         # The epoch and step that are prepared, and their thread.
         self._prepared: tuple[int, int, _Prefetch] | None = None
@@ -226,6 +229,7 @@ class Reader:
             self._checks.close()
             self._source.close()
         self._resident = None
+        self._buffers.clear()
 
     def __enter__(self) -> Reader:
         return self
@@ -317,8 +321,8 @@ class Reader:
                 yield chunk if self._is_resident else {n: _own(v) for n, v in chunk.items()}
                 # As many bytes as were handed out, so that a share of the ranks is verified when the epoch ends.
                 self._verify(len(part) * self._row_bytes // _CHUNK_BYTES + 1)
-            # The next window is loaded when this one has gone.
-            del values, order
+            # The next window is loaded when this one has gone, into its memory.
+            del values, order, window
         self._verify(None)
 
     def _verify(self, steps: int | None) -> None:
@@ -335,7 +339,7 @@ class Reader:
                 self._source.close()
             return self._resident, window.row_numbers()
         assert window.rows is not None
-        values = self._source.read(self._names, window.rows)
+        values = self._source.read(self._names, window.rows, self._buffers.empty)
         order = window.order if window.order is not None else np.arange(len(window.rows))
         return values, order
 

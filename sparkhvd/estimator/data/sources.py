@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
+from sparkhvd.estimator.data.buffers import Empty, fresh
 from sparkhvd.estimator.data.manifest import PACKED, Manifest
 from sparkhvd.estimator.data.packed import RowSource
 from sparkhvd.estimator.data.sampler import Rows
@@ -25,12 +26,15 @@ class Source(Protocol):
     def block_edges(self) -> Rows | None:
         """See above."""
 
-    def read(self, names: Sequence[str], rows: Rows | None = None) -> dict[str, Any]:
+    def read(
+        self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
+    ) -> dict[str, Any]:
         """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
 
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
+            empty: makes the arrays.
         """
 
     def check(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from sparkhvd.estimator.data.buffers import Empty, fresh
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.open_files import OpenFiles
 from sparkhvd.estimator.data.packed.file import Checked, PackedFile
@@ -59,18 +60,21 @@ class RowSource:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read(self, names: Sequence[str], rows: Rows | None = None) -> dict[str, Any]:
+    def read(
+        self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
+    ) -> dict[str, Any]:
         """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
 
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
+            empty: makes the arrays.
         """
         asked = [self._columns[name] for name in names]
-        out: dict[str, Any] = self._read_fixed([c for c in asked if c.is_fixed], rows)
+        out: dict[str, Any] = self._read_fixed([c for c in asked if c.is_fixed], rows, empty)
         for column in asked:
             if not column.is_fixed:
-                out[column.name] = self._read_variable(column, rows)
+                out[column.name] = self._read_variable(column, rows, empty)
         return out
 
     def examples(self, count: int) -> Rows:
@@ -121,9 +125,14 @@ class RowSource:
 
     # -- rows of one length --------------------------------------------------------------------------
 
-    def _read_fixed(self, columns: Sequence[Column], rows: Rows | None) -> dict[str, Array]:
+    def _read_fixed(
+        self, columns: Sequence[Column], rows: Rows | None, empty: Empty
+    ) -> dict[str, Array]:
         count = self._manifest.num_rows if rows is None else len(rows)
-        out = {c.name: np.empty((count, *(c.shape or ())), little_endian(c.dtype)) for c in columns}
+        out = {
+            c.name: empty(c.name, (count, *(c.shape or ())), little_endian(c.dtype))
+            for c in columns
+        }
         widest = max((c.row_bytes for c in columns), default=1)
         runs = self._runs(rows, max(1, _GAP_BYTES // widest)) if columns else []
         for start, stop in runs:
@@ -169,7 +178,9 @@ class RowSource:
 
     # -- rows of any length --------------------------------------------------------------------------
 
-    def _read_variable(self, column: Column, rows: Rows | None) -> Ragged | SparseRows:
+    def _read_variable(
+        self, column: Column, rows: Rows | None, empty: Empty
+    ) -> Ragged | SparseRows:
         row_bytes = 8 + self._manifest.variable_bytes.get(column.name, 0) / max(
             self._manifest.num_rows, 1
         )
@@ -178,7 +189,7 @@ class RowSource:
             for start, stop in self._runs(rows, max(1, int(_GAP_BYTES / row_bytes)))
         ]
         parts = [
-            self._payload(spans, column, 1 + i, dtype)
+            self._payload(spans, column, 1 + i, dtype, empty)
             for i, dtype in enumerate(payload_types(column))
         ]
         if column.kind == "sparse":
@@ -203,7 +214,7 @@ class RowSource:
         return Span(group, low, ends.astype(np.int64), wanted)
 
     def _payload(
-        self, spans: Sequence[Span], column: Column, part: int, dtype: np.dtype[Any]
+        self, spans: Sequence[Span], column: Column, part: int, dtype: np.dtype[Any], empty: Empty
     ) -> Ragged:
         """One BYTE_ARRAY column of the spans' rows.
 
@@ -212,7 +223,7 @@ class RowSource:
         """
         unit = min(dtype.itemsize, PREFIX_BYTES)
         total = sum(span.num_bytes(dtype.itemsize) for span in spans)
-        buffer = np.empty(total // dtype.itemsize, dtype)
+        buffer = empty(f"{column.name}/{part}", (total // dtype.itemsize,), dtype)
         flat = buffer.view(np.uint8)
         starts, lengths = [], []
         at = 0

@@ -180,10 +180,10 @@ def test_what_comes_before_the_first_step_is_not_read(store: Store, shuffle: boo
         rows_read = 0
         read = reader._source.read
 
-        def counted(names: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:
+        def counted(names: list[str], rows: np.ndarray, *empty: Any) -> dict[str, np.ndarray]:
             nonlocal rows_read
             rows_read += len(rows)
-            return read(names, rows)
+            return read(names, rows, *empty)
 
         reader._source.read = counted  # type: ignore[assignment, method-assign]
         whole = list(reader.epoch(3))
