@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.schema import Column, DataSchema
+from sparkhvd.estimator.data.schema import FLOATS, Column, DataSchema
 from sparkhvd.estimator.data.values import SparseRows
 
 __all__ = [
@@ -150,6 +150,19 @@ class InputBinding:
         kwargs = {a.name: a.tensor(batch) for a in self.arguments if a.name is not None}
         return args, kwargs
 
+    def with_casts(self, columns: Sequence[Column]) -> tuple[Column, ...]:
+        """The feature columns with `cast_to` of integers that an argument joins with floats."""
+        casts: dict[str, str] = {}
+        for argument in self.arguments:
+            if argument.is_joined and argument.dtype in FLOATS:
+                for name in argument.columns:
+                    # FLOATS go from narrow to wide.
+                    casts[name] = min(argument.dtype, casts.get(name, "float64"), key=FLOATS.index)
+        return tuple(
+            c if c.is_floating or c.name not in casts else replace(c, cast_to=casts[c.name])
+            for c in columns
+        )
+
     def describe(self) -> str:
         """The binding in words, for error messages."""
         return "; ".join(a.describe() for a in self.arguments)
@@ -179,7 +192,7 @@ def bind_inputs(
     - Neither: if `forward` takes one argument, all columns are joined in the given order into (B, sum of widths);
       if it takes as many required arguments as there are columns, one each.
 
-    Integers stay int64 (booleans bool) in an argument of their own and are cast when joined with floats.
+    Integers stay int64 (booleans bool) in an argument of their own and are cast when joined with floats, see `with_casts`.
 
     Raises:
         InvalidArgumentError: the counts or names do not fit; the message shows both sides.

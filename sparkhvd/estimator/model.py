@@ -177,7 +177,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         spec = PredictSpec(
             shell=fitted.shell,
             weights=self._weights(fitted, dataset.sparkSession),
-            columns=self._columns(fitted, dataset),
+            columns=fitted.inputs.with_casts(self._columns(fitted, dataset)),
             sources=tuple(dataset.columns.index(name) for name in self._sources(fitted)),
             names=tuple(dataset.columns),
             inputs=fitted.inputs,

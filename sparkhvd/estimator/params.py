@@ -261,7 +261,9 @@ class PredictParams(TorchParams):
         "sparse_cols", _columns, "vector columns kept sparse; default those above 65,536 dimensions"
     )
     handle_invalid = _p(
-        "handle_invalid", _any, "null and NaN: 'error', 'skip', or a dict from column to a number"
+        "handle_invalid",
+        _any,
+        "null, NaN, infinity, out of range: 'error', 'skip', or a dict from column to a number",
     )
     outputCols = _p("outputCols", _columns, "output columns; default <label>__output")  # noqa: N815 - Spark's
     predictionCol = _p(  # noqa: N815 - Spark's name

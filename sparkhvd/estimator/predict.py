@@ -232,8 +232,19 @@ def _problem(found: Findings, column: Column) -> str:
         return f"is null, or has a null element, in {found.nulls} rows of a batch. Fill or drop them first."
     if found.nans:
         return f"is NaN in {found.nans} rows of a batch. Fill or drop them first."
-    if found.overflows:
-        return f"has {found.overflows} rows in a batch that {column.dtype} cannot hold."
+    if found.infinities:
+        return (
+            f"is infinite in {found.infinities} rows of a batch, for example {found.examples['infinities']}. Cap or drop "
+            "them first, or set handleInvalid."
+        )
+    if found.overflows or found.inexact:
+        name = "overflows" if found.overflows else "inexact"
+        exactly = "" if found.overflows else " exactly"
+        return (
+            f"has {found.counts()[name]} rows in a batch with a number that {column.number_type} cannot hold{exactly}, for "
+            f"example {found.examples[name]}. Scale it as in training, cast integers to double if they may be rounded, or "
+            "set handleInvalid."
+        )
     if found.fractions:
         return f"has {found.fractions} rows in a batch that are not whole numbers."
     shapes = ", ".join(shape_text(s) for s in sorted(found.shapes)) or "0"

@@ -235,6 +235,7 @@ def _check_columns(
     bind_labels(schema, losses.given, params._get("label_shapes"))
     if not user.transformations:  # else what the model gets is known when there are data
         inputs = bind_features(params, model, schema)
+        schema = replace(schema, features=inputs.with_casts(schema.features))
         if all(c.row_shape is not None for c in schema.features):
             try_model(model, inputs, schema)
     return schema

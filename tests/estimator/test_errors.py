@@ -353,11 +353,12 @@ def test_transform_names_columns_that_do_not_fit(
         model.copy().setProbabilityCol("p").transform(df)
     with pytest.raises(InvalidArgumentError, match="column 'x' is of type double; the model was"):
         model.transform(df.selectExpr("y AS x"))
-    wrong = [([1.0, 2.0, 3.0],)], [([1.0, None],)], [([1.0, float("nan")],)]
+    wrong = [([1.0, 2.0, 3.0],)], [([1.0, None],)], [([1.0, float("nan")],)], [([1.0, -np.inf],)]
     said = (
         "column 'x' has 3 elements per row in a batch; the model was trained with 2.",
         "column 'x' is null, or has a null element, in 1 rows of a batch.",
         "column 'x' is NaN in 1 rows of a batch.",
+        "column 'x' is infinite in 1 rows of a batch, for example -inf.",
     )
     for rows, message in zip(wrong, said, strict=True):
         with pytest.raises(Exception, match="InvalidArgumentError") as failed:

@@ -171,7 +171,10 @@ def test_rows_are_left_out_alike_on_all_ranks_and_decoders_run(
     assert trained.getHistory()[-1]["rows"] == int((usable & ~test).sum())
     assert "val_loss" in trained.getHistory()[-1]
     printed = capsys.readouterr().out
-    assert f"handle_invalid left out 10 of {ROWS} training rows with a null or NaN" in printed
+    assert (
+        f"handle_invalid left out 10 of {ROWS} training rows with a null or invalid number"
+        in printed
+    )
 
 
 def test_values_that_a_rank_finds_are_named_with_their_file(

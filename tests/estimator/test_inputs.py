@@ -188,15 +188,20 @@ def test_rows_with_holes_are_left_out_or_filled(
         verbose=1,
     ).fit(df)
     assert model.history[-1]["rows"] == 8
-    said = "handle_invalid left out 12 of 20 training rows with a null or NaN"
+    said = "handle_invalid left out 12 of 20 training rows with a null or invalid number"
     assert capfd.readouterr().out.count(said) == 1
     # Transform looks at features only.
     assert model.transform(df).count() == 12
     filled = model.copy().setHandleInvalid({"x": 0.0}).transform(df.filter("x IS NOT NULL"))
     assert filled.count() == 16
     assert filled.filter("x[1] IS NULL").count() == 4
+    large = df.filter("y = 1.0").withColumn("k", F.lit(2**24 + 1))
     with pytest.raises(
-        InvalidArgumentError, match="All 4 rows of the DataFrame hold a null or NaN"
+        InvalidArgumentError, match="float32 cannot hold exactly, for example 1677721"
+    ):
+        estimator(mlp(3), num_proc=1, feature_cols=["x", "k"]).fit(large)
+    with pytest.raises(
+        InvalidArgumentError, match="All 4 rows of the DataFrame hold a null or an invalid number"
     ):
         estimator(mlp(2), num_proc=1, handle_invalid="skip").fit(df.filter("x IS NULL"))
 

@@ -6,12 +6,18 @@ into the forms that `column_to_numpy` reads.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-__all__ = ["num_leaves", "plain", "spark_type"]
+__all__ = ["VERIFIED", "num_leaves", "plain", "spark_type"]
+
+# Arguments of `ParquetFile` that verify pages which have a checksum; pyarrow 14 cannot.
+_ARGUMENTS = inspect.signature(pq.ParquetFile).parameters
+VERIFIED = {n: True for n in ("page_checksum_verification",) if n in _ARGUMENTS}
 
 _VECTOR_FIELDS = {"type", "size", "indices", "values"}  # Spark ML's vectors, as Spark writes them
 

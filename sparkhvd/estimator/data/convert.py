@@ -8,9 +8,11 @@ so that the user learns of all problems at once.
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +35,14 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
+# Of floating types: the bits of a number, and the first number that rounds to infinity.
+_BITS = {"float16": 11, "bfloat16": 8, "float32": 24, "float64": 53}
+_TOO_LARGE = {
+    name: (2 - 2.0 ** -_BITS[name]) * 2.0**exponent
+    for name, exponent in (("float16", 15), ("bfloat16", 127), ("float32", 127))
+}
+_WHOLE = re.compile(r"int\b|decimal\(\d+,0\)")  # Spark's names
+
 
 @dataclass
 class Findings:
@@ -40,50 +50,60 @@ class Findings:
 
     Attributes:
         nulls: rows that are null, or hold a null element.
-        nans: rows with a NaN. (Infinity in the source is a value like others, and stays.)
-        overflows: rows with a finite number that the stored type cannot hold.
+        nans: rows with a NaN.
+        infinities: rows with an infinity that stood in the data.
+        overflows: rows with a finite number beyond the range of the tensor's type.
+        inexact: rows with an integer that the tensor's floating type does not have.
         fractions: rows with a number that is not whole although the stored type is an integer.
         shapes: shape of a row -> rows, for arrays and vectors; of a ragged column, the shape of a row's entries. -1
             stands where lengths differ inside a row.
+        examples: by name of a count the first number that was counted there, as text.
     """
 
     nulls: int = 0
     nans: int = 0
+    infinities: int = 0
     overflows: int = 0
+    inexact: int = 0
     fractions: int = 0
     shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def is_clean(self) -> bool:
         """Whether all rows can be used: no bad values, and one shape without an axis of 0."""
-        bad_rows = self.nulls or self.nans or self.overflows or self.fractions
         usable = all(size > 0 for shape in self.shapes for size in shape)
-        return not bad_rows and len(self.shapes) <= 1 and usable
+        return not any(self.counts().values()) and len(self.shapes) <= 1 and usable
+
+    def counts(self) -> dict[str, int]:
+        """Rows by what is wrong with them."""
+        return {name: getattr(self, name) for name in _COUNTS}
 
     def add(self, other: Findings) -> None:
         """Count what another part of the data has."""
-        self.nulls += other.nulls
-        self.nans += other.nans
-        self.overflows += other.overflows
-        self.fractions += other.fractions
+        for name, count in other.counts().items():
+            setattr(self, name, getattr(self, name) + count)
         self.shapes.update(other.shapes)
+        self.examples = {**other.examples, **self.examples}
+
+    def note(self, name: str, rows: int, values: Array, bad: Array) -> None:
+        """Count rows that hold bad elements of `values`, and keep the first of these as an example."""
+        if rows:
+            setattr(self, name, getattr(self, name) + rows)
+            self.examples.setdefault(name, f"{values[bad].flat[0].item()!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values from which `from_dict` rebuilds the findings."""
-        values = {"nulls": self.nulls, "nans": self.nans, "overflows": self.overflows}
-        return {
-            **values,
-            "fractions": self.fractions,
-            "shapes": [[list(k), v] for k, v in self.shapes.items()],
-        }
+        shapes = [[list(k), v] for k, v in self.shapes.items()]
+        return {**self.counts(), "shapes": shapes, "examples": self.examples}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Findings:
         """The findings that `to_dict` described."""
-        shapes = Counter({tuple(k): v for k, v in values["shapes"]})
-        return cls(
-            values["nulls"], values["nans"], values["overflows"], values["fractions"], shapes
-        )
+        return cls(**{**values, "shapes": Counter({tuple(k): v for k, v in values["shapes"]})})
+
+
+_COUNTS = ("nulls", "nans", "infinities", "overflows", "inexact", "fractions")
 
 
 def column_to_numpy(
@@ -125,7 +145,7 @@ def column_to_numpy(
 
 
 def usable_rows(array: pa.Array, column: Column) -> Array | None:
-    """(rows,) bool: which rows are not null and hold neither null nor NaN; None means all."""
+    """(rows,) bool: which rows are not null and hold neither null nor an invalid number; None means all."""
     bad = np.zeros(len(array), np.bool_)
     if array.null_count:
         bad |= _numbers(array.is_null())
@@ -140,12 +160,11 @@ def usable_rows(array: pa.Array, column: Column) -> Array | None:
         if elements.null_count:
             bad[row_of[_numbers(elements.is_null())]] = True
     values = _numbers(elements)
-    if values.dtype.kind == "f" and np.isnan(values).any():
-        isnan = np.isnan(values)
+    for invalid in _invalid(values, column).values():
         if row_of is None:  # memory below a null holds anything, and its row is bad already
-            bad |= isnan
+            bad |= invalid
         else:
-            bad[row_of[isnan]] = True
+            bad[row_of[invalid]] = True
     return ~bad if bad.any() else None
 
 
@@ -179,10 +198,23 @@ def problems(
         )
     if found.nans:
         yield f"{where}: {found.nans:,} {of} hold NaN. Every value must be a number: drop or replace them."
+    if found.infinities:
+        yield (
+            f"{where}: {found.infinities:,} {of} hold infinity, for example {found.examples['infinities']}. Every value must "
+            "be finite: drop, cap or replace them, or give handle_invalid='skip' or {column: value}."
+        )
     if found.overflows:
         yield (
-            f"{where}: {found.overflows:,} {of} hold a number that {column.dtype} cannot hold. Scale the column, or "
-            f"choose a wider type with feature_dtypes or label_dtypes."
+            f"{where}: {found.overflows:,} {of} hold a number that {column.number_type} cannot hold, for example "
+            f"{found.examples['overflows']}. Scale the column, choose a wider type with feature_dtypes or label_dtypes, or "
+            "give handle_invalid."
+        )
+    if found.inexact:
+        yield (
+            f"{where}: {found.inexact:,} {of} hold an integer that {column.number_type} cannot hold exactly, for example "
+            f"{found.examples['inexact']}. Scale the column, cast it to double if it may be rounded, choose a wider type with "
+            "feature_dtypes or label_dtypes, or give handle_invalid; an index of an embedding stays int64 in an argument "
+            "of its own (inputs)."
         )
     if found.fractions:
         yield (
@@ -221,8 +253,7 @@ def text_to_array(text: str) -> pa.Array:
 
 def _numbers(array: Any) -> Array:
     """The memory of an Arrow array of numbers or booleans as numpy; where it is null, anything."""
-    if pa.types.is_decimal(array.type):
-        array = array.cast(pa.float64())
+    array = _without_decimals(array)
     length, buffer = len(array), array.buffers()[1]
     if pa.types.is_boolean(array.type):
         if not length:
@@ -234,6 +265,28 @@ def _numbers(array: Any) -> Array:
     if not length:
         return np.empty(0, dtype)
     return np.frombuffer(buffer, dtype, length, array.offset * dtype.itemsize)
+
+
+def _without_decimals(array: Any) -> Any:
+    """Decimals as int64 if they are whole and all of them fit, else as doubles; other arrays as they are."""
+    kind = array.type
+    if not pa.types.is_decimal(kind):
+        return array
+    if kind.scale == 0 and kind.bit_width == 128 and len(array):
+        validity, data = array.buffers()
+        halves = np.frombuffer(data, "<i8", 2 * len(array), 16 * array.offset).reshape(-1, 2)
+        fits = halves[:, 1] == halves[:, 0] >> 63
+        if array.null_count:  # below a null lies anything
+            fits |= _numbers(array.is_null())
+        if fits.all():
+            # The bits of what is null stay where they are: the new values begin as far behind the front.
+            values = np.zeros(array.offset + len(array), np.int64)
+            values[array.offset :] = halves[:, 0]
+            buffers = [validity, pa.py_buffer(values)]
+            return pa.Array.from_buffers(
+                pa.int64(), len(array), buffers, array.null_count, array.offset
+            )
+    return array.cast(pa.float64())
 
 
 def _flat(lists: Any) -> tuple[Array, Any]:
@@ -254,8 +307,7 @@ def _filled(array: Any, value: Any, dtype: str) -> Any:
     """
     if pa.types.is_boolean(array.type):
         return array.fill_null(bool(value))
-    if pa.types.is_decimal(array.type):
-        array = array.cast(pa.float64())
+    array = _without_decimals(array)
     own = np.dtype(array.type.to_pandas_dtype())
     if not _holds(own, value):
         is_whole = own.kind in "iu" and np.dtype(dtype).kind in "iu"
@@ -410,59 +462,99 @@ def _narrowed(
         assert isinstance(stored, Ragged)
         return SparseRows(values.indices, stored, values.width)
     flat = values.values if isinstance(values, Ragged) else values
-    if fill is not None and flat.dtype.kind == "f" and np.isnan(flat).any():
+    invalid = _invalid(flat, column)
+    if fill is not None and invalid:
+        bad = np.logical_or.reduce(list(invalid.values()))
         if not _holds(flat.dtype, fill):
             flat = flat.astype(np.float64)
-        flat = np.where(np.isnan(flat), flat.dtype.type(fill), flat)
-    if not isinstance(values, Ragged):
-        return _narrow(flat, column, found, is_flag=is_flag)
-    inside = Findings()
-    stored = _narrow(flat, column, inside, is_flag=is_flag)
-    if not inside.is_clean:
-        # What was counted are elements; once more row by row, for the message.
-        for number in range(len(values)):
-            single = Findings()
-            _narrow(
-                flat[values.starts[number] :][: values.lengths[number]],
-                column,
-                single,
-                is_flag=False,
-            )
-            found.nans += single.nans > 0
-            found.overflows += single.overflows > 0
-            found.fractions += single.fractions > 0
-    return Ragged(stored, values.starts, values.lengths, values.inner)
+        flat, invalid = np.where(bad, flat.dtype.type(fill), flat), {}
+    rows_with: Callable[[Array], int] = _rows
+    if isinstance(values, Ragged):
+        rows_with = functools.partial(_ragged_rows, values.lengths)
+    for name, bad in invalid.items():
+        found.note(name, rows_with(bad), flat, bad)
+    stored = _narrow(flat, column, found, rows_with, is_flag=is_flag)
+    if isinstance(values, Ragged):
+        return Ragged(stored, values.starts, values.lengths, values.inner)
+    return stored
 
 
-def _narrow(values: Array, column: Column, found: Findings, *, is_flag: bool) -> Array:
-    """Values in the stored dtype; what does not fit is counted."""
+def _invalid(values: Array, column: Column) -> dict[str, Array]:
+    """Which numbers a tensor of the column cannot hold, by name of their count in `Findings`; empty if there are none."""
+    is_float, bits = values.dtype.kind == "f", _BITS.get(column.number_type)
+    if not values.size or values.dtype.kind == "b" or not (is_float or bits):
+        return {}
+    is_whole = bits is not None and (not is_float or bool(_WHOLE.search(column.source)))
+    too_large = _TOO_LARGE.get(column.number_type, math.inf)
+    limit = min(too_large, 2.0**bits + 1) if is_whole and bits else too_large
+    if not is_float and max(-np.iinfo(values.dtype).min, np.iinfo(values.dtype).max) < limit:
+        return {}
+    # All that good data cost: two looks, and no memory. NaN is neither above nor below.
+    with np.errstate(invalid="ignore"):
+        if float(values.min()) > -limit and float(values.max()) < limit:
+            return {}
+    found: dict[str, Array] = {}
+    finite: Array = np.ones(values.shape, np.bool_)
+    if is_float:
+        found = {"nans": np.isnan(values), "infinities": np.isinf(values)}
+        finite = np.isfinite(values)
+    if float((np.finfo if is_float else np.iinfo)(values.dtype).max) >= too_large:
+        found["overflows"] = finite & ((values >= too_large) | (values <= -too_large))
+        finite &= ~found["overflows"]
+    if is_whole and bits:
+        found["inexact"] = finite & _inexact(np.where(finite, values, 0), bits)
+    return {name: bad for name, bad in found.items() if bad.any()}
+
+
+def _inexact(values: Array, bits: int) -> Array:
+    """Which whole numbers do not fit a floating type of so many bits; of doubles all that may have been rounded."""
+    if values.dtype.kind == "f":
+        rounded = np.abs(values) >= 2.0**53
+        return rounded | _inexact(np.where(rounded, 0, values).astype(np.int64), bits)
+    if values.dtype.kind == "i":
+        values = np.abs(values.astype(np.int64))  # of the least one the bits are right, as uint64
+    magnitude = values.astype(np.uint64)
+    lowest = np.maximum(magnitude & (~magnitude + np.uint64(1)), np.uint64(1))
+    wrong: Array = magnitude // lowest >= np.uint64(1 << bits)
+    return wrong
+
+
+def _narrow(
+    values: Array,
+    column: Column,
+    found: Findings,
+    rows_with: Callable[[Array], int],
+    *,
+    is_flag: bool,
+) -> Array:
+    """Values in the stored dtype; what an integer type cannot hold is counted."""
     target = np.dtype(column.dtype).newbyteorder("<")
-    from_float = values.dtype.kind == "f"
-    if from_float and not np.isfinite(values).all():
-        found.nans += _rows(np.isnan(values))
     if column.tensor_dtype == "bool":
         return np.ascontiguousarray(values > 0 if is_flag else values != 0, dtype=target)
     if values.dtype.kind == "b":
         return np.ascontiguousarray(values, dtype=target)
     if target.kind == "f":
         with np.errstate(over="ignore"):
-            stored = np.ascontiguousarray(values, dtype=target)
-        # Only a type of a narrower range can lose a finite number; uint16, too, is beyond float16.
-        own = np.finfo(values.dtype) if from_float else np.iinfo(values.dtype)
-        if float(own.max) > float(np.finfo(target).max) and not np.isfinite(stored).all():
-            found.overflows += _rows(np.isinf(stored) & np.isfinite(values))
-        return stored
+            return np.ascontiguousarray(values, dtype=target)
     limits = np.iinfo(target)
-    if from_float:
-        whole = np.isfinite(values) & (values == np.rint(values))
-        found.fractions += _rows(~whole & ~np.isnan(values))
+    if values.dtype.kind == "f":
+        finite = np.isfinite(values)
+        whole = finite & (values == np.rint(values))
+        fractions = finite & ~whole
         # 2**63 as a float is the first that no int64 holds, and the limit itself rounds up to it.
         fits = (values >= float(limits.min)) & (values < float(limits.max) + (limits.max < 2**53))
-        found.overflows += _rows(whole & ~fits)
+        found.note("fractions", rows_with(fractions), values, fractions)
+        found.note("overflows", rows_with(whole & ~fits), values, whole & ~fits)
         return np.where(whole & fits, values, 0).astype(target)
     if target.itemsize < values.dtype.itemsize or target.kind != values.dtype.kind:
-        found.overflows += _rows((values < limits.min) | (values > limits.max))
+        beyond = (values < limits.min) | (values > limits.max)
+        found.note("overflows", rows_with(beyond), values, beyond)
     return np.ascontiguousarray(values, dtype=target)
+
+
+def _ragged_rows(lengths: Array, bad: Array) -> int:
+    """Rows of these lengths, one behind the other, with at least one True."""
+    return len(np.unique(np.repeat(np.arange(len(lengths)), lengths)[bad])) if bad.any() else 0
 
 
 def _rows(bad: Array) -> int:

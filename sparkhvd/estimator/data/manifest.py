@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.data.store import Store
 
-__all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "PACKED", "PARQUET", "DataFile", "Manifest"]
+__all__ = [
+    "DAMAGED_NAME",
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "PACKED",
+    "PARQUET",
+    "DataFile",
+    "Manifest",
+]
 
 # 1 knew only rows of one size; what it wrote is read as ever.
 FORMAT_VERSION = 2
 READABLE_VERSIONS = (1, 2)
 # Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
 MANIFEST_NAME = "_manifest.json"
+# Lies beside data that a reader has found to be damaged: no fit uses them again.
+DAMAGED_NAME = "_damaged"
 PACKED, PARQUET = "packed", "parquet"
 
 
@@ -34,6 +46,7 @@ class DataFile:
         size: bytes; 0 for packed files.
         modified_ns: time of change in ns since 1970; 0 for packed files, or where nothing tells.
         partition: (column, value) of every folder `column=value` that it lies in.
+        footer_crc: CRC-32 of the end of a packed file, from its footer on; None where nobody wrote it down.
     """
 
     path: str
@@ -42,6 +55,7 @@ class DataFile:
     size: int = 0
     modified_ns: int = 0
     partition: tuple[tuple[str, int | float | str | None], ...] = ()
+    footer_crc: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,16 +107,21 @@ class Manifest:
             "schema": self.schema.to_dict(),
             "files": [asdict(f) for f in self.files],
         }
-        return json.dumps(values, indent=1)
+        return json.dumps({**values, "sha256": _digest(values)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """The manifest that `to_json` wrote.
 
         Raises:
-            InvalidArgumentError: it was written by another format version.
+            InvalidArgumentError: it was written by another format version, or is damaged.
         """
         values = json.loads(text)
+        if values.pop("sha256", None) not in (None, _digest(values)):
+            raise InvalidArgumentError(
+                f"The list of the files of the data ({MANIFEST_NAME}) is damaged: its SHA-256 is another one than when it was "
+                "written. Fit again, which materializes the data anew."
+            )
         if values["format_version"] not in READABLE_VERSIONS:
             raise InvalidArgumentError(
                 f"The data have format version {values['format_version']}, this sparkhvd reads "
@@ -116,6 +135,7 @@ class Manifest:
                 f.get("size", 0),
                 f.get("modified_ns", 0),
                 tuple((name, value) for name, value in f.get("partition", ())),
+                f.get("footer_crc"),
             )
             for f in values["files"]
         )
@@ -139,3 +159,7 @@ class Manifest:
     def load(cls, store: Store, data_dir: str) -> Manifest:
         """Read the manifest of a data directory."""
         return cls.from_json(store.read_bytes(f"{data_dir}/{MANIFEST_NAME}").decode())
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -58,7 +58,7 @@ def materialize(
     others wrote is deleted. The manifest is written last; if anything fails, the job is cancelled and the folder removed.
     Arrow batches are bounded in bytes, see `bounded_batches`.
 
-    Null and NaN are errors unless a column's `invalid` says otherwise; infinity that stood in the data is kept, infinity that comes from narrowing is an error.
+    Nulls, NaN, infinity and numbers that the tensor cannot hold are errors unless a column's `invalid` says otherwise.
 
     Args:
         df: the DataFrame, classic or Connect.
@@ -203,6 +203,7 @@ class _WriteTask:
             "weighty": weighty,
             "bytes": {name: size for name, size in sizes.items() if size},
             "row_groups": groups,
+            "footer_crc": writer.footer_crc if writer is not None else None,
             "columns": {name: f.to_dict() for name, f in found.items()},
         }
 
@@ -228,8 +229,8 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     num_skipped = sum(o["skipped"] for o in outcomes)
     if num_rows == 0 and num_skipped:
         raise InvalidArgumentError(
-            f"All {num_skipped:,} rows of the DataFrame hold a null or NaN, and handle_invalid='skip' leaves them out, so "
-            "there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
+            f"All {num_skipped:,} rows of the DataFrame hold a null or an invalid number, and handle_invalid='skip' leaves "
+            "them out, so there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
         )
     if num_rows == 0:
         raise InvalidArgumentError(
@@ -260,7 +261,9 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
         raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
     shapes = {c.name: _found_shape(c, found[c.name]) for c in schema.columns}
     files = tuple(
-        DataFile(o["path"], o["rows"], tuple(o["row_groups"])) for o in outcomes if o["rows"]
+        DataFile(o["path"], o["rows"], tuple(o["row_groups"]), footer_crc=o["footer_crc"])
+        for o in outcomes
+        if o["rows"]
     )
     marked = sum(o["marked"] for o in outcomes) if schema.validation is not None else None
     sizes = {c.name: sum(o["bytes"].get(c.name, 0) for o in outcomes) for c in schema.columns}

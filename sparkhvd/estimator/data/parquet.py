@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.arrow_types import plain
+from sparkhvd.estimator.data.arrow_types import VERIFIED, plain
+from sparkhvd.estimator.data.buffers import Empty, fresh
 from sparkhvd.estimator.data.convert import (
     Findings,
     column_to_numpy,
@@ -82,12 +83,15 @@ class ParquetSource:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read(self, names: Sequence[str], rows: Rows | None = None) -> dict[str, Any]:
+    def read(
+        self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
+    ) -> dict[str, Any]:
         """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
 
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
+            empty: makes the arrays.
 
         Raises:
             InvalidArgumentError: values cannot be used (each column is named with its count in the file), or a file
@@ -96,7 +100,7 @@ class ParquetSource:
         columns = [self._columns[name] for name in names]
         count = self._manifest.num_rows if rows is None else len(rows)
         out: dict[str, Any] = {
-            c.name: np.empty((count, *(c.shape or ())), np.dtype(c.dtype))
+            c.name: empty(c.name, (count, *(c.shape or ())), c.dtype)
             if c.is_fixed
             else list[Values]()
             for c in columns
@@ -117,6 +121,10 @@ class ParquetSource:
             if not column.is_fixed:
                 out[column.name] = joined(out[column.name], _empty(column))
         return out
+
+    def check(self, *_: object, **__: object) -> Generator[None, None, None]:
+        """Nothing is left to verify: pyarrow verifies every page that has a checksum when it decodes it."""
+        yield from ()
 
     def arrays(self, names: Sequence[str], rows: Rows | None = None) -> Iterator[Arrays]:
         """The named columns as Arrow arrays in the forms that Spark sends, piece by piece."""
@@ -306,6 +314,7 @@ class _File:
         file = pq.ParquetFile(
             self._source,
             metadata=self.metadata,
+            **VERIFIED,
             pre_buffer=is_fetched,
             buffer_size=0 if is_fetched else max(16 << 10, _BUFFER_BYTES // max(8, len(names))),
         )
@@ -322,6 +331,7 @@ class _Pass:
         self, file: _File, number: int, names: tuple[str, ...], group: int, begin: int, rows: int
     ) -> None:
         self._number, self._names = number, names
+        self._path, self._group = file.file.path, group
         self._partition = dict(file.file.partition)
         stored = [name for name in names if name not in self._partition]
         groups = file.span(group)
@@ -341,7 +351,10 @@ class _Pass:
         """(first row's number in the file, columns) of the piece with the row."""
         while self._stop <= row:
             self._start = self._stop
-            batch = next(self._batches) if self._has_stored else None
+            try:
+                batch = next(self._batches) if self._has_stored else None
+            except (OSError, pa.ArrowInvalid) as e:
+                raise type(e)(f"{self._path!r}, row groups from {self._group}: {e}") from e
             count = (
                 batch.num_rows if batch is not None else min(self._rows, self._end - self._start)
             )

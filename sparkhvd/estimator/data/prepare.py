@@ -23,7 +23,12 @@ from typing import Any
 
 from sparkhvd.errors import StoreError
 from sparkhvd.estimator.data.leases import Lease, is_abandoned, is_owners, lease_of, write_lease
-from sparkhvd.estimator.data.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
+from sparkhvd.estimator.data.manifest import (
+    DAMAGED_NAME,
+    FORMAT_VERSION,
+    MANIFEST_NAME,
+    Manifest,
+)
 from sparkhvd.estimator.data.materialize import materialize
 from sparkhvd.estimator.data.plan import plan_facts
 from sparkhvd.estimator.data.schema import DataSchema
@@ -184,6 +189,8 @@ def prepare(
                 _own(store, own, _new_lease(store, app_id, keep_data or _is_kept(store, own)))
             why = f"the same DataFrame of one fold ({reason})" if is_scoped else reason
             return PreparedData(manifest, data_dir, True, time.monotonic() - started, why)
+        if store.exists(f"{own}/{DAMAGED_NAME}"):
+            store.delete(own)
         lease = _new_lease(store, app_id, keep_data)
         _own(store, own, lease)
         try:
@@ -334,6 +341,8 @@ def _find(store: Store, name: str, own: str) -> tuple[str, Manifest] | None:
     for data_dir in [own, *store.list(f"data/{name}")]:
         try:
             if not store.exists(f"{data_dir}/{MANIFEST_NAME}"):
+                continue
+            if store.exists(f"{data_dir}/{DAMAGED_NAME}"):
                 continue
             if data_dir != own and not _is_kept(store, data_dir):
                 continue

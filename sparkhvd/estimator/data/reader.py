@@ -9,6 +9,7 @@ Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import queue
 import threading
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
+from sparkhvd.estimator.data.buffers import Buffers
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.loading import Loading
 from sparkhvd.estimator.data.manifest import PACKED, Manifest
@@ -153,10 +155,13 @@ class Reader:
         )
         self.num_rows = count_of(self._rows)
         self._is_resident = fits_in_memory(self._rows, self._row_bytes, shuffle_bytes)
+        self._checks = self._source.check(self._names, rank=rank, size=size)
         self._window_rows = max(1, shuffle_bytes // max(1, self._row_bytes))
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(_CHUNK_BYTES, prefetch_bytes // 4)
         self._resident: dict[str, Any] | None = None
+        # Of the window; what is handed out are copies.
+        self._buffers = Buffers()
         self._running: _Prefetch | None = None
         # The epoch and step that are prepared, and their thread.
         self._prepared: tuple[int, int, _Prefetch] | None = None
@@ -221,8 +226,10 @@ class Reader:
         if self._stop(_STOP_S):
             if self._pool is not None:
                 self._pool.shutdown()
+            self._checks.close()
             self._source.close()
         self._resident = None
+        self._buffers.clear()
 
     def __enter__(self) -> Reader:
         return self
@@ -312,8 +319,17 @@ class Reader:
                     chunk = self._functions.decode(self._columns, chunk, self._pool)
                 # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
                 yield chunk if self._is_resident else {n: _own(v) for n, v in chunk.items()}
-            # The next window is loaded when this one has gone.
-            del values, order
+                # As many bytes as were handed out, so that a share of the ranks is verified when the epoch ends.
+                self._verify(len(part) * self._row_bytes // _CHUNK_BYTES + 1)
+            # The next window is loaded when this one has gone, into its memory.
+            del values, order, window
+        self._verify(None)
+
+    def _verify(self, steps: int | None) -> None:
+        """Verify some of this rank's share of data beyond memory, of which each read sees a small part; None: the rest."""
+        if not self._is_resident:
+            for _ in itertools.islice(self._checks, steps):
+                pass
 
     def _load(self, window: Window) -> tuple[dict[str, Any], Rows]:
         """Arrays that hold the window's rows, and the order in which to take them."""
@@ -323,7 +339,7 @@ class Reader:
                 self._source.close()
             return self._resident, window.row_numbers()
         assert window.rows is not None
-        values = self._source.read(self._names, window.rows)
+        values = self._source.read(self._names, window.rows, self._buffers.empty)
         order = window.order if window.order is not None else np.arange(len(window.rows))
         return values, order
 

@@ -172,6 +172,7 @@ class Plan:
         for window in self._order.windows(self, rank, self._rows_before(rank, start_step)):
             if window.num_rows:
                 yield window
+            del window
 
     def _rows_before(self, rank: int, step: int) -> int:
         """How many rows a rank has in the steps before `step`."""
@@ -279,7 +280,12 @@ class _Blocks(_Order):
                 len(positions)
             )
             whole = Window(_numbers(self.rows, positions), order)
-            yield whole.without_first(start - first) if start > first else whole
+            # Nothing of a window is held here when the next one is planned.
+            del positions, order
+            if start > first:
+                whole = whole.without_first(start - first)
+            yield whole
+            del whole
 
 
 def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
@@ -293,7 +299,9 @@ def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
     by_row = np.argsort(firsts)
     firsts, lengths = firsts[by_row], lengths[by_row]
     offsets = np.cumsum(lengths) - lengths
-    return np.repeat(firsts - offsets, lengths) + np.arange(int(lengths.sum()), dtype=np.int64)
+    positions = np.repeat(firsts - offsets, lengths)
+    positions += np.arange(len(positions), dtype=np.int64)
+    return positions
 
 
 def epoch_plan(

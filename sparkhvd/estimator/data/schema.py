@@ -18,6 +18,7 @@ import numpy as np
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
+    "FLOATS",
     "RAW_TYPES",
     "Column",
     "DataSchema",
@@ -51,7 +52,7 @@ RAW_TYPES: Mapping[str, str] = {
 FIXED_KINDS = ("scalar", "array", "vector")
 # A vector of more dimensions is kept sparse unless the user says otherwise: 256 KiB per row as dense float32.
 DENSE_WIDTH = 65_536
-FLOATS = ("float16", "bfloat16", "float32", "float64")
+FLOATS = ("bfloat16", "float16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8")
 TENSOR_DTYPES = (*FLOATS, *INTEGERS, "bool")
 
@@ -74,7 +75,10 @@ class Column:
         is_collated: a function of the user's turns the rows of a batch into what the model gets.
         decoded: shape of one row's value after the decoder; None until data have been read.
         is_sparse: whether a vector is kept sparse; None lets its width decide.
-        invalid: what to do with rows that are null or hold a null or NaN: ("error",), ("skip",) or ("fill", value).
+        invalid: what to do with rows that are null or hold a null, NaN, infinity or a number that the tensor cannot
+            hold: ("error",), ("skip",) or ("fill", value).
+        cast_to: torch name of the floating type in which a tensor holds these integers beside floats; empty if they
+            stay integers.
     """
 
     name: str
@@ -89,6 +93,12 @@ class Column:
     decoded: tuple[int, ...] | None = None
     is_sparse: bool | None = None
     invalid: tuple[Any, ...] = ("error",)
+    cast_to: str = ""
+
+    @property
+    def number_type(self) -> str:
+        """Torch name of the type that its numbers must fit: the tensor's, or the stored one of what a decoder gets."""
+        return self.dtype if self.has_decoder else self.cast_to or self.tensor_dtype
 
     @property
     def is_fixed(self) -> bool:
@@ -293,7 +303,7 @@ def check_schema(
         decoders: columns whose values a function of the user's turns into numbers or arrays.
         collated: columns whose rows a function of the user's turns into a batch.
         sparse_cols: vector features that are kept sparse; None means those of more than `DENSE_WIDTH` dimensions.
-        handle_invalid: "error", "skip" (rows with a null or NaN), or by column "error", "skip" or a value to fill in.
+        handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column "error", "skip" or a value to fill in.
         data_name: what has the columns, for messages.
 
     Raises:
@@ -373,7 +383,7 @@ def _known(param: str, names: Collection[str], columns: Sequence[str]) -> None:
 
 
 def _policies(given: str | Mapping[str, Any], columns: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """By column what happens to nulls and NaN: ("error",), ("skip",) or ("fill", value)."""
+    """By column what happens to nulls and invalid numbers: ("error",), ("skip",) or ("fill", value)."""
     if isinstance(given, str):
         by_name: Mapping[str, Any] = dict.fromkeys(columns, given)
         texts = tuple(by_name.values())
@@ -388,8 +398,8 @@ def _policies(given: str | Mapping[str, Any], columns: Sequence[str]) -> dict[st
             policies[name] = ("fill", value)
         else:
             raise InvalidArgumentError(
-                f"handle_invalid is {given!r}. Give 'error', 'skip' (leave out rows with a null or NaN), or a dict by "
-                "column of 'error', 'skip' or a number that takes the place of nulls and NaN."
+                f"handle_invalid is {given!r}. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number "
+                "that the tensor cannot hold), or a dict by column of 'error', 'skip' or a number that takes their place."
             )
     return policies
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Protocol
 
+from sparkhvd.estimator.data.buffers import Empty, fresh
 from sparkhvd.estimator.data.manifest import PACKED, Manifest
 from sparkhvd.estimator.data.packed import RowSource
 from sparkhvd.estimator.data.sampler import Rows
@@ -25,12 +26,27 @@ class Source(Protocol):
     def block_edges(self) -> Rows | None:
         """See above."""
 
-    def read(self, names: Sequence[str], rows: Rows | None = None) -> dict[str, Any]:
+    def read(
+        self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
+    ) -> dict[str, Any]:
         """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
 
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
+            empty: makes the arrays.
+        """
+
+    def check(
+        self, names: Sequence[str], rows: Rows | None = None, *, rank: int = 0, size: int = 1
+    ) -> Generator[None, None, None]:
+        """Verify checksums that reads have not, a little at each step of the iterator.
+
+        Args:
+            names: columns to verify.
+            rows: ascending row numbers near which to verify; None means everywhere.
+            rank: of the ranks that share the work.
+            size: how many they are.
         """
 
     def examples(self, count: int) -> Rows:

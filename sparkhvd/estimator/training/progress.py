@@ -46,7 +46,7 @@ def _short(value: Any) -> str:
 
 
 def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
-    """Print what handle_invalid left out: "handle_invalid left out 3 of 40 training rows with a null or NaN".
+    """Print what handle_invalid left out: "handle_invalid left out 3 of 40 training rows with a null or invalid number".
 
     Args:
         skipped: by name of the rows, how many were left out, and how many there are with them.
@@ -55,7 +55,7 @@ def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None
     for name, (count, total) in skipped.items():
         if verbose and count:
             sys.stdout.write(
-                f"handle_invalid left out {count:,} of {total:,} {name} rows with a null or NaN\n"
+                f"handle_invalid left out {count:,} of {total:,} {name} rows with a null or invalid number\n"
             )
             sys.stdout.flush()
 

@@ -182,8 +182,23 @@ def test_integers_are_cast_only_when_joined_with_floats(
     columns: list[Column], expected: torch.dtype
 ) -> None:
     schema = schema_of(*columns)
-    (x,), _ = bind_inputs(One(), schema).apply(batch_of(schema))
+    binding = bind_inputs(One(), schema)
+    (x,), _ = binding.apply(batch_of(schema))
     assert x.dtype == expected
+    # What materialize and transform look at.
+    is_cast = [expected.is_floating_point and not c.is_floating for c in columns]
+    casts = [c.cast_to for c in binding.with_casts(columns)]
+    assert casts == ["float32" if cast else "" for cast in is_cast]
+
+
+def test_integers_of_two_arguments_must_fit_the_narrower() -> None:
+    schema = schema_of(
+        column("a"), column("d", None, "float64", explicit=True), column("i", None, "int64")
+    )
+    for names in (["d", "i"], ["a", "i"]), (["a", "i"], ["d", "i"]):
+        binding = bind_inputs(Two(), schema, inputs=dict(zip(("x", "ids"), names, strict=True)))
+        assert [a.dtype for a in binding.arguments if "d" in a.columns] == ["float64"]
+        assert [c.cast_to for c in binding.with_casts(schema.features)] == ["", "", "float32"]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

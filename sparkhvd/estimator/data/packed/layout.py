@@ -12,6 +12,8 @@ from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.values import Ragged, SparseRows
 
 __all__ = [
+    "CHECKSUMS_KEY",
+    "MAGIC",
     "METADATA_KEY",
     "PAGE_BYTES",
     "PREFIX_BYTES",
@@ -25,6 +27,10 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 METADATA_KEY = b"sparkhvd"
+# In what that describes: whether every page has a checksum.
+CHECKSUMS_KEY = "page_checksums"
+# A Parquet file begins with it, and ends with its footer, the footer's length (4 bytes) and it again.
+MAGIC = b"PAR1"
 # A page's size is an int32 in Parquet; one row group must stay below it in every column.
 PAGE_BYTES = 1 << 30
 # A BYTE_ARRAY value stands behind its length.

@@ -65,9 +65,7 @@ def _manifest_of_file(store: Store, name: str) -> Manifest:
 def _manifest_of_folder(store: Store, name: str) -> Manifest:
     """The manifest, with its files where the folder is now."""
     stored = Manifest.load(store, name)
-    moved = tuple(
-        DataFile(f"{name}/{PurePosixPath(f.path).name}", f.rows, f.row_groups) for f in stored.files
-    )
+    moved = tuple(replace(f, path=f"{name}/{PurePosixPath(f.path).name}") for f in stored.files)
     return replace(stored, files=moved)
 
 

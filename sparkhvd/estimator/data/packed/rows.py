@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from sparkhvd.errors import InternalError
+from sparkhvd.estimator.data.buffers import Empty, fresh
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.open_files import OpenFiles
-from sparkhvd.estimator.data.packed.file import PackedFile
+from sparkhvd.estimator.data.packed.file import Checked, PackedFile
 from sparkhvd.estimator.data.packed.layout import PREFIX_BYTES, Array, little_endian, payload_types
 from sparkhvd.estimator.data.packed.requests import together
 from sparkhvd.estimator.data.packed.spans import Span
@@ -47,6 +47,7 @@ class RowSource:
         rows = [f.row_groups[g] for f, g in self._groups]
         self._ends = np.cumsum(rows, dtype=np.int64) if rows else np.empty(0, dtype=np.int64)
         self._files = {f.path: f for f in manifest.files}
+        self._checked: Checked = set()
         self._open: OpenFiles[str, PackedFile] = OpenFiles(self._open_file)
 
     def close(self) -> None:
@@ -59,29 +60,79 @@ class RowSource:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def read(self, names: Sequence[str], rows: Rows | None = None) -> dict[str, Any]:
+    def read(
+        self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
+    ) -> dict[str, Any]:
         """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
 
         Args:
             names: columns to read.
             rows: ascending row numbers; None means all.
+            empty: makes the arrays.
         """
         asked = [self._columns[name] for name in names]
-        out: dict[str, Any] = self._read_fixed([c for c in asked if c.is_fixed], rows)
+        out: dict[str, Any] = self._read_fixed([c for c in asked if c.is_fixed], rows, empty)
         for column in asked:
             if not column.is_fixed:
-                out[column.name] = self._read_variable(column, rows)
+                out[column.name] = self._read_variable(column, rows, empty)
         return out
 
     def examples(self, count: int) -> Rows:
         """Numbers of the first `count` rows, or of all if there are fewer."""
         return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
 
+    def check(
+        self, names: Sequence[str], rows: Rows | None = None, *, rank: int = 0, size: int = 1
+    ) -> Generator[None, None, None]:
+        """Verify pages that no read has verified, about a MiB at each step of the iterator.
+
+        Args:
+            names: columns whose pages are meant.
+            rows: ascending row numbers; the row groups that hold them are meant. None means all.
+            rank: of the ranks that share the work; each takes other row groups.
+            size: how many they are.
+
+        Raises:
+            StoreError: a page is damaged.
+        """
+        count = len(self._groups)
+        groups = range(count)
+        if rows is not None:
+            groups = np.unique(np.searchsorted(self._ends, rows, side="right")).tolist()
+        opened: PackedFile | None = None  # reads between two steps may close what they share
+        try:
+            for group in groups[rank::size]:
+                file, row_group = self._groups[group]
+                for index, row_bytes in self._pages(names):
+                    if (file.path, row_group, index) in self._checked:
+                        continue
+                    if opened is None or opened.path != file.path:
+                        if opened is not None:
+                            opened.close()
+                        opened = self._open_file(file.path)
+                    yield from opened.check(row_group, index, row_bytes)
+        finally:
+            if opened is not None:
+                opened.close()
+
+    def _pages(self, names: Sequence[str]) -> Iterator[tuple[int, int | None]]:
+        """(number, bytes of a row, or None of a BYTE_ARRAY column) of the Parquet columns of some columns."""
+        for column in (self._columns[name] for name in names):
+            if column.row_bytes:
+                yield self._index[column.name], column.row_bytes
+            for part in range(len(payload_types(column))):
+                yield self._index[column.name] + 1 + part, None
+
     # -- rows of one length --------------------------------------------------------------------------
 
-    def _read_fixed(self, columns: Sequence[Column], rows: Rows | None) -> dict[str, Array]:
+    def _read_fixed(
+        self, columns: Sequence[Column], rows: Rows | None, empty: Empty
+    ) -> dict[str, Array]:
         count = self._manifest.num_rows if rows is None else len(rows)
-        out = {c.name: np.empty((count, *(c.shape or ())), little_endian(c.dtype)) for c in columns}
+        out = {
+            c.name: empty(c.name, (count, *(c.shape or ())), little_endian(c.dtype))
+            for c in columns
+        }
         widest = max((c.row_bytes for c in columns), default=1)
         runs = self._runs(rows, max(1, _GAP_BYTES // widest)) if columns else []
         for start, stop in runs:
@@ -127,7 +178,9 @@ class RowSource:
 
     # -- rows of any length --------------------------------------------------------------------------
 
-    def _read_variable(self, column: Column, rows: Rows | None) -> Ragged | SparseRows:
+    def _read_variable(
+        self, column: Column, rows: Rows | None, empty: Empty
+    ) -> Ragged | SparseRows:
         row_bytes = 8 + self._manifest.variable_bytes.get(column.name, 0) / max(
             self._manifest.num_rows, 1
         )
@@ -136,7 +189,7 @@ class RowSource:
             for start, stop in self._runs(rows, max(1, int(_GAP_BYTES / row_bytes)))
         ]
         parts = [
-            self._payload(spans, column, 1 + i, dtype)
+            self._payload(spans, column, 1 + i, dtype, empty)
             for i, dtype in enumerate(payload_types(column))
         ]
         if column.kind == "sparse":
@@ -161,7 +214,7 @@ class RowSource:
         return Span(group, low, ends.astype(np.int64), wanted)
 
     def _payload(
-        self, spans: Sequence[Span], column: Column, part: int, dtype: np.dtype[Any]
+        self, spans: Sequence[Span], column: Column, part: int, dtype: np.dtype[Any], empty: Empty
     ) -> Ragged:
         """One BYTE_ARRAY column of the spans' rows.
 
@@ -170,7 +223,7 @@ class RowSource:
         """
         unit = min(dtype.itemsize, PREFIX_BYTES)
         total = sum(span.num_bytes(dtype.itemsize) for span in spans)
-        buffer = np.empty(total // dtype.itemsize, dtype)
+        buffer = empty(f"{column.name}/{part}", (total // dtype.itemsize,), dtype)
         flat = buffer.view(np.uint8)
         starts, lengths = [], []
         at = 0
@@ -216,15 +269,14 @@ class RowSource:
 
     def _open_file(self, path: str) -> PackedFile:
         file = self._files[path]
-        opened = PackedFile(self._store, file.path)
+        opened = PackedFile(self._store, file.path, self._checked, file.footer_crc)
         found = tuple(
             opened.metadata.row_group(g).num_rows for g in range(opened.metadata.num_row_groups)
         )
         if found != file.row_groups or opened.metadata.num_columns != self._num_parquet_columns:
             opened.close()
-            raise InternalError(
-                f"{file.path!r} is not what the manifest lists: row groups {found} with "
-                f"{opened.metadata.num_columns} columns, expected {file.row_groups} with {self._num_parquet_columns}. "
-                "Something rewrote it; run the fit again with another data_key, or clean the store."
+            raise opened.damaged(
+                f"it is not what the manifest lists: row groups {found} with {opened.metadata.num_columns} columns, not "
+                f"{file.row_groups} with {self._num_parquet_columns}"
             )
         return opened

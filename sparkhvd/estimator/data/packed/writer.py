@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +17,8 @@ import pyarrow.parquet as pq
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.manifest import FORMAT_VERSION, DataFile
 from sparkhvd.estimator.data.packed.layout import (
+    CHECKSUMS_KEY,
+    MAGIC,
     METADATA_KEY,
     PAGE_BYTES,
     PREFIX_BYTES,
@@ -40,7 +44,12 @@ class PackedWriter:
         self, sink: Any, columns: Sequence[Column], *, row_group_bytes: int = ROW_GROUP_BYTES
     ) -> None:
         self._columns = tuple(columns)
-        described = {"format_version": FORMAT_VERSION, "columns": [asdict(c) for c in columns]}
+        parameters = inspect.signature(pq.ParquetWriter).parameters
+        described = {
+            "format_version": FORMAT_VERSION,
+            "columns": [asdict(c) for c in columns],
+            CHECKSUMS_KEY: "write_page_checksum" in parameters,  # not in pyarrow 14
+        }
         fields = [parquet_fields(c) for c in columns]
         self._schema = pa.schema(
             [f for group in fields for f in group],
@@ -56,9 +65,14 @@ class PackedWriter:
             "data_page_size": PAGE_BYTES,
         }
         # Newer pyarrow ends a page after 20,000 rows unless told otherwise.
-        if "max_rows_per_page" in inspect.signature(pq.ParquetWriter).parameters:
+        if "max_rows_per_page" in parameters:
             options["max_rows_per_page"] = 2**31 - 1
-        self._writer = pq.ParquetWriter(sink, self._schema, **options)
+        if described[CHECKSUMS_KEY]:
+            options["write_page_checksum"] = True
+        self._written: list[pq.FileMetaData] = []
+        self._writer = pq.ParquetWriter(
+            sink, self._schema, metadata_collector=self._written, **options
+        )
         self._fixed_bytes = sum(c.row_bytes for c in columns)
         self._group_bytes = max(row_group_bytes, 1)
         self._pending: list[pa.RecordBatch] = []
@@ -89,6 +103,13 @@ class PackedWriter:
         self._flush()
         self._writer.close()
         return tuple(self.row_groups)
+
+    @property
+    def footer_crc(self) -> int:
+        """CRC-32 of the end of the file, from its footer on; once it is closed."""
+        footer = io.BytesIO()
+        self._written[0].write_metadata_file(footer)
+        return zlib.crc32(footer.getbuffer()[len(MAGIC) :])
 
     def _variable_bytes(self, values: Sequence[Values], rows: int) -> Array:
         """(rows,) bytes that each row takes besides those of fixed columns."""
@@ -173,4 +194,4 @@ def write_packed(
         if len(stored[0]):
             writer.append(stored)
         groups = writer.close()
-    return DataFile(path, sum(groups), groups)
+    return DataFile(path, sum(groups), groups, footer_crc=writer.footer_crc)

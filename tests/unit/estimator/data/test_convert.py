@@ -8,12 +8,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.convert import (
     Findings,
     column_to_numpy,
     numpy_to_array,
+    problems,
     text_to_array,
+    usable_rows,
 )
 from sparkhvd.estimator.data.schema import Column
 from sparkhvd.estimator.data.values import Ragged
@@ -31,6 +35,14 @@ VECTOR = pa.struct(
 
 def column(kind: str, dtype: str, tensor: str | None = None) -> Column:
     return Column("c", kind, dtype, () if kind == "scalar" else None, "source", tensor or dtype)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+def decimals(*values: int | None) -> pa.Array:
+    """Whole ones, not at the front of their memory."""
+    return pa.array([None, 0, *values], pa.decimal128(38, 0))[2:]
 
 
 def dense(*values: float) -> dict[str, Any]:
@@ -86,7 +98,15 @@ def test_vectors_are_densified_in_any_mixture(start: int) -> None:
     ("array", "kind", "dtype", "expected"),
     [
         (pa.array([1.0, None, 2.0, None]), "scalar", "float32", {"nulls": 2}),
-        (pa.array([1.0, float("nan"), float("inf")]), "scalar", "float32", {"nans": 1}),
+        (pa.array([1.0, NAN, -INF]), "scalar", "float32", {"nans": 1, "infinities": 1}),
+        (pa.array([1.0, INF], pa.float32()), "scalar", "int64", {"infinities": 1}),
+        (pa.array([2**24 + 1, -(2**25)], pa.int64()), "scalar", "float32", {"inexact": 1}),
+        (pa.array([2**53 + 1, -(2**63)], pa.int64()), "scalar", "float64", {"inexact": 1}),
+        (pa.array([2**63 - 1, 2**24], pa.uint64()), "scalar", "float32", {"inexact": 1}),
+        (pa.array([-(2**24) - 1, 7], pa.int32()), "scalar", "float32", {"inexact": 1}),
+        (decimals(2**24 + 1, None), "scalar", "float32", {"inexact": 1, "nulls": 1}),
+        (decimals(2**53 + 1, 10**30), "scalar", "float64", {"inexact": 2}),
+        (pa.array([[1, 2**24 + 1], [2**24 + 3] * 2, [0, 0]]), "array", "float32", {"inexact": 2}),
         (pa.array([1e39, 1.0, -1e300]), "scalar", "float32", {"overflows": 2}),
         (pa.array([1e5, 1.0]), "scalar", "float16", {"overflows": 1}),
         (pa.array([1.0, 2.5, 3.0]), "scalar", "int64", {"fractions": 1}),
@@ -100,10 +120,10 @@ def test_vectors_are_densified_in_any_mixture(start: int) -> None:
 def test_unusable_rows_are_counted(
     array: pa.Array, kind: str, dtype: str, expected: dict[str, int]
 ) -> None:
-    values, found = column_to_numpy(array, column(kind, dtype))
+    values, found = column_to_numpy(array, replace(column(kind, dtype), source="decimal(38,0)"))
     assert values is None
-    counted = {k: v for k, v in found.to_dict().items() if k != "shapes" and v}
-    assert counted == expected
+    assert {k: v for k, v in found.counts().items() if v} == expected
+    assert set(found.examples) == set(expected) - {"nulls"}
 
 
 @pytest.mark.parametrize(
@@ -164,10 +184,71 @@ def test_rows_without_entries_have_entries_of_any_shape() -> None:
         assert feature(pa.array(rows, kind), nested, "x") is not None
 
 
-def test_infinity_of_the_source_stays() -> None:
-    values, found = column_to_numpy(pa.array([float("inf"), 1.0]), column("scalar", "float32"))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("source", ["int64", "uint64"])
+def test_integers_are_exact_just_where_torch_says_so(dtype: str, source: str) -> None:
+    powers = [2**n for n in range(64 if source == "uint64" else 63)]
+    values = sorted({p + d for p in powers for d in (-1, 0, 1)} | {3 * p for p in powers[:-2]})
+    stored = "float32" if dtype == "bfloat16" else dtype
+    number = replace(column("scalar", stored, dtype), invalid=("skip",))
+    own = np.array(values, source)
+    rounded = torch.tensor([float(v) for v in values], dtype=torch.float64).to(
+        getattr(torch, dtype)
+    )
+    exact = [float(r) == v for r, v in zip(rounded.double().tolist(), values, strict=True)]
+    usable = usable_rows(pa.array(own), number)
+    assert usable is not None
+    assert usable.tolist() == exact
+
+
+def test_decimals_that_int64_holds_are_exact() -> None:
+    numbers = [2**53 + 1, -(2**63), 0]
+    values, found = column_to_numpy(decimals(*numbers), column("scalar", "int64"))
     assert found.is_clean
-    np.testing.assert_array_equal(values, [np.inf, 1.0])
+    assert values is not None
+    assert values.tolist() == numbers
+    filled = replace(column("scalar", "int64"), invalid=("fill", -1))
+    values, _ = column_to_numpy(decimals(2**53 + 1, None), filled)
+    assert values is not None
+    assert values.tolist() == [2**53 + 1, -1]
+
+
+def test_invalid_numbers_are_skipped_or_filled() -> None:
+    floats = pa.array([1.0, INF, 1e300, NAN])
+    skipping = replace(column("scalar", "float32"), invalid=("skip",))
+    usable = usable_rows(floats, skipping)
+    assert usable is not None
+    assert usable.tolist() == [True, False, False, False]
+    values, found = column_to_numpy(floats, replace(skipping, invalid=("fill", 7)))
+    assert found.is_clean
+    np.testing.assert_array_equal(values, [1, 7, 7, 7])
+    joined = replace(column("scalar", "int64"), cast_to="float32", invalid=("fill", 0.0))
+    values, found = column_to_numpy(pa.array([5, 2**24 + 1]), joined)
+    assert found.is_clean
+    np.testing.assert_array_equal(values, [5, 0])
+    # A fraction in place of nulls makes doubles of the rest, which are integers still.
+    half = replace(column("scalar", "float32"), source="bigint", invalid=("fill", 0.5))
+    values, _ = column_to_numpy(pa.array([None, 2**24 + 1, 3]), half)
+    np.testing.assert_array_equal(values, [0.5, 0.5, 3])
+
+
+def test_joined_integers_are_told_with_an_example_in_fit_and_transform() -> None:
+    joined = replace(column("scalar", "int64"), source="bigint", cast_to="float32")
+    rows = pa.array([3, 2**24 + 1])
+    found = column_to_numpy(rows, joined)[1]
+    again = Findings.from_dict(found.to_dict())
+    assert next(problems(joined, again, 2)).startswith(
+        "column 'c' (bigint): 1 of 2 rows hold an integer that float32 cannot hold exactly, for example 16777217. Scale"
+    )
+    with pytest.raises(
+        InvalidArgumentError, match="float32 cannot hold exactly, for example 16777"
+    ):
+        feature(rows, joined, "x")
+    with pytest.raises(
+        InvalidArgumentError, match="'x' is infinite in 1 rows of a batch, for exam"
+    ):
+        feature(pa.array([INF]), column("scalar", "float32"), "x")
+    assert column_to_numpy(rows, column("scalar", "int64"))[1].is_clean
 
 
 @pytest.mark.parametrize(

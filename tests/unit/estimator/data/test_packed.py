@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.data.manifest import DataFile, Manifest
 from sparkhvd.estimator.data.packed import PackedWriter, RowSource, read_packed, write_packed
 from sparkhvd.estimator.data.packed.requests import together
@@ -107,7 +108,10 @@ def test_a_rewritten_file_is_decoded(
     path = tmp_path / "store" / manifest.files[0].path
     table = pq.read_table(path)
     pq.write_table(table, path, row_group_size=100, write_batch_size=8, **options)
-    with RowSource(store, manifest) as source:
+    with pytest.raises(StoreError, match="its end is not"), RowSource(store, manifest) as source:
+        source.read(["y"])
+    unknown = replace(manifest, files=(replace(manifest.files[0], footer_crc=None),))
+    with RowSource(store, unknown) as source:
         np.testing.assert_array_equal(source.read(["a.x"])["a.x"], values["a.x"])
         rows = np.array([3, 5, 101, 249])
         np.testing.assert_array_equal(source.read(["y"], rows)["y"], rows)
@@ -129,7 +133,7 @@ def test_a_file_that_is_not_the_manifests_is_refused(store: Store) -> None:
     write_packed(store, manifest.files[0].path, [X, Y], data(9))
     with (
         RowSource(store, manifest) as source,
-        pytest.raises(InternalError, match="is not what the manifest lists"),
+        pytest.raises(StoreError, match="its end is not what was written"),
     ):
         source.read(["y"])
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.data import parquet
-from sparkhvd.estimator.data.arrow_types import plain
+from sparkhvd.estimator.data.arrow_types import VERIFIED, plain
 from sparkhvd.estimator.data.dataset import open_dataset, read_manifest
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.parquet import ParquetSource
@@ -333,20 +333,31 @@ def test_a_file_of_the_same_size_that_changes_during_the_fit_is_an_error(tmp_pat
     assert "a.parquet' was written again since the fit began" in str(raised.value)
 
 
-def test_a_page_that_is_damaged_is_a_store_error_that_says_where(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_flipped", [False, True])
+def test_a_page_that_is_damaged_is_a_store_error_that_says_where(
+    tmp_path: Path, is_flipped: bool
+) -> None:
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"x": [1.0, 2.0], "id": [1, 2]}), path)
+    if is_flipped and not VERIFIED:
+        pytest.skip("this pyarrow does not verify checksums")
+    options = {"write_page_checksum": True, "use_dictionary": False} if is_flipped else {}
+    pq.write_table(pa.table({"x": [1.0, 2.0], "id": [1, 2]}), path, compression="NONE", **options)
     dataset = open_dataset(tmp_path)
     manifest = read_manifest(
         dataset, check_schema(dataset.schema, feature_cols=["x"], label_cols=["id"])
     )
     before = path.stat()
     data = bytearray(path.read_bytes())
-    data[4:40] = b"\xff" * 36
+    if is_flipped:
+        data[data.index(np.array([1.0, 2.0]).tobytes()) + 3] ^= 1
+    else:
+        data[4:40] = b"\xff" * 36
     path.write_bytes(data)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with (
-        pytest.raises(StoreError, match=r"Reading the Parquet files in file://.* failed at rank 0"),
+        pytest.raises(
+            StoreError, match=r"the Parquet files in file://.* failed at rank 0.*'a.parquet'"
+        ),
         Reader(dataset.store, manifest, rank=0, size=1, batch_size=2) as reader,
     ):
         list(reader.epoch(0))

@@ -17,6 +17,7 @@ from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data import prepare as prepare_module
 from sparkhvd.estimator.data.leases import LEASE_NAME, LEASE_S, Lease, lease_of, write_lease
+from sparkhvd.estimator.data.manifest import DAMAGED_NAME
 from sparkhvd.estimator.data.packed import read_packed
 from sparkhvd.estimator.data.plan import plan_facts
 from sparkhvd.estimator.data.prepare import (
@@ -488,6 +489,13 @@ def test_a_file_that_went_missing_is_made_again(spark: SparkSession, store: Stor
     found = prepared(numbers(spark), store)
     store.delete(found.manifest.files[0].path)
     assert not prepared(numbers(spark), store).reused
+
+
+def test_data_that_a_reader_found_damaged_are_made_again(spark: SparkSession, store: Store) -> None:
+    found = prepared(numbers(spark), store)
+    store.write_bytes(f"{found.data_dir}/{DAMAGED_NAME}", b"a flipped bit")
+    assert not prepared(numbers(spark), store).reused
+    assert prepared(numbers(spark), store).reused
 
 
 def test_data_go_when_the_process_ends_and_connect_needs_a_key(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sparkhvd.errors import InternalError, InvalidArgumentError, StoreError
-from sparkhvd.estimator.data.manifest import Manifest
+from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.estimator.data.manifest import DAMAGED_NAME, MANIFEST_NAME, Manifest
 from sparkhvd.estimator.data.packed import RowSource, write_packed
 from sparkhvd.estimator.data.reader import Batch, Reader
 from sparkhvd.estimator.data.sampler import epoch_plan
@@ -180,10 +180,10 @@ def test_what_comes_before_the_first_step_is_not_read(store: Store, shuffle: boo
         rows_read = 0
         read = reader._source.read
 
-        def counted(names: list[str], rows: np.ndarray) -> dict[str, np.ndarray]:
+        def counted(names: list[str], rows: np.ndarray, *empty: Any) -> dict[str, np.ndarray]:
             nonlocal rows_read
             rows_read += len(rows)
-            return read(names, rows)
+            return read(names, rows, *empty)
 
         reader._source.read = counted  # type: ignore[assignment, method-assign]
         whole = list(reader.epoch(3))
@@ -414,15 +414,40 @@ def test_what_fails_in_the_thread_reaches_the_caller_with_its_place(
     assert reader_threads() == []
 
 
-def test_a_truncated_file_is_an_error_not_garbage(store: Store, tmp_path: Path) -> None:
-    manifest = make(store, [100])
-    path = tmp_path / "store" / manifest.files[0].path
-    path.write_bytes(path.read_bytes()[:300])
-    with (
-        Reader(store, manifest, rank=0, size=1, batch_size=10) as reader,
-        pytest.raises((OSError, InternalError), match="failed at rank 0, epoch 0, step 0"),
-    ):
-        epoch_of(reader)
+@pytest.mark.parametrize("shuffle_bytes", [1 << 30, 20 * ROW_BYTES], ids=["whole", "streamed"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "list"])
+def test_damaged_data_are_an_error_that_names_them(
+    store: Store, tmp_path: Path, damage: str, shuffle_bytes: int
+) -> None:
+    manifest = make(store, [100, 100])
+    manifest.save(store, DATA_DIR)
+    path = tmp_path / "store" / manifest.files[1].path
+    content = path.read_bytes()
+    begins = content.index(np.arange(100, 200).astype("<i8").tobytes())
+
+    def read_all() -> None:
+        listed = Manifest.load(store, DATA_DIR)
+        for rank in (0, 1):  # they share the work beyond memory
+            options = {"rank": rank, "size": 2, "batch_size": 10, "shuffle_bytes": shuffle_bytes}
+            with Reader(store, listed, **options) as reader:
+                assert sum(batch.num_rows for batch in reader.epoch(0)) == 100
+
+    read_all()
+    if damage == "cut":
+        path.write_bytes(content[:300])
+        expected = "part-00001.*its end is not what was written"
+    elif damage == "flip":
+        at = begins + 371
+        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+        expected = r"part-00001.*column .* of row group 0 has the checksum .*fit again, which mater"
+    else:
+        listing = tmp_path / "store" / DATA_DIR / MANIFEST_NAME
+        listing.write_text(listing.read_text().replace("float32", "int32", 1))
+        expected = "_manifest.json.*is damaged.*[Ff]it again"
+    with pytest.raises((StoreError, InvalidArgumentError), match=expected):
+        read_all()
+    assert store.exists(f"{DATA_DIR}/{DAMAGED_NAME}") == (damage != "list")
+    assert reader_threads() == []
 
 
 def test_a_read_that_never_returns_is_not_waited_for(

@@ -116,3 +116,25 @@ def test_memory_stays_flat_over_20_epochs(
     assert peak < (data if shuffle_bytes > data else 3 * shuffle_bytes) + 24 * MEBIBYTE
     # An allocator breathes; what leaks stays.
     assert median(seen[15:]) - median(seen[2:7]) < 3 * MEBIBYTE, seen
+
+
+@pytest.mark.parametrize("columns", [(X,), (X, TOKENS)], ids=["fixed", "variable"])
+def test_windows_take_no_more_than_they_may(tmp_path: Path, columns: tuple[Column, ...]) -> None:
+    """As a trainer, which keeps what it frees; what a reader takes besides is that of one with small windows."""
+    make(tmp_path, 600_000, columns)
+
+    def peak(window_bytes: int) -> int:
+        body = f"""
+        from sparkhvd.runner import allocator
+        del os.environ["MALLOC_ARENA_MAX"]
+        assert allocator.keep_freed_memory()
+        options = {{"rank": 0, "size": 1, "batch_size": 250, "shuffle_bytes": {window_bytes}}}
+        with Reader(store, manifest, **options) as reader:
+            for epoch in range(3):
+                assert rows_of(reader, epoch) == manifest.num_rows
+        print(status("VmHWM"))
+        """
+        return int(run(tmp_path, "import os\n" + textwrap.dedent(body)))
+
+    window = 48 * MEBIBYTE
+    assert peak(window) - peak(MEBIBYTE) < 1.3 * window

@@ -246,8 +246,8 @@ def test_functions_make_room_for_rows_that_differ() -> None:
         ),
         (
             {"handle_invalid": "keep"},
-            "handle_invalid is 'keep'. Give 'error', 'skip' (leave out rows with a null or NaN), or a dict by column of "
-            "'error', 'skip' or a number that takes the place of nulls and NaN.",
+            "handle_invalid is 'keep'. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number that "
+            "the tensor cannot hold), or a dict by column of 'error', 'skip' or a number that takes their place.",
         ),
         (
             {"handle_invalid": {"double": "x"}},
