@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -252,6 +253,8 @@ class TorchEstimator(
             report = launch(request.spark, train, (spec,), {}, cluster.num_proc, options)
         reporter.ended(report.results[0].stopped, len(report.results[0].history))
         report_skipped(report.results[0].skipped, cluster.verbose)
+        if report.results[0].warning:
+            warnings.warn(report.results[0].warning, stacklevel=4)
         return report
 
     def _collect(

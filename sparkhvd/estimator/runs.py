@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.sealed import dump_sealed, load_sealed
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.estimator.training.fingerprint import differences
@@ -49,27 +50,23 @@ class Run:
         """The seed given; else the one that this run had before; else a new one, which the run remembers."""
         seed = given
         if seed is None:
-            noted = self._read(_FINGERPRINT)
-            # First where its end shows that it is whole: a number that is cut off is still a number.
-            for found in (
-                noted.get("random_seed") if isinstance(noted, dict) else None,
-                self._read(_SEED),
-            ):
-                if isinstance(found, int):
-                    return found
+            for name in (_FINGERPRINT, _SEED):
+                noted = self._read(name)
+                if noted is not None and isinstance(noted.get("random_seed"), int):
+                    return int(noted["random_seed"])
             seed = secrets.randbits(32)
-        self._write(_SEED, json.dumps(seed))
+        self._write(_SEED, {"random_seed": seed})
         return seed
 
-    def _read(self, name: str) -> Any:
-        """What a JSON file of the run holds; None if there is none, or one that a kill has cut off."""
+    def _read(self, name: str) -> dict[str, Any] | None:
+        """What a file of the run holds; None if there is none, or a damaged one."""
         try:
-            return json.loads(self.store.read_bytes(f"{self.run_dir}/{name}"))
-        except (FileNotFoundError, NotADirectoryError, ValueError):
+            return load_sealed(self.store.read_bytes(f"{self.run_dir}/{name}"))
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _write(self, name: str, text: str) -> None:
-        self.store.write_bytes(f"{self.run_dir}/{name}", text.encode())
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        self.store.write_bytes(f"{self.run_dir}/{name}", dump_sealed(values))
 
     def check(self, fingerprint: str, epochs: int) -> None:
         """Refuse to go on with other data, params, model or optimizer than the run's checkpoints have.
@@ -85,7 +82,7 @@ class Run:
             self._check_start(fingerprint)
         done = Checkpoints(self.store, self.run_dir).latest_position()
         before = self._read(_FINGERPRINT)
-        if done != (0, 0) and isinstance(before, dict):  # else the ranks find what differs
+        if done != (0, 0) and before is not None:  # else the ranks find what differs
             problem = differences(json.dumps(before), fingerprint)
             if not problem and done > (epochs, 0):
                 problem = f"it has {done[0]} epochs, and epochs is {epochs}"
@@ -94,13 +91,13 @@ class Run:
                     f"{self.store.full_url(self.run_dir)} holds a checkpoint of another run: {problem}. Give "
                     "another run_id, or the same model, data and params."
                 )
-        self._write(_FINGERPRINT, fingerprint)
+        self._write(_FINGERPRINT, json.loads(fingerprint))
 
     def _check_start(self, fingerprint: str) -> None:
         """Refuse to start from the weights of another model."""
         before = Run(self.store, self.start_from.partition("/checkpoints/")[0])._read(_FINGERPRINT)
-        if not isinstance(before, dict) or "model" not in before:
-            return  # it is gone or cut off: the ranks find what does not fit
+        if before is None or "model" not in before:
+            return  # it is gone or damaged: the ranks find what does not fit
         models = [json.dumps({"model": f["model"]}) for f in (before, json.loads(fingerprint))]
         if problem := differences(*models):
             raise InvalidArgumentError(
@@ -110,14 +107,24 @@ class Run:
 
     def finish(self, epoch: int) -> None:
         """Note that the driver has the model: the weights after `epoch` epochs."""
-        self._write(_FINISHED, json.dumps({"epoch": epoch}))
+        self._write(_FINISHED, {"epoch": epoch})
 
     def finished_weights(self) -> str:
-        """The file with the weights of a finished run, relative to the store; "" if it has not finished."""
+        """The file with the weights of a finished run, relative to the store; "" if it has not finished.
+
+        Raises:
+            InvalidArgumentError: the file that says so is damaged.
+        """
         finished = self._read(_FINISHED)
-        if not isinstance(finished, dict):
-            return ""
-        return Checkpoints(self.store, self.run_dir).path(finished["epoch"])
+        if finished is not None:
+            return Checkpoints(self.store, self.run_dir).path(finished["epoch"])
+        path = f"{self.run_dir}/{_FINISHED}"
+        if self.store.exists(path):
+            raise InvalidArgumentError(
+                f"{self.store.full_url(path)} is damaged: it is not what was written. Delete it: a fit with this run_id and "
+                "the same params then gives the finished model again, without training."
+            )
+        return ""
 
 
 def new_run_id(uid: str) -> str:

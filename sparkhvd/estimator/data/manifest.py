@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.schema import DataSchema
+from sparkhvd.estimator.data.sealed import dump_sealed, load_sealed
 from sparkhvd.estimator.data.store import Store
 
 __all__ = ["FORMAT_VERSION", "MANIFEST_NAME", "PACKED", "PARQUET", "DataFile", "Manifest"]
@@ -82,7 +82,7 @@ class Manifest:
         return fixed + -(-variable // max(self.num_rows, 1))
 
     def to_json(self) -> str:
-        """Text from which `from_json` rebuilds the manifest."""
+        """Return the text from which `from_json` rebuilds the manifest, with its checksum."""
         values = {
             "format_version": self.format_version,
             "num_rows": self.num_rows,
@@ -93,16 +93,22 @@ class Manifest:
             "schema": self.schema.to_dict(),
             "files": [asdict(f) for f in self.files],
         }
-        return json.dumps(values, indent=1)
+        return dump_sealed(values).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that `to_json` wrote.
+        """Return the manifest that `to_json` wrote.
 
         Raises:
-            InvalidArgumentError: it was written by another format version.
+            InvalidArgumentError: it is damaged, or was written by another format version.
         """
-        values = json.loads(text)
+        # What earlier versions wrote has no checksum.
+        values = load_sealed(text.encode(errors="surrogateescape"), required=False)
+        if values is None or "format_version" not in values:
+            raise InvalidArgumentError(
+                "The list of the data's files is damaged: it is not what was written. Fit again: the data are materialized "
+                "anew."
+            )
         if values["format_version"] not in READABLE_VERSIONS:
             raise InvalidArgumentError(
                 f"The data have format version {values['format_version']}, this sparkhvd reads "
@@ -137,5 +143,13 @@ class Manifest:
 
     @classmethod
     def load(cls, store: Store, data_dir: str) -> Manifest:
-        """Read the manifest of a data directory."""
-        return cls.from_json(store.read_bytes(f"{data_dir}/{MANIFEST_NAME}").decode())
+        """Read the manifest of a data directory.
+
+        Raises:
+            InvalidArgumentError: as `from_json`; the message names the file.
+        """
+        path = f"{data_dir}/{MANIFEST_NAME}"
+        try:
+            return cls.from_json(store.read_bytes(path).decode(errors="surrogateescape"))
+        except InvalidArgumentError as e:
+            raise InvalidArgumentError(f"{store.full_url(path)}: {e}") from None

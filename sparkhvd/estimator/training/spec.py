@@ -141,6 +141,7 @@ class TrainResult:
         order: in which order rows came, in words.
         stopped: why the fit ended before its last epoch, in words; "" if it did not.
         skipped: by name of the rows, how many `handle_invalid` has left out, of how many, where the ranks have looked.
+        warning: which checkpoints were damaged and what was repeated therefore; "" if nothing. Of rank 0.
     """
 
     history: list[dict[str, Any]]
@@ -148,3 +149,4 @@ class TrainResult:
     order: str
     stopped: str = ""
     skipped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    warning: str = ""
