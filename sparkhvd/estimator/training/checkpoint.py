@@ -135,7 +135,9 @@ class Checkpoints:
         name = f"epoch-{epoch}-step-{step}" if step else f"epoch-{epoch}"
         return f"{self._folder}/{name}.pt"
 
-    def save(self, checkpoint: Checkpoint, *, keep: Choice | None = None) -> None:
+    def save(
+        self, checkpoint: Checkpoint, *, keep: Choice | None = None, num_epochs: int = 1
+    ) -> None:
         """Write a checkpoint, then the pointer to it, then the metrics; older ones but the last go.
 
         Whoever is killed in here leaves a checkpoint that can be read: this one, or the one before.
@@ -143,6 +145,7 @@ class Checkpoints:
         Args:
             checkpoint: what to write.
             keep: of the epochs that are saved, the one whose file stays besides the last two.
+            num_epochs: so many epochs' files stay, the last ones.
 
         Raises:
             InvalidArgumentError: another has begun to write checkpoints of this run: a fit with the same run_id.
@@ -166,10 +169,22 @@ class Checkpoints:
         stay = {checkpoint.position, self._previous}
         if keep is not None:
             stay.add((keep(self.saved_epochs()), 0))
-        for position in self._files - stay:
-            self._store.delete(self.path(*position))
-        self._files &= stay
+        self._keep({*stay, *self._last(num_epochs)})
         self._previous = checkpoint.position
+
+    def finish(self, epoch: int, num_epochs: int) -> None:
+        """Delete all checkpoints but that of `epoch` and of the last `num_epochs`, at least 1; none is written any more."""
+        self._files = self._positions()
+        self._keep({(epoch, 0), *self._last(num_epochs)})
+
+    def _last(self, num_epochs: int) -> list[Position]:
+        return [(epoch, 0) for epoch in sorted(self.saved_epochs())[-num_epochs:]]
+
+    def _keep(self, stay: Collection[Position | None]) -> None:
+        assert self._files is not None
+        for position in [p for p in self._files if p not in stay]:
+            self._store.delete(self.path(*position))
+            self._files.remove(position)
 
     def _take_over(self) -> None:
         """Look at what an attempt before this one has left, and delete what it did not finish.
