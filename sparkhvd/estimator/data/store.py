@@ -334,7 +334,7 @@ class Store:
         elif device != self._device:
             raise StoreError(
                 f"The store {self.url} has vanished: another file system is mounted at {self._root} than before. Mount "
-                "it again; a fit with the same run_id goes on from the last checkpoint."
+                "it again, and try again: what is in it stays."
             )
 
     def delete(self, path: str) -> None:
@@ -514,9 +514,16 @@ class Store:
             if number in _FULL
             else "Look whether it is there and may be written from this host"
         )
+        # Before there is one, as when data are materialized, nothing of the training can be lost.
+        is_checkpoint = path.startswith("runs/") and "/checkpoints" in path
+        then = (
+            "; a fit with the same run_id goes on from the last checkpoint"
+            if is_checkpoint
+            else ", and try again"
+        )
         error = StoreError(
             f"The store {self.url} cannot be {doing} ({path or 'its folder'}{where}): {type(cause).__name__}: "
-            f"{self.hide(str(cause))}. {remedy}; a fit with the same run_id goes on from the last checkpoint."
+            f"{self.hide(str(cause))}. {remedy}{then}."
         )
         error.errno = number
         return error

@@ -162,9 +162,9 @@ def test_a_server_that_is_gone_is_named_without_the_key(s3: S3) -> None:
         store.write_bytes("runs/r/a", b"x")
         line.cut()
         with pytest.raises(StoreError) as caught:
-            store.write_bytes("runs/r/b", b"y")
+            store.write_bytes("runs/r/checkpoints/b", b"y")
         assert str(caught.value).startswith(
-            "The store s3://bucket/gone cannot be written (runs/r/b): "
+            "The store s3://bucket/gone cannot be written (runs/r/checkpoints/b): "
         )
         assert "a fit with the same run_id goes on from the last checkpoint" in str(caught.value)
         with pytest.raises(StoreError, match="The store s3://bucket/gone cannot be read"):
