@@ -382,6 +382,8 @@ def test_data_that_a_user_may_not_see_keep_nobody_else_from_working() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         root = f"{folder}/store"
+        os.mkdir(root)
+        os.chmod(root, 0o755)  # shared by its users
         store = Store.create(root)
         for made in ("data", "data/common", "runs"):
             os.mkdir(f"{root}/{made}")
