@@ -7,7 +7,7 @@ given up when its file has not changed for `EXPIRES_S`, by the clock of the one 
 and a resume after a crash waits no longer.
 
 Threads: one per held run renews the file. Ownership: the file is its holder's; whoever takes over writes it anew, and the
-holder before sees that at its next renewal or `check`. Shutdown: `release` ends the thread and deletes the file. A client that does
+holder before sees that at its next renewal or `check`. Shutdown: `release` ends the thread, whose last act is to delete the file. A client that does
 not see the store could renew it only through tasks, whose slots its ranks hold, so it looks and holds nothing.
 """
 
@@ -34,6 +34,8 @@ HOLDER_NAME = "holder.json"
 RENEW_S = 10.0
 EXPIRES_S = 40.0
 _POLL_S = 1.0
+# The longest wait for a store when a fit has ended.
+_LAST_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,8 @@ class Held:
         """Let others have the run."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_POLL_S)  # a store that hangs must not hold what has ended
+            self._thread.join(_LAST_S)  # a store that hangs must not hold what has ended
             _held.discard(self._token)
-            with suppress(OSError):
-                if self._is_own():
-                    self._store.delete(self._path)
-                    self._store.delete_if_empty(self._path.rpartition("/")[0])
 
     def __enter__(self) -> Held:
         return self
@@ -118,12 +116,17 @@ class Held:
         return holder is not None and holder.token == self._token
 
     def _renew(self) -> None:
-        while not self._ended.wait(RENEW_S):
+        is_over = False
+        while not is_over:
+            is_over = self._ended.wait(RENEW_S)
             with suppress(OSError):  # a store that fails for a moment
                 if not self._is_own():
                     return
-                if not self._ended.is_set():
+                if not is_over:
                     self._write()
+                else:
+                    self._store.delete(self._path)
+                    self._store.delete_if_empty(self._path.rpartition("/")[0])
 
     def _write(self) -> None:
         values: dict[str, Any] = {"token": self._token, "since": self._since}
