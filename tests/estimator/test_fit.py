@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, trust
 from sparkhvd.estimator.data import loading as loading_module
 from sparkhvd.estimator.data import prepare as prepare_module
+from sparkhvd.estimator.data.holding import hold
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process
 from tests.harness.processes import wait_for_no_trainers
@@ -272,7 +273,14 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
     model = mlp(3)
     options: dict[str, Any] = {"optimizer": torch.optim.Adam, "keep_data": True, "data_key": "d"}
     options |= {"run_id": "mine", "epochs": 2, "lr_scheduler": lambda o: StepLR(o, 2, 0.5)}
+    with (
+        hold(store, "mine"),
+        pytest.raises(InvalidArgumentError, match="is held by another fit: process "),
+    ):
+        estimator(model, store, **options).fit(df)
     first = estimator(model, store, **options).fit(df).getModel().state_dict()
+    (run,) = store.runs()
+    assert (run.run_id, run.state, run.epochs) == ("mine", "finished", 2)
 
     with pytest.raises(InvalidArgumentError) as refused:
         estimator(model, store, **options).fit(df)

@@ -341,6 +341,7 @@ def damage(path: Path, generator: random.Random) -> str:
     return f"{path} {kind} at {position}"
 
 
+@pytest.mark.timeout(amount(300, 3600))
 def test_a_damaged_file_of_a_run_is_repaired_or_named(
     tmp_path: Path, interrupted: tuple[Path, TrainSpec, bytes, Any]
 ) -> None:
