@@ -298,7 +298,7 @@ def fit_again(store: Store, spec: TrainSpec, program: bytes, *, warm_start: bool
         epochs=DAMAGED_EPOCHS,
     )
     (result,) = run_ranks(1, lambda engine: train(own), using=use_engine)
-    run.finish(result.epoch)
+    run.finish(result.epoch, 1)
     return Checkpoints(store, run.run_dir).load(result.epoch).model
 
 
