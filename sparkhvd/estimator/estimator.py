@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -77,9 +78,23 @@ class TorchEstimator(
                 (before any rank starts).
             PreflightError: the cluster or the store cannot run this.
             RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
-                run_id goes on from it.
+                run_id goes on from it. Without a run_id a note at the error names it.
         """
         request = check_request(self, dataset)
+        with request.held:
+            try:
+                model, epoch = self._train(request, dataset)
+            except BaseException as e:
+                request.run.explain_failure(e, self._get("run_id"))
+                raise
+            if request.num_checkpoints:
+                request.run.finish(epoch, request.num_checkpoints)
+        if not request.num_checkpoints:
+            request.run.delete()
+        return model
+
+    def _train(self, request: Request, dataset: DataFrame) -> tuple[TorchModel, int]:
+        """The model, and the epoch whose weights it has."""
         with contextlib.nullcontext(self._scope) if self._scope else Scope() as scope:
             data = prepare_inputs(
                 dataset,
@@ -95,14 +110,13 @@ class TorchEstimator(
             )
             report_skipped(data.skipped, request.cluster.verbose)
             spec, widths = self._specify(request, data)
+            request.held.check()
             request.run.check(spec.fingerprint, spec.epochs)
             given = self._get("model")
             written = store_program(request.store, spec.run_dir, request.pickled, given)
             spec = replace(spec, program_weights=written)
             report = self._launch(request, spec)
-        model = self._collect(request, spec, data, report, widths)
-        request.run.finish(report.results[0].epoch)
-        return model
+        return self._collect(request, spec, data, report, widths), report.results[0].epoch
 
     def fitMultiple(  # noqa: N802 - Spark's name
         self,
@@ -159,6 +173,7 @@ class TorchEstimator(
             run_dir=request.run.run_dir,
             start_from=request.run.start_from,
             checkpoint_interval_s=self.getOrDefault("checkpoint_interval_s"),
+            num_checkpoints=max(1, request.num_checkpoints),
             program_sha256=request.sha256,
             data_dir=data.training.data_dir,
             data_store=data.training.files,
@@ -252,6 +267,8 @@ class TorchEstimator(
             report = launch(request.spark, train, (spec,), {}, cluster.num_proc, options)
         reporter.ended(report.results[0].stopped, len(report.results[0].history))
         report_skipped(report.results[0].skipped, cluster.verbose)
+        if report.results[0].warning:
+            warnings.warn(report.results[0].warning, stacklevel=4)
         return report
 
     def _collect(

@@ -147,7 +147,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self
 
     def getRunId(self) -> str:  # noqa: N802
-        """Name of the run in the store: its logs and checkpoints are under `runs/<run_id>`."""
+        """Name of the run in the store: what `keep_checkpoints` lets stay of it is under `runs/<run_id>`."""
         return self._require_fitted().run_id
 
     def setRunId(self, run_id: str) -> TorchModel:  # noqa: N802

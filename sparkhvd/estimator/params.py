@@ -465,6 +465,11 @@ class TrainParams(HorovodParams, PredictParams):
         TypeConverters.toFloat,
         "at most so many seconds of steps are repeated after a loss; also saved after each epoch",
     )
+    keep_checkpoints = _p(
+        "keep_checkpoints",
+        _whole,
+        "epochs whose checkpoints stay after the fit; 0: nothing of the run; not given: 1 with a run_id, else 0",
+    )
     settings = _p("settings", _any, "sparkhvd.Settings of the engine")
     max_retries = _p("max_retries", _whole, "relaunches after a lost process, executor or host")
     start_timeout = _p(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from sparkhvd.estimator.binding import InputBinding, bind_inputs, model_dtype
 from sparkhvd.estimator.cluster import Cluster, Given, resolve_cluster
 from sparkhvd.estimator.data.defaults import default_store
 from sparkhvd.estimator.data.functions import RowFunctions
+from sparkhvd.estimator.data.holding import Held, hold
 from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.inputs import check_inputs, row_functions
@@ -22,7 +24,7 @@ from sparkhvd.estimator.labels import bind_labels, is_class_index
 from sparkhvd.estimator.model import fitted_widths
 from sparkhvd.estimator.params import TrainParams
 from sparkhvd.estimator.predict import output_widths
-from sparkhvd.estimator.runs import Run, new_run_id, open_run
+from sparkhvd.estimator.runs import Run, check_run_id, new_run_id, open_run
 from sparkhvd.estimator.training.building import (
     Overrides,
     build_model,
@@ -73,6 +75,8 @@ class Request:
         loss_weights: per label.
         seed: of the run.
         run: in the store.
+        held: the hold on it; released by who got the request.
+        num_checkpoints: epochs whose checkpoints stay after the fit; 0: nothing of the run.
         data_key: the user's name for the data, or None.
         training: more fields of `TrainSpec`.
     """
@@ -89,6 +93,8 @@ class Request:
     loss_weights: tuple[float, ...]
     seed: int
     run: Run
+    held: Held
+    num_checkpoints: int
     data_key: str | None
     training: dict[str, Any]
 
@@ -138,6 +144,7 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
         functions=functions,
         user=user,
     )
+    num_checkpoints = _num_checkpoints(params)
     options = training_options(get, model=model, metric_names=[m.name for m in program.metrics])
     loss_weights = _loss_weights(params, len(labels))
     pickled, sha256 = dump_program(replace(program, model=get("model")))
@@ -145,8 +152,12 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
     cluster = resolve_cluster(spark, Given(get, params.isSet))
     limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
     store = default_store(spark, get("store")).waiting(limit_s)
-    run_id = get("run_id") or new_run_id(params.uid)
-    run = open_run(store, run_id, warm_start=params.getOrDefault("warm_start"))
+    run_id = check_run_id(get("run_id") or new_run_id(params.uid))
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(hold(store, run_id, verbose=cluster.verbose))
+        run = open_run(store, run_id, warm_start=params.getOrDefault("warm_start"))
+        seed = run.seed(get("random_seed"))
+        stack.pop_all()  # released by the caller
     return Request(
         spark=spark,
         store=store,
@@ -158,8 +169,10 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
         links=losses.links,
         losses=losses.given,
         loss_weights=loss_weights,
-        seed=run.seed(get("random_seed")),
+        seed=seed,
         run=run,
+        held=held,
+        num_checkpoints=num_checkpoints,
         data_key=get("data_key"),
         training={"overrides": overrides, **options},
     )
@@ -173,6 +186,20 @@ def _check_numbers(params: TrainParams) -> None:
     interval = params._get("checkpoint_interval_s")
     if interval is not None and not interval > 0:
         raise InvalidArgumentError(f"checkpoint_interval_s is {interval}; it must be more than 0.")
+
+
+def _num_checkpoints(params: TrainParams) -> int:
+    given = params._get("keep_checkpoints")
+    if given is None:
+        return 1 if params._get("run_id") else 0
+    if given < 0:
+        raise InvalidArgumentError(f"keep_checkpoints is {given}; it must be at least 0.")
+    if not given and params.getOrDefault("warm_start"):
+        raise InvalidArgumentError(
+            "keep_checkpoints is 0, which deletes the run when its model is there, and warm_start trains further from a run "
+            "that is there. Give keep_checkpoints=1 or leave it out."
+        )
+    return int(given)
 
 
 def _required(params: TrainParams, name: str, meaning: str) -> list[str]:

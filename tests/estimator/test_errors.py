@@ -333,6 +333,7 @@ def test_bad_values_are_named_before_any_rank(spark: SparkSession, store: Store)
 def test_a_first_batch_that_does_not_fit_shows_both_shapes(df: DataFrame, store: Store) -> None:
     with pytest.raises(RankError) as failed:
         estimator(mlp(2, outputs=3), store).fit(df)
+    assert store.list("runs") == []  # it has no run_id, and no checkpoint to go on from
     text = str(failed.value)
     assert "InvalidArgumentError: The first batch, on rank " in text
     assert "3)" in text

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, trust
 from sparkhvd.estimator.data import loading as loading_module
 from sparkhvd.estimator.data import prepare as prepare_module
+from sparkhvd.estimator.data.holding import hold
 from sparkhvd.estimator.training.checkpoint import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process
 from tests.harness.processes import wait_for_no_trainers
@@ -191,7 +192,10 @@ def test_what_shapes_the_training_reaches_the_ranks(
     ).fit(df)
     history = fitted.history
     assert len(history) == 3
-    assert "stopped after epoch 3/9: val_r2 has not improved for 2 epochs" in capfd.readouterr().out
+    assert (
+        "stopped after epoch 3/9: val_r2 has not improved by more than min"
+        in capfd.readouterr().out
+    )
     # 72 training rows in steps of 2 ranks * 8 * 2: 3 steps in each of 9 epochs.
     assert [r["lr"] for r in history] == pytest.approx([0.05 * (1 - 3 * e / 27) for e in (1, 2, 3)])
     best = max(history, key=lambda r: r["val_r2"])["epoch"]
@@ -213,6 +217,7 @@ def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: 
     ]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
+    assert store.list("runs") == []  # of fits without a run_id
 
 
 def test_validation_rows_have_decoder_threads_of_their_own(
@@ -268,7 +273,14 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
     model = mlp(3)
     options: dict[str, Any] = {"optimizer": torch.optim.Adam, "keep_data": True, "data_key": "d"}
     options |= {"run_id": "mine", "epochs": 2, "lr_scheduler": lambda o: StepLR(o, 2, 0.5)}
+    with (
+        hold(store, "mine"),
+        pytest.raises(InvalidArgumentError, match="is held by another fit: process "),
+    ):
+        estimator(model, store, **options).fit(df)
     first = estimator(model, store, **options).fit(df).getModel().state_dict()
+    (run,) = store.runs()
+    assert (run.run_id, run.state, run.epochs) == ("mine", "finished", 2)
 
     with pytest.raises(InvalidArgumentError) as refused:
         estimator(model, store, **options).fit(df)

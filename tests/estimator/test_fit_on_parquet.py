@@ -88,7 +88,7 @@ def test_training_on_files_equals_one_process_on_their_rows(
     held_out = write(tmp_path / "more", values(30, seed=1))
     store = Store.create(tmp_path / "store")
     model = mlp(3)
-    fit = estimator(model, store, feature_cols=["x", "day"], epochs=2)
+    fit = estimator(model, store, feature_cols=["x", "day"], epochs=2, keep_checkpoints=1)
     trained = fit.fit_on_parquet(path, validation_path=held_out)
     # Nothing was written but the run.
     assert store.data_directories() == []

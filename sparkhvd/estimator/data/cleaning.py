@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sparkhvd.errors import StoreError
+from sparkhvd.estimator.data.holding import holder_of, is_running
 from sparkhvd.estimator.data.leases import is_abandoned, is_owners, lease_of
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ class Cleaning:
                 self.failed.append(directory)
 
     def clean_runs(self) -> None:
-        """Delete the folders of all runs."""
+        """Delete the folders of all runs that no fit holds."""
         for run in self._store.list("runs"):
-            self._delete(run, lambda _: True)
+            self._delete(run, self._is_free)
 
     def warn(self, stacklevel: int) -> None:
         """Name what stays, if anything does; `stacklevel` as of `warnings.warn`, from the caller."""
@@ -63,6 +64,10 @@ class Cleaning:
     def _is_over(self, directory: str) -> bool:
         lease = lease_of(self._store, directory)
         return (lease is not None and lease.keep) or is_abandoned(self._store, directory, self._now)
+
+    def _is_free(self, run: str) -> bool:
+        holder = holder_of(self._store, run.rpartition("/")[2])
+        return holder is None or not is_running(holder)
 
     def _delete(self, path: str, is_wanted: Callable[[str], bool]) -> None:
         try:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import shutil
-import tempfile
-import threading
-from dataclasses import dataclass, field
 from os import PathLike, fspath
 from typing import Any
 
@@ -15,6 +11,7 @@ from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.data.addresses import secrets_of, without_secrets
 from sparkhvd.estimator.data.remote_store import as_seen_by, make_private
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.data.temporary import TemporaryFolders
 from sparkhvd.runner.spark_shim import SparkShim
 
 __all__ = ["STORE_CONF", "default_store"]
@@ -22,23 +19,7 @@ __all__ = ["STORE_CONF", "default_store"]
 STORE_CONF = "spark.sparkhvd.store"
 
 
-@dataclass
-class _Temporary:
-    """Temporary folders of this process, one per Spark application; they go when the process ends."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    folders: dict[str, str] = field(default_factory=dict)
-
-    def folder(self, application: str) -> str:
-        with self.lock:
-            if application not in self.folders:
-                folder = tempfile.mkdtemp(prefix="sparkhvd-store-")
-                atexit.register(shutil.rmtree, folder, ignore_errors=True)
-                self.folders[application] = folder
-            return self.folders[application]
-
-
-_temporary = _Temporary()
+_temporary = TemporaryFolders()
 
 
 def default_store(spark: Any, given: Any = None) -> Store:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.data.schema import DataSchema
+from sparkhvd.estimator.data.sealed import dump_sealed, load_sealed
 from sparkhvd.estimator.data.store import Store
 
 __all__ = [
@@ -96,7 +94,7 @@ class Manifest:
         return fixed + -(-variable // max(self.num_rows, 1))
 
     def to_json(self) -> str:
-        """Text from which `from_json` rebuilds the manifest."""
+        """Return the text from which `from_json` rebuilds the manifest, with its checksum."""
         values = {
             "format_version": self.format_version,
             "num_rows": self.num_rows,
@@ -107,20 +105,21 @@ class Manifest:
             "schema": self.schema.to_dict(),
             "files": [asdict(f) for f in self.files],
         }
-        return json.dumps({**values, "sha256": _digest(values)}, indent=1)
+        return dump_sealed(values).decode()
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """The manifest that `to_json` wrote.
+        """Return the manifest that `to_json` wrote.
 
         Raises:
-            InvalidArgumentError: it was written by another format version, or is damaged.
+            InvalidArgumentError: it is damaged, or was written by another format version.
         """
-        values = json.loads(text)
-        if values.pop("sha256", None) not in (None, _digest(values)):
+        # What earlier versions wrote has no checksum.
+        values = load_sealed(text.encode(errors="surrogateescape"), required=False)
+        if values is None or "format_version" not in values:
             raise InvalidArgumentError(
-                f"The list of the files of the data ({MANIFEST_NAME}) is damaged: its SHA-256 is another one than when it was "
-                "written. Fit again, which materializes the data anew."
+                "The list of the data's files is damaged: it is not what was written. Fit again: the data are materialized "
+                "anew."
             )
         if values["format_version"] not in READABLE_VERSIONS:
             raise InvalidArgumentError(
@@ -157,9 +156,13 @@ class Manifest:
 
     @classmethod
     def load(cls, store: Store, data_dir: str) -> Manifest:
-        """Read the manifest of a data directory."""
-        return cls.from_json(store.read_bytes(f"{data_dir}/{MANIFEST_NAME}").decode())
+        """Read the manifest of a data directory.
 
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        Raises:
+            InvalidArgumentError: as `from_json`; the message names the file.
+        """
+        path = f"{data_dir}/{MANIFEST_NAME}"
+        try:
+            return cls.from_json(store.read_bytes(path).decode(errors="surrogateescape"))
+        except InvalidArgumentError as e:
+            raise InvalidArgumentError(f"{store.full_url(path)}: {e}") from None

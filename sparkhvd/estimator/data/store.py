@@ -33,6 +33,14 @@ import pyarrow.fs as pafs
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data import addresses, writing
 from sparkhvd.estimator.data.cleaning import Cleaning
+from sparkhvd.estimator.data.contents import (
+    StoredData,
+    StoredRun,
+    delete_data,
+    delete_run,
+    list_data,
+    list_runs,
+)
 from sparkhvd.runner.spark_shim import connect_session
 
 __all__ = ["Store", "StoredFile"]
@@ -326,7 +334,7 @@ class Store:
         elif device != self._device:
             raise StoreError(
                 f"The store {self.url} has vanished: another file system is mounted at {self._root} than before. Mount "
-                "it again; a fit with the same run_id goes on from the last checkpoint."
+                "it again, and try again: what is in it stays."
             )
 
     def delete(self, path: str) -> None:
@@ -373,15 +381,44 @@ class Store:
             if info.base_name.startswith(TEMPORARY) and info.type == pafs.FileType.File:
                 self.delete(posixpath.relpath(info.path, self._root))
 
+    # -- what is there -------------------------------------------------------------------------------
+
+    def runs(self) -> tuple[StoredRun, ...]:
+        """Return the runs in the store by name: state, epochs, bytes, last change."""
+        return list_runs(self)
+
+    def data(self) -> tuple[StoredData, ...]:
+        """Return the materialized data in the store by path: state, bytes, last change, application."""
+        return list_data(self)
+
+    def delete_run(self, run_id: str) -> None:
+        """Delete a run: its program, checkpoints, metrics and outcomes. Its models stay usable.
+
+        Raises:
+            InvalidArgumentError: there is no such run, or a fit holds it: the message names host, process and start. A fit
+                on another machine counts as alive if it renews its file within 40 s.
+            StoreError: it cannot be deleted.
+        """
+        delete_run(self, run_id)
+
+    def delete_data(self, path: str) -> None:
+        """Delete materialized data that are kept or abandoned, `path` as `data()` gives it.
+
+        Raises:
+            InvalidArgumentError: there are none, or the application that made them may use them.
+            StoreError: they cannot be deleted.
+        """
+        delete_data(self, path)
+
     def clean(self, *, runs: bool = False, now: float | None = None) -> Paths:
-        """Delete kept data, and data whose owner is gone.
+        """Delete all kept and abandoned data, and with `runs` all runs that no fit holds.
 
         Data that are not kept stay while the lease of their owner is alive. Kept data go in any case: call it when no fit
         trains on them. Models are never touched. What this user may not list, read or delete stays, and a warning names it.
 
         Args:
-            runs: also delete the folders of all runs (checkpoints, logs, outcomes).
-            now: the moment to compare leases with; None means now.
+            runs: also delete finished and interrupted runs (checkpoints, metrics, outcomes); those cannot be continued.
+            now: the moment to compare the leases of data with; None means now.
 
         Returns:
             The paths that were deleted.
@@ -477,9 +514,16 @@ class Store:
             if number in _FULL
             else "Look whether it is there and may be written from this host"
         )
+        # Before there is one, as when data are materialized, nothing of the training can be lost.
+        is_checkpoint = path.startswith("runs/") and "/checkpoints" in path
+        then = (
+            "; a fit with the same run_id goes on from the last checkpoint"
+            if is_checkpoint
+            else ", and try again"
+        )
         error = StoreError(
             f"The store {self.url} cannot be {doing} ({path or 'its folder'}{where}): {type(cause).__name__}: "
-            f"{self.hide(str(cause))}. {remedy}; a fit with the same run_id goes on from the last checkpoint."
+            f"{self.hide(str(cause))}. {remedy}{then}."
         )
         error.errno = number
         return error

@@ -237,10 +237,14 @@ def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
 
 
 def make_root(root: str) -> str:
-    """Make a folder with those above it; returns the topmost that was made, or ""."""
+    """Make a folder for this user alone, with those above it; returns the topmost that was made, or "".
+
+    One that is there keeps its permissions.
+    """
     missing = ""
     here = root
     while here != "/" and not os.path.lexists(here):
         missing, here = here, posixpath.dirname(here)
-    Path(root).mkdir(parents=True, exist_ok=True)
+    # Those above get the usual permissions, as `mkdir -p -m` gives them.
+    Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
     return missing

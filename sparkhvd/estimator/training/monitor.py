@@ -89,15 +89,24 @@ def reason_to_stop(
         return ""
     best: float | None = None
     waited = 0
+    monitor, min_delta = early_stopping.monitor, early_stopping.min_delta
     for record in history:
-        value = early_stopping.monitor.value(record)
-        if early_stopping.monitor.is_better(value, best, early_stopping.min_delta):
+        value = monitor.value(record)
+        if monitor.is_better(value, best, min_delta):
             best, waited = value, 0
         else:
             waited += 1
     if waited < early_stopping.patience:
         return ""
-    name = early_stopping.monitor.name
-    found = f"its best is {best:.6g}" if best is not None else "it was never a number"
     plural = "s" * (waited != 1)
-    return f"{name} has not improved for {waited} epoch{plural} ({found})"
+    if best is None:
+        return f"{monitor.name} has not improved for {waited} epoch{plural} (it was never a number)"
+    if not min_delta:
+        return (
+            f"{monitor.name} has not improved for {waited} epoch{plural} (its best is {best:.6g})"
+        )
+    # A small improvement does not count, so what is compared with need not be the best.
+    return (
+        f"{monitor.name} has not improved by more than min_delta={min_delta:g} for {waited} epoch{plural} (it was "
+        f"{best:.6g} before, and is {value:.6g})"
+    )

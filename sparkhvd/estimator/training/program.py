@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.architecture import (
     dump_shell,
     light_copy,
@@ -150,17 +150,21 @@ def _unpicklable(program: Program) -> tuple[str, Any]:
     return "model", program.model
 
 
-def load_program(data: bytes, sha256: str, weights: Weights | None = None) -> Program:
-    """The program that `dump_program` wrote, if these are the bytes that the driver meant.
+def load_program(
+    store: Store, run_dir: str, sha256: str, weights: Weights | None = None
+) -> Program:
+    """Read the program that `store_program` wrote.
 
     Raises:
-        InternalError: they are not; nothing was unpickled.
+        StoreError: the file is not what the driver wrote; nothing was unpickled.
     """
+    path = f"{run_dir}/{PROGRAM_NAME}"
+    data = store.read_bytes(path)
     found = hashlib.sha256(data).hexdigest()
     if found != sha256:
-        raise InternalError(
-            f"The program in the store has SHA-256 {found}, the driver wrote {sha256}. Something else wrote to "
-            "the run's folder; give every fit its own run_id."
+        raise StoreError(
+            f"{store.full_url(path)} is not what the driver wrote: its SHA-256 is {found} instead of {sha256}. It is "
+            "damaged, or something else writes to the run's folder. Fit again: the file is written anew."
         )
     program = load_shell(data, {} if weights is None else weights.load())
     assert isinstance(program, Program)

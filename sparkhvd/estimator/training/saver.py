@@ -118,7 +118,8 @@ class Saver:
         self, done: Future[None], checkpoint: Checkpoint, keep: Choice | None, taken: float
     ) -> None:
         try:
-            self._checkpoints.save(checkpoint, keep=keep)
+            num_epochs = self._spec.num_checkpoints
+            self._checkpoints.save(checkpoint, keep=keep, num_epochs=num_epochs)
             self._cadence.written(time.monotonic() - taken)
         except BaseException as e:  # noqa: BLE001 - raised by `wait`
             done.set_exception(e)

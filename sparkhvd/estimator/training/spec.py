@@ -28,6 +28,7 @@ class TrainSpec:
         run_dir: this run's folder in the store: the program, checkpoints, metrics.
         start_from: file in the store with the weights to start from; "" for those of the program.
         checkpoint_interval_s: no more than this many seconds of steps are lost with a rank.
+        num_checkpoints: epochs whose checkpoints stay, at least 1.
         program_sha256: of `<run_dir>/program.pkl`; checked before it is unpickled.
         program_weights: the weights of a large model, beside its program; else None.
         data_dir: folder of the materialized data, or of the list of files that are read as they are.
@@ -76,6 +77,7 @@ class TrainSpec:
     program_weights: Weights | None = None
     start_from: str = ""
     checkpoint_interval_s: float = 300.0
+    num_checkpoints: int = 1
     sample_weight: str | None = None
     loss_weights: tuple[float, ...] = (1.0,)
     batch_size: int = 32
@@ -141,6 +143,7 @@ class TrainResult:
         order: in which order rows came, in words.
         stopped: why the fit ended before its last epoch, in words; "" if it did not.
         skipped: by name of the rows, how many `handle_invalid` has left out, of how many, where the ranks have looked.
+        warning: which checkpoints were damaged and what was repeated therefore; "" if nothing. Of rank 0.
     """
 
     history: list[dict[str, Any]]
@@ -148,3 +151,4 @@ class TrainResult:
     order: str
     stopped: str = ""
     skipped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    warning: str = ""

@@ -119,16 +119,10 @@ def find_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> S
     found: Checkpoint | None = None
     said: dict[str, Any] = {"history": [], "step": 0, "ranks": [], "buffers": {}, "problem": ""}
     if hvd.rank() == 0:
-        found = checkpoints.latest()
-        if found is not None:
-            said["problem"] = _misfit(spec, found) or _load(
-                model, found.model, f"The checkpoint in {spec.run_dir} does"
-            )
-            said |= {n: getattr(found, n) for n in _SAID}
-        elif spec.start_from:
-            weights = checkpoints.load_weights(spec.start_from)
-            where = f"warm_start: the weights of {spec.start_from} do"
-            said["problem"] = _load(model, weights, where)
+        try:
+            found = _load_start(spec, checkpoints, model, said)
+        except InvalidArgumentError as e:
+            said["problem"] = str(e)
         said["is_new"] = found is None
         said["extra"] = extra_states(model)
     said = hvd.broadcast_object(said, 0, name="resume")
@@ -137,6 +131,26 @@ def find_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> S
     if found is None:
         return Start(said["is_new"], said)
     return Start(False, said, found.optimizer, found.compression)
+
+
+def _load_start(
+    spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, said: dict[str, Any]
+) -> Checkpoint | None:
+    """Give rank 0's model its weights, and note in `said` what the other ranks need; returns the checkpoint, if any.
+
+    Raises:
+        InvalidArgumentError: it does not fit this run, or no checkpoint is whole.
+    """
+    found = checkpoints.latest()
+    if found is not None:
+        if problem := _misfit(spec, found):
+            raise InvalidArgumentError(problem)
+        _load(model, found.model, f"The checkpoint in {spec.run_dir} does")
+        said |= {n: getattr(found, n) for n in _SAID}
+    elif spec.start_from:
+        weights = checkpoints.load_weights(spec.start_from)
+        _load(model, weights, f"warm_start: the weights of {spec.start_from} do")
+    return found
 
 
 def resume(start: Start, state: TrainingState) -> Position:
@@ -183,13 +197,14 @@ def _misfit(spec: TrainSpec, found: Checkpoint) -> str:
     )
 
 
-def _load(model: nn.Module, weights: dict[str, Any], what: str) -> str:
-    """Give the model these weights; returns why that is impossible, or ""."""
+def _load(model: nn.Module, weights: dict[str, Any], what: str) -> None:
+    """Give the model these weights."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:  # names and shapes, one per line
-        return f"{what} not fit this model: {e}. Give the same model, or another run_id."
-    return ""
+        raise InvalidArgumentError(
+            f"{what} not fit this model: {e}. Give the same model, or another run_id."
+        ) from e
 
 
 def take(

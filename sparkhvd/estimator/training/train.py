@@ -42,7 +42,6 @@ from sparkhvd.estimator.training.monitor import best_epoch, reason_to_stop
 from sparkhvd.estimator.training.moving import move_losses, move_optimizer
 from sparkhvd.estimator.training.precision import loss_scaler
 from sparkhvd.estimator.training.program import (
-    PROGRAM_NAME,
     Program,
     build_optimizer,
     load_program,
@@ -81,8 +80,7 @@ def train(spec: TrainSpec) -> TrainResult:
         torch.cuda.set_device(device)  # before anything makes a context on another one
     hvd.init()
     agree(device, problem)
-    pickled = spec.store.read_bytes(f"{spec.run_dir}/{PROGRAM_NAME}")
-    program = load_program(pickled, spec.program_sha256, spec.program_weights)
+    program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
     # In place: an optimizer that the user made holds these parameters.
     program = replace(program, model=build_model(program.model, spec.seed).to(device))
     move_losses(program.losses, device)
@@ -115,7 +113,7 @@ def train(spec: TrainSpec) -> TrainResult:
         order, skipped = data.training.description, data.skipped
     hvd.barrier()  # nobody leaves before the last checkpoint is written
     hvd.shutdown()
-    return TrainResult(history, epoch, order, stopped, skipped)
+    return TrainResult(history, epoch, order, stopped, skipped, checkpoints.warning)
 
 
 def train_epochs(

@@ -75,6 +75,7 @@ EXAMPLES: dict[str, Any] = {
     "progress": print,
     "settings": Settings(),
     "max_retries": 0,
+    "keep_checkpoints": 2,
     "start_timeout": 1.5,
     "warm_start": True,
     "checkpoint_interval_s": 1.5,

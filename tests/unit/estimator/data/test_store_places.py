@@ -114,6 +114,8 @@ def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> 
             "left on device. It is full: free space in it; a fit with the same run_id goes on from the last "
             "checkpoint."
         )
+        with pytest.raises(StoreError, match="It is full: free space in it, and try again.$"):
+            store.write_bytes("data/k/a/part.parquet", bytes(2 << 20))
         found = Checkpoints(store, "runs/r").latest()
         assert found is not None
         assert found.epoch == 1

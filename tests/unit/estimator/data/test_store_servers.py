@@ -14,6 +14,7 @@ import pytest
 
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.data.dataset import open_dataset, read_manifest
+from sparkhvd.estimator.data.holding import hold
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.packed import RowSource, write_packed
 from sparkhvd.estimator.data.parquet import ParquetSource
@@ -143,6 +144,16 @@ def test_rows_and_checkpoints_come_back_from_a_served_store(served: Store) -> No
     assert found is not None
     assert found.epoch == 3
     assert checkpoints.history() == [{"epoch": 1}]
+    with hold(served, "r"):
+        with pytest.raises(InvalidArgumentError, match="held by another fit"):
+            hold(served, "r")
+        (run,) = served.runs()
+        assert (run.run_id, run.state, run.epochs) == ("r", "running", 3)
+    (run,) = served.runs()
+    assert run.state == "interrupted"
+    assert run.num_bytes > 0
+    served.delete_run("r")
+    assert served.runs() == ()
 
 
 def test_a_server_that_is_gone_is_named_without_the_key(s3: S3) -> None:
@@ -151,9 +162,9 @@ def test_a_server_that_is_gone_is_named_without_the_key(s3: S3) -> None:
         store.write_bytes("runs/r/a", b"x")
         line.cut()
         with pytest.raises(StoreError) as caught:
-            store.write_bytes("runs/r/b", b"y")
+            store.write_bytes("runs/r/checkpoints/b", b"y")
         assert str(caught.value).startswith(
-            "The store s3://bucket/gone cannot be written (runs/r/b): "
+            "The store s3://bucket/gone cannot be written (runs/r/checkpoints/b): "
         )
         assert "a fit with the same run_id goes on from the last checkpoint" in str(caught.value)
         with pytest.raises(StoreError, match="The store s3://bucket/gone cannot be read"):

@@ -79,17 +79,44 @@ def test_of_two_writers_the_last_that_began_goes_on(store: Store) -> None:
     assert files(store) == {"epoch-2-step-5.pt", "epoch-3.pt"}
 
 
-def test_a_file_that_changed_is_refused(store: Store) -> None:
+def test_a_damaged_checkpoint_leaves_the_one_before_with_a_warning(store: Store) -> None:
+    for position in POSITIONS:
+        Checkpoints(store, RUN).save(checkpoint(*position))
     checkpoints = Checkpoints(store, RUN)
-    checkpoints.save(checkpoint(0, 7))
-    path = Path(store.local_path(checkpoints.path(0, 7)) or "")
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(InvalidArgumentError) as refused:
-        checkpoints.latest()
-    assert str(refused.value) == (
-        f"{store.full_url(checkpoints.path(0, 7))}: the file is not what was written. Delete the run's folder, or "
-        "give another run_id."
+    path = Path(store.local_path(checkpoints.path(2)) or "")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.warns(UserWarning, match="epoch-2.pt is damaged: it has") as warned:
+        found = checkpoints.latest()
+    assert found is not None
+    assert found.position == (1, 5)
+    assert torch.equal(found.model["weight"], checkpoint(1, 5).model["weight"])
+    assert str(warned[0].message) == checkpoints.warning
+    assert checkpoints.warning.endswith(
+        "The run goes on from step 5 of epoch 2, and what it did from there to the end of epoch 2 is repeated."
     )
+    checkpoints.save(checkpoint(1, 9))
+    assert files(store) == {"epoch-1-step-5.pt", "epoch-1-step-9.pt"}
+
+
+def test_where_no_checkpoint_is_whole_the_error_names_them(store: Store) -> None:
+    checkpoints = Checkpoints(store, RUN)
+    for position in POSITIONS[:2]:
+        checkpoints.save(checkpoint(*position))
+        path = Path(store.local_path(checkpoints.path(*position)) or "")
+        path.write_bytes(b"x" + path.read_bytes()[1:])
+    with pytest.raises(InvalidArgumentError) as refused:
+        Checkpoints(store, RUN).latest()
+    for position in POSITIONS[:2]:
+        url = store.full_url(checkpoints.path(*position))
+        assert f"{url} is damaged: its SHA-256 is " in str(refused.value)
+        store.delete(checkpoints.path(*position))
+    assert str(refused.value).endswith(
+        "No checkpoint of this run is whole. Restore one from a copy; or delete the damaged ones, and a fit with "
+        "this run_id trains from the beginning."
+    )
+    with pytest.warns(UserWarning, match="The run goes on from the beginning"):
+        assert Checkpoints(store, RUN).latest() is None
 
 
 @pytest.mark.parametrize("pointer", [b"", b'{"epo', b"[]", b"3", b'{"epoch": 1}'])
@@ -106,12 +133,14 @@ def test_a_checkpoint_that_is_gone_leaves_the_one_before(store: Store) -> None:
     for position in POSITIONS[:3]:
         Checkpoints(store, RUN).save(checkpoint(*position))
     store.delete(f"{RUN}/checkpoints/epoch-1.pt")
-    found = Checkpoints(store, RUN).latest()
+    with pytest.warns(UserWarning, match="epoch-1.pt is not there. The run goes on from step 12"):
+        found = Checkpoints(store, RUN).latest()
     assert found is not None
     assert found.position == (0, 12)
     assert torch.equal(found.model["weight"], checkpoint(0, 12).model["weight"])
     store.delete(f"{RUN}/checkpoints/epoch-0-step-12.pt")
-    assert Checkpoints(store, RUN).latest() is None
+    with pytest.warns(UserWarning, match="The run goes on from the beginning"):
+        assert Checkpoints(store, RUN).latest() is None
 
 
 def test_a_store_that_cannot_be_read_for_a_moment_hides_no_checkpoint(tmp_path: Path) -> None:
@@ -282,31 +311,31 @@ def test_a_kill_at_any_change_of_a_mount_leaves_a_checkpoint_that_can_be_read(
     assert num_changes > 40
 
 
-def test_a_checkpoint_that_is_replaced_can_be_read_at_every_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("failing", "value"), [(".pt", 1.0), ("latest.json", 2.0)])
+def test_a_checkpoint_that_is_replaced_can_be_read_at_every_moment(
+    tmp_path: Path, failing: str, value: float
+) -> None:
     class Killed(Store):
-        """Fails to write the pointer after so many times."""
+        """Fails to write a kind of file the second time."""
 
-        left = 99
+        left = 2
 
-        def write_bytes(self, path: str, data: bytes) -> None:
-            if path.endswith("latest.json"):
+        @contextlib.contextmanager
+        def open_output(self, path: str) -> Iterator[Any]:
+            self.left -= path.endswith(failing)
+            with super().open_output(path) as sink:
+                yield sink
                 if not self.left:
                     raise OSError("killed")
-                self.left -= 1
-            super().write_bytes(path, data)
 
-    for left in (1, 2):
-        (tmp_path / str(left)).mkdir()
-        store = Killed((tmp_path / str(left)).as_uri())
-        store.left = left
-        checkpoints = Checkpoints(store, "runs/r")
-        old, new = (
-            Checkpoint(0, {"w": torch.full((3,), value)}, {}, None, [], "{}")
-            for value in (1.0, 2.0)
-        )
-        checkpoints.save(old)
-        with pytest.raises(OSError, match="killed"):
-            checkpoints.save(new)
-        found = Checkpoints(store, "runs/r").latest()
-        assert found is not None
-        assert torch.equal(found.model["w"], (old if left == 1 else new).model["w"])
+    store = Killed.create(tmp_path)
+    checkpoints = Checkpoints(store, "runs/r")
+    old, new = (
+        Checkpoint(0, {"w": torch.full((3,), number)}, {}, None, [], "{}") for number in (1.0, 2.0)
+    )
+    checkpoints.save(old)
+    with pytest.raises(OSError, match="killed"):
+        checkpoints.save(new)
+    found = Checkpoints(store, "runs/r").latest()
+    assert found is not None
+    assert torch.equal(found.model["w"], torch.full((3,), value))

@@ -68,6 +68,10 @@ def test_the_reason_is_in_words() -> None:
         "x has not improved for 1 epoch (it was never a number)"
     )
     assert not reason_to_stop(history(1), None)
+    early = EarlyStopping(Monitor("x"), 2, 0.05)
+    assert reason_to_stop(history(0.5, 0.0429, 0.02, 0.0013), early) == (
+        "x has not improved by more than min_delta=0.05 for 2 epochs (it was 0.0429 before, and is 0.0013)"
+    )
 
 
 def test_a_number_that_is_not_there_is_named() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
 import threading
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +18,19 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.errors import InvalidArgumentError, RankError
+from sparkhvd.errors import InvalidArgumentError, RankError, SparkhvdError
 from sparkhvd.estimator import Callback
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.runs import open_run
 from sparkhvd.estimator.training import saver
 from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
-from sparkhvd.estimator.training.spec import TrainResult
+from sparkhvd.estimator.training.program import PROGRAM_NAME
+from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
 from sparkhvd.estimator.training.train import train
 from sparkhvd.runner import context, run_local
+from sparkhvd.torch._context import use_engine
 from tests.harness import faults
-from tests.harness.ranks import RanksFailed
+from tests.harness.ranks import RanksFailed, run_ranks
 from tests.harness.soak import amount
 from tests.unit.estimator.training.ranks import RUN_DIR, Case, linear, without_times
 
@@ -267,3 +274,101 @@ def test_weights_to_start_from_must_fit(tmp_path: Path) -> None:
         assert isinstance(error, InvalidArgumentError)
         assert str(error).startswith(f"warm_start: the weights of {first} do not fit this model: ")
         assert "size mismatch for 2.weight" in str(error)
+
+
+# --- damaged files --------------------------------------------------------------------------------------------------
+
+DAMAGED_EPOCHS = 3
+
+
+def fit_again(store: Store, spec: TrainSpec, program: bytes, *, warm_start: bool) -> dict[str, Any]:
+    """Do what a driver and its ranks do with the run in a store; returns the weights of the fit."""
+    run = open_run(store, "r", warm_start=warm_start)
+    seed = run.seed(7 if warm_start else None)
+    fingerprint = json.dumps({"rows": 40, "random_seed": seed})
+    run.check(fingerprint, DAMAGED_EPOCHS)
+    store.write_bytes(f"{run.run_dir}/{PROGRAM_NAME}", program)
+    own = replace(
+        spec,
+        store=store,
+        run_dir=run.run_dir,
+        start_from=run.start_from,
+        seed=seed,
+        fingerprint=fingerprint,
+        epochs=DAMAGED_EPOCHS,
+    )
+    (result,) = run_ranks(1, lambda engine: train(own), using=use_engine)
+    run.finish(result.epoch, 1)
+    return Checkpoints(store, run.run_dir).load(result.epoch).model
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainSpec, bytes, Any]:
+    """The folder of a run after its second epoch, and the weights that it ends with, also when it is warm-started."""
+    folder = tmp_path_factory.mktemp("damaged") / "store"
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    options = {"batch_size": 8, "checkpoint_interval_s": 1e-6}
+    one = Case(Store.create(folder), model, optimizer, rows=40, options=options)
+    spec = one.spec()
+    program = one.store.read_bytes(f"{RUN_DIR}/{PROGRAM_NAME}")
+    run = open_run(one.store, "r", warm_start=False)
+    fingerprint = json.dumps({"rows": 40, "random_seed": run.seed(None)})
+    run.check(fingerprint, DAMAGED_EPOCHS)
+    early = {"seed": run.seed(None), "fingerprint": fingerprint, "epochs": 2}
+    run_ranks(1, lambda engine: train(replace(spec, **early)), using=use_engine)
+    whole = folder.parent / "whole"
+    shutil.copytree(folder, whole)
+    resumed = fit_again(Store.create(whole), spec, program, warm_start=False)
+    warm = folder.parent / "warm"
+    shutil.copytree(whole, warm)
+    shutil.copytree(whole, folder.parent / "finished")
+    again = fit_again(Store.create(warm), spec, program, warm_start=True)
+    return folder.parent, spec, program, {False: resumed, True: again}
+
+
+def damage(path: Path, generator: random.Random) -> str:
+    data = bytearray(path.read_bytes())
+    kind = generator.choice(["truncated", "flipped", "zeroed"])
+    position = generator.randrange(len(data))
+    if kind == "truncated":
+        del data[position:]
+    elif kind == "flipped":
+        data[position] ^= 1 << generator.randrange(8)
+    else:
+        data[position : position + 512] = bytes(len(data[position : position + 512]))
+    path.write_bytes(data)
+    return f"{path} {kind} at {position}"
+
+
+@pytest.mark.timeout(amount(300, 3600))
+def test_a_damaged_file_of_a_run_is_repaired_or_named(
+    tmp_path: Path, interrupted: tuple[Path, TrainSpec, bytes, Any]
+) -> None:
+    """Any file but the rows themselves: the same weights bit by bit, or an error that names the file."""
+    folder, spec, program, expected = interrupted
+    seed = time.time_ns()
+    generator = random.Random(seed)
+    named: set[str] = set()
+    for number in range(amount(40, 3000)):
+        warm_start = generator.random() < 0.3
+        here = tmp_path / str(number)
+        shutil.copytree(folder / ("finished" if warm_start else "store"), here)
+        files = sorted(p for p in here.rglob("*") if p.is_file() and p.stat().st_size)
+        victim = generator.choice([p for p in files if p.suffix != ".parquet"])
+        what = f"seed {seed}: {damage(victim, generator)}"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = fit_again(Store(here.as_uri()), spec, program, warm_start=warm_start)
+        except (SparkhvdError, RanksFailed) as e:
+            causes = list(e.errors.values()) if isinstance(e, RanksFailed) else [e]
+            assert all(isinstance(c, SparkhvdError) for c in causes), what
+            assert all(victim.name in str(c) for c in causes), f"{what}: {causes}"
+            named.add(victim.name)
+        else:
+            for name, value in expected[warm_start].items():
+                assert torch.equal(found[name], value), what
+        shutil.rmtree(here)
+    # What there is once only, and is not written anew.
+    assert named <= {"_manifest.json", "finished.json", f"epoch-{DAMAGED_EPOCHS}.pt"}, seed

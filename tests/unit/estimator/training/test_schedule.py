@@ -122,8 +122,10 @@ def test_a_fit_ends_when_nothing_improves_and_does_not_go_on(store: Store) -> No
     result = ranks.train(3)
     assert len(result.history) == 3
     assert result.epoch == 3
+    first, last = result.history[0]["loss"], result.history[-1]["loss"]
     assert result.stopped == (
-        f"loss has not improved for 2 epochs (its best is {result.history[0]['loss']:.6g})"
+        "loss has not improved by more than min_delta=1e+09 for 2 epochs (it was "
+        f"{first:.6g} before, and is {last:.6g})"
     )
     again = ranks.train(2)
     assert again.history == result.history

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.errors import InternalError, InvalidArgumentError, StoreError
 from sparkhvd.estimator.data import loading
 from sparkhvd.estimator.data.manifest import Manifest
 from sparkhvd.estimator.data.packed import write_packed
@@ -314,8 +314,8 @@ def test_a_program_that_the_driver_did_not_write_is_not_unpickled(store: Store) 
     spec = replace(case.spec(), program_sha256="0" * 64)
     with pytest.raises(RanksFailed) as failed:
         case.train(1, program_sha256=spec.program_sha256)
-    assert isinstance(failed.value.errors[0], InternalError)
-    assert "Something else wrote to the run's folder" in str(failed.value.errors[0])
+    assert isinstance(failed.value.errors[0], StoreError)
+    assert "runs/r/program.pkl is not what the driver wrote" in str(failed.value.errors[0])
 
 
 def test_the_weights_of_a_large_model_travel_beside_the_program(

@@ -1,0 +1,104 @@
+"""Temporary folders of this process, which go when it ends, however it ends.
+
+A process that ends well deletes its folders. One that was killed cannot: SIGKILL and, without a handler of its own, SIGTERM run no Python.
+So each folder has a file that its process keeps locked until it is gone, which the system sees to; and whoever makes the next folder
+on this machine deletes those of the same user whose lock is free.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+
+__all__ = ["TemporaryFolders"]
+
+_PREFIX = "sparkhvd-store-"
+# A store does not list names that begin so.
+_OWNER = ".sparkhvd-tmp-owner"
+_TRIES = 10
+
+
+class TemporaryFolders:
+    """The folders of this process by key, for example one per Spark application."""
+
+    def __init__(self) -> None:
+        """No folder is made yet."""
+        self._mutex = threading.Lock()
+        self._folders: dict[str, str] = {}
+
+    def folder(self, key: str) -> str:
+        """Return the folder of a key, private to this user; the first call makes it."""
+        with self._mutex:
+            if key not in self._folders:
+                _sweep()
+                folder = _make()
+                atexit.register(_remove, folder, os.getpid())
+                self._folders[key] = folder
+            return self._folders[key]
+
+
+def _make() -> str:
+    for _ in range(_TRIES):
+        folder = tempfile.mkdtemp(prefix=_PREFIX)
+        try:
+            if _lock(folder, os.O_CREAT) is not None:  # open until this process ends
+                return folder
+        except FileNotFoundError:
+            continue  # a sweep came between the file and its lock
+        except OSError:  # a file system without locks: nobody sweeps what has no such file
+            with contextlib.suppress(OSError):
+                os.unlink(f"{folder}/{_OWNER}")
+            return folder
+    raise OSError(
+        f"Temporary folders in {tempfile.gettempdir()} vanish while they are made. Set TMPDIR."
+    )
+
+
+def _sweep() -> None:
+    """Delete the folders of this user's processes that are gone."""
+    if not hasattr(os, "getuid"):
+        return
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):  # deleted meanwhile, or alive
+                if not entry.name.startswith(_PREFIX) or not entry.is_dir(follow_symlinks=False):
+                    continue
+                if entry.stat(follow_symlinks=False).st_uid != os.getuid():
+                    continue
+                if (lock := _lock(entry.path)) is not None:
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                    os.close(lock)
+
+
+def _lock(folder: str, flags: int = 0) -> int | None:
+    """Lock a folder's owner file; returns its descriptor, or None if another process has it, or has deleted it.
+
+    Raises:
+        OSError: there is no such file, or it cannot be locked here.
+    """
+    try:
+        import fcntl
+    except ImportError:  # on Windows, where a Connect client may run
+        raise OSError("there are no locks of files") from None
+    path = f"{folder}/{_OWNER}"
+    lock = os.open(path, os.O_RDWR | flags, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(lock), os.stat(path)):
+            return lock
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except OSError:
+        os.close(lock)
+        raise
+    os.close(lock)
+    return None
+
+
+def _remove(folder: str, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child inherits the exit function but owns nothing
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,71 @@
+"""Temporary folders go with their process, also when it is killed; those of living processes stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.estimator.data.temporary import TemporaryFolders
+
+pytestmark = pytest.mark.timeout(60)
+CODE = """
+import os, sys
+from sparkhvd.estimator.data.temporary import TemporaryFolders
+folder = TemporaryFolders().folder("app")
+open(folder + "/weights", "w").close()
+print(folder, flush=True)
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(os.path.exists(folder + "/weights"), flush=True)
+sys.stdin.read()
+"""
+
+
+def start(folder: Path) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(folder)},
+    )
+    assert process.stdout is not None
+    place = Path(process.stdout.readline().strip())
+    assert process.stdout.readline() == "True\n"  # a forked child that has ended deletes nothing
+    assert place.stat().st_mode & 0o777 == 0o700
+    return process, place
+
+
+def test_folders_of_killed_processes_are_swept_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, living, ended = (start(tmp_path) for _ in range(3))
+    foreign = tmp_path / "sparkhvd-store-without-owner"
+    foreign.mkdir()
+    try:
+        ended[0].communicate()
+        assert not ended[1].exists()
+        for sent in (signal.SIGTERM, signal.SIGKILL):
+            killed[0].send_signal(sent)
+            killed[0].wait(30)
+            assert killed[1].exists()
+            monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+            folders = TemporaryFolders()
+            own = Path(folders.folder("a"))
+            assert folders.folder("a") == str(own) != folders.folder("b")
+            assert not killed[1].exists()
+            assert (living[1] / "weights").exists()
+            assert own.exists()
+            assert foreign.exists()
+            killed = start(tmp_path)
+    finally:
+        for process, _ in (killed, living, ended):
+            process.kill()
+            process.communicate()
