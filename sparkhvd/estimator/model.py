@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,14 @@ from sparkhvd.estimator.binding import InputBinding
 from sparkhvd.estimator.data.defaults import default_store
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.schema import RAW_TYPES, Column, check_schema
-from sparkhvd.estimator.data.vectors import join_vectors, split_vectors, vector_columns
+from sparkhvd.estimator.data.vectors import split_vectors, vector_columns
 from sparkhvd.estimator.params import PredictParams, with_signature
-from sparkhvd.estimator.predict import Output, PredictSpec, output_widths, predict
-from sparkhvd.estimator.predict_device import TaskGpus
+from sparkhvd.estimator.predict import Output, PredictSpec, output_widths
 from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump, store_weights
+from sparkhvd.runner.carrying import kept_carried
+from sparkhvd.runner.child import cloudpickle
 from sparkhvd.runner.profiles import profile_to_share_gpus
+from sparkhvd.runner.spark_shim import SparkShim
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -189,11 +190,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
         is_vector = vector_columns(dataset.schema)
-
-        def run(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-            joined = (join_vectors(batch, is_vector) for batch in batches)
-            return predict(spec, joined, _task_gpus())
-
+        # Pickled here, so that a large model is not written to a file with each call; see `carrying`.
+        spec_bytes = kept_carried(SparkShim(dataset.sparkSession), cloudpickle().dumps(spec))
         fields = [
             *dataset.schema.fields,
             *(
@@ -210,7 +208,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             ]
         )
         sent: DataFrame = split_vectors(dataset.toDF(*plain[: len(dataset.columns)]), is_vector)
-        computed = sent.mapInArrow(run, schema, **self._resources(dataset.sparkSession))
+        task = _transform_task(spec_bytes, is_vector)
+        computed = sent.mapInArrow(task, schema, **self._resources(dataset.sparkSession))
         return computed.toDF(*[f.name for f in fields])
 
     def _resources(self, spark: SparkSession) -> dict[str, Any]:
@@ -417,17 +416,26 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return loaded
 
 
-def _task_gpus() -> TaskGpus:
-    """What Spark gave the task that runs in this worker."""
-    from pyspark import TaskContext
+def _transform_task(
+    spec: Any, is_vector: Sequence[bool]
+) -> Callable[[Iterator[RecordBatch]], Iterator[RecordBatch]]:
+    """Return the function for `mapInArrow`, by whose name Spark's UI knows the step.
 
-    task = TaskContext.get()
-    if task is None:
-        return TaskGpus()
-    gpu = task.resources().get("gpu")
-    # Applications count tasks from 0 each; the parent of a worker is its executor's, and the same for all its workers.
-    name = f"{os.getppid()}-{task.taskAttemptId()}"
-    return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId(), name)
+    It refers to plain data alone, so that it can look at its process before it imports torch.
+    """
+
+    def sparkhvd_transform(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+        from sparkhvd.runner.preflight import check_worker
+
+        check_worker()
+        from sparkhvd.estimator.data.vectors import join_vectors
+        from sparkhvd.estimator.predict import load_spec, predict
+        from sparkhvd.estimator.predict_device import task_gpus
+
+        joined = (join_vectors(batch, is_vector) for batch in batches)
+        return predict(load_spec(spec), joined, task_gpus())
+
+    return sparkhvd_transform
 
 
 # Spark's types that it sends to no Python function, whatever the function does with them.

@@ -110,8 +110,9 @@ class _Writer(MLWriter):
         bare = copy.copy(self.instance)
         bare._paramMap, bare._defaultParamMap = {}, {}
         spark = self.sparkSession
+        context = SparkShim(spark).ml_context()
         DefaultParamsWriter.saveMetadata(
-            bare, path, spark, extraMetadata={KEY: encoded.content}, paramMap={}
+            bare, path, context, extraMetadata={KEY: encoded.content}, paramMap={}
         )
         for name, file in encoded.files.items():
             write_file(spark, f"{path}/{name}", file)
@@ -172,7 +173,7 @@ class _Reader(MLReader[Any]):
             UntrustedError: it holds code that nobody trusts.
         """
         spark = self.sparkSession
-        metadata = DefaultParamsReader.loadMetadata(path, spark)
+        metadata = DefaultParamsReader.loadMetadata(path, SparkShim(spark).ml_context())
         expected = f"{self.cls.__module__}.{self.cls.__name__}"
         content = metadata.get(KEY)
         if metadata["class"] != expected or content is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +36,9 @@ from sparkhvd.estimator.data.values import SparseRows, Values, row_shape
 from sparkhvd.estimator.predict_device import NO_GPUS, TaskGpus, choose, held
 from sparkhvd.estimator.training.moving import Mover
 from sparkhvd.estimator.weights import Weights
+from sparkhvd.runner.carrying import bytes_of
 
-__all__ = ["Output", "PredictSpec", "predict"]
+__all__ = ["Output", "PredictSpec", "load_spec", "predict"]
 
 # Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
 MAX_ROWS = 4096
@@ -115,6 +117,12 @@ class ModelCache:
 
 
 _cache = ModelCache(KEPT_MODELS)
+
+
+def load_spec(carried: Any) -> PredictSpec:
+    """Return the spec that the driver pickled, from the bytes that came with Spark's function."""
+    spec: PredictSpec = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's closure
+    return spec
 
 
 def predict(

@@ -115,6 +115,19 @@ def test_large_results_travel_in_parts(spark: SparkSession) -> None:
     assert run(blob, num_proc=2, spark=spark) == [b"\0" * (3 << 20), b"\1" * (3 << 20)]
 
 
+def test_a_large_argument_brings_no_key_to_a_disk_and_leaves_no_file(spark: SparkSession) -> None:
+    folder = Path(spark.sparkContext._temp_dir)  # type: ignore[attr-defined]  # it has no public name
+    before = set(folder.iterdir())
+
+    def files(data: bytes) -> list[bytes]:
+        return [file.read_bytes() for file in set(folder.iterdir()) - before]
+
+    ((program,),) = run(files, args=(os.urandom(2 << 20),), num_proc=1, spark=spark)
+    assert len(program) > 2 << 20
+    assert b'"job_id"' not in program  # of the JSON that holds the key
+    assert set(folder.iterdir()) == before
+
+
 def test_modules_added_to_spark_import_and_spark_files_resolve(
     spark: SparkSession, tmp_path: Path
 ) -> None:
