@@ -19,6 +19,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import heads
 from sparkhvd.estimator.architecture import dump_shell, tensors_of
 from sparkhvd.estimator.binding import InputBinding
+from sparkhvd.estimator.data.arrow_limits import warn_of_large_batches
 from sparkhvd.estimator.data.defaults import default_store
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.schema import RAW_TYPES, Column, check_schema
@@ -126,15 +127,14 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         own = copy.deepcopy(module).eval()
         # What a collate function makes is known only when there are rows.
         is_known = not any(c.is_collated for c in fitted.columns)
-        widths = (
-            tuple(output_widths(own, fitted.inputs, fitted.columns)) if is_known else fitted.widths
-        )
-        if widths != fitted.widths:
+        found = output_widths(own, fitted.inputs, fitted.columns) if is_known else None
+        widths = fitted.widths if found is None else tuple(found)
+        if fitted.widths and widths != fitted.widths:
             raise InvalidArgumentError(
                 f"setModel: the module's outputs have {widths} elements per row; those of the trained one have "
                 f"{fitted.widths}. Give a module with the same outputs, or fit it."
             )
-        self._fitted = replace(fitted, module=own)
+        self._fitted = replace(fitted, module=own, widths=widths)
         return self
 
     def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802
@@ -173,8 +173,15 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         either through a Python function.
         """
         fitted = self._require_fitted()
+        if not fitted.widths:
+            raise InvalidArgumentError(
+                "transform: the outputs of the model are not known, because its forward ran on two rows of zeros neither on the "
+                "driver nor, after training, on the ranks. getModel() gives the trained module; give one whose forward runs "
+                "without ranks to setModel."
+            )
         outputs = self._outputs(fitted, dataset)
         _check_passing(dataset)
+        self._warn_of_large_batches(fitted, dataset)
         spec = PredictSpec(
             shell=fitted.shell,
             weights=self._weights(fitted, dataset.sparkSession),
@@ -211,6 +218,12 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         task = _transform_task(spec_bytes, is_vector)
         computed = sent.mapInArrow(task, schema, **self._resources(dataset.sparkSession))
         return computed.toDF(*[f.name for f in fields])
+
+    def _warn_of_large_batches(self, fitted: Fitted, dataset: DataFrame) -> None:
+        pairs = zip(self._sources(fitted), fitted.columns, strict=True)
+        kinds = ("array", "vector")
+        known = {n: c.num_elements for n, c in pairs if c.kind in kinds and c.shape is not None}
+        warn_of_large_batches(dataset, known)
 
     def _resources(self, spark: SparkSession) -> dict[str, Any]:
         """What the stage asks Spark for: a share of a GPU, where tasks can have one and get none by themselves."""

@@ -15,6 +15,7 @@ import re
 import secrets
 import threading
 import time
+import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,17 @@ class Run:
                     "another run_id, or the same model, data and params."
                 )
         self._write(_FINGERPRINT, fingerprint)
+
+    def warn_of_other_data(self) -> None:
+        """Warn that the data of this fit are not those of the run's checkpoints, if it has one to go on from."""
+        done = Checkpoints(self.store, self.run_dir).latest_position()
+        if done != (0, 0):
+            warnings.warn(
+                f"{self.store.full_url(self.run_dir)} goes on after epoch {done[0]} with data that may differ from those before: the "
+                "DataFrame has rand(), the clock or the like in its plan, and Spark has computed it anew. Write it to a table first "
+                "and fit that.",
+                stacklevel=2,
+            )
 
     def _check_start(self, fingerprint: str) -> None:
         """Refuse to start from the weights of another model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
+from pyspark.sql import functions as F  # noqa: N812 - everyone's name
+from torch import nn
 
 from sparkhvd import Store, TorchEstimator, TorchModel, trust
-from tests.estimator.fits import assert_same_weights, estimator, mlp
+from tests.estimator.fits import assert_same_weights, estimator, fitted, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -63,12 +66,12 @@ def test_the_versions_are_the_oldest() -> None:
 
 
 def test_fit_on_two_ranks_and_transform(df: DataFrame, store: Store) -> None:
-    fitted = estimator(mlp(2), store, feature_cols=["a", "b"], validation=0.25).fit(df)
-    assert {"loss", "val_loss"} <= set(fitted.history[-1])
-    found = [row.y__output for row in fitted.transform(df).orderBy("a").collect()]
+    trained = estimator(mlp(2), store, feature_cols=["a", "b"], validation=0.25).fit(df)
+    assert {"loss", "val_loss"} <= set(trained.history[-1])
+    found = [row.y__output for row in trained.transform(df).orderBy("a").collect()]
     inputs = torch.tensor([[row.a, row.b] for row in df.orderBy("a").collect()])
     with torch.no_grad():
-        expected = fitted.getModel()(inputs).reshape(-1).tolist()
+        expected = trained.getModel()(inputs).reshape(-1).tolist()
     assert found == pytest.approx(expected, abs=1e-6)
 
 
@@ -106,6 +109,26 @@ def test_a_cross_validator_chooses_and_is_saved(
     with trust():
         loaded = CrossValidatorModel.load(str(tmp_path / "chosen"))
     assert predictions(loaded, df) == predictions(chosen, df)
+
+
+def test_wide_rows_bring_a_warning_with_the_setting_that_bounds_batches(
+    spark: SparkSession,
+) -> None:
+    width, key = 50_000, "spark.sql.execution.arrow.maxRecordsPerBatch"
+    wide = spark.range(3).select(F.array_repeat(F.lit(0.5), width).alias("x"))
+    model = fitted(nn.Linear(width, 1), inputs=width)
+    with pytest.warns(
+        UserWarning, match=rf"a row has about 390 KiB.*10,000 rows are 3\.7 GiB.*{key}', 83\)"
+    ):
+        out = model.transform(wide)
+    assert out.count() == 3
+    spark.conf.set(key, 83)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            model.transform(wide)
+    finally:
+        spark.conf.unset(key)
 
 
 def test_a_stream_is_transformed(

@@ -25,7 +25,7 @@ from sparkhvd.errors import StoreError
 from sparkhvd.estimator.data.leases import Lease, is_abandoned, is_owners, lease_of, write_lease
 from sparkhvd.estimator.data.manifest import FORMAT_VERSION, MANIFEST_NAME, Manifest
 from sparkhvd.estimator.data.materialize import materialize
-from sparkhvd.estimator.data.plan import plan_facts
+from sparkhvd.estimator.data.plan import OTHER_VALUES, plan_facts
 from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.runner.spark_shim import SparkShim
@@ -58,6 +58,11 @@ class PreparedData:
     seconds: float
     reason: str = ""
     files: Store | None = None
+
+    @property
+    def is_other_each_time(self) -> bool:
+        """Whether they were computed for this fit, by a plan that is known to give other values each time."""
+        return not self.reused and OTHER_VALUES in self.reason
 
 
 @dataclass

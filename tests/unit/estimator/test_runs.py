@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,14 @@ def test_a_fingerprint_that_is_cut_off_does_not_end_the_run(run: Run, left: str)
     assert run.store.read_bytes("runs/r/fingerprint.json").decode() == ours
     run.store.write_bytes("runs/r/fingerprint.json", left.encode())
     Run(run.store, "runs/r/warm-1", start_from=checkpoints.path(1)).check(ours, 1)
+
+
+def test_a_run_that_goes_on_with_data_computed_anew_says_so(run: Run) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.warn_of_other_data()
+    Checkpoints(run.store, run.run_dir).save(Checkpoint(1, {"w": torch.ones(2)}, {}, None, [], ""))
+    with pytest.warns(
+        UserWarning, match=r"runs/r goes on after epoch 1 with data that may differ .*rand\(\)"
+    ):
+        run.warn_of_other_data()
