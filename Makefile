@@ -1,7 +1,7 @@
 # Build, test, measure. `make env` is what everything else stands on; CONTRIBUTING.md says more.
 #
 #   make demo     train on handwritten digits with two Spark tasks
-#   make test     lint, C++ tests, Python tests, those with petastorm (what .ci/run runs)
+#   make test     lint, C++ tests, Python tests, those with the oldest pyspark (what .ci/run runs)
 #   make soak     the same with the long legs
 #   make wheel    the wheels, into dist/
 #   make fuzz     bytes of a peer through libFuzzer, where there is clang
@@ -49,7 +49,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time: the machine's cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: wheel test-wheels test-aarch64 test-petastorm test-nccl
+.PHONY: wheel test-wheels test-aarch64 test-oldest test-nccl
 .PHONY: env native stand-in test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -81,7 +81,7 @@ stand-in: $(NATIVE)
 java:
 	@tools/java.sh >/dev/null
 
-test: lint test-native test-races test-memory test-nccl test-python test-petastorm
+test: lint test-native test-races test-memory test-nccl test-python test-oldest
 
 lint: $(PACKAGES)
 	$(VENV)/bin/ruff check .
@@ -149,18 +149,18 @@ fuzz-if-clang:
 test-python: env stand-in $(CLASSES)
 	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
 
-# Data sets of petastorm, and the oldest pyspark, pyarrow and numpy that are supported, in an environment of their own.
-PETASTORM_ENV := build/petastorm-env
-PETASTORM_TESTS := tests/petastorm tests/unit/estimator/data/test_dataset.py tests/unit/estimator/data/test_parquet.py \
+# The oldest pyspark, pyarrow and numpy that are supported, in an environment of their own; petastorm needs these, too.
+OLDEST_ENV := build/oldest-env
+OLDEST_TESTS := tests/oldest tests/petastorm tests/unit/estimator/data/test_dataset.py tests/unit/estimator/data/test_parquet.py \
   tests/unit/estimator/data/test_packed.py
 
-$(PETASTORM_ENV)/.stamp: tools/petastorm_env.sh | $(PACKAGES)
-	@tools/petastorm_env.sh $(PY) $(PETASTORM_ENV) || test $$? -eq 3
+$(OLDEST_ENV)/.stamp: tools/oldest_env.sh | $(PACKAGES)
+	@tools/oldest_env.sh $(PY) $(OLDEST_ENV) || test $$? -eq 3
 	@mkdir -p $(@D) && touch $@
 
-test-petastorm: env $(PETASTORM_ENV)/.stamp
-	@test ! -x $(PETASTORM_ENV)/bin/python || { $(WITH_JAVA) $(PETASTORM_ENV)/bin/python -c "import petastorm" && \
-	  timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PETASTORM_ENV)/bin/python -m pytest -W ignore::FutureWarning $(PYTEST_FLAGS) $(PETASTORM_TESTS); }
+test-oldest: env $(OLDEST_ENV)/.stamp
+	@test ! -x $(OLDEST_ENV)/bin/python || { $(WITH_JAVA) $(OLDEST_ENV)/bin/python -c "import petastorm" && \
+	  timeout --kill-after=30 $(TEST_TIMEOUT_S) $(OLDEST_ENV)/bin/python -m pytest -W ignore::FutureWarning $(PYTEST_FLAGS) $(OLDEST_TESTS); }
 
 # Wheels are compiled by zig for old and other machines; it has an environment of its own.
 WHEEL_ENV := build/wheel-env

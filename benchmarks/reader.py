@@ -7,8 +7,8 @@ first epoch, with reading the files; "later" is its second. Sides that read the 
 The bare read is pyarrow's of the very same files into Arrow, without batches and without an order. Targets: batches of
 256 >= 4 M rows/s, of 1,024 >= 10 M rows/s, of 8,192 >= half of the bare read.
 
-petastorm cannot live beside this torch and this Spark. Where its own environment exists (`make test-petastorm` makes
-build/petastorm-env, elsewhere: --petastorm PYTHON), its BatchedDataLoader reads the same plain files by turns with the other
+petastorm cannot live beside this torch and this Spark. Where its own environment exists (`make test-oldest` makes
+build/oldest-env, elsewhere: --petastorm PYTHON), its BatchedDataLoader reads the same plain files by turns with the other
 sides, in a process there. Else it counts with what was measured once: 0.37 M rows/s in batches of 256, on two cores.
 """
 
@@ -44,7 +44,7 @@ TARGETS = {256: 4.0, 1024: 10.0}
 BARE_SHARE = 0.5
 # Million rows per second in batches of 256, measured once, where there is no environment to measure it in.
 PETASTORM = 0.37
-PETASTORM_PYTHON = ROOT / "build" / "petastorm-env" / "bin" / "python"
+PETASTORM_PYTHON = ROOT / "build" / "oldest-env" / "bin" / "python"
 PETASTORM_SIDE = "petastorm's BatchedDataLoader, plain Parquet, pyarrow 14"
 
 FEATURES = Column("features", "vector", "float32", (WIDTH,), "vector", "float32")
@@ -226,7 +226,7 @@ def main() -> None:
         "petastorm was measured in the same rounds, in its own environment (pyarrow 14, numpy 1.26); it cannot be imported "
         "beside this pyarrow."
         if is_measured
-        else f"petastorm was not measured here: there is no {PETASTORM_PYTHON.relative_to(ROOT)} (`make test-petastorm` "
+        else f"petastorm was not measured here: there is no {PETASTORM_PYTHON.relative_to(ROOT)} (`make test-oldest` "
         f"makes it). Its BatchedDataLoader counts with {PETASTORM} M rows/s in batches of 256, measured before in an "
         "environment of its own (pyarrow 14, numpy 1.26) on a machine with two cores."
     )

@@ -35,6 +35,7 @@ UNPICKLING = {
     "sparkhvd/runner/launching.py": "the driver: results through Spark or its own child's pipe",
     "sparkhvd/torch/broadcast.py": "object functions: authenticated peers of the same job",
     "sparkhvd/estimator/training/program.py": "a rank: the program whose SHA-256 came in the driver's closure",
+    "sparkhvd/estimator/predict.py": "a worker of transform: the driver's closure, through Spark",
     "sparkhvd/estimator/architecture.py": "shells of modules: the driver's closure, or trusted files",
     "sparkhvd/estimator/encoding.py": "saved models, behind the trust rules",
     "sparkhvd/estimator/training/checkpoint.py": "weights and optimizer state, by weights_only=True",
@@ -44,6 +45,7 @@ UNPICKLING = {
 # Who may look below the DataFrame API, and why.
 BELOW_DATAFRAMES = {
     "sparkhvd/runner/spark_shim.py": "tags, slots and the name of a classic application",
+    "sparkhvd/runner/carrying.py": "broadcast variables of a classic application, for large functions",
     "sparkhvd/estimator/files.py": "the file systems of a classic driver's JVM, for saved files of any size",
     "sparkhvd/estimator/data/plan.py": "the analyzed plan of a classic DataFrame, for the key of reuse",
 }

@@ -30,7 +30,7 @@ from sparkhvd.settings import Settings
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.powersgd import PowerSGD
 
-__all__ = ["Archive", "Decoder"]
+__all__ = ["Archive", "Decoder", "shown_place"]
 
 # Ours, by the names that users know.
 COMPRESSIONS = {
@@ -227,7 +227,7 @@ class Decoder:
         """
         with self.reading(name):
             if name == "store" and value is not None:  # a path or URL may be plain text
-                self._check_place(f"the store {_place(value)}")
+                self._check_place(f"the store {shown_place(value)}")
             return self._decode(name, value)
 
     @contextlib.contextmanager
@@ -278,7 +278,7 @@ class Decoder:
         if kind == "compression" and content in COMPRESSIONS:
             return COMPRESSIONS[content]
         if kind == "store":
-            self._check_place(f"the store {_place(content)}")
+            self._check_place(f"the store {shown_place(content)}")
         if kind == "settings":
             for setting in PATH_SETTINGS:
                 if content.get(setting):
@@ -346,8 +346,8 @@ _KNOWN: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _place(value: Any) -> str:
-    """A saved store, path or URL for a message, without secrets."""
+def shown_place(value: Any) -> str:
+    """Return a saved store, path or URL as messages show it: without secrets."""
     ((_, value), *_) = value.items() if isinstance(value, dict) and value else [("", value)]
     return without_secrets(value) if isinstance(value, str) else repr(value)
 

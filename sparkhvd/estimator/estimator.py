@@ -112,6 +112,8 @@ class TorchEstimator(
             spec, widths = self._specify(request, data)
             request.held.check()
             request.run.check(spec.fingerprint, spec.epochs)
+            if data.is_other_each_time:
+                request.run.warn_of_other_data()
             given = self._get("model")
             written = store_program(request.store, spec.run_dir, request.pickled, given)
             spec = replace(spec, program_weights=written)
@@ -149,7 +151,7 @@ class TorchEstimator(
 
     # -- run ------------------------------------------------------------------------------------------
 
-    def _specify(self, request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]]:
+    def _specify(self, request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...] | None]:
         """What the ranks get, now that the shapes of the columns are known; the model is tried on them."""
         schema, program = data.schema, request.program
         transformed: DataSchema | None = None
@@ -197,6 +199,7 @@ class TorchEstimator(
             **request.training,
             looks_for_gpu=request.cluster.looks_for_gpu,
             transformed=transformed,
+            trial=data.examples if widths is None else None,
             fingerprint=self._fingerprint(request, data),
         )
         return spec, widths
@@ -277,7 +280,7 @@ class TorchEstimator(
         spec: TrainSpec,
         data: FitData,
         report: JobReport,
-        widths: tuple[int, ...],
+        widths: tuple[int, ...] | None,
     ) -> TorchModel:
         """A TorchModel with the trained weights, this estimator's uid and its params."""
         result: TrainResult = report.results[0]
@@ -295,7 +298,7 @@ class TorchEstimator(
             labels=tuple(c.name for c in data.schema.labels),
             inputs=spec.inputs,
             links=request.links,
-            widths=widths,
+            widths=result.widths if widths is None else widths,
             history=result.history,
             timings={
                 "materialize": data.seconds,

@@ -72,6 +72,13 @@ class FitData:
         return self.training.seconds + (self.validation.seconds if self.validation else 0.0)
 
     @property
+    def is_other_each_time(self) -> bool:
+        """Whether a plan that gives other values each time has computed some of them for this fit."""
+        return self.training.is_other_each_time or (
+            self.validation is not None and self.validation.is_other_each_time
+        )
+
+    @property
     def skipped(self) -> dict[str, tuple[int, int]]:
         """By DataFrame, "training" and "validation", rows that `handle_invalid` left out, and rows in all."""
         manifests = {"training": self.manifest}

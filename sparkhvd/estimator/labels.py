@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ _CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 _CLASS_INDEX_FUNCTIONS = ("cross_entropy", "nll_loss", "multi_margin_loss")
 # Losses whose target is integer and has the shape of the output.
 _INTEGER_LOSSES = (nn.MultiLabelMarginLoss,)
+_INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "bool")
 _INTEGER_FUNCTIONS = ("multilabel_margin_loss",)
 
 
@@ -81,6 +83,18 @@ class LabelBinding:
         return tuple(
             self._match(i, o, t) for i, (o, t) in enumerate(zip(outputs, labels, strict=True))
         )
+
+    def dtype_hint(self, error: Exception) -> str:
+        """Return which `label_dtypes` to give if a loss of the user's own has failed over integer labels, else ""."""
+        integers = [
+            name
+            for name, dtype, kind in zip(self.columns, self.dtypes, self.kinds, strict=True)
+            if kind == "unknown" and dtype in _INTEGERS
+        ]
+        if not integers or not re.search(r"dtype|scalar type|Long|Integral", str(error)):
+            return ""
+        given = ", ".join(f"{name!r}: 'float32'" for name in integers)
+        return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{given}}}."
 
     def _match(self, i: int, output: Tensor, label: Tensor) -> Tensor:
         if output.dim() == 0 or output.shape[0] != label.shape[0]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,18 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import heads
 from sparkhvd.estimator.architecture import dump_shell, tensors_of
 from sparkhvd.estimator.binding import InputBinding
+from sparkhvd.estimator.data.arrow_limits import warn_of_large_batches
 from sparkhvd.estimator.data.defaults import default_store
 from sparkhvd.estimator.data.functions import RowFunctions
 from sparkhvd.estimator.data.schema import RAW_TYPES, Column, check_schema
-from sparkhvd.estimator.data.vectors import join_vectors, split_vectors, vector_columns
+from sparkhvd.estimator.data.vectors import split_vectors, vector_columns
 from sparkhvd.estimator.params import PredictParams, with_signature
-from sparkhvd.estimator.predict import Output, PredictSpec, output_widths, predict
-from sparkhvd.estimator.predict_device import TaskGpus
+from sparkhvd.estimator.predict import Output, PredictSpec, output_widths
 from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump, store_weights
+from sparkhvd.runner.carrying import kept_carried
+from sparkhvd.runner.child import cloudpickle
 from sparkhvd.runner.profiles import profile_to_share_gpus
+from sparkhvd.runner.spark_shim import SparkShim
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -125,15 +127,14 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         own = copy.deepcopy(module).eval()
         # What a collate function makes is known only when there are rows.
         is_known = not any(c.is_collated for c in fitted.columns)
-        widths = (
-            tuple(output_widths(own, fitted.inputs, fitted.columns)) if is_known else fitted.widths
-        )
-        if widths != fitted.widths:
+        found = output_widths(own, fitted.inputs, fitted.columns) if is_known else None
+        widths = fitted.widths if found is None else tuple(found)
+        if fitted.widths and widths != fitted.widths:
             raise InvalidArgumentError(
                 f"setModel: the module's outputs have {widths} elements per row; those of the trained one have "
                 f"{fitted.widths}. Give a module with the same outputs, or fit it."
             )
-        self._fitted = replace(fitted, module=own)
+        self._fitted = replace(fitted, module=own, widths=widths)
         return self
 
     def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802
@@ -172,8 +173,15 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         either through a Python function.
         """
         fitted = self._require_fitted()
+        if not fitted.widths:
+            raise InvalidArgumentError(
+                "transform: the outputs of the model are not known, because its forward ran on two rows of zeros neither on the "
+                "driver nor, after training, on the ranks. getModel() gives the trained module; give one whose forward runs "
+                "without ranks to setModel."
+            )
         outputs = self._outputs(fitted, dataset)
         _check_passing(dataset)
+        self._warn_of_large_batches(fitted, dataset)
         spec = PredictSpec(
             shell=fitted.shell,
             weights=self._weights(fitted, dataset.sparkSession),
@@ -189,11 +197,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
         is_vector = vector_columns(dataset.schema)
-
-        def run(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-            joined = (join_vectors(batch, is_vector) for batch in batches)
-            return predict(spec, joined, _task_gpus())
-
+        # Pickled here, so that a large model is not written to a file with each call; see `carrying`.
+        spec_bytes = kept_carried(SparkShim(dataset.sparkSession), cloudpickle().dumps(spec))
         fields = [
             *dataset.schema.fields,
             *(
@@ -210,8 +215,15 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             ]
         )
         sent: DataFrame = split_vectors(dataset.toDF(*plain[: len(dataset.columns)]), is_vector)
-        computed = sent.mapInArrow(run, schema, **self._resources(dataset.sparkSession))
+        task = _transform_task(spec_bytes, is_vector)
+        computed = sent.mapInArrow(task, schema, **self._resources(dataset.sparkSession))
         return computed.toDF(*[f.name for f in fields])
+
+    def _warn_of_large_batches(self, fitted: Fitted, dataset: DataFrame) -> None:
+        pairs = zip(self._sources(fitted), fitted.columns, strict=True)
+        kinds = ("array", "vector")
+        known = {n: c.num_elements for n, c in pairs if c.kind in kinds and c.shape is not None}
+        warn_of_large_batches(dataset, known)
 
     def _resources(self, spark: SparkSession) -> dict[str, Any]:
         """What the stage asks Spark for: a share of a GPU, where tasks can have one and get none by themselves."""
@@ -417,17 +429,26 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return loaded
 
 
-def _task_gpus() -> TaskGpus:
-    """What Spark gave the task that runs in this worker."""
-    from pyspark import TaskContext
+def _transform_task(
+    spec: Any, is_vector: Sequence[bool]
+) -> Callable[[Iterator[RecordBatch]], Iterator[RecordBatch]]:
+    """Return the function for `mapInArrow`, by whose name Spark's UI knows the step.
 
-    task = TaskContext.get()
-    if task is None:
-        return TaskGpus()
-    gpu = task.resources().get("gpu")
-    # Applications count tasks from 0 each; the parent of a worker is its executor's, and the same for all its workers.
-    name = f"{os.getppid()}-{task.taskAttemptId()}"
-    return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId(), name)
+    It refers to plain data alone, so that it can look at its process before it imports torch.
+    """
+
+    def sparkhvd_transform(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+        from sparkhvd.runner.preflight import check_worker
+
+        check_worker()
+        from sparkhvd.estimator.data.vectors import join_vectors
+        from sparkhvd.estimator.predict import load_spec, predict
+        from sparkhvd.estimator.predict_device import task_gpus
+
+        joined = (join_vectors(batch, is_vector) for batch in batches)
+        return predict(load_spec(spec), joined, task_gpus())
+
+    return sparkhvd_transform
 
 
 # Spark's types that it sends to no Python function, whatever the function does with them.

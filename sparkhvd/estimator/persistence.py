@@ -6,8 +6,8 @@ A saved directory lies wholly where Spark resolves its path, because Spark write
     weights/      one file, which torch.load(..., weights_only=True) reads: tensors by name
     code/         one file, a pickle; only if there are classes or functions that JSON cannot name. Needs trust.
 
-What decides where a fit writes needs trust, too: an estimator's store, and paths among its settings. A model uses its
-store only to share large weights, so a model that nobody trusts is loaded without it.
+What decides where a fit writes needs trust, too: paths among an estimator's settings, and its store. An estimator that
+nobody trusts is loaded without its store, with a warning; so is a model, which uses one only to share large weights.
 
 What JSON can name: `encoding.py`. How the files get where Spark resolves the path: `files.py`.
 """
@@ -18,6 +18,7 @@ import contextlib
 import copy
 import json
 import pickle
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,10 +31,10 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import architecture, weights
 from sparkhvd.estimator.binding import Argument, InputBinding
 from sparkhvd.estimator.data.schema import Column
-from sparkhvd.estimator.encoding import Archive, Decoder
+from sparkhvd.estimator.encoding import Archive, Decoder, shown_place
 from sparkhvd.estimator.files import staging_folder, write_file
 from sparkhvd.estimator.inputs import is_dataframe
-from sparkhvd.estimator.trusting import is_trusted
+from sparkhvd.estimator.trusting import TRUST_CONF, is_trusted
 from sparkhvd.runner.spark_shim import SparkShim
 
 if TYPE_CHECKING:
@@ -110,8 +111,9 @@ class _Writer(MLWriter):
         bare = copy.copy(self.instance)
         bare._paramMap, bare._defaultParamMap = {}, {}
         spark = self.sparkSession
+        context = SparkShim(spark).ml_context()
         DefaultParamsWriter.saveMetadata(
-            bare, path, spark, extraMetadata={KEY: encoded.content}, paramMap={}
+            bare, path, context, extraMetadata={KEY: encoded.content}, paramMap={}
         )
         for name, file in encoded.files.items():
             write_file(spark, f"{path}/{name}", file)
@@ -172,7 +174,7 @@ class _Reader(MLReader[Any]):
             UntrustedError: it holds code that nobody trusts.
         """
         spark = self.sparkSession
-        metadata = DefaultParamsReader.loadMetadata(path, spark)
+        metadata = DefaultParamsReader.loadMetadata(path, SparkShim(spark).ml_context())
         expected = f"{self.cls.__module__}.{self.cls.__name__}"
         content = metadata.get(KEY)
         if metadata["class"] != expected or content is None:
@@ -189,13 +191,17 @@ class _Reader(MLReader[Any]):
         with decoder.reading("sparkhvd"):
             self._restore(instance, content, decoder)
         for name, value in content["params"].items():
-            if instance.hasParam(name) and self._is_wanted(name, path):
+            if instance.hasParam(name) and self._is_wanted(name, value, path):
                 instance._set(**{name: decoder.decode(name, value)})
         return instance
 
-    def _is_wanted(self, name: str, path: str) -> bool:
-        """Whether a Param is taken from the file."""
-        return True
+    def _is_wanted(self, name: str, value: Any, path: str) -> bool:
+        """Whether a Param is taken from the file: a store only from one that somebody trusts."""
+        return (
+            name != "store"
+            or value is None
+            or is_trusted(path, self.sparkSession, trusted=self.trusted)
+        )
 
     def _restore(self, instance: Any, content: dict[str, Any], decoder: Decoder) -> None:
         """What is not a Param."""
@@ -204,12 +210,20 @@ class _Reader(MLReader[Any]):
 class EstimatorReader(_Reader):
     """Reads an estimator."""
 
+    def _is_wanted(self, name: str, value: Any, path: str) -> bool:
+        is_wanted = super()._is_wanted(name, value, path)
+        if not is_wanted:
+            warnings.warn(
+                f"The estimator of {path!r} is loaded without its store {shown_place(value)}, because a fit would write there "
+                f"and nobody has said that the file is trusted. Give it one with setStore, or load it with trust=True, "
+                f"inside `with sparkhvd.trust():`, or with {TRUST_CONF} set to a prefix of the path.",
+                stacklevel=2,
+            )
+        return is_wanted
+
 
 class ModelReader(_Reader):
     """Reads a model."""
-
-    def _is_wanted(self, name: str, path: str) -> bool:
-        return name != "store" or is_trusted(path, self.sparkSession, trusted=self.trusted)
 
     def _restore(self, instance: Any, content: dict[str, Any], decoder: Decoder) -> None:
         instance._fitted = _fitted(content, decoder)

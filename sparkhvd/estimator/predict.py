@@ -8,6 +8,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import pickle
+import re
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +38,9 @@ from sparkhvd.estimator.data.values import SparseRows, Values, row_shape
 from sparkhvd.estimator.predict_device import NO_GPUS, TaskGpus, choose, held
 from sparkhvd.estimator.training.moving import Mover
 from sparkhvd.estimator.weights import Weights
+from sparkhvd.runner.carrying import bytes_of
 
-__all__ = ["Output", "PredictSpec", "predict"]
+__all__ = ["Output", "PredictSpec", "load_spec", "predict"]
 
 # Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
 MAX_ROWS = 4096
@@ -115,6 +119,12 @@ class ModelCache:
 
 
 _cache = ModelCache(KEPT_MODELS)
+
+
+def load_spec(carried: Any) -> PredictSpec:
+    """Return the spec that the driver pickled, from the bytes that came with Spark's function."""
+    spec: PredictSpec = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's closure
+    return spec
 
 
 def predict(
@@ -285,37 +295,64 @@ def _zeros(column: Column) -> Any:
     return np.zeros((2, *(column.row_shape or ())), column.row_dtype)
 
 
+# What torch and Python say of shapes, dtypes and arguments that do not fit, on any machine. Anything else that a forward
+# raises may be about the place where it runs: a GPU, a file, a rank.
+_CERTAIN = re.compile(
+    r"shapes cannot be multiplied|size mismatch|must match the size of tensor|must match except in dimension|is invalid for input"
+    r" of size|must be equal to input_size|should contain \d+ elements|not broadcastable|[Ee]xpected .*(channels|input\[|[0-9]D |dimension|size)|to have the same dtype|must have the same"
+    r" dtype|scalar type|[Dd]imension out of range|positional argument|unexpected keyword argument"
+)
+
+
+def _is_certain(error: Exception) -> bool:
+    """Whether a forward that raised this on the driver would raise it on a rank, too."""
+    kinds = (RuntimeError, TypeError, ValueError, IndexError)
+    return type(error) in kinds and _CERTAIN.search(str(error)) is not None
+
+
 def output_widths(
     model: nn.Module,
     inputs: InputBinding,
     columns: Sequence[Column],
     examples: Mapping[str, Any] | None = None,
-) -> list[int]:
+    move: Callable[[Any], Any] = lambda arguments: arguments,
+) -> list[int] | None:
     """Elements per row of every output, learned by running the model on two rows of zeros.
+
+    None, with a warning, where it raises something that need not happen elsewhere.
 
     Args:
         model: in eval mode.
         inputs: which columns become which argument.
         columns: feature columns with their shapes.
         examples: columns that are collated, for two rows.
+        move: brings the arguments to the model's device.
 
     Raises:
-        InvalidArgumentError: it fails on them, or gives something that is not one entry per row.
+        InvalidArgumentError: shapes, dtypes or arguments do not fit, or an output is not one entry per row.
     """
     examples = examples or {}
     zeros = {c.name: examples[c.name] if c.name in examples else _zeros(c) for c in columns}
     try:
-        arguments, keywords = inputs.apply(zeros)
+        arguments, keywords = move(inputs.apply(zeros))
         with torch.no_grad():
-            outputs = heads.outputs_of(model(*arguments, **keywords))
-    except InvalidArgumentError:
-        raise
+            result = model(*arguments, **keywords)
     except Exception as e:
+        if type(e) is InvalidArgumentError:
+            raise
         shapes = ", ".join(f"{c.name} {(2, *(c.row_shape or ()))}" for c in columns)
-        raise InvalidArgumentError(
+        problem = (
             f"model: forward failed on two rows of zeros ({shapes}; {inputs.describe()}): {type(e).__name__}: {e}"
             + _hint(inputs)
-        ) from e
+        )
+        if _is_certain(e):
+            raise InvalidArgumentError(problem) from e
+        warnings.warn(
+            f"{problem.rstrip('.')}. It may need what only ranks have, so this is no error here.",
+            stacklevel=2,
+        )
+        return None
+    outputs = heads.outputs_of(result)
     for output in outputs:
         if output.ndim == 0 or len(output) != 2:
             raise InvalidArgumentError(

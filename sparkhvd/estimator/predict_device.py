@@ -24,7 +24,7 @@ import torch
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["NO_GPUS", "TASKS_PER_GPU", "TaskGpus", "choose", "held"]
+__all__ = ["NO_GPUS", "TASKS_PER_GPU", "TaskGpus", "choose", "held", "task_gpus"]
 
 # Tasks of a host that compute on one GPU at a time; more would only share its time and take its memory.
 TASKS_PER_GPU = 4
@@ -50,6 +50,19 @@ class TaskGpus:
 
 
 NO_GPUS = TaskGpus()
+
+
+def task_gpus() -> TaskGpus:
+    """Return the GPUs that Spark gave the task which runs in this worker."""
+    from pyspark import TaskContext
+
+    task = TaskContext.get()
+    if task is None:
+        return TaskGpus()
+    gpu = task.resources().get("gpu")
+    # Applications count tasks from 0 each; the parent of a worker is its executor's, and the same for all its workers.
+    name = f"{os.getppid()}-{task.taskAttemptId()}"
+    return TaskGpus(tuple(gpu.addresses) if gpu else (), task.partitionId(), name)
 
 
 def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:

@@ -290,12 +290,14 @@ def try_model(
     inputs: InputBinding,
     schema: DataSchema,
     examples: Mapping[str, Any] | None = None,
-) -> tuple[int, ...]:
+) -> tuple[int, ...] | None:
     """Elements per row of the model's outputs, one per label, from a run on zeros; the model is not changed.
 
+    None where only ranks can tell, see `output_widths`.
+
     Raises:
-        InvalidArgumentError: it fails, or has another number of outputs.
+        InvalidArgumentError: it does not fit the columns, or has another number of outputs.
     """
     trial = light_copy(model).eval()
     widths = output_widths(trial, inputs, schema.features, examples)
-    return fitted_widths(widths, [c.name for c in schema.labels])
+    return None if widths is None else fitted_widths(widths, [c.name for c in schema.labels])

@@ -97,6 +97,17 @@ class Run:
                 )
         self._write(_FINGERPRINT, json.loads(fingerprint))
 
+    def warn_of_other_data(self) -> None:
+        """Warn that the data of this fit are not those of the run's checkpoints, if it has one to go on from."""
+        done = Checkpoints(self.store, self.run_dir).latest_position()
+        if done != (0, 0):
+            warnings.warn(
+                f"{self.store.full_url(self.run_dir)} goes on after epoch {done[0]} with data that may differ from those before: the "
+                "DataFrame has rand(), the clock or the like in its plan, and Spark has computed it anew. Write it to a table first "
+                "and fit that.",
+                stacklevel=2,
+            )
+
     def _check_start(self, fingerprint: str) -> None:
         """Refuse to start from the weights of another model."""
         before = Run(self.store, self.start_from.partition("/checkpoints/")[0])._read(_FINGERPRINT)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
 from sparkhvd.runner import gpus, launching, placement, preflight, task
+from sparkhvd.runner.carrying import carried
 from sparkhvd.runner.child import cloudpickle, early_call
 from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.runner.profiles import check_profile, default_slots, plan_gpus, slots_of
@@ -270,12 +271,16 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
         gpu_mode=plan.gpus.mode,
         needs_gpu=plan.gpus.is_required,
     )
-    body = task.make_task(spec, plan.program, plan.shared)
     submitted_at = time.time()
     tag = f"sparkhvd-{job_id}"
+    description = f"sparkhvd: {plan.size} ranks, attempt {attempt + 1}"
     try:
-        stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
-        rows = plan.shim.collect(stage, tag)
+        with carried(plan.shim, plan.program) as program:
+            body = task.make_task(spec, program, plan.shared)
+            stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
+            rows = plan.shim.collect(stage, tag, description)
+    except SparkhvdError:  # Spark itself is gone
+        raise
     except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text says why
         return _failure(plan, attempt, job_id, e)
     return _report(plan, attempt, rows, submitted_at)

@@ -29,6 +29,7 @@ __all__ = [
     "check_address_space",
     "check_conf",
     "check_ranks",
+    "check_worker",
     "cgroup_quota",
     "rank_facts",
 ]
@@ -197,10 +198,8 @@ def check_ranks(driver: RankFacts, ranks: Sequence[RankFacts]) -> str:
         # Before its error: under such a limit, threads and processes do not start either.
         if _is_short_of_address_space(facts):
             return (
-                f"The processes of rank {rank} on host {facts.host} {_limit_and_need(facts)}. Spark sets this limit "
-                "to spark.executor.pyspark.memory, divided by spark.executor.cores where that is set: leave "
-                f"spark.executor.pyspark.memory unset, or set it to {_mebibytes(facts.needed_bytes)}m or more "
-                "for each of these cores."
+                f"The processes of rank {rank} on host {facts.host} {_limit_and_need(facts)}. {_SPARKS_LIMIT} "
+                f"{_mebibytes(facts.needed_bytes)}m or more for each of these cores."
             )
         if facts.error:
             return f"Rank {rank} on host {facts.host} cannot start: {facts.error}"
@@ -265,6 +264,12 @@ def _minor(version: str) -> str:
 _TRAINER_BYTES = 350 << 20
 # Importing pyarrow and the estimator's part in a rank, measured in the same process.
 _ARROW_BYTES = 250 << 20
+_SPARKS_LIMIT = (
+    "Spark sets this limit to spark.executor.pyspark.memory, divided by spark.executor.cores where that is set: leave "
+    "spark.executor.pyspark.memory unset, or set it to"
+)
+# What a worker takes beyond torch's libraries until it has predicted 4,096 rows; 79 MiB were measured.
+_WORKER_BYTES = 160 << 20
 _NEEDS_TORCH = frozenset({"torch", "sparkhvd.torch", "sparkhvd.estimator"})
 
 
@@ -288,6 +293,27 @@ def check_address_space(facts: RankFacts) -> None:
         raise PreflightError(
             f"The processes of this one {_limit_and_need(facts)}. "
             "Raise the limit of this process, for example by 'ulimit -v unlimited' in the shell that starts it."
+        )
+
+
+def check_worker() -> None:
+    """Refuse to import torch in a Python worker of Spark that has too little address space left for it.
+
+    What is left cannot be known before there is a worker: pyarrow alone reserves 1 GiB where it can.
+
+    Raises:
+        PreflightError: `spark.executor.pyspark.memory` leaves the worker too little.
+    """
+    limit = address_space_limit()
+    if not limit or "torch" in sys.modules:
+        return
+    used = int((_read(Path("/proc/self/statm")) or "0").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    needed = used + _torch_libraries_bytes() + _WORKER_BYTES
+    if limit < needed:
+        raise PreflightError(
+            f"The Python workers on host {socket.gethostname()} may have {limit >> 20} MiB of address space each "
+            f"(RLIMIT_AS); Spark and pyarrow have {used >> 20} MiB, and with torch it would be {_mebibytes(needed)} MiB "
+            f"before model and rows. {_SPARKS_LIMIT} {_mebibytes(needed)}m or more for each of these cores."
         )
 
 

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 
 __all__ = ["SparkShim", "active_session", "connect_session"]
 
@@ -46,6 +46,12 @@ class SparkShim:
         """The values of those keys that are set."""
         values = {key: self.session.conf.get(key, None) for key in keys}
         return {key: value for key, value in values.items() if value is not None}
+
+    def ml_context(self) -> Any:
+        """Return what Spark ML's readers and writers of metadata take: the session, before pyspark 4 its context."""
+        import pyspark
+
+        return self.session.sparkContext if pyspark.__version__.startswith("3.") else self.session
 
     def application(self) -> str:
         """What names the application among those that this process drives."""
@@ -153,20 +159,40 @@ class SparkShim:
                 with contextlib.suppress(Exception):
                     self.session.sparkContext.removeJobTag(tag)
 
-    def collect(self, stage: Any, tag: str) -> list[Any]:
+    @contextlib.contextmanager
+    def described(self, text: str) -> Iterator[None]:
+        """Show `text` in Spark's UI as the description of this thread's jobs, after the user's; not on Connect."""
+        if self.is_connect or not text:
+            yield
+            return
+        context = self.session.sparkContext
+        given = context.getLocalProperty("spark.job.description")
+        context.setJobDescription(f"{given}: {text}" if given else text)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Exception):  # the application may be over
+                context.setJobDescription(given)
+
+    def collect(self, stage: Any, tag: str, description: str = "") -> list[Any]:
         """The rows of a stage, whose job has this tag; whatever interrupts the wait cancels the job.
 
         Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and
         leaves a broken one. So the main thread waits, and another one, with its Spark properties, calls.
         """
-        with self.tagged(tag):
+        with self.tagged(tag), self.described(description):
             try:
                 if self.is_connect or threading.current_thread() is not threading.main_thread():
                     rows: list[Any] = stage.collect()
                     return rows
                 return self._collect_beside(stage, tag)
-            except BaseException:
+            except BaseException as e:
                 self.cancel(tag)
+                if isinstance(e, Exception) and self._has_died():
+                    raise SparkhvdError(
+                        f"Spark's JVM has died while it ran {description or 'a job'!r}; look for why in its log (out of memory, "
+                        "or killed). Start a new session, if need be in a new process: this one's is lost."
+                    ) from e
                 raise
 
     def collect_within(
@@ -231,6 +257,18 @@ class SparkShim:
             raise
         finally:
             thread.join(_CANCEL_WAIT_S)
+
+    def _has_died(self) -> bool:
+        """Whether the driver's JVM answers no more."""
+        from py4j.protocol import Py4JError
+
+        if self.is_connect:
+            return False
+        try:
+            self.session._jvm.java.lang.System.nanoTime()
+        except (OSError, Py4JError):
+            return True
+        return False
 
     def cancel(self, tag: str) -> None:
         """Cancel the jobs with this tag; never raises, because something else is already being raised."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.errors import InternalError, RankError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import gpu_agreement, gpus, launching, placement, preflight, task_gpus
+from sparkhvd.runner.carrying import bytes_of
 from sparkhvd.runner.child import Prologue
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.results import Kind, Outcome, chunks, describe, embed, root_cause
@@ -95,11 +96,13 @@ class TaskSpec:
 
 
 def make_task(
-    spec: TaskSpec, program: bytes, shared: bytes
+    spec: TaskSpec, program: Any, shared: bytes
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """The function for `mapInArrow`.
 
-    It is a closure on plain data, so it pickles by value and starts even where this package is not installed.
+    It is a closure on plain data, so it pickles by value and starts even where this package is not installed. It holds
+    the job's key: `program` is carried, see `carrying`, so that it stays below the size at which pyspark writes a
+    function to a file.
     """
     text = spec.to_json()
 
@@ -124,7 +127,7 @@ def make_task(
 
 
 def run_task(
-    batches: Iterable[pa.RecordBatch], text: str, program: bytes, shared: bytes
+    batches: Iterable[pa.RecordBatch], text: str, program: Any, shared: bytes
 ) -> Iterator[pa.RecordBatch]:
     """Run one rank inside a barrier task; yields its outcome and result as rows.
 
@@ -140,7 +143,7 @@ def run_task(
     spec = TaskSpec.from_json(text)
     files: SharedFiles | None = pickle.loads(shared) if shared else None  # noqa: S301 - the driver's closure
     rank = barrier.partitionId()
-    outcome, result = _run_rank(barrier, rank, spec, program, files)
+    outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
     _store_outcome(files, spec, outcome)
     if outcome.kind != Kind.OK:

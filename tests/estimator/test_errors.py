@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import sparkhvd.torch as hvd
 from sparkhvd import (
     InvalidArgumentError,
     PreflightError,
@@ -286,6 +287,36 @@ def test_a_model_that_does_not_fit_the_data_is_named_before_any_rank(
     with pytest.raises(InvalidArgumentError) as failed:
         estimator(model, store, **options).fit(df)
     assert str(failed.value).startswith(message)
+
+
+class Ranked(nn.Module):
+    """A module that runs on ranks alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + 0.0 * hvd.rank()
+
+
+def test_a_model_that_only_ranks_can_run_is_trained_by_them(df: DataFrame, store: Store) -> None:
+    with pytest.warns(UserWarning, match="NotInitializedError.*only ranks have"):
+        model = estimator(Ranked(), store, num_proc=1).fit(df)
+    assert model.transform(df).columns[-1] == "y__output"
+    assert dict(model.transform(df).dtypes)["y__output"] == "double"
+
+
+def test_an_integer_label_of_an_own_loss_names_label_dtypes(df: DataFrame, store: Store) -> None:
+    fit = estimator(
+        mlp(2),
+        store,
+        num_proc=1,
+        label_cols=["k"],
+        loss=lambda output, label: nn.functional.huber_loss(output, label),  # fails in backward
+    )
+    with pytest.raises(RankError, match=r"Found dtype Long .*give label_dtypes=\{'k': 'float32'\}"):
+        fit.fit(df)
 
 
 @pytest.mark.parametrize(

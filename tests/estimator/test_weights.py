@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,18 +74,78 @@ def test_large_weights_outlive_the_model_cleaning_and_another_fit(
     assert store.list("models") == [path]
 
 
-def test_weights_in_the_program_outlive_the_model(df: DataFrame) -> None:
-    # Above 1 MiB, where Spark sends the program as a broadcast.
-    module = nn.Sequential(nn.Linear(2, 1000), nn.Linear(1000, 2000), nn.Linear(2000, 1)).eval()
-    model = fitted(module)
-    lazy = model.transform(df)
-    lazy.collect()
-    del model
+def of_size(mebibytes: float, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    middle = int(mebibytes * 2**18 / 1024)
+    return nn.Sequential(nn.Linear(2, 1000), nn.Linear(1000, middle), nn.Linear(middle, 1)).eval()
+
+
+def broadcast_files(spark: SparkSession) -> set[str]:
+    return set(os.listdir(spark.sparkContext._temp_dir))  # type: ignore[attr-defined]  # the folder has no public name
+
+
+def collect_garbage(spark: SparkSession) -> None:
     for _ in range(3):
         gc.collect()
-        df.sparkSession._jvm.System.gc()  # type: ignore[union-attr]  # classic
+        spark._jvm.System.gc()  # type: ignore[union-attr]  # classic
         time.sleep(0.2)
-    assert_right(lazy.collect(), module)
+
+
+@pytest.mark.parametrize("mebibytes", [0.8, 5.0, 40.0])
+def test_many_transforms_leave_as_many_files_as_one(df: DataFrame, mebibytes: float) -> None:
+    model, spark = fitted(of_size(mebibytes)), df.sparkSession
+    before = broadcast_files(spark)
+    first = model.transform(df)
+    left = broadcast_files(spark) - before
+    assert len(left) <= 1
+    again = [model.transform(df.limit(i + 1)) for i in range(3)]
+    assert broadcast_files(spark) - before == left
+    assert again[0].count() == 1
+    assert_right(first.collect(), model.getModel())
+    assert broadcast_files(spark) - before == left
+
+
+def test_weights_in_a_broadcast_outlive_the_model_and_go_with_the_last_plan(df: DataFrame) -> None:
+    spark, module = df.sparkSession, of_size(2.0)
+    before = broadcast_files(spark)
+    model = fitted(module)
+    model.transform(df).createOrReplaceTempView("predicted")  # no object of Python holds the plan
+    del model
+    (own,) = broadcast_files(spark) - before
+    for seed in range(1, 6):  # more than are kept
+        fitted(of_size(2.0, seed)).transform(df)
+    collect_garbage(spark)
+    fitted(of_size(2.0, 9)).transform(df)
+    assert own in broadcast_files(spark)
+    assert_right(spark.table("predicted").collect(), module)
+    spark.catalog.dropTempView("predicted")
+
+    def has_gone() -> bool:
+        collect_garbage(spark)
+        fitted(of_size(2.0, 9)).transform(df)
+        return own not in broadcast_files(spark)
+
+    wait_until(has_gone, "the file of the dropped view has gone")
+    assert len(broadcast_files(spark) - before) <= 5
+
+
+def test_micro_batches_leave_no_files(spark: SparkSession, df: DataFrame, tmp_path: Path) -> None:
+    model, folder = fitted(of_size(2.0)), str(tmp_path / "in")
+    seen: list[set[str]] = []
+
+    def batch(rows: DataFrame, number: int) -> None:
+        assert model.transform(rows).count()
+        seen.append(broadcast_files(rows.sparkSession))
+
+    df.repartition(3).write.parquet(folder)
+    stream = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).parquet(folder)
+    query = stream.writeStream.foreachBatch(batch).trigger(availableNow=True).start()
+    try:
+        assert query.awaitTermination(200)
+    finally:
+        query.stop()
+    assert len(seen) == 3
+    assert seen[0] == seen[-1]
 
 
 def test_planning_starts_no_job(df: DataFrame, tmp_path: Path) -> None:

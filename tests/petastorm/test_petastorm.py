@@ -1,4 +1,4 @@
-"""Data sets that petastorm wrote, in an environment that has it (`make test-petastorm`): pyspark 3.5, pyarrow 14, numpy 1.26."""
+"""Data sets that petastorm wrote, in an environment that has it (`make test-oldest`): pyspark 3.5, pyarrow 14, numpy 1.26."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-petastorm = pytest.importorskip("petastorm", reason="runs where petastorm is: make test-petastorm")
+petastorm = pytest.importorskip("petastorm", reason="runs where petastorm is: make test-oldest")
 
 from petastorm.codecs import (  # noqa: E402 - after importorskip
     CompressedImageCodec,

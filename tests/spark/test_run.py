@@ -19,6 +19,7 @@ from sparkhvd.runner import context, job, run
 from sparkhvd.runner.results import Outcome
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.spark import run_on
 from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -132,6 +133,74 @@ def test_large_results_travel_in_parts(spark: SparkSession) -> None:
         return int(os.environ["RANK"])
 
     assert run(blob, num_proc=2, spark=spark) == [b"\0" * (3 << 20), b"\1" * (3 << 20)]
+
+
+def test_a_large_argument_brings_no_key_to_a_disk_and_leaves_no_file(spark: SparkSession) -> None:
+    folder = Path(spark.sparkContext._temp_dir)  # type: ignore[attr-defined]  # it has no public name
+    before = set(folder.iterdir())
+
+    def files(data: bytes) -> list[bytes]:
+        return [file.read_bytes() for file in set(folder.iterdir()) - before]
+
+    ((program,),) = run(files, args=(os.urandom(2 << 20),), num_proc=1, spark=spark)
+    assert len(program) > 2 << 20
+    assert b'"job_id"' not in program  # of the JSON that holds the key
+    assert set(folder.iterdir()) == before
+
+
+DIES = """
+    import os, signal, threading
+    import sparkhvd
+    from sparkhvd.runner import run
+    from tests.harness.waiting import wait_until
+
+    jvm = int(spark._jvm.java.lang.ProcessHandle.current().pid())
+    began = {began!r}
+
+    def wait():
+        open(began, "w").close()
+        time.sleep(60)
+
+    def kill():
+        wait_until(lambda: os.path.exists(began), "the rank runs", within_s=100)
+        os.kill(jvm, signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    try:
+        run(wait, num_proc=1)
+    except sparkhvd.SparkhvdError as e:
+        print("FOUND", type(e).__name__, e, flush=True)
+    os._exit(0)  # pyspark's own handlers of the exit ask the JVM
+"""
+
+
+@pytest.mark.leaks("a rank whose executor is the JVM outlives it for a moment")
+def test_a_jvm_that_was_killed_is_named(tmp_path: Path) -> None:
+    out = run_on("local[1]", DIES.format(began=str(tmp_path / "began")), tmp_path)
+    assert (
+        "FOUND SparkhvdError Spark's JVM has died while it ran 'sparkhvd: 1 ranks, attempt 1'"
+        in out
+    )
+
+
+def test_jobs_have_a_description_beside_the_users(spark: SparkSession) -> None:
+    context = spark.sparkContext
+    context.setJobDescription("nightly")
+    try:
+        tracker = context._jsc.sc().statusStore()  # type: ignore[union-attr]  # classic
+        run(int, num_proc=1, spark=spark)
+
+        def described() -> bool:
+            jobs = tracker.jobsList(None)
+            found = [jobs.apply(i).description() for i in range(jobs.size())]
+            return any(
+                d.isDefined() and d.get() == "nightly: sparkhvd: 1 ranks, attempt 1" for d in found
+            )
+
+        wait_until(described, "Spark's UI shows the description")
+        assert context.getLocalProperty("spark.job.description") == "nightly"
+    finally:
+        context.setJobDescription(None)  # type: ignore[arg-type]  # None clears
 
 
 def test_modules_added_to_spark_import_and_spark_files_resolve(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +18,15 @@ from typing import Any
 from sparkhvd.estimator.data.schema import DENSE_WIDTH, NUMERIC_TYPES
 from sparkhvd.runner.spark_shim import SparkShim
 
-__all__ = ["BATCH_BYTES", "arrow_row_bytes", "bounded_batches"]
+__all__ = ["BATCH_BYTES", "arrow_row_bytes", "bounded_batches", "warn_of_large_batches"]
 
 # A batch exists about four times in a Python worker (as bytes, as Arrow, converted, and in the row group), and
 # once in the JVM. Larger ones are no faster: 10,000 rows of 32 doubles have 2.5 MiB.
 BATCH_BYTES = 32 << 20
 BYTES_KEY = "spark.sql.execution.arrow.maxBytesPerBatch"
 RECORDS_KEY = "spark.sql.execution.arrow.maxRecordsPerBatch"
+# A batch that is worth a warning where nothing bounds it in bytes: the JVM holds it once for each task, a worker about four times.
+_LARGE_BATCH_BYTES = 512 << 20
 # Spark's default; more rows per batch gain nothing.
 _MOST_RECORDS = 10_000
 # Spark's bound in bytes is looked at after every row, and where a list column ends in nulls (arrays that are null, or a
@@ -68,6 +71,36 @@ def bounded_batches(
             _bounds.enter((session, name), spark.conf, value)
             stack.callback(_bounds.leave, (session, name), spark.conf, value)
         yield
+
+
+def warn_of_large_batches(df: Any, elements: Mapping[str, int]) -> None:
+    """Warn where Spark bounds batches by rows alone, and as many of these rows are large.
+
+    For DataFrames that somebody else computes later: the bound belongs to the session then, and is the user's.
+
+    Args:
+        df: the DataFrame whose columns are sent, classic or Connect.
+        elements: by column, numbers per row where the type does not tell them.
+    """
+    conf = df.sparkSession.conf
+    given = int(conf.get(RECORDS_KEY, str(_MOST_RECORDS)))
+    records = given if given > 0 else 2**31 - 1
+    sizes = [
+        size if size is not None else 8 * elements.get(f.name, 0)
+        for f in df.schema.fields
+        for size in [_value_bytes(f.dataType, f.metadata or {})]
+    ]
+    row_bytes = sum(sizes)
+    if row_bytes * min(records, _MOST_RECORDS) <= _LARGE_BATCH_BYTES or conf.isModifiable(
+        BYTES_KEY
+    ):
+        return
+    warnings.warn(
+        f"transform: a row has about {row_bytes >> 10} KiB, and before Spark 4.1 batches of rows to Python workers are bounded by "
+        f"their number alone: {given:,} rows are {row_bytes * records / 2**30:.1f} GiB for each task in the JVM, and several times that in "
+        f"its worker. Set spark.conf.set({RECORDS_KEY!r}, {max(1, BATCH_BYTES // row_bytes)}) before the rows are computed.",
+        stacklevel=2,
+    )
 
 
 def arrow_row_bytes(schema: Any) -> tuple[int, int]:

@@ -85,7 +85,8 @@ def materialize(
         task = _WriteTask(store, schema, data_dir, row_group_bytes, is_vector)
         stage = split_vectors(selected, is_vector).mapInArrow(task, _RESULT_DDL)
         with raised_by_tasks(store), bounded_batches(selected):
-            rows = SparkShim(df.sparkSession).collect(stage, f"sparkhvd-{uuid.uuid4().hex}")
+            tag, description = f"sparkhvd-{uuid.uuid4().hex}", f"sparkhvd: materialize {data_dir}"
+            rows = SparkShim(df.sparkSession).collect(stage, tag, description)
         outcomes = [
             json.loads(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
         ]

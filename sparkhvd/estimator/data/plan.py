@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["PlanFacts", "plan_facts"]
+__all__ = ["OTHER_VALUES", "PlanFacts", "plan_facts"]
 
+# The obstacle of a plan with rand(), or with the clock.
+OTHER_VALUES = "the plan gives other values each time"
 # Every source file is looked at to see whether it changed; beyond this many that costs more than it saves.
 _MAX_INPUT_FILES = 5000
 # Leaves whose content is told by the plan itself. Not LocalRelation: its text has columns and no rows, and of these
@@ -106,7 +108,7 @@ def plan_facts(df: Any) -> PlanFacts:
     patterns = df.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern
     # The clock is no "non-deterministic" expression for Spark; a subquery hides its own leaves.
     if not plan.deterministic() or plan.containsPattern(patterns.CURRENT_LIKE()):
-        return PlanFacts("the plan gives other values each time")
+        return PlanFacts(OTHER_VALUES)
     if plan.containsPattern(patterns.PLAN_EXPRESSION()):
         return PlanFacts("the plan has a subquery")
     if any(_contains(plan, patterns, name) for name in _CODE_PATTERNS) or (

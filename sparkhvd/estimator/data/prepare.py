@@ -30,7 +30,7 @@ from sparkhvd.estimator.data.manifest import (
     Manifest,
 )
 from sparkhvd.estimator.data.materialize import materialize
-from sparkhvd.estimator.data.plan import plan_facts
+from sparkhvd.estimator.data.plan import OTHER_VALUES, plan_facts
 from sparkhvd.estimator.data.schema import DataSchema
 from sparkhvd.estimator.data.store import Store
 from sparkhvd.runner.spark_shim import SparkShim
@@ -63,6 +63,11 @@ class PreparedData:
     seconds: float
     reason: str = ""
     files: Store | None = None
+
+    @property
+    def is_other_each_time(self) -> bool:
+        """Whether they were computed for this fit, by a plan that is known to give other values each time."""
+        return not self.reused and OTHER_VALUES in self.reason
 
 
 @dataclass

@@ -477,6 +477,9 @@ def _field(by_name: Mapping[str, list[Any]], name: str, role: str, data_name: st
             if lower + close
             else ""
         )
+        outer = name.partition(".")[0]
+        if outer != name and any(hasattr(f.dataType, "fields") for f in by_name.get(outer, [])):
+            hint = f" {outer!r} is a struct: select its fields first, df.select('*', '{outer}.*'), and name them alone."
         raise InvalidArgumentError(
             f"{role} names column {name!r}, which the {data_name} does not have.{hint} "
             f"Its columns are: {_listing(list(by_name))}."

@@ -65,6 +65,8 @@ class TrainSpec:
         compile: run the model through torch.compile.
         looks_for_gpu: where nobody gave the rank a GPU, take one that torch sees.
         transformed: the columns as the user's transformations return them; None without these.
+        trial: collated columns for two rows, with which the ranks try the model after training, because the driver could not;
+            None where it could.
         fingerprint: JSON object of what a checkpoint must share with this run.
     """
 
@@ -109,6 +111,7 @@ class TrainSpec:
     compile: bool = False
     looks_for_gpu: bool = False
     transformed: DataSchema | None = None
+    trial: Mapping[str, Any] | None = None
     fingerprint: str = "{}"
 
     @property
@@ -144,6 +147,7 @@ class TrainResult:
         stopped: why the fit ended before its last epoch, in words; "" if it did not.
         skipped: by name of the rows, how many `handle_invalid` has left out, of how many, where the ranks have looked.
         warning: which checkpoints were damaged and what was repeated therefore; "" if nothing. Of rank 0.
+        widths: elements per row of the model's outputs, where the ranks were to find out (`TrainSpec.trial`) and could.
     """
 
     history: list[dict[str, Any]]
@@ -152,3 +156,4 @@ class TrainResult:
     stopped: str = ""
     skipped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     warning: str = ""
+    widths: tuple[int, ...] = ()

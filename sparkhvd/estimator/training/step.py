@@ -189,7 +189,14 @@ class Step:
         """Add the gradients of a batch to those of the step."""
         share = result.weight if self.is_sum else result.weight / plan.num_rows
         loss = result.loss * share
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        try:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        except RuntimeError as e:
+            if hint := self.spec.labels.dtype_hint(e):
+                raise InvalidArgumentError(
+                    f"The gradient of loss: {type(e).__name__}: {e}{hint}"
+                ) from e
+            raise
 
     def say(self, weight: float, problem: str) -> hvd.Handle | None:
         """Begin to tell all ranks what this rank's losses count; None if nobody needs to know."""
@@ -265,6 +272,7 @@ class Step:
                 shapes = (f"{n} {v.shape} {v.dtype}" for n, v in batch.columns.items())
                 problem = (
                     f"model or loss raised {type(e).__name__}: {e} (columns: {', '.join(shapes)})"
+                    + self.spec.labels.dtype_hint(e)
                 )
                 cause = e
         is_weighted = result is not None and result.is_weighted

@@ -17,6 +17,7 @@ inside an epoch also holds what each rank has of its own, and the reader starts 
 from __future__ import annotations
 
 import time
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,8 @@ import torch
 import torch._dynamo
 
 import sparkhvd.torch as hvd
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.predict import output_widths
 from sparkhvd.estimator.training.batches import Data
 from sparkhvd.estimator.training.building import build_model
 from sparkhvd.estimator.training.callbacks import CallbackContext, Callbacks
@@ -39,7 +42,7 @@ from sparkhvd.estimator.training.logs import Logs
 from sparkhvd.estimator.training.losses import check_weights
 from sparkhvd.estimator.training.module_state import broadcast_module_state
 from sparkhvd.estimator.training.monitor import best_epoch, reason_to_stop
-from sparkhvd.estimator.training.moving import move_losses, move_optimizer
+from sparkhvd.estimator.training.moving import Mover, move_losses, move_optimizer
 from sparkhvd.estimator.training.precision import loss_scaler
 from sparkhvd.estimator.training.program import (
     Program,
@@ -111,9 +114,29 @@ def train(spec: TrainSpec) -> TrainResult:
             saved = hvd.broadcast_object(saved, 0, name="saved")
             epoch = best_epoch(history, spec.monitor, saved)
         order, skipped = data.training.description, data.skipped
+        widths = tried_widths(spec, program, data, device)
     hvd.barrier()  # nobody leaves before the last checkpoint is written
     hvd.shutdown()
-    return TrainResult(history, epoch, order, stopped, skipped, checkpoints.warning)
+    return TrainResult(history, epoch, order, stopped, skipped, checkpoints.warning, widths)
+
+
+def tried_widths(
+    spec: TrainSpec, program: Program, data: Data, device: torch.device
+) -> tuple[int, ...]:
+    """Elements per row of the model's outputs, where the driver could not try the model; () if no rank can, either.
+
+    All ranks must call it, because the model may talk with the others.
+    """
+    if spec.trial is None:
+        return ()
+    schema = spec.transformed or data.schema
+    model = program.model.eval()
+    try:
+        found = output_widths(model, spec.inputs, schema.features, spec.trial, Mover(device))
+    except InvalidArgumentError as e:  # what has been trained must not be lost
+        warnings.warn(str(e), stacklevel=2)
+        return ()
+    return tuple(found or ())
 
 
 def train_epochs(

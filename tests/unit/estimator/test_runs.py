@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,14 @@ def test_a_run_that_failed_without_a_run_id_says_how_it_goes_on(run: Run) -> Non
             "The checkpoint after 2 epochs and 7 steps stays: a fit with run_id='r' and "
             f"store={run.store.url!r} goes on from there."
         ]
+
+
+def test_a_run_that_goes_on_with_data_computed_anew_says_so(run: Run) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.warn_of_other_data()
+    Checkpoints(run.store, run.run_dir).save(Checkpoint(1, {"w": torch.ones(2)}, {}, None, [], ""))
+    with pytest.warns(
+        UserWarning, match=r"runs/r goes on after epoch 1 with data that may differ .*rand\(\)"
+    ):
+        run.warn_of_other_data()

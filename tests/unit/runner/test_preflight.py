@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -152,6 +153,20 @@ def test_too_little_address_space_names_the_limit_the_need_and_the_conf() -> Non
         "2.13.0+cpu needs 800 MiB before its model and data. Raise the limit of this process, for example by "
         "'ulimit -v unlimited' in the shell that starts it."
     )
+
+
+def test_a_worker_with_too_little_address_space_says_so_before_it_imports_torch() -> None:
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (300 << 20,) * 2);"
+        "from sparkhvd.runner.preflight import check_worker\n"
+        "try: check_worker()\n"
+        "except Exception as e: print(e); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert re.search(r"may have 300 MiB .* with torch it would be \d{3,} MiB", done.stdout)
+    assert "spark.executor.pyspark.memory unset" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,15 @@ def test_missing_column_names_near_ones_and_all() -> None:
         check(["VECTOR"])
 
 
+def test_a_field_of_a_struct_names_the_select_that_makes_it_a_column() -> None:
+    inner = T.StructType([T.StructField("a", T.DoubleType())])
+    schema = T.StructType([T.StructField("s", inner), T.StructField("y", T.DoubleType())])
+    with pytest.raises(
+        InvalidArgumentError, match=r"'s' is a struct: .*df\.select\('\*', 's\.\*'\)"
+    ):
+        check_schema(schema, feature_cols=["s.a"], label_cols=["y"])
+
+
 @pytest.mark.parametrize(
     ("name", "source", "remedy"),
     [

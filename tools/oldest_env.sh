@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Creates the environment of `make test-petastorm`: petastorm_env.sh <python of the main environment> <folder>.
+# Creates the environment of `make test-oldest`: oldest_env.sh <python of the main environment> <folder>.
 #
 # petastorm 0.13.1 needs pyarrow below 15, numpy below 2 and setuptools below 70, which current pyspark and torch do not go
 # with. So these are installed here, and all else (torch, pandas, pytest) comes from the main environment, by a path that is
@@ -10,11 +10,11 @@ main=${1:?the Python of the main environment}
 folder=${2:?the folder of the new environment}
 
 if ! "$main" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'; then
-  echo "test-petastorm: skipped, because pyarrow 14 and numpy 1.26 have no wheels for $("$main" --version)" >&2
+  echo "test-oldest: skipped, because pyarrow 14 and numpy 1.26 have no wheels for $("$main" --version)" >&2
   exit 3
 fi
 
-echo "test-petastorm: installing pyspark 3.5, pyarrow 14, numpy 1.26 and petastorm into $folder"
+echo "test-oldest: installing pyspark 3.5, pyarrow 14, numpy 1.26 and petastorm into $folder"
 rm -rf "$folder"
 # The Python that the main environment was made from.
 "$main" -c 'import sys, venv; venv.EnvBuilder(with_pip=True, symlinks=True).create(sys.argv[1])' "$folder"
