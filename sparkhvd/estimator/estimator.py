@@ -240,6 +240,7 @@ class TorchEstimator(
             requirements=("torch", "pyarrow", "numpy", "cloudpickle", *reader_packages(self._get)),
             early=spec.early(),
             use_gpu=cluster.use_gpu,
+            is_alone=cluster.finds_gpu,
         )
         reporter = EpochReporter(
             checkpoints,
