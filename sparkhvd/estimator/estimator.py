@@ -248,6 +248,7 @@ class TorchEstimator(
             verbose=cluster.verbose,
             progress=self._get("progress"),
             poll_s=poll_interval(request.store, cluster.num_proc, cluster.slots, cluster.verbose),
+            name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
         )
         with reporter:
             report = launch(request.spark, train, (spec,), {}, cluster.num_proc, options)
