@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.runner import gpus, launching, placement, preflight, profiles
+from sparkhvd.runner import gpu_probe, gpus, launching, placement, preflight, profiles
 from sparkhvd.runner.spark_shim import SparkShim
 from sparkhvd.settings import CONF_PREFIX, JobSettings, Settings
 
@@ -42,6 +42,7 @@ class Cluster:
         slots: tasks that the configuration can run at once; None where nothing bounds them.
         use_gpu: the Param.
         looks_for_gpu: a rank takes a GPU that torch sees, although nobody gave it one.
+        finds_gpu: and there are such GPUs.
     """
 
     num_proc: int
@@ -52,6 +53,7 @@ class Cluster:
     slots: int | None = None
     use_gpu: bool | None = None
     looks_for_gpu: bool = False
+    finds_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def resolve_cluster(spark: Any, given: Given) -> Cluster:
     plan = gpus.decide(conf, use_gpu, refused=profiles.no_profiles())
     slots = profiles.slots_of(conf, plan)
     looks = plan.mode == gpus.Mode.FREE and placement.is_local(conf.get("spark.master", ""))
-    takes_gpus = plan.mode == gpus.Mode.HOST or (looks and torch.version.cuda is not None)
+    may_find = looks and torch.version.cuda is not None
+    takes_gpus = plan.mode == gpus.Mode.HOST or may_find
     chosen = slots
     if values["num_proc"] is None and takes_gpus:
         chosen = profiles.default_slots(shim, conf, slots, settings.values.cuda_library)
@@ -102,6 +105,10 @@ def resolve_cluster(spark: Any, given: Given) -> Cluster:
         slots=slots.maximum,
         use_gpu=use_gpu,
         looks_for_gpu=looks,
+        # Over Connect the ranks are on another host.
+        finds_gpu=may_find
+        and not shim.is_connect
+        and gpu_probe.count_beside(settings.values.cuda_library, {}) > 0,
     )
 
 

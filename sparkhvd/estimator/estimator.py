@@ -258,6 +258,7 @@ class TorchEstimator(
             requirements=("torch", "pyarrow", "numpy", "cloudpickle", *reader_packages(self._get)),
             early=spec.early(),
             use_gpu=cluster.use_gpu,
+            is_alone=cluster.finds_gpu,
         )
         reporter = EpochReporter(
             checkpoints,
@@ -265,6 +266,7 @@ class TorchEstimator(
             verbose=cluster.verbose,
             progress=self._get("progress"),
             poll_s=poll_interval(request.store, cluster.num_proc, cluster.slots, cluster.verbose),
+            name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
         )
         with reporter:
             report = launch(request.spark, train, (spec,), {}, cluster.num_proc, options)

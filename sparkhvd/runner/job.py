@@ -1,21 +1,20 @@
 """The driver's side: check, wait for slots, submit one barrier stage, collect, and relaunch what was lost.
 
 **Threads**: the caller's thread waits and can be interrupted by Ctrl-C; no signal handler is installed.
-**Ownership**: launches of one application queue for the cluster in the order of their calls. **Shutdown**:
+**Ownership**: launches of one application share its slots in the order of their calls, see `turns`. **Shutdown**:
 whatever leaves `launch` early cancels the Spark job by its tag; the tasks end with it, and the trainers with them.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
+import functools
 import os
 import secrets
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from sparkhvd.runner import gpus, launching, placement, preflight, task
 from sparkhvd.runner.carrying import carried
 from sparkhvd.runner.child import cloudpickle, early_call
 from sparkhvd.runner.preflight import SharedFiles
-from sparkhvd.runner.profiles import check_profile, default_slots, plan_gpus, slots_of
+from sparkhvd.runner.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
 from sparkhvd.runner.results import (
     Kind,
     Outcome,
@@ -37,6 +36,7 @@ from sparkhvd.runner.results import (
     root_cause,
 )
 from sparkhvd.runner.spark_shim import SparkShim, active_session
+from sparkhvd.runner.turns import Turn, turn
 from sparkhvd.settings import JobSettings, Settings
 
 if TYPE_CHECKING:
@@ -49,13 +49,8 @@ __all__ = [
     "Outcome",
     "SharedFiles",
     "active_session",
-    "is_launched",
     "launch",
 ]
-
-_SLOT_POLL_S = 0.5
-# A wait for slots or for the queue is printed when it lasts longer than this, and then as often.
-_SAY_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +75,7 @@ class LaunchOptions:
         profile: Spark resource profile of the stage; None: one that asks for a GPU per rank where that is needed.
         early: called in each rank's process before it imports anything and before it knows its rank, for example to
             begin reading in a thread; must return soon. What it raises is ignored.
+        is_alone: whether ranks take GPUs by local rank on their own, so that two such launches at once would share them.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -95,6 +91,7 @@ class LaunchOptions:
     use_gpu: bool | None = None
     profile: ResourceProfile | None = None
     early: Callable[[], object] | None = None
+    is_alone: bool = False
 
     def __post_init__(self) -> None:
         retries = self.max_retries
@@ -174,10 +171,12 @@ def launch(
         settings=settings,
         gpus=gpu_plan,
         fixed_threads=_fixed_threads(options, conf, size),
+        configured_slots=slots.maximum,
         shared=b"" if options.shared is None else cloudpickle().dumps(options.shared),
     )
-    with _turn(shim.application(), options.verbose):
-        return _launch_until_done(plan)
+    is_alone = options.is_alone or gpu_plan.mode == gpus.Mode.HOST
+    with turn(shim.application(), share_of(profile), size, is_alone=is_alone) as mine:
+        return _launch_until_done(plan, mine)
 
 
 @dataclass(frozen=True)
@@ -191,7 +190,13 @@ class _Plan:
     settings: JobSettings
     gpus: gpus.GpuPlan
     fixed_threads: int | None
+    configured_slots: int | None
     shared: bytes = field(repr=False)
+
+    def slots(self) -> int | None:
+        """Ask for the slots of the registered executors; Spark Connect knows only the configured ones."""
+        registered = self.shim.registered_slots(self.options.profile)
+        return self.configured_slots if registered is None else registered
 
 
 @dataclass(frozen=True)
@@ -207,12 +212,13 @@ class _Failure:
         return error_of(self.cause, size, others=self.outcomes, spark_text=self.spark_text)
 
 
-def _launch_until_done(plan: _Plan) -> JobReport:
+def _launch_until_done(plan: _Plan, mine: Turn) -> JobReport:
     options = plan.options
+    limit_s = options.start_timeout_s or plan.settings.values.start_timeout_s
     last_progress: object = None
     for attempt in range(options.max_retries + 1):
-        _wait_for_slots(plan)
-        ended = _attempt(plan, attempt)
+        with mine.slots(plan.slots, limit_s, functools.partial(_say, options.verbose)):
+            ended = _attempt(plan, attempt)
         if isinstance(ended, JobReport):
             return ended
         error = ended.error(plan.size)
@@ -356,71 +362,6 @@ def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -
         return options.threads_per_rank
     threads = placement.local_slots(conf.get("spark.master", ""), os.cpu_count() or 1)
     return None if threads is None else max(1, threads // size)
-
-
-def _wait_for_slots(plan: _Plan) -> None:
-    """Wait until the executors that are registered can run all ranks at once.
-
-    Spark itself looks every 15 s, and says nothing for 10 minutes.
-    """
-    options = plan.options
-    limit = options.start_timeout_s or plan.settings.values.start_timeout_s
-    began = time.monotonic()
-    said = began
-    while True:
-        registered = plan.shim.registered_slots(options.profile)
-        if registered is None or registered >= plan.size:
-            return
-        now = time.monotonic()
-        if now - began > limit:
-            raise PreflightError(
-                f"num_proc={plan.size}: after {limit:g} s the application has {registered} task slots, so the "
-                "barrier stage cannot start. Free executors on the cluster, lower num_proc, or raise start_timeout."
-            )
-        if now - said >= _SAY_EVERY_S:
-            said = now
-            _say(
-                options.verbose, f"Waiting for task slots: {registered} of {plan.size} registered."
-            )
-        time.sleep(_SLOT_POLL_S)
-
-
-# --- one job at a time --------------------------------------------------------------------------------------
-
-# Two barrier stages that each hold half of the slots would wait for each other. One queue per application.
-_queues: dict[str, collections.deque[object]] = collections.defaultdict(collections.deque)
-_queue_changed = threading.Condition()
-
-
-@contextlib.contextmanager
-def _turn(application: str, verbose: int) -> Iterator[None]:
-    """Hold the application's turn inside the block; turns come in the order of the calls."""
-    ticket = object()
-    with _queue_changed:
-        queue = _queues[application]
-        queue.append(ticket)
-        try:
-            if queue[0] is not ticket:
-                _say(verbose, f"Waiting for {len(queue) - 1} earlier job(s) of this application.")
-            # A timeout per wait lets Ctrl-C through.
-            while queue[0] is not ticket:
-                _queue_changed.wait(1.0)
-        except BaseException:
-            queue.remove(ticket)
-            _queue_changed.notify_all()
-            raise
-    try:
-        yield
-    finally:
-        with _queue_changed:
-            queue.remove(ticket)
-            _queue_changed.notify_all()
-
-
-def is_launched(application: str) -> bool:
-    """Whether a job of this process holds slots of the application, or waits for them."""
-    with _queue_changed:
-        return bool(_queues[application])
 
 
 def _say(verbose: int, text: str) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "no_profiles",
     "plan_gpus",
     "profile_to_share_gpus",
+    "share_of",
     "slots_of",
 ]
 
@@ -63,7 +64,7 @@ def plan_gpus(
         InvalidArgumentError: see `gpus.decide`.
         PreflightError: see `gpus.decide`.
     """
-    share = _share(given)
+    share = share_of(given)
     plan = gpus.decide(conf, use_gpu, refused=no_profiles(), given=share)
     if given is not None or plan.profile is None:
         return plan, given
@@ -116,7 +117,7 @@ def slots_of(
     conf: Mapping[str, str], plan: gpus.GpuPlan, given: ResourceProfile | None = None
 ) -> placement.Slots:
     """The most ranks that the configuration can run at once, each with its share."""
-    share = _share(given) or plan.profile or gpus.Share()
+    share = share_of(given) or plan.profile or gpus.Share()
     return placement.configured_slots(conf, os.cpu_count() or 1, share.cpus, share.gpus)
 
 
@@ -148,7 +149,8 @@ def default_slots(
     return replace(slots, maximum=count, reason=found)
 
 
-def _share(profile: ResourceProfile | None) -> gpus.Share | None:
+def share_of(profile: ResourceProfile | None) -> gpus.Share | None:
+    """Return what a profile gives a task; None for no profile."""
     if profile is None:
         return None
     cpus, gpu = (profile.taskResources.get(name) for name in ("cpus", "gpu"))

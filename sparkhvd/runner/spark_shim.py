@@ -23,6 +23,7 @@ __all__ = ["SparkShim", "active_session", "connect_session"]
 _CONNECT_MESSAGE_BYTES = 120 << 20
 # Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
 _CANCEL_WAIT_S = 10.0
+_CANCEL_AGAIN_S = 0.5
 
 
 class SparkShim:
@@ -251,12 +252,14 @@ class SparkShim:
         thread.start()
         try:
             return future.result()
-        except BaseException:
-            if not future.done():  # interrupted: the job ends soon after it was cancelled
-                self.cancel(tag)
-            raise
         finally:
-            thread.join(_CANCEL_WAIT_S)
+            deadline = time.monotonic() + _CANCEL_WAIT_S
+            while not future.done() and time.monotonic() < deadline:
+                self.cancel(
+                    tag
+                )  # interrupted; again, because the job may not have been submitted yet
+                concurrent.futures.wait([future], _CANCEL_AGAIN_S)
+            thread.join(_CANCEL_WAIT_S if future.done() else 0)
 
     def _has_died(self) -> bool:
         """Whether the driver's JVM answers no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, trust
+from sparkhvd.estimator import Callback
 from sparkhvd.estimator.data import loading as loading_module
 from sparkhvd.estimator.data import prepare as prepare_module
 from sparkhvd.estimator.data.holding import hold
@@ -28,6 +30,8 @@ from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+    from sparkhvd.estimator.training.callbacks import CallbackContext
 
 pytestmark = pytest.mark.spark
 
@@ -366,6 +370,19 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return folders
 
 
+class MeetsAnother(Callback):
+    """Ends a fit beside which no other one trains."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_begin(self, ctx: CallbackContext) -> None:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / str(os.getpid())).touch()
+        # Of the later fits each finds the first two.
+        wait_until(lambda: len(list(self.folder.iterdir())) >= 2, "another fit trains", within_s=60)
+
+
 def test_cross_validation_and_param_maps(
     spark: SparkSession, store: Store, tmp_path: Path, written: list[str]
 ) -> None:
@@ -382,6 +399,7 @@ def test_cross_validation_and_param_maps(
         run_id="cv",
     )
     est.setEpochs(2)
+    est.setCallbacks([MeetsAnother(tmp_path / "met")])
     grid = ParamGridBuilder().addGrid(est.learning_rate, [1e-7, 0.05]).build()
     cv = CrossValidator(
         estimator=est,

@@ -17,9 +17,11 @@ pytestmark = pytest.mark.spark
 # Several JVMs start; on a machine that does other things too this may take long.
 SLOW = pytest.mark.timeout(450)
 
-# Values by rank, a function of __main__, an exception with its rank, too many ranks, and a run after all that.
+# Values by rank, a function of __main__, an exception with its rank, too many ranks, two runs side by side, an interrupt,
+# and a run after all that.
 PROGRAM = """
 import os, signal, subprocess, tempfile, threading
+from concurrent.futures import ThreadPoolExecutor
 from sparkhvd.errors import PreflightError, RankError
 from sparkhvd.runner import context, run
 from tests.harness.processes import TAG_VARIABLE, TRAINER, find
@@ -57,6 +59,18 @@ except PreflightError as e:
     assert str(e).startswith("num_proc=50: "), str(e)
     print("TOO MANY")
 
+def meets(folder):
+    open(os.path.join(folder, str(os.getpid())), "w").close()
+    deadline = time.monotonic() + 60
+    while len(os.listdir(folder)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return len(os.listdir(folder))
+
+with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:
+    runs = [threads.submit(run, meets, (folder,), num_proc=1, spark=spark) for _ in range(2)]
+    assert [one.result(120) for one in runs] == [[2], [2]]
+    print("SIDE BY SIDE")
+
 def stays(folder):
     subprocess.Popen(["sleep", "300"])
     open(os.path.join(folder, os.environ["RANK"]), "w").close()
@@ -88,7 +102,7 @@ print("ALL WELL")
 
 
 def check(output: str) -> None:
-    for line in ("PARENTS 2", "RANK ERROR", "TOO MANY", "INTERRUPTED", "ALL WELL"):
+    for line in ("PARENTS 2", "RANK ERROR", "TOO MANY", "SIDE BY SIDE", "INTERRUPTED", "ALL WELL"):
         assert line in output, output
     assert wait_for_no_trainers() == set()
 

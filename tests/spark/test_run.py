@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -380,23 +381,55 @@ def test_a_store_that_the_driver_cannot_write_is_refused(
         job.launch(spark, print, (), {}, 2, options)
 
 
-def test_jobs_of_one_application_take_turns(spark: SparkSession) -> None:
+def test_jobs_that_need_all_slots_take_turns(spark: SparkSession) -> None:
     def spans() -> tuple[float, float]:
         began = time.time()
         time.sleep(0.3)
         return began, time.time()
 
-    found: list[list[tuple[float, float]]] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(run(spans, num_proc=2, spark=spark)))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    first, second = sorted(found)
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(run, spans, num_proc=2, spark=spark) for _ in range(2)]
+        first, second = sorted(job.result(120) for job in jobs)
     assert max(end for _, end in first) < min(start for start, _ in second)
+
+
+def test_jobs_run_side_by_side_and_one_that_ends_leaves_the_other(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    def stays(name: str, folder: str) -> str:
+        Path(folder, name).touch()
+        deadline = time.monotonic() + 60
+        while not Path(folder, f"end-{name}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if name == "fails":
+            raise ValueError("on purpose")
+        return name
+
+    def launches(name: str) -> list[str]:
+        spark.sparkContext.addJobTag(f"mine-{name}")
+        try:
+            return run(stays, (name, str(tmp_path)), num_proc=1, spark=spark)
+        finally:
+            spark.sparkContext.removeJobTag(f"mine-{name}")
+
+    def await_rank(name: str) -> None:
+        wait_until(Path(tmp_path, name).exists, f"the rank of {name!r} runs", within_s=60)
+
+    with ThreadPoolExecutor(2) as threads:
+        good = threads.submit(launches, "good")
+        for name, exit_ in (("fails", "exception"), ("cancelled", "cancelled")):
+            bad = threads.submit(launches, name)
+            await_rank(name)
+            await_rank("good")
+            Path(tmp_path, "end-fails").touch()
+            if name == "cancelled":
+                spark.sparkContext.cancelJobsWithTag("mine-cancelled")
+            with pytest.raises(RankError) as raised:
+                bad.result(60)
+            assert raised.value.exit == exit_
+            assert not good.done()
+        Path(tmp_path, "end-good").touch()
+        assert good.result(60) == ["good"]
 
 
 def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ import pyarrow as pa
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.estimator.data.store import TEMPORARY, Paths, Store, StoredFile
 from sparkhvd.estimator.data.writing import COPY_BYTES, Sink, staged_output
-from sparkhvd.runner.job import is_launched
 from sparkhvd.runner.spark_shim import SparkShim
+from sparkhvd.runner.turns import is_launched
 from sparkhvd.settings import CONF_PREFIX, Settings
 
 if TYPE_CHECKING:

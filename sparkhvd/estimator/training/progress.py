@@ -25,6 +25,9 @@ POLL_S = 0.25
 TASK_POLL_S = 2.0
 # The longest wait for a look that is under way when the training ends.
 _LAST_LOOK_S = 60.0
+# The fits of this process that train now.
+_training: list[EpochReporter] = []
+_training_lock = threading.Lock()
 
 
 def format_epoch(record: dict[str, Any], epochs: int) -> str:
@@ -86,6 +89,7 @@ class EpochReporter:
         verbose: int,
         progress: Callable[[dict[str, Any]], Any] | None,
         poll_s: float | None = POLL_S,
+        name: str = "",
     ) -> None:
         """Nothing runs before `with`.
 
@@ -95,12 +99,15 @@ class EpochReporter:
             verbose: 0 prints nothing.
             progress: called with the record of each epoch, or None.
             poll_s: seconds from one look to the next; None looks only when the training has ended.
+            name: put before the lines, in brackets, once another fit of this process trains at the same time.
         """
         self._checkpoints = checkpoints
         self._epochs = epochs
         self._verbose = verbose
         self._progress = progress
         self._poll_s = poll_s
+        self._name = name
+        self._prefix = ""
         self._reported = 0
         self._stopping = threading.Event()
         self._reading_since: float | None = None  # of the look that is under way
@@ -109,10 +116,17 @@ class EpochReporter:
     def __enter__(self) -> EpochReporter:
         # Epochs of an earlier fit that this one resumes are not news.
         self._reported = self._checkpoints.latest_epoch()
+        with _training_lock:
+            _training.append(self)
+            if len(_training) > 1:
+                for one in _training:
+                    one._prefix = f"[{one._name}] " if one._name else ""
         self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
+        with _training_lock:
+            _training.remove(self)
         self._stopping.set()
         # The user's function may take its time; a store that does not answer is not waited for.
         while self._thread.is_alive():
@@ -124,7 +138,9 @@ class EpochReporter:
     def ended(self, reason: str, epoch: int) -> None:
         """Print why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
         if self._verbose and reason:
-            sys.stdout.write(f"stopped after epoch {epoch}/{self._epochs}: {reason}\n")
+            sys.stdout.write(
+                f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}\n"
+            )
             sys.stdout.flush()
 
     def _run(self) -> None:
@@ -147,7 +163,7 @@ class EpochReporter:
 
     def _report(self, record: dict[str, Any]) -> None:
         if self._verbose:
-            sys.stdout.write(format_epoch(record, self._epochs) + "\n")
+            sys.stdout.write(f"{self._prefix}{format_epoch(record, self._epochs)}\n")
             sys.stdout.flush()
         if self._progress is not None:
             try:

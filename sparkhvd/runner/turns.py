@@ -1,0 +1,144 @@
+"""Turns of the launches of one application: which may start while others run.
+
+Spark starts a barrier stage when all its slots are free in one round of offers and never holds some of them, so stages
+cannot block each other for good; but small ones may overtake a large one again and again. So launches take slots here,
+in the order of their calls, before Spark sees them. Where nobody knows the slots, Spark alone decides.
+
+**Threads**: any; one condition guards the list of launches. **Shutdown**: a launch leaves the list when its block ends,
+whatever ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+
+from sparkhvd.errors import PreflightError
+
+__all__ = ["Turn", "is_launched", "turn"]
+
+# A poll also lets Ctrl-C through.
+_POLL_S = 0.5
+# A wait for executors is printed when it lasts longer than this, and then as often.
+_SAY_EVERY_S = 5.0
+
+
+@dataclass(eq=False)
+class Turn:
+    """One launch in the order of its application's.
+
+    Attributes:
+        application: its application.
+        kind: what its tasks ask of an executor. Launches of one kind count the same slots; between kinds Spark decides.
+        size: slots that it needs.
+        is_alone: whether its ranks find their GPUs by local rank, so that two such launches would share them.
+        holds: slots that it holds; 0 while it waits for them, also before it is launched again.
+    """
+
+    application: str
+    kind: Hashable
+    size: int
+    is_alone: bool = False
+    holds: int = 0
+
+    @contextlib.contextmanager
+    def slots(
+        self, count: Callable[[], int | None], limit_s: float, say: Callable[[str], None]
+    ) -> Iterator[None]:
+        """Hold the slots of all ranks inside the block, as soon as earlier launches leave them.
+
+        Args:
+            count: asks for the slots of all executors that are registered, taken or not; None where nobody knows.
+            limit_s: longest time in seconds with fewer slots than ranks. A wait for other launches does not count.
+            say: prints a line.
+
+        Raises:
+            PreflightError: there were too few slots for too long.
+        """
+        try:
+            self._wait(count, limit_s, say)
+            yield
+        finally:
+            with _changed:
+                self.holds = 0
+                _changed.notify_all()
+
+    def _wait(
+        self, count: Callable[[], int | None], limit_s: float, say: Callable[[str], None]
+    ) -> None:
+        lacked_s, said_at, is_told = 0.0, time.monotonic(), False
+        while True:
+            asked_at = time.monotonic()
+            slots = count()
+            with _changed:
+                if not (reason := self._take(slots)):
+                    return
+            is_lacking = slots is not None and slots < self.size
+            if not is_lacking and not is_told:
+                is_told = True
+                say(reason)
+            with _changed:
+                _changed.wait(_POLL_S)
+            if not is_lacking:
+                continue
+            lacked_s += time.monotonic() - asked_at
+            if lacked_s > limit_s:
+                raise PreflightError(
+                    f"num_proc={self.size}: after {limit_s:g} s the application has {slots} task slots, so the "
+                    "barrier stage cannot start. Free executors on the cluster, lower num_proc, or raise start_timeout."
+                )
+            if time.monotonic() - said_at >= _SAY_EVERY_S:
+                said_at = time.monotonic()
+                say(reason)
+
+    def _take(self, slots: int | None) -> str:
+        """Hold the slots if no launch before this one needs them; else why not, for the user."""
+        if slots is not None and slots < self.size:
+            return f"Waiting for task slots: {slots} of {self.size} registered."
+        others = [one for one in _turns if one is not self and one.application == self.application]
+        running = [one for one in others if one.holds]
+        earlier = [one for one in _turns[: _turns.index(self)] if one in others and not one.holds]
+        if slots is not None:
+            mine = [one for one in running if one.kind == self.kind]
+            # One that cannot run even alone waits for executors, and keeps no other from those that there are.
+            ahead = [one for one in earlier if one.kind == self.kind and one.size <= slots]
+            if ahead or sum(one.holds for one in mine) + self.size > slots:
+                return (
+                    f"Waiting for {self.size} of {slots} task slots: {len(mine)} launches of this application "
+                    f"run, and {len(ahead)} came earlier."
+                )
+        if self.is_alone and any(one.is_alone for one in (*running, *earlier)):
+            return (
+                "Waiting for the GPUs: another launch of this application, whose ranks find theirs by local rank "
+                "too, came earlier."
+            )
+        self.holds = self.size
+        return ""
+
+
+# The launches of this process that have not ended, in the order of their calls.
+_turns: list[Turn] = []
+_changed = threading.Condition()
+
+
+@contextlib.contextmanager
+def turn(application: str, kind: Hashable, size: int, *, is_alone: bool = False) -> Iterator[Turn]:
+    """Take a place in the order of the application's launches for the length of the block; see `Turn`."""
+    mine = Turn(application, kind, size, is_alone)
+    with _changed:
+        _turns.append(mine)
+    try:
+        yield mine
+    finally:
+        with _changed:
+            _turns.remove(mine)
+            _changed.notify_all()
+
+
+def is_launched(application: str) -> bool:
+    """Whether a job of this process holds slots of the application, or waits for them."""
+    with _changed:
+        return any(one.application == application for one in _turns)
