@@ -402,3 +402,17 @@ def test_label_shapes_that_do_not_fit(shapes: Any, message: str) -> None:
     schema = schema_of(column("x", 4), labels=(column("y", 6), column("z")))
     with pytest.raises(InvalidArgumentError, match=message):
         bind_labels(schema, mine, shapes)
+
+
+@pytest.mark.parametrize("function", [F.binary_cross_entropy, F.huber_loss, F.kl_div])
+def test_the_hint_at_label_dtypes_comes_with_what_torch_says_of_integers(
+    function: Callable[..., Tensor],
+) -> None:
+    schema = schema_of(column("x"), labels=(column("k", dtype="int64"),))
+    binding = bind_labels(schema, lambda output, label: function(output, label))
+    output = torch.full((2,), 0.5, requires_grad=True)
+    with pytest.raises(RuntimeError) as raised:
+        function(output, torch.ones(2, dtype=torch.int64)).backward()
+    assert "label_dtypes={'k': 'float32'}" in binding.dtype_hint(raised.value)
+    assert binding.dtype_hint(ValueError("division by zero")) == ""
+    assert bind_labels(schema, nn.HuberLoss()).dtype_hint(raised.value) == ""
