@@ -1,4 +1,4 @@
-"""What trains with DDP trains alike with ours: the table of `like_ddp.py`, all of it in one pair of processes."""
+"""What trains with DDP trains alike with ours: the programs of `ways.py`, all of them in one pair of processes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 from tests.unit.torch import like_ddp
-from tests.unit.torch.like_ddp import BEHAVIOURS, Outcome
+from tests.unit.torch.like_ddp import Outcome
+from tests.unit.torch.ways import BEHAVIOURS
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 Outcomes = list[dict[tuple[str, str], Outcome]]
 CASES = [
