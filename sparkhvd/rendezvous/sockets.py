@@ -27,7 +27,8 @@ class SocketRendezvous:
 
     Args:
         job: the same on every rank, but for `rank`.
-        listener: the one whose endpoint is `job.endpoints[job.rank]`; stays open.
+        listener: the one whose endpoint is `job.endpoints[job.rank]`; stays open, because a later
+            meeting needs it, and a closed port means that the process is gone. Nobody accepts between meetings.
         settings: the same on every rank; or what gives them, asked anew by every `connect`.
     """
 

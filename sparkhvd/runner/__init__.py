@@ -50,7 +50,8 @@ def run(
 
     Each rank is a fresh process beside a Spark task, with its own rendezvous installed: `sparkhvd.torch.init()`
     connects the ranks. The standard torch variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)
-    are set too. Jobs of one Spark application run one after the other, in the order of their calls.
+    are set too. Jobs that several threads launch in one Spark application run side by side where its task slots allow
+    it; a job that does not fit waits, and no later one overtakes it. Jobs whose ranks find GPUs by local rank take turns.
 
     What a rank prints goes line by line, after its [rank], to the stderr of its executor: with a `local[N]` master
     that is this process's own, on a cluster it is the executor's log. There is no live channel from remote
@@ -71,7 +72,8 @@ def run(
             (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment and the Spark conf.
         settings: engine settings that nothing else changes where they differ from the defaults; None reads them from the
             Spark conf (`spark.sparkhvd.*`) and this process's environment.
-        start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`.
+        start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`. A wait for
+            other jobs of this application does not count.
         max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
         verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
         use_gpu: True: every rank gets a GPU of its own, which `hvd.init()` makes torch's current device and `context().gpu`

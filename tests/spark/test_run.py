@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import threading
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
-from sparkhvd.runner import context, job, run
+from sparkhvd.runner import context, job, run, turns
 from sparkhvd.runner.results import Outcome
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import amount
 from tests.harness.spark import run_on
 from tests.harness.waiting import wait_until
 
@@ -430,6 +432,49 @@ def test_jobs_run_side_by_side_and_one_that_ends_leaves_the_other(
             assert not good.done()
         Path(tmp_path, "end-good").touch()
         assert good.result(60) == ["good"]
+
+
+def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_path: Path) -> None:
+    """Nothing of them is left, whatever ran beside what."""
+    context_ = spark.sparkContext
+    draw = random.Random(7)
+
+    def body(kind: str, place: str) -> str:
+        Path(place).touch()
+        if kind == "fails":
+            raise ValueError("on purpose")
+        if kind == "cancelled":
+            time.sleep(120)
+        return kind
+
+    def launches(kind: str, size: int, place: Path) -> str:
+        context_.addJobTag(place.name)
+        try:
+            return run(body, (kind, str(place)), num_proc=size, spark=spark, verbose=0)[-1]
+        except RankError as e:
+            return str(e.exit)
+        finally:
+            context_.removeJobTag(place.name)
+
+    def cancels(place: Path) -> None:
+        wait_until(place.exists, "a rank runs", within_s=120)
+        context_.cancelJobsWithTag(place.name)
+
+    for sequence in range(amount(1, 30)):
+        with ThreadPoolExecutor(8) as threads:
+            kinds = draw.sample(["cancelled", "fails", "good", "good"], 4)
+            jobs = []
+            for number, kind in enumerate(kinds):
+                place = tmp_path / f"{sequence}-{number}"
+                jobs.append(threads.submit(launches, kind, draw.randint(1, 2), place))
+                if kind == "cancelled":
+                    threads.submit(cancels, place)
+            ended = [job.result(180) for job in jobs]
+        assert ended == ["exception" if kind == "fails" else kind for kind in kinds], sequence
+        assert not turns.is_launched(context_.applicationId)
+        wait_until(lambda: not context_.statusTracker().getActiveJobsIds(), "no Spark job is left")
+        left = [one.name for one in threading.enumerate() if one.name.startswith("sparkhvd-")]
+        assert left == []
 
 
 def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path) -> None:

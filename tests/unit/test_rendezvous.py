@@ -470,6 +470,20 @@ def test_ranks_meet_again_after_a_generation_that_failed() -> None:
         assert_connected(connect_all(meetings), socket.AF_UNIX)
 
 
+def test_between_meetings_a_stranger_is_neither_read_nor_answered() -> None:
+    with job_of(2) as meetings, ExitStack() as stack:
+        assert_connected(connect_all(meetings), socket.AF_UNIX)
+        for meeting in meetings:
+            endpoint = meeting.job.endpoints[meeting.rank]
+            for unix in (False, True):
+                sock = stack.enter_context(stranger(endpoint, unix=unix))
+                sock.sendall(b"x" * 100)
+                sock.settimeout(0.2)
+                with pytest.raises(TimeoutError):
+                    sock.recv(1)
+        assert_connected(connect_all(meetings), socket.AF_UNIX)
+
+
 def test_notice_of_a_later_generation_waits_for_it() -> None:
     with job_of(2) as meetings:
         ahead = replace(meetings[1].job)

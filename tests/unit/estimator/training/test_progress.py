@@ -68,6 +68,28 @@ def test_every_epoch_is_reported_once_as_it_happens(
     assert [line[:9] for line in lines] == ["epoch 2/4", "epoch 3/4", "epoch 4/4"]
 
 
+def test_lines_of_fits_that_train_at_once_bear_their_names(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (
+        EpochReporter(checkpoints, epochs=2, verbose=1, progress=None, name=name)
+        for name in ("cv-0", "cv-1")
+    )
+    with first:
+        save(checkpoints, 1)
+        wait_until(lambda: first._reported == 1, "an epoch is reported", within_s=10)
+        with second:
+            save(checkpoints, 2)
+    first.ended("enough", 2)
+    lines = [line.partition("  ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "epoch 1/2"
+    assert sorted(lines[1:]) == [
+        "[cv-0] epoch 2/2",
+        "[cv-0] stopped after epoch 2/2: enough",
+        "[cv-1] epoch 2/2",
+    ]
+
+
 def test_a_slow_function_gets_every_epoch_before_the_end(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
