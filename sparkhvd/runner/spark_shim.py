@@ -253,11 +253,10 @@ class SparkShim:
         try:
             return future.result()
         finally:
+            # Interrupted if it is not done. Again and again: the job may not have been submitted yet.
             deadline = time.monotonic() + _CANCEL_WAIT_S
             while not future.done() and time.monotonic() < deadline:
-                self.cancel(
-                    tag
-                )  # interrupted; again, because the job may not have been submitted yet
+                self.cancel(tag)
                 concurrent.futures.wait([future], _CANCEL_AGAIN_S)
             thread.join(_CANCEL_WAIT_S if future.done() else 0)
 

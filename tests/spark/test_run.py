@@ -19,6 +19,7 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
 from sparkhvd.runner import context, job, run, turns
 from sparkhvd.runner.results import Outcome
+from sparkhvd.runner.spark_shim import SparkShim
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import amount
@@ -432,6 +433,34 @@ def test_jobs_run_side_by_side_and_one_that_ends_leaves_the_other(
             assert not good.done()
         Path(tmp_path, "end-good").touch()
         assert good.result(60) == ["good"]
+
+
+def test_an_interrupt_ends_a_job_that_is_submitted_after_it(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shim, is_cancelled = SparkShim(spark), threading.Event()
+    cancel = shim.cancel
+
+    def cancels(tag: str) -> None:
+        cancel(tag)
+        is_cancelled.set()
+
+    def sleeps(batches: Any) -> Any:
+        time.sleep(120)
+        yield from batches
+
+    class Stage:
+        def collect(self) -> list[Any]:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert is_cancelled.wait(20)
+            return spark.range(1).mapInArrow(sleeps, "id long").collect()
+
+    monkeypatch.setattr(shim, "cancel", cancels)
+    with pytest.raises(KeyboardInterrupt):
+        shim.collect(Stage(), "interrupted")
+    wait_until(
+        lambda: not spark.sparkContext.statusTracker().getActiveJobsIds(), "the job is cancelled"
+    )
 
 
 def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_path: Path) -> None:
