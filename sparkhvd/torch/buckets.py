@@ -230,6 +230,8 @@ class Reducer:
             self.discard()
         elif self.in_flight or (self.is_reduced and self._results):
             self._begin_anew(entry)
+        elif self._results:
+            self._refuse_kept(entry)
         self._begin()
         self.dirty = True
         self.is_reduced = False
@@ -281,6 +283,18 @@ class Reducer:
             f"{self.passes} times before step(). Call step() or zero_grad() of this optimizer between the "
             "backward passes, or give backward_passes_per_step the number of passes per step."
         )
+
+    def _refuse_kept(self, entry: Entry) -> None:
+        """Raise if the gradient was added to one of the last step of which this rank has a part."""
+        reference, version = self._results.get(entry.index, (None, 0))
+        grad = entry.param.grad
+        if reference is None or grad is None or grad is not reference():
+            return
+        if grad._version == version + 1:  # else it was set to zero in place before
+            raise InvalidArgumentError(
+                f"DistributedOptimizer(sharded=True): the gradient of {entry.name!r} was added to that of the last step, "
+                "of which each rank has its part only. Call zero_grad() in every step, or synchronize() before step()."
+            )
 
     def _was_dropped(self, entry: Entry) -> bool:
         """Whether a gradient of this cycle is no parameter's any more."""
@@ -357,6 +371,11 @@ class Reducer:
         self.is_reduced = True
         if not self._can_reduce_again:
             self.remember()
+
+    def use(self) -> None:
+        """The optimizer steps with the reduced gradients; the next pass begins a new cycle."""
+        self.is_reduced = False
+        self._results = {}
 
     def remember(self) -> None:
         """Note the reduced gradients as they are now."""

@@ -260,7 +260,7 @@ class Distributed(torch.optim.Optimizer):
     def _use_gradients(self) -> None:
         """The next pass begins a new cycle."""
         for reducer in self._reducers:
-            reducer.is_reduced = False
+            reducer.use()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():

@@ -273,6 +273,9 @@ class Sharded(Distributed):
     def _end_step(self) -> None:
         for shard in self._shards.values():
             shard.drop_gradient()
+        for reducer in self._reducers:
+            if reducer.options.sharded and not self._has_whole_gradients:
+                reducer.remember()  # to refuse gradients that are added to these
         if self._shared is not None:
             self._shared.end()
             return

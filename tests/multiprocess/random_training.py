@@ -244,7 +244,7 @@ def train(program: Program, rank: int | None = None, process_set: Any = None) ->
             if own.random() < 0.1:
                 time.sleep(own.random() * 0.005)
             loss = loss_of_all(program, net, rank, step, number)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         if rank is None and "gradient_as_bucket_view" in program.options:  # which are never None
             for p in net.parameters():
                 if p.grad is None and p.requires_grad:

@@ -132,7 +132,7 @@ def thawing_frozen_parameters(way: Way) -> Result:
             net = way.model(model)
             way.at_start.pop()
         optimizer.zero_grad()
-        mean_squares(net, way.share(vectors(step))).backward()  # type: ignore[no-untyped-call]
+        mean_squares(net, way.share(vectors(step))).backward()
         clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.3)
         optimizer.step()
     return model
@@ -148,7 +148,7 @@ def freezing_parameters_later(way: Way) -> Result:
             model[0].requires_grad_(False)
             net = way.model(model)
             way.at_start.pop()
-        mean_squares(net, way.share(vectors(step))).backward()  # type: ignore[no-untyped-call]
+        mean_squares(net, way.share(vectors(step))).backward()
         optimizer.step()
     return model[2]
 
@@ -369,7 +369,7 @@ def buffers_of_the_first_rank(way: Way) -> Result:
     for step in range(STEPS):
         optimizer.zero_grad()
         way.send_buffers(model)
-        mean_squares(net, way.share(vectors(step))).backward()  # type: ignore[no-untyped-call]
+        mean_squares(net, way.share(vectors(step))).backward()
         optimizer.step()
     return model
 
@@ -419,7 +419,7 @@ def compiled_model(way: Way) -> Result:
     fast = torch.compile(net, backend="eager")
     for step in range(STEPS):
         optimizer.zero_grad()
-        mean_squares(fast, way.share(vectors(step))).backward()  # type: ignore[no-untyped-call]
+        mean_squares(fast, way.share(vectors(step))).backward()
         clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
     return model

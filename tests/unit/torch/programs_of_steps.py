@@ -245,7 +245,7 @@ def updating_weights_without_an_optimizer(way: Way) -> Result:
     net = way.model(model)
     for step in range(STEPS):
         model.zero_grad()
-        mean_squares(net, way.share(vectors(step))).backward()  # type: ignore[no-untyped-call]
+        mean_squares(net, way.share(vectors(step))).backward()
         way.reduce(model)
         with torch.no_grad():
             for p in model.parameters():
@@ -363,7 +363,7 @@ def lbfgs(way: Way) -> Result:
     def closure() -> Tensor:
         optimizer.zero_grad()
         loss = mean_squares(net, rows)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss
 
     for _ in range(STEPS):
@@ -382,7 +382,7 @@ def closures_of_other_optimizers(way: Way) -> Result:
         def closure(rows: Batch = rows) -> Tensor:
             optimizer.zero_grad()
             loss = mean_squares(net, rows)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             way.clip_grad_norm(optimizer, model.parameters(), 0.3)
             return loss
 
@@ -478,7 +478,7 @@ def schedule_by_the_mean_loss(way: Way) -> Result:
         rows = way.share(vectors(step))
         optimizer.zero_grad()
         loss = mean_squares(net, rows)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         schedule.step(way.mean(loss).item())
     return model, torch.tensor(optimizer.param_groups[0]["lr"])
@@ -535,7 +535,7 @@ def saving_and_loading_in_the_middle(way: Way) -> Result:
             optimizer.load_state_dict(saved[1])
             way.at_start.pop()
         optimizer.zero_grad()
-        mean_squares(net, way.share(vectors(step))).backward()  # type: ignore[no-untyped-call]
+        mean_squares(net, way.share(vectors(step))).backward()
         optimizer.step()
     return model
 
@@ -574,7 +574,7 @@ def accumulating_without_sync(way: Way) -> Result:
             last = number == 2
             with contextlib.nullcontext() if last else way.no_sync(net):
                 rows = way.share(vectors(3 * step + number))
-                (mean_squares(net, rows) / 3).backward()  # type: ignore[no-untyped-call]
+                (mean_squares(net, rows) / 3).backward()
         clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
     return model
@@ -588,7 +588,7 @@ def accumulating_with_a_reduction_each(way: Way) -> Result:
         optimizer.zero_grad()
         for number in range(2):
             rows = way.share(vectors(2 * step + number))
-            (mean_squares(net, rows) / 2).backward()  # type: ignore[no-untyped-call]
+            (mean_squares(net, rows) / 2).backward()
         optimizer.step()
     return model
 
@@ -651,7 +651,7 @@ def gradients_of_the_inputs_first(way: Way) -> Result:
     net, optimizer = way.pair(model, sgd)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss(net, way.share(vectors(step))).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        loss(net, way.share(vectors(step))).backward(retain_graph=True)
         clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
     return model
@@ -684,7 +684,7 @@ def a_batch_that_fails_is_left_out(way: Way) -> Result:
         optimizer.zero_grad()
         x, y = way.share(vectors(step))
         with contextlib.suppress(RuntimeError):
-            mean_squares(net, (x[:, : 5 + (step % 4 > 0)], y)).backward()  # type: ignore[no-untyped-call]
+            mean_squares(net, (x[:, : 5 + (step % 4 > 0)], y)).backward()
             optimizer.step()
     return model
 
@@ -696,6 +696,6 @@ def ranks_with_different_numbers_of_batches(way: Way) -> Result:
     with way.uneven(net):
         for step in range(STEPS + 3 * way.rank):
             optimizer.zero_grad()
-            mean_squares(net, way.share(vectors(step))).backward()  # type: ignore[no-untyped-call]
+            mean_squares(net, way.share(vectors(step))).backward()
             optimizer.step()
     return model

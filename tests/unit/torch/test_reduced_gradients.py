@@ -201,6 +201,30 @@ def test_sharded_gradients_that_are_changed_are_an_error_on_every_rank(size: int
     on_ranks(size, body)
 
 
+def test_sharded_gradients_that_are_never_zeroed_are_an_error_unless_they_are_whole() -> None:
+    def body() -> Any:
+        p = nn.Parameter(torch.zeros(5))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), sharded=True)
+        for zero in (
+            lambda: optimizer.zero_grad(),
+            lambda: optimizer.zero_grad(set_to_none=False),
+            lambda: p.grad.zero_() if p.grad is not None else None,
+        ):
+            zero()
+            (p * float(hvd.rank())).sum().backward()
+            optimizer.step()
+        with pytest.raises(InvalidArgumentError, match=r"Call zero_grad\(\) in every step"):
+            p.sum().backward()
+        optimizer.zero_grad()
+        for _ in range(2):
+            (p * float(hvd.rank())).sum().backward()
+            optimizer.synchronize()
+            optimizer.step()
+        return p.tolist()
+
+    assert on_ranks(2, body) == [[-1.5 - 0.5 - 1.0] * 5] * 2
+
+
 def test_sharded_gradients_may_be_changed_after_synchronize_or_clipped_in_parts() -> None:
     def run(distributed: bool, *, whole: bool) -> Tensor:
         model = MLP.build()

@@ -77,7 +77,7 @@ class Way:
 
     def backward(self, loss: Callable[[Batch], Tensor], rows: Batch) -> None:
         """Compute the gradients of these rows, in as many passes as the way has."""
-        loss(rows).backward()  # type: ignore[no-untyped-call]
+        loss(rows).backward()
 
     def no_sync(self, net: Any) -> AbstractContextManager[Any]:
         """Inside, gradients only add up."""
@@ -173,7 +173,7 @@ class Ours(Way):
     def backward(self, loss: Callable[[Batch], Tensor], rows: Batch) -> None:
         for number in range(self.passes):
             part = tuple(tensor[number :: self.passes] for tensor in rows)
-            (loss(part) / self.passes).backward()  # type: ignore[no-untyped-call]
+            (loss(part) / self.passes).backward()
 
     def mean(self, value: Tensor) -> Tensor:
         return hvd.allreduce(value.detach(), name="mean")
