@@ -305,6 +305,7 @@ def measure_pack(gpu: Machine, report: Report, rounds: int) -> None:
     flat, other = (gpu.tensor(torch.zeros(elements)) for _ in range(2))
 
     def pack() -> None:
+        optimizer.zero_grad()  # what was reduced is not reduced again
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         optimizer.synchronize()
