@@ -90,6 +90,8 @@ class Reducer:
         self._entering = threading.Lock()
         # Of the reduced gradients, where a change or a further pass would give wrong results.
         self._results: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # The name of a parameter whose gradient was added to one of the last step; a step with the sum would be wrong.
+        self.added_to_kept = ""
         self._entries = [
             Entry(index, name, param, self._wire_dtype(name, param))
             for index, (name, param) in enumerate(named)
@@ -230,8 +232,8 @@ class Reducer:
             self.discard()
         elif self.in_flight or (self.is_reduced and self._results):
             self._begin_anew(entry)
-        elif self._results:
-            self._refuse_kept(entry)
+        elif self._results and self._is_kept(entry):
+            self.added_to_kept = entry.name
         self._begin()
         self.dirty = True
         self.is_reduced = False
@@ -284,17 +286,13 @@ class Reducer:
             "backward passes, or give backward_passes_per_step the number of passes per step."
         )
 
-    def _refuse_kept(self, entry: Entry) -> None:
-        """Raise if the gradient was added to one of the last step of which this rank has a part."""
+    def _is_kept(self, entry: Entry) -> bool:
+        """Whether the gradient was added to that of the last step, of which this rank has a part."""
         reference, version = self._results.get(entry.index, (None, 0))
         grad = entry.param.grad
         if reference is None or grad is None or grad is not reference():
-            return
-        if grad._version == version + 1:  # else it was set to zero in place before
-            raise InvalidArgumentError(
-                f"DistributedOptimizer(sharded=True): the gradient of {entry.name!r} was added to that of the last step, "
-                "of which each rank has its part only. Call zero_grad() in every step, or synchronize() before step()."
-            )
+            return False
+        return grad._version == version + 1  # else it was set to zero in place before
 
     def _was_dropped(self, entry: Entry) -> bool:
         """Whether a gradient of this cycle is no parameter's any more."""
@@ -395,6 +393,7 @@ class Reducer:
         """Forget the cycle; what is in flight is waited for, because the engine still writes it."""
         self.is_reduced = False
         self._results = {}
+        self.added_to_kept = ""
         if not (self.dirty or self.in_flight):
             return
         try:

@@ -353,6 +353,12 @@ class Sharded(Distributed):
     def _refuse_changes(self) -> None:
         """Raise an InvalidArgumentError if gradients were changed of which only a part is reduced."""
         for reducer in self._reducers:
+            if reducer.added_to_kept:
+                raise InvalidArgumentError(
+                    f"DistributedOptimizer(sharded=True): the gradient of {reducer.added_to_kept!r} was added to that of "
+                    "the last step, of which each rank has its part only. Call zero_grad() in every step, or "
+                    "synchronize() before step()."
+                )
             name = (
                 reducer.find_changed() if reducer.is_reduced and reducer.options.sharded else None
             )

@@ -213,8 +213,9 @@ def test_sharded_gradients_that_are_never_zeroed_are_an_error_unless_they_are_wh
             zero()
             (p * float(hvd.rank())).sum().backward()
             optimizer.step()
+        p.sum().backward()  # as a loss of another optimizer's, after which they are dropped
         with pytest.raises(InvalidArgumentError, match=r"Call zero_grad\(\) in every step"):
-            p.sum().backward()
+            optimizer.step()
         optimizer.zero_grad()
         for _ in range(2):
             (p * float(hvd.rank())).sum().backward()
