@@ -83,8 +83,8 @@ class Raw:
 def measure(rounds: int) -> dict[str, list[float]]:
     """In a rank: seconds of a call, one mean per round and leg."""
     import sparkhvd.torch as hvd
-    from sparkhvd.engine import DType, ReduceOp, TensorView
-    from sparkhvd.torch._context import context
+    from sparkhvd.engine.engine import DType, ReduceOp, TensorView
+    from sparkhvd.torch.context import context
 
     hvd.init()
     engine = context().engine

@@ -154,7 +154,7 @@ def write_input(spark: Any, folder: str, case: Case, rows: int) -> str:
 
 def schema_of(df: Any, case: Case) -> Any:
     """What `fit` would make of the columns."""
-    from sparkhvd.estimator.data.schema import check_schema
+    from sparkhvd.data.columns.schema import check_schema
 
     decoders = ["image"] if not case.width else []
     features = [c for c in df.columns if c != "label"]
@@ -182,8 +182,8 @@ class Encode:
     def __call__(self, batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow as pa
 
-        from sparkhvd.estimator.data.convert import column_to_numpy
-        from sparkhvd.estimator.data.vectors import join_vectors
+        from sparkhvd.data.arrow import column_to_numpy
+        from sparkhvd.data.vectors import join_vectors
 
         rows = 0
         for sent in batches:
@@ -237,10 +237,10 @@ def cpu_seconds(spark: Any) -> float:
 
 def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, float]:
     """Clock and CPU seconds of the phases, one after the other, and the memory of the workers."""
-    from sparkhvd.estimator.data.arrow_limits import bounded_batches
-    from sparkhvd.estimator.data.materialize import _select, materialize
-    from sparkhvd.estimator.data.store import Store
-    from sparkhvd.estimator.data.vectors import split_vectors, vector_columns
+    from sparkhvd.data.arrow_limits import bounded_batches
+    from sparkhvd.data.materialize import _select, materialize
+    from sparkhvd.data.store.store import Store
+    from sparkhvd.data.vectors import split_vectors, vector_columns
 
     df = spark.read.parquet(path)
     schema = schema_of(df, case)
@@ -292,10 +292,10 @@ def high_water(*, reset: bool = False) -> int:
 
 def read_epochs(url: str, name: str) -> dict[str, float]:
     """Seconds of the epochs of a reader, and the most memory that it took beyond what it may hold."""
-    from sparkhvd.estimator.data.functions import RowFunctions
-    from sparkhvd.estimator.data.manifest import Manifest
-    from sparkhvd.estimator.data.reader import Reader
-    from sparkhvd.estimator.data.store import Store
+    from sparkhvd.data.columns.decoders import RowFunctions
+    from sparkhvd.data.manifest import Manifest
+    from sparkhvd.data.reading.reader import Reader
+    from sparkhvd.data.store.store import Store
 
     store = Store(url)
     manifest = Manifest.load(store, "data/k/app")

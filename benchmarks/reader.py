@@ -30,11 +30,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from common import ROOT, Report, Target, spread
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import write_packed
-from sparkhvd.estimator.data.reader import Reader
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import write_packed
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.store import Store
 
 BATCHES = (256, 1024, 8192)
 WIDTH = 32

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine import DType, Engine, ReduceOp, TensorView
+from sparkhvd.engine.engine import DType, Engine, ReduceOp, TensorView
 
 # Tensors of a step of "many": submitted together, then all waited for.
 MANY = 32

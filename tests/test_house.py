@@ -21,7 +21,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # Who reads or writes the environment, and why. Settings themselves are read in settings.py only.
 ENVIRONMENT = {
     "sparkhvd/runner/allocator.py": "glibc's own variables, by which a user configures the allocator",
-    "sparkhvd/runner/gpu_probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
+    "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
     "sparkhvd/settings.py": "the settings",
     "sparkhvd/runner/trainer.py": "the trainer process inherits its parent's environment",
     "sparkhvd/runner/child.py": "torch's, OpenMP's and the user's own variables, before user code runs",
@@ -34,20 +34,20 @@ UNPICKLING = {
     "sparkhvd/runner/task.py": "a rank's task: the driver's closure, through Spark",
     "sparkhvd/runner/launching.py": "the driver: results through Spark or its own child's pipe",
     "sparkhvd/torch/broadcast.py": "object functions: authenticated peers of the same job",
-    "sparkhvd/estimator/training/program.py": "a rank: the program whose SHA-256 came in the driver's closure",
-    "sparkhvd/estimator/predict.py": "a worker of transform: the driver's closure, through Spark",
-    "sparkhvd/estimator/architecture.py": "shells of modules: the driver's closure, or trusted files",
-    "sparkhvd/estimator/encoding.py": "saved models, behind the trust rules",
-    "sparkhvd/estimator/training/checkpoint.py": "weights and optimizer state, by weights_only=True",
-    "sparkhvd/estimator/weights.py": "weights, by weights_only=True",
+    "sparkhvd/training/program.py": "a rank: the program whose SHA-256 came in the driver's closure",
+    "sparkhvd/estimator/transform/worker.py": "a worker of transform: the driver's closure, through Spark",
+    "sparkhvd/training/modules/architecture.py": "shells of modules: the driver's closure, or trusted files",
+    "sparkhvd/estimator/saving/encoding.py": "saved models, behind the trust rules",
+    "sparkhvd/training/checkpoints/files.py": "weights and optimizer state, by weights_only=True",
+    "sparkhvd/training/modules/weights.py": "weights, by weights_only=True",
 }
 
 # Who may look below the DataFrame API, and why.
 BELOW_DATAFRAMES = {
-    "sparkhvd/runner/spark_shim.py": "tags, slots and the name of a classic application",
-    "sparkhvd/runner/carrying.py": "broadcast variables of a classic application, for large functions",
-    "sparkhvd/estimator/files.py": "the file systems of a classic driver's JVM, for saved files of any size",
-    "sparkhvd/estimator/data/plan.py": "the analyzed plan of a classic DataFrame, for the key of reuse",
+    "sparkhvd/spark.py": "tags, slots and the name of a classic application",
+    "sparkhvd/runner/payload.py": "broadcast variables of a classic application, for large functions",
+    "sparkhvd/data/store/spark_files.py": "the file systems of a classic driver's JVM, for saved files of any size",
+    "sparkhvd/data/spark_plan.py": "the analyzed plan of a classic DataFrame, for the key of reuse",
 }
 
 

@@ -25,7 +25,7 @@ VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 TIMEOUT_S = 900
 # Where the package comes from, that it has the engine, and that this knows the CPU.
 PROBE = """
-import sys, sparkhvd.engine as engine
+import sys, sparkhvd.engine.engine as engine
 assert engine.__file__.startswith(sys.prefix), engine.__file__
 engine.load()
 kernels = [isa for isa in ("scalar", "avx2", "avx512", "neon") if engine.isa_available(isa)]

@@ -14,22 +14,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparkhvd.estimator.data.functions import pad as pad
-    from sparkhvd.estimator.data.packed import read_packed as read_packed
-    from sparkhvd.estimator.data.store import Store as Store
+    from sparkhvd.data.columns.decoders import pad as pad
+    from sparkhvd.data.packed import read_packed as read_packed
+    from sparkhvd.data.store.store import Store as Store
     from sparkhvd.estimator.estimator import TorchEstimator as TorchEstimator
     from sparkhvd.estimator.model import TorchModel as TorchModel
-    from sparkhvd.estimator.training.callbacks import Callback as Callback
-    from sparkhvd.estimator.trusting import trust as trust
+    from sparkhvd.estimator.saving.trust import trust as trust
+    from sparkhvd.training.user_code.callbacks import Callback as Callback
 
 _HOMES = {
-    "Callback": "sparkhvd.estimator.training.callbacks",
-    "Store": "sparkhvd.estimator.data.store",
+    "Callback": "sparkhvd.training.user_code.callbacks",
+    "Store": "sparkhvd.data.store.store",
     "TorchEstimator": "sparkhvd.estimator.estimator",
     "TorchModel": "sparkhvd.estimator.model",
-    "pad": "sparkhvd.estimator.data.functions",
-    "read_packed": "sparkhvd.estimator.data.packed",
-    "trust": "sparkhvd.estimator.trusting",
+    "pad": "sparkhvd.data.columns.decoders",
+    "read_packed": "sparkhvd.data.packed",
+    "trust": "sparkhvd.estimator.saving.trust",
 }
 
 __all__ = ["Callback", "Store", "TorchEstimator", "TorchModel", "pad", "read_packed", "trust"]

@@ -12,35 +12,37 @@ from typing import TYPE_CHECKING, Any
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
+from sparkhvd.data.columns.features import model_dtype
+from sparkhvd.data.columns.labels import bind_labels
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.reading.sampler import split_validation
+from sparkhvd.data.reuse import Scope
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.architecture import copy_with
-from sparkhvd.estimator.binding import model_dtype
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.prepare import Scope
-from sparkhvd.estimator.data.sampler import split_validation
-from sparkhvd.estimator.data.schema import DataSchema
-from sparkhvd.estimator.folds import FoldModels
-from sparkhvd.estimator.inputs import FitData, prepare_inputs, reader_packages
-from sparkhvd.estimator.labels import bind_labels
-from sparkhvd.estimator.model import Fitted, TorchModel
-from sparkhvd.estimator.on_parquet import FitOnParquet
+from sparkhvd.estimator.fitting.cross_validation import FoldModels
+from sparkhvd.estimator.fitting.inputs import FitData, prepare_inputs, reader_packages
+from sparkhvd.estimator.fitting.on_parquet import FitOnParquet
+from sparkhvd.estimator.fitting.options import FINGERPRINTED, describe_result
+from sparkhvd.estimator.fitting.progress import EpochReporter, poll_interval, report_skipped
+from sparkhvd.estimator.fitting.request import Request, bind_features, check_request, try_model
+from sparkhvd.estimator.fitting.runs import Folds
+from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params import TrainParams, with_signature
-from sparkhvd.estimator.request import Request, bind_features, check_request, try_model
-from sparkhvd.estimator.runs import Folds
-from sparkhvd.estimator.training.building import OVERRIDES
-from sparkhvd.estimator.training.checkpoint import Checkpoints
-from sparkhvd.estimator.training.options import FINGERPRINTED, describe_result
-from sparkhvd.estimator.training.program import describe_program, store_program
-from sparkhvd.estimator.training.progress import EpochReporter, poll_interval, report_skipped
-from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
-from sparkhvd.estimator.training.train import train
-from sparkhvd.estimator.training.transformations import (
+from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
+from sparkhvd.runner.job import JobReport, LaunchOptions, launch
+from sparkhvd.spark import SparkShim
+from sparkhvd.training.building import OVERRIDES
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.modules.architecture import copy_with
+from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.program import describe_program, store_program
+from sparkhvd.training.spec import TrainResult, TrainSpec
+from sparkhvd.training.train import train
+from sparkhvd.training.user_code.transformations import (
     bind_transformed,
     flat_columns,
     transformed_by,
 )
-from sparkhvd.runner.job import JobReport, LaunchOptions, launch
-from sparkhvd.runner.spark_shim import SparkShim
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Param
@@ -120,10 +122,10 @@ class TorchEstimator(
             report = self._launch(request, spec)
         return self._collect(request, spec, data, report, widths), report.results[0].epoch
 
-    def fitMultiple(  # noqa: N802 - Spark's name
+    def fitMultiple(
         self,
         dataset: DataFrame,
-        paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803
+        paramMaps: Sequence[dict[Param[Any], Any]],
     ) -> Iterator[tuple[int, TorchModel]]:
         """Fit with each of several param maps; they share the materialized data.
 
@@ -319,21 +321,18 @@ class TorchEstimator(
 
     def write(self) -> MLWriter:
         """A writer: `estimator.write().overwrite().save(path)`."""
-        from sparkhvd.estimator.persistence import EstimatorWriter
 
         return EstimatorWriter(self)
 
     @classmethod
     def read(cls) -> MLReader[TorchEstimator]:
         """A reader: `TorchEstimator.read().load(path)`."""
-        from sparkhvd.estimator.persistence import EstimatorReader
 
         return EstimatorReader(cls)
 
     @classmethod
     def load(cls, path: str, *, trust: bool = False) -> TorchEstimator:
         """Load a saved estimator; `trust` as in `TorchModel.load`."""
-        from sparkhvd.estimator.persistence import EstimatorReader
 
         loaded: TorchEstimator = EstimatorReader(cls, trusted=trust).load(path)
         return loaded

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,69 +13,30 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql.types import DoubleType, StructField, StructType
 
+from sparkhvd.data.arrow_limits import warn_of_large_batches
+from sparkhvd.data.columns import heads
+from sparkhvd.data.columns.decoders import RowFunctions
+from sparkhvd.data.columns.schema import RAW_TYPES, Column, check_schema
+from sparkhvd.data.store.default import default_store
+from sparkhvd.data.vectors import split_vectors, vector_columns
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator import heads
-from sparkhvd.estimator.architecture import dump_shell, tensors_of
-from sparkhvd.estimator.binding import InputBinding
-from sparkhvd.estimator.data.arrow_limits import warn_of_large_batches
-from sparkhvd.estimator.data.defaults import default_store
-from sparkhvd.estimator.data.functions import RowFunctions
-from sparkhvd.estimator.data.schema import RAW_TYPES, Column, check_schema
-from sparkhvd.estimator.data.vectors import split_vectors, vector_columns
 from sparkhvd.estimator.params import PredictParams, with_signature
-from sparkhvd.estimator.predict import Output, PredictSpec, output_widths
-from sparkhvd.estimator.weights import CLOSURE_BYTES, Weights, dump, store_weights
-from sparkhvd.runner.carrying import kept_carried
+from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
+from sparkhvd.estimator.transform.worker import Output, PredictSpec
 from sparkhvd.runner.child import cloudpickle
-from sparkhvd.runner.profiles import profile_to_share_gpus
-from sparkhvd.runner.spark_shim import SparkShim
+from sparkhvd.runner.gpu.profiles import profile_to_share_gpus
+from sparkhvd.runner.payload import kept_carried
+from sparkhvd.spark import SparkShim
+from sparkhvd.training.modules.architecture import tensors_of
+from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.output_widths import output_widths
+from sparkhvd.training.modules.weights import Weights, store_weights
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Fitted", "TorchModel"]
-
-
-@dataclass(frozen=True, eq=False)
-class Fitted:
-    """What training gave; never changed.
-
-    Attributes:
-        module: the trained module in eval mode.
-        columns: feature columns as they were in the training data.
-        labels: names of the label columns.
-        inputs: which columns become which argument.
-        links: per label, how probabilities follow from outputs.
-        widths: per label, elements of the output per row.
-        history: one record per epoch.
-        timings: seconds of the phases of the fit.
-        run_id: name of the run in the store.
-    """
-
-    module: torch.nn.Module = field(repr=False)
-    columns: tuple[Column, ...]
-    labels: tuple[str, ...]
-    inputs: InputBinding
-    links: tuple[str, ...]
-    widths: tuple[int, ...]
-    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
-    timings: Mapping[str, float] = field(default_factory=dict)
-    run_id: str = ""
-
-    @cached_property
-    def weights(self) -> Weights:
-        """The weights, with their bytes if they are small."""
-        tensors = tensors_of(self.module)
-        if sum(t.nbytes for t in tensors.values()) > CLOSURE_BYTES:
-            return Weights(dump(tensors))
-        buffer = io.BytesIO()
-        return Weights(dump(tensors, buffer), buffer.getvalue())
-
-    @cached_property
-    def shell(self) -> bytes:
-        """The module without its weights."""
-        return dump_shell(self.module)
+__all__ = ["TorchModel"]
 
 
 @with_signature
@@ -109,13 +68,13 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Seconds of the fit's phases: materialize, launch, train."""
         return dict(self._require_fitted().timings)
 
-    def getModel(self) -> torch.nn.Module:  # noqa: N802 - Horovod's name
+    def getModel(self) -> torch.nn.Module:
         """A copy of the trained module, in eval mode."""
         return copy.deepcopy(self._require_fitted().module).eval()
 
     # -- Horovod's names -----------------------------------------------------------------------------
 
-    def setModel(self, module: torch.nn.Module) -> TorchModel:  # noqa: N802
+    def setModel(self, module: torch.nn.Module) -> TorchModel:
         """Predict with a copy of another module that takes the same columns; returns this object.
 
         Raises:
@@ -137,30 +96,30 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._fitted = replace(fitted, module=own, widths=widths)
         return self
 
-    def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802
+    def getHistory(self) -> list[dict[str, Any]]:
         """The same as `history`."""
         return self.history
 
-    def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:  # noqa: N802
+    def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:
         """Replace the records of the epochs; returns this object."""
         records = [dict(record) for record in history]
         self._fitted = replace(self._require_fitted(), history=records)
         return self
 
-    def getRunId(self) -> str:  # noqa: N802
+    def getRunId(self) -> str:
         """Name of the run in the store: what `keep_checkpoints` lets stay of it is under `runs/<run_id>`."""
         return self._require_fitted().run_id
 
-    def setRunId(self, run_id: str) -> TorchModel:  # noqa: N802
+    def setRunId(self, run_id: str) -> TorchModel:
         """Say another name of the run; nothing in the store is renamed. Returns this object."""
         self._fitted = replace(self._require_fitted(), run_id=run_id)
         return self
 
-    def getFeatureColumns(self) -> list[str]:  # noqa: N802
+    def getFeatureColumns(self) -> list[str]:
         """The columns that `transform` reads: `feature_cols`, or those of the training."""
         return self._sources(self._require_fitted())
 
-    def getLabelColumns(self) -> list[str]:  # noqa: N802
+    def getLabelColumns(self) -> list[str]:
         """The labels after which output columns are named: `label_cols`, or those of the training."""
         return list(self._get("label_cols") or self._require_fitted().labels)
 
@@ -399,14 +358,12 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def write(self) -> MLWriter:
         """A writer: `model.write().overwrite().save(path)`."""
-        from sparkhvd.estimator.persistence import ModelWriter
 
         return ModelWriter(self)
 
     @classmethod
     def read(cls) -> MLReader[TorchModel]:
         """A reader: `TorchModel.read().load(path)`."""
-        from sparkhvd.estimator.persistence import ModelReader
 
         return ModelReader(cls)
 
@@ -423,7 +380,6 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         Raises:
             UntrustedError: the file holds code and nobody trusts it.
         """
-        from sparkhvd.estimator.persistence import ModelReader
 
         loaded: TorchModel = ModelReader(cls, trusted=trust).load(path)
         return loaded
@@ -441,9 +397,9 @@ def _transform_task(
         from sparkhvd.runner.preflight import check_worker
 
         check_worker()
-        from sparkhvd.estimator.data.vectors import join_vectors
-        from sparkhvd.estimator.predict import load_spec, predict
-        from sparkhvd.estimator.predict_device import task_gpus
+        from sparkhvd.data.vectors import join_vectors
+        from sparkhvd.estimator.transform.gpu import task_gpus
+        from sparkhvd.estimator.transform.worker import load_spec, predict
 
         joined = (join_vectors(batch, is_vector) for batch in batches)
         return predict(load_spec(spec), joined, task_gpus())
@@ -494,17 +450,3 @@ def _width(column: StructField) -> int | None:
         return int(attributes["num_attrs"])
     groups = attributes.get("attrs")
     return sum(len(group) for group in groups.values()) if groups else None
-
-
-def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:
-    """The widths of a model's outputs, if there is one output per label.
-
-    Raises:
-        InvalidArgumentError: there is not.
-    """
-    if len(widths) != len(labels):
-        raise InvalidArgumentError(
-            f"model: forward returned {len(widths)} outputs and label_cols has {len(labels)} columns "
-            f"({', '.join(map(repr, labels))}). Return one tensor per label column, in the same order."
-        )
-    return tuple(widths)

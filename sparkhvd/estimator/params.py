@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.ml.param import Param, Params, TypeConverters
 
+from sparkhvd.data.store.addresses import secrets_of
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.addresses import secrets_of
-from sparkhvd.estimator.data.store import Store
 from sparkhvd.estimator.names import ACCESSORS, ALIASES, ELSEWHERE, NO_EFFECT
 
 __all__ = ["HorovodParams", "PredictParams", "TorchParams", "TrainParams", "short_repr"]
@@ -51,7 +51,7 @@ def _inputs(value: Any) -> dict[str, Any]:
 
 
 def _dtypes(value: Any) -> Any:
-    from sparkhvd.estimator.data.schema import dtype_name
+    from sparkhvd.data.columns.schema import dtype_name
 
     def name(dtype: Any) -> str | None:
         try:
@@ -199,17 +199,17 @@ class TorchParams(Params):
     def _example(self) -> str:
         return "model" if self.hasParam("model") else "feature_cols"
 
-    def setParams(self, *positional: Any, **keywords: Any) -> Any:  # noqa: N802 - Spark's name
+    def setParams(self, *positional: Any, **keywords: Any) -> Any:
         """Set several Params by keyword; returns this object."""
         self._set_keywords(positional, keywords)
         return self
 
-    def explainParams(self) -> str:  # noqa: N802 - Spark's name
+    def explainParams(self) -> str:
         """One line per Param; Horovod's Params without effect only where they are set."""
         shown = [p for p in self.params if p.name not in NO_EFFECT or self.isSet(p)]
         return "\n".join(self.explainParam(p) for p in shown)
 
-    def explainParam(self, param: str | Param[Any]) -> str:  # noqa: N802 - Spark's name
+    def explainParam(self, param: str | Param[Any]) -> str:
         """Name, meaning, default and current value of a Param on one line; a model is shown by its size."""
         resolved = self._resolveParam(param)
         values = []
@@ -265,16 +265,16 @@ class PredictParams(TorchParams):
         _any,
         "null, NaN, infinity, out of range: 'error', 'skip', or a dict from column to a number",
     )
-    outputCols = _p("outputCols", _columns, "output columns; default <label>__output")  # noqa: N815 - Spark's
-    predictionCol = _p(  # noqa: N815 - Spark's name
+    outputCols = _p("outputCols", _columns, "output columns; default <label>__output")
+    predictionCol = _p(
         "predictionCol",
         TypeConverters.toString,
         "column for the class or value as a double; '' = none",
     )
-    probabilityCol = _p(  # noqa: N815 - Spark's name
+    probabilityCol = _p(
         "probabilityCol", TypeConverters.toString, "column for a vector of probabilities; '' = none"
     )
-    rawPredictionCol = _p(  # noqa: N815 - Spark's name
+    rawPredictionCol = _p(
         "rawPredictionCol",
         TypeConverters.toString,
         "column for the model's output as a vector; '' = none",

@@ -12,7 +12,7 @@ import selectors
 import socket
 from collections.abc import Generator
 
-from sparkhvd.memfd import is_sealed_against_shrinking, new_memfd, seal_against_shrinking
+from sparkhvd.engine.memfd import is_sealed_against_shrinking, new_memfd, seal_against_shrinking
 from sparkhvd.rendezvous.loop import Wait, read, send
 
 TOKEN_BYTES = 32

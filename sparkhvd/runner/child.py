@@ -35,7 +35,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sparkhvd.runner import allocator, gpu_probe, gpus, spawning
+from sparkhvd.runner import allocator, spawning
+from sparkhvd.runner.gpu import decide, probe
 
 __all__ = [
     "JobFrame",
@@ -196,7 +197,7 @@ def main(spec_fd: int, result_fd: int) -> int:
             os.set_inheritable(fd, False)
     first = _FirstFrame(result_fd)
     if prologue.gpu_views:  # before anything starts a thread
-        gpu_probe.ask(prologue.cuda_library, prologue.gpu_views, first.send)
+        probe.ask(prologue.cuda_library, prologue.gpu_views, first.send)
     _begin(prologue.early)
     _preload(prologue.preload)
     payload = read_frame(spec_fd)
@@ -229,7 +230,7 @@ def _enter(prologue: Prologue) -> None:
     if prologue.keep_freed_memory:
         allocator.keep_freed_memory()
     variables = {**thread_variables(prologue.num_threads), **prologue.env}
-    os.environ.update(variables)  # noqa: TID251 - OpenMP's, and the user's own
+    os.environ.update(variables)
     if prologue.sys_path:
         sys.path[:] = prologue.sys_path
     if prologue.cwd:
@@ -296,7 +297,7 @@ def _install(prologue: Prologue, frame: JobFrame) -> None:
     from sparkhvd.settings import JobSettings, RankSettings
 
     env, gpu = _visible(frame, prologue.cuda_library)
-    os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
+    os.environ.update(env)
     settings = RankSettings(JobSettings.from_json(frame.settings))
     job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)
@@ -322,9 +323,9 @@ def _visible(frame: JobFrame, cuda_library: str) -> tuple[dict[str, str], int | 
     on to see its own GPU only, because CUDA has read which.
     """
     env = dict(frame.env)
-    if gpus.VISIBLE not in env or not gpu_probe.has_started(cuda_library):
+    if decide.VISIBLE not in env or not probe.has_started(cuda_library):
         return env, frame.gpu
-    del env[gpus.VISIBLE]
+    del env[decide.VISIBLE]
     return env, 0
 
 
@@ -339,7 +340,7 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
     except SystemExit as e:
         report = _report_of_exit(e)
         result = _dump_result(None) if report["kind"] == "ok" else b""
-    except BaseException as e:  # noqa: BLE001 - door: whatever the function raises becomes data
+    except BaseException as e:
         report = _report_of(e)
     report["started_at"] = started_at
     report["run_s"] = time.monotonic() - started
@@ -357,7 +358,7 @@ def _call(program: bytes) -> Any:
     pid = os.getpid()
     try:
         # The driver's closure: this process exists to run it.
-        fn, args, kwargs = pickle.loads(program)  # noqa: S301
+        fn, args, kwargs = pickle.loads(program)
         value = fn(*args, **kwargs)
     except BaseException as e:
         if os.getpid() != pid:
@@ -438,7 +439,7 @@ def _is_consequence(error: BaseException) -> bool:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as e:  # noqa: BLE001 - a broken __str__ must not hide the error itself
+    except Exception as e:
         return f"(its message cannot be shown: {type(e).__name__})"
 
 
@@ -449,7 +450,7 @@ def _traceback_of(error: BaseException) -> str:
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except Exception as e:  # noqa: BLE001 - as above
+    except Exception as e:
         return f"{type(error).__name__} (its traceback cannot be shown: {type(e).__name__})"
 
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
-from sparkhvd.runner import gpus, launching, placement, preflight, task
-from sparkhvd.runner.carrying import carried
+from sparkhvd.runner import launching, placement, preflight, task
+from sparkhvd.runner.admission import Turn, turn
 from sparkhvd.runner.child import cloudpickle, early_call
-from sparkhvd.runner.preflight import SharedFiles
-from sparkhvd.runner.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
-from sparkhvd.runner.results import (
+from sparkhvd.runner.gpu import decide
+from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
+from sparkhvd.runner.outcomes import (
     Kind,
     Outcome,
     all_ok,
@@ -35,9 +35,10 @@ from sparkhvd.runner.results import (
     is_retryable,
     root_cause,
 )
-from sparkhvd.runner.spark_shim import SparkShim, active_session
-from sparkhvd.runner.turns import Turn, turn
+from sparkhvd.runner.payload import carried
+from sparkhvd.runner.preflight import SharedFiles
 from sparkhvd.settings import JobSettings, Settings
+from sparkhvd.spark import SparkShim, active_session
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -160,7 +161,7 @@ def launch(
             options.verbose, f"The executors have GPUs, and the ranks get none: {gpu_plan.reason}."
         )
     slots = slots_of(conf, gpu_plan, options.profile)
-    if num_proc is None and gpu_plan.mode == gpus.Mode.HOST:
+    if num_proc is None and gpu_plan.mode == decide.Mode.HOST:
         slots = default_slots(shim, conf, slots, settings.values.cuda_library, env)
     size = placement.choose_num_proc(num_proc, slots)
     plan = _Plan(
@@ -174,7 +175,7 @@ def launch(
         configured_slots=slots.maximum,
         shared=b"" if options.shared is None else cloudpickle().dumps(options.shared),
     )
-    is_alone = options.is_alone or gpu_plan.mode == gpus.Mode.HOST
+    is_alone = options.is_alone or gpu_plan.mode == decide.Mode.HOST
     with turn(shim.application(), share_of(profile), size, is_alone=is_alone) as mine:
         return _launch_until_done(plan, mine)
 
@@ -188,7 +189,7 @@ class _Plan:
     size: int
     options: LaunchOptions
     settings: JobSettings
-    gpus: gpus.GpuPlan
+    gpus: decide.GpuPlan
     fixed_threads: int | None
     configured_slots: int | None
     shared: bytes = field(repr=False)
@@ -287,7 +288,7 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
             rows = plan.shim.collect(stage, tag, description)
     except SparkhvdError:  # Spark itself is gone
         raise
-    except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text says why
+    except Exception as e:
         return _failure(plan, attempt, job_id, e)
     return _report(plan, attempt, rows, submitted_at)
 

@@ -13,7 +13,7 @@ from typing import Any
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner.child import JobFrame, dump_program
-from sparkhvd.runner.gpu_agreement import OwnGpu
+from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.settings import JobSettings, Settings
 from sparkhvd.topology import topology
 
@@ -62,7 +62,7 @@ def _unpicklable(
     for name, value in parts:
         try:
             dump_program(len, (value,), {})
-        except Exception as e:  # noqa: BLE001 - the question is only whether it pickles
+        except Exception as e:
             return (
                 f"{name}, a {type(value).__module__}.{type(value).__qualname__}, cannot be pickled, so it "
                 f"cannot travel to the ranks ({type(e).__name__}: {e}). Create it inside fn."
@@ -207,4 +207,4 @@ def reserved_port(address: str) -> Iterator[int]:
 
 def load_result(data: bytes) -> Any:
     """A rank's result; it came through Spark or through this process's own pipe."""
-    return pickle.loads(data)  # noqa: S301
+    return pickle.loads(data)

@@ -15,9 +15,10 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import gpu_agreement, gpus, launching, placement, preflight
+from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.child import Prologue
-from sparkhvd.runner.results import Kind, Outcome, error_of, root_cause
+from sparkhvd.runner.gpu import agreement, decide
+from sparkhvd.runner.outcomes import Kind, Outcome, error_of, root_cause
 from sparkhvd.runner.trainer import Trainer, inherited, interrupt
 from sparkhvd.settings import Settings
 
@@ -49,8 +50,8 @@ def launch_local(
     env = launching.check_env(env)
     chosen = launching.choose_settings(settings, env)
     settings = chosen.values
-    gpu_plan = gpus.decide({"spark.master": "local"}, use_gpu)
-    hidden = gpus.variables(gpu_plan.mode, (), None, None)
+    gpu_plan = decide.decide({"spark.master": "local"}, use_gpu)
+    hidden = decide.variables(gpu_plan.mode, (), None, None)
     variables = {**hidden, **env}
     modules = launching.preload(program)
     needed = preflight.address_space_needed(
@@ -80,7 +81,7 @@ def launch_local(
                     num_threads=threads,
                     keep_freed_memory=settings.keep_freed_memory,
                     preload=modules,
-                    gpu_views=gpus.views(gpu_plan.mode, None),
+                    gpu_views=decide.views(gpu_plan.mode, None),
                     cuda_library=settings.cuda_library,
                     listener=listener.filenos(),
                     endpoint=listener.endpoint().to_dict(),
@@ -98,7 +99,7 @@ def launch_local(
                     size=num_proc,
                     endpoints=tuple(endpoints),
                 )
-                own = gpu_agreement.own_gpu(gpu_plan.mode, found, rank, (), None)
+                own = agreement.own_gpu(gpu_plan.mode, found, rank, (), None)
                 trainer.send(launching.job_frame(job, chosen, (_ADDRESS, port), own))
             outcomes = _outcomes(trainers, ended)
     cause = root_cause(outcomes)
@@ -118,15 +119,15 @@ def _interruptible(trainers: Sequence[Trainer]) -> Iterator[None]:
 
 
 def _found_gpus(
-    plan: gpus.GpuPlan, trainers: Sequence[Trainer], env: Mapping[str, str]
-) -> list[gpu_agreement.RankGpus]:
+    plan: decide.GpuPlan, trainers: Sequence[Trainer], env: Mapping[str, str]
+) -> list[agreement.RankGpus]:
     """What the ranks' processes see; an error if that is not what they need."""
     visible = env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
     found = [
-        gpu_agreement.RankGpus(socket.gethostname(), rank, *trainer.gpus(), visible)
+        agreement.RankGpus(socket.gethostname(), rank, *trainer.gpus(), visible)
         for rank, trainer in enumerate(trainers)
     ]
-    if problem := gpu_agreement.check_gpus(plan.mode, found, is_required=plan.is_required):
+    if problem := agreement.check_gpus(plan.mode, found, is_required=plan.is_required):
         raise PreflightError(problem)
     return found
 

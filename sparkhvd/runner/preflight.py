@@ -26,11 +26,11 @@ __all__ = [
     "SharedFiles",
     "address_space_limit",
     "address_space_needed",
+    "cgroup_quota",
     "check_address_space",
     "check_conf",
     "check_ranks",
     "check_worker",
-    "cgroup_quota",
     "rank_facts",
 ]
 
@@ -384,7 +384,7 @@ def write_token(
     path = token_path(run_dir, attempt, rank)
     try:
         shared.write_bytes(path, _token(job_id, rank))
-    except Exception as e:  # noqa: BLE001 - a store may raise anything; all of it means "cannot write"
+    except Exception as e:
         return f"cannot write {path} in {describe_shared(shared)}: {type(e).__name__}: {e}"
     return ""
 
@@ -399,7 +399,7 @@ def check_tokens(
         try:
             found: bytes | None = shared.read_bytes(path)
             why = "has other contents"
-        except Exception as e:  # noqa: BLE001 - as above: all of it means "cannot read"
+        except Exception as e:
             found, why = None, f"cannot be read ({type(e).__name__}: {e})"
         if found != _token(job_id, owner):
             who = "the driver" if owner is None else f"rank {owner} on host {hosts[owner]}"

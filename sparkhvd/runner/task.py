@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InternalError, RankError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import gpu_agreement, gpus, launching, placement, preflight, task_gpus
-from sparkhvd.runner.carrying import bytes_of
+from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.child import Prologue
+from sparkhvd.runner.gpu import agreement, decide, task
+from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, root_cause
+from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
-from sparkhvd.runner.results import Kind, Outcome, chunks, describe, embed, root_cause
 from sparkhvd.runner.trainer import Trainer, inherited
 from sparkhvd.settings import JobSettings
 
@@ -76,7 +77,7 @@ class TaskSpec:
     early: str
     fixed_threads: int | None
     run_dir: str
-    gpu_mode: str = gpus.Mode.FREE
+    gpu_mode: str = decide.Mode.FREE
     needs_gpu: bool = False
 
     def __repr__(self) -> str:
@@ -141,7 +142,7 @@ def run_task(
         pass
     barrier = BarrierTaskContext.get()
     spec = TaskSpec.from_json(text)
-    files: SharedFiles | None = pickle.loads(shared) if shared else None  # noqa: S301 - the driver's closure
+    files: SharedFiles | None = pickle.loads(shared) if shared else None
     rank = barrier.partitionId()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
@@ -184,7 +185,7 @@ def _run_rank(
                 trainer = stack.enter_context(Trainer(rank, prologue, program, _log))
             if rank == 0:
                 port = stack.enter_context(launching.reserved_port(address))
-        except Exception as e:  # noqa: BLE001 - every rank must reach the gathering, or the others would wait there
+        except Exception as e:
             error = f"{type(e).__name__}: {e}"
         if files is not None and not error:
             error = preflight.write_token(files, spec.run_dir, spec.attempt, rank, spec.job_id)
@@ -205,13 +206,13 @@ def _run_rank(
         ranks = [RankFacts.from_dict(one["facts"]) for one in gathered]
         driver = RankFacts.from_dict(spec.driver)
         endpoints: list[Endpoint] = []
-        found: list[gpu_agreement.RankGpus] = []
-        agreed = gpu_agreement.Agreement(spec.gpu_mode)
+        found: list[agreement.RankGpus] = []
+        agreed = agreement.Agreement(spec.gpu_mode)
         problem = preflight.check_ranks(driver, ranks)
         if not problem:  # else one of them may have no endpoint
             endpoints = [Endpoint.from_dict(one["endpoint"]) for one in gathered]
-            found = task_gpus.rank_gpus(ranks, endpoints)
-            agreed = gpu_agreement.agree(spec.gpu_mode, found, is_required=spec.needs_gpu)
+            found = task.rank_gpus(ranks, endpoints)
+            agreed = agreement.agree(spec.gpu_mode, found, is_required=spec.needs_gpu)
             problem = agreed.problem
         if not problem and files is not None:
             hosts = [facts.host for facts in ranks]
@@ -243,7 +244,7 @@ def _run_rank(
             endpoints=tuple(endpoints),
         )
         master = (str(gathered[0]["endpoint"]["address"]), int(gathered[0]["port"]))
-        own = task_gpus.own_gpu(agreed.mode, rank, found, endpoints, trainer, spec.env)
+        own = task.own_gpu(agreed.mode, rank, found, endpoints, trainer, spec.env)
         trainer.send(launching.job_frame(job, chosen, master, own))
         trainer.wait()
         outcome = trainer.outcome(host=host, attempt=spec.attempt)
@@ -258,14 +259,14 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
     )
     settings = JobSettings.from_json(spec.settings).values
     return Prologue(
-        env={**task_gpus.variables(barrier, spec.gpu_mode), **spec.env},
+        env={**task.variables(barrier, spec.gpu_mode), **spec.env},
         sys_path=list(sys.path),
         cwd=os.getcwd(),
         num_threads=threads,
         keep_freed_memory=settings.keep_freed_memory,
         preload=list(spec.preload),
         early=spec.early,
-        gpu_views=task_gpus.views(spec.gpu_mode),
+        gpu_views=task.views(spec.gpu_mode),
         cuda_library=settings.cuda_library,
         spark_files=SparkFiles.getRootDirectory(),
         listener=listener.filenos(),

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from sparkhvd import timeline
-from sparkhvd.counters import Metrics
+from sparkhvd.engine.counters import Metrics
 from sparkhvd.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -24,7 +23,8 @@ from sparkhvd.errors import (
     NotInitializedError,
     PeerLostError,
 )
-from sparkhvd.torch import _context, own_gpu
+from sparkhvd.observe import timeline
+from sparkhvd.torch import context, own_gpu
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.broadcast import (
     allgather_object,
@@ -69,8 +69,8 @@ from sparkhvd.torch.collectives import (
     synchronize,
 )
 from sparkhvd.torch.compression import Compression
-from sparkhvd.torch.device import nccl_version
-from sparkhvd.torch.optimizer import DistributedOptimizer
+from sparkhvd.torch.cuda import nccl_version
+from sparkhvd.torch.optimizer.factory import DistributedOptimizer
 from sparkhvd.torch.process_sets import (
     ProcessSet,
     add_process_set,
@@ -193,7 +193,7 @@ def init(
     sets = _sets(process_sets)
     rendezvous = comm if hasattr(comm, "connect") else None
     ranks = None if rendezvous is not None or comm is None else _ranks(comm)
-    if not _context.initialize(rendezvous):  # type: ignore[arg-type]  # as above
+    if not context.initialize(rendezvous):  # type: ignore[arg-type]  # as above
         return
     try:
         if ranks is not None and sorted(ranks) != list(range(size())):
@@ -233,47 +233,47 @@ def _ranks(comm: Any) -> list[int]:
 
 def shutdown() -> None:
     """Leave the job; operations in flight fail here and on the other ranks. Called at exit by itself."""
-    _context.shut_down()
+    context.shut_down()
 
 
 def is_initialized() -> bool:
     """Whether `init()` was called, and `shutdown()` was not."""
-    return _context.is_initialized()
+    return context.is_initialized()
 
 
 def rank() -> int:
     """This process's number, from 0 to `size() - 1`."""
-    return _context.context().engine.topology.rank
+    return context.context().engine.topology.rank
 
 
 def size() -> int:
     """Number of ranks."""
-    return _context.context().engine.topology.size
+    return context.context().engine.topology.size
 
 
 def local_rank() -> int:
     """This process's number among the ranks of its host."""
-    return _context.context().engine.topology.local_rank
+    return context.context().engine.topology.local_rank
 
 
 def local_size() -> int:
     """Number of ranks on this host."""
-    return _context.context().engine.topology.local_size
+    return context.context().engine.topology.local_size
 
 
 def cross_rank() -> int:
     """Number of this host among the hosts that have a rank with this `local_rank()`."""
-    return _context.context().engine.topology.cross_rank
+    return context.context().engine.topology.cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts that have a rank with this `local_rank()`."""
-    return _context.context().engine.topology.cross_size
+    return context.context().engine.topology.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of ranks."""
-    return _context.context().engine.topology.is_homogeneous
+    return context.context().engine.topology.is_homogeneous
 
 
 def metrics(*, show: bool = True) -> Metrics:
@@ -283,7 +283,7 @@ def metrics(*, show: bool = True) -> Metrics:
         show: print the table. `str()` of the result is the table, `.prometheus()` the text for Prometheus,
             `.counters` the numbers.
     """
-    found = Metrics(_context.context().engine.counters())
+    found = Metrics(context.context().engine.counters())
     if show:
         sys.stdout.write(f"{found}\n")
     return found
@@ -309,13 +309,13 @@ def start_timeline(
             "file."
         )
     timeline.start(
-        _context.context().engine, file_path, mark_cycles=mark_cycles, all_ranks=all_ranks
+        context.context().engine, file_path, mark_cycles=mark_cycles, all_ranks=all_ranks
     )
 
 
 def stop_timeline() -> None:
     """End the timeline; returns when its file is complete. Nothing happens if there is none."""
-    timeline.stop(_context.context().engine)
+    timeline.stop(context.context().engine)
 
 
 def mpi_built() -> bool:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError, MismatchError
-from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_list
 from sparkhvd.torch.collectives.allgathers import gathered, start_allgather
 from sparkhvd.torch.collectives.broadcasts import start_broadcast
 from sparkhvd.torch.collectives.handles import Operation
+from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch._context import Context, context, is_initialized
 from sparkhvd.torch.arguments import to_integers, to_list
+from sparkhvd.torch.context import Context, context, is_initialized
 
 __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 

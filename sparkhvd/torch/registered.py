@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import Buffer
+from sparkhvd.engine.engine import Buffer
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_integer, to_integers, to_list
 from sparkhvd.torch.collectives.tensors import engine_dtype
-from sparkhvd.torch.device import Device, open_device
+from sparkhvd.torch.context import Context, context
+from sparkhvd.torch.cuda import Device, open_device
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["over_buffer", "registered_empty"]

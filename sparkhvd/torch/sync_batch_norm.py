@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch._context import context, is_initialized
 from sparkhvd.torch.collectives import Sum, allreduce
+from sparkhvd.torch.context import context, is_initialized
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
 
 __all__ = ["SyncBatchNorm"]
@@ -199,7 +199,7 @@ class _Normalize(torch.autograd.Function):
     """Normalize with given statistics, which the gradient takes as functions of all ranks' inputs."""
 
     @staticmethod
-    def forward(  # noqa: D102 - what the class says
+    def forward(
         ctx: Any,
         input: Tensor,
         weight: Tensor | None,
@@ -217,7 +217,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: D102
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         input, weight, mean, variance, total = ctx.saved_tensors
         eps, group = ctx.arguments
         gradient = gradient.contiguous(memory_format=_format(input))

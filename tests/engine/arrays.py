@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine import DType, Engine, ReduceOp, TensorView, Work
+from sparkhvd.engine.engine import DType, Engine, ReduceOp, TensorView, Work
 
 Array = np.ndarray[Any, Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine import DType, Engine, ReduceOp
+from sparkhvd.engine.engine import DType, Engine, ReduceOp
 from sparkhvd.errors import CollectiveError
 from tests.engine.arrays import allreduce, start_allreduce, view
 from tests.harness.rank_process import Talk
@@ -111,7 +111,7 @@ def use_in_forked_child(engine: Engine, talk: Talk) -> Any:
         for call in (lambda: allreduce(engine, "x", np.ones(3)), before.done, engine.check):
             try:
                 call()
-            except Exception as error:  # noqa: BLE001 - told to the test
+            except Exception as error:
                 texts.append(f"{type(error).__name__}: {error}")
         engine.shutdown()
         engine.abort("nobody hears this")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine import DType, Engine, ReduceOp, TensorView, Work
+from sparkhvd.engine.engine import DType, Engine, ReduceOp, TensorView, Work
 from sparkhvd.errors import CollectiveError
 from tests.engine.arrays import allreduce
 from tests.harness.waiting import wait_until

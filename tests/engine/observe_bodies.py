@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd import timeline
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import PeerLostError
+from sparkhvd.observe import timeline
 from tests.engine.arrays import allreduce
 from tests.harness.rank_process import Talk
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd import engine, library
+from sparkhvd.engine.engine import engine, library
 from sparkhvd.errors import EngineUnavailableError
 from sparkhvd.rendezvous import handshake
 from sparkhvd.settings import ISAS
@@ -192,7 +192,7 @@ def test_library_of_another_abi_version_is_refused(tmp_path: Path, source: str, 
 
 def test_import_loads_no_library() -> None:
     code = (
-        "import sparkhvd.engine, sparkhvd.rendezvous, sys; "
+        "import sparkhvd.engine.engine, sparkhvd.rendezvous, sys; "
         "assert 'libsparkhvd' not in open('/proc/self/maps').read(); "
         "assert not {'torch', 'pyspark', 'numpy'} & set(sys.modules)"
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine import DType, Engine, ReduceOp, isa_available
+from sparkhvd.engine.engine import DType, Engine, ReduceOp, isa_available
 from sparkhvd.settings import Settings
 from tests.engine.arrays import (
     NUMPY_TYPES,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine import Engine, Work
+from sparkhvd.engine.engine import Engine, Work
 from sparkhvd.errors import CollectiveError, MismatchError, PeerLostError
 from sparkhvd.settings import Settings
 from tests.engine.arrays import allreduce, start_allreduce, start_broadcast

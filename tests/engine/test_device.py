@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.settings import Settings
 from tests.engine import device_bodies

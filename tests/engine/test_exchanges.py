@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine import Buffer, DType, Engine, ReduceOp, TensorView, Work
+from sparkhvd.engine.engine import Buffer, DType, Engine, ReduceOp, TensorView, Work
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
 from tests.engine.arrays import (

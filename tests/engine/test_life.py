@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine import DType, Engine, ReduceOp, TensorView
+from sparkhvd.engine.engine import DType, Engine, ReduceOp, TensorView
 from sparkhvd.errors import (
     CollectiveError,
     CollectiveTimeoutError,

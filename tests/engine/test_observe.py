@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd import timeline
-from sparkhvd.counters import Metrics
-from sparkhvd.engine import Engine, ReduceOp
+from sparkhvd.engine.counters import Metrics
+from sparkhvd.engine.engine import Engine, ReduceOp
 from sparkhvd.errors import InvalidArgumentError, MismatchError, NotInitializedError
+from sparkhvd.observe import timeline
 from sparkhvd.settings import Settings
 from tests.engine.arrays import allreduce
 from tests.harness.rank_process import rank_processes

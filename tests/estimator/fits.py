@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from sparkhvd import TorchEstimator, TorchModel, read_packed
-from sparkhvd.estimator.binding import bind_inputs
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.reader import Reader
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
+from sparkhvd.data.columns.features import bind_inputs
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.store import Store
 from sparkhvd.estimator.model import Fitted
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sparkhvd import TorchEstimator
-from sparkhvd.estimator.persistence import FORMAT_VERSION
+from sparkhvd.estimator.saving.persistence import FORMAT_VERSION
 from tests.harness.spark import CONF
 
 if TYPE_CHECKING:

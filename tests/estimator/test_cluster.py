@@ -11,7 +11,7 @@ import torch
 
 from sparkhvd import Settings, TorchEstimator
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.cluster import Cluster, Given, resolve_cluster
+from sparkhvd.estimator.fitting.cluster import Cluster, Given, resolve_cluster
 from sparkhvd.settings import JobSettings
 from tests.harness.fake_driver import fake_driver
 from tests.harness.spark import run_on
@@ -144,7 +144,7 @@ def test_the_conf_reaches_a_client_of_connect(tmp_path: Path) -> None:
         "local[2]",
         """
         from sparkhvd import TorchEstimator
-        from sparkhvd.estimator.cluster import Given, resolve_cluster
+        from sparkhvd.estimator.fitting.cluster import Given, resolve_cluster
 
         estimator = TorchEstimator(max_retries=3)
         given = Given(estimator._get, estimator.isSet)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from sparkhvd import RankError, Store
-from sparkhvd.estimator.training.checkpoint import Checkpoints
 from sparkhvd.runner import context
+from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.estimator.fits import estimator
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers

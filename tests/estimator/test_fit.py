@@ -14,16 +14,16 @@ import pytest
 import torch
 import torchmetrics
 from pyspark.ml.functions import array_to_vector
-from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql import functions as F
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, trust
+from sparkhvd.data import reuse
+from sparkhvd.data.reading import preload
+from sparkhvd.data.store.run_lock import hold
 from sparkhvd.estimator import Callback
-from sparkhvd.estimator.data import loading as loading_module
-from sparkhvd.estimator.data import prepare as prepare_module
-from sparkhvd.estimator.data.holding import hold
-from sparkhvd.estimator.training.checkpoint import Checkpoints
+from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp, one_process
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.waiting import wait_until
@@ -31,7 +31,7 @@ from tests.harness.waiting import wait_until
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from sparkhvd.estimator.training.callbacks import CallbackContext
+    from sparkhvd.training.user_code.callbacks import CallbackContext
 
 pytestmark = pytest.mark.spark
 
@@ -255,8 +255,8 @@ def test_ranks_begin_to_read_before_they_know_who_they_are(
 
     def begin_and_stop(*arguments: Any) -> None:
         arguments[-1].early()  # what a rank's process does first
-        (loading,) = loading_module._begun
-        loading_module._begun.clear()
+        (loading,) = preload._begun
+        preload._begun.clear()
         loading._thread.join(20)
         found.append((loading._names, len(loading._rows), loading._values))
         raise InterruptedError
@@ -360,13 +360,13 @@ def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The data directories that have been materialized."""
     folders: list[str] = []
-    materialize = prepare_module.materialize
+    materialize = reuse.materialize
 
     def counted(df: Any, schema: Any, store: Any, data_dir: str, **options: Any) -> Any:
         folders.append(data_dir)
         return materialize(df, schema, store, data_dir, **options)
 
-    monkeypatch.setattr(prepare_module, "materialize", counted)
+    monkeypatch.setattr(reuse, "materialize", counted)
     return folders
 
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from sparkhvd import InvalidArgumentError, RankError, Store
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.reading.reader import Reader
 from sparkhvd.estimator import Callback, pad
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.reader import Reader
-from sparkhvd.estimator.training.checkpoint import Checkpoints
+from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp
 
 if TYPE_CHECKING:

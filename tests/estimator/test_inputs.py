@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from pyspark.ml.linalg import Vectors, VectorUDT
-from pyspark.sql import functions as F  # noqa: N812 - everyone's name
-from pyspark.sql import types as T  # noqa: N812 - everyone's name
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 from torch import Tensor, nn
 
 from sparkhvd import InvalidArgumentError, Store

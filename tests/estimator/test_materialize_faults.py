@@ -18,10 +18,10 @@ import contextlib
 import numpy as np
 from pathlib import Path
 from pyspark import TaskContext
-from sparkhvd.estimator.data.materialize import materialize
-from sparkhvd.estimator.data.packed import read_packed
-from sparkhvd.estimator.data.schema import check_schema
-from sparkhvd.estimator.data.store import Store
+from sparkhvd.data.materialize import materialize
+from sparkhvd.data.packed import read_packed
+from sparkhvd.data.columns.schema import check_schema
+from sparkhvd.data.store.store import Store
 from tests.harness import faults
 
 class FaultyStore(Store):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparkhvd import TorchEstimator, TorchModel, UntrustedError
-from sparkhvd.estimator.persistence import FORMAT_VERSION
+from sparkhvd.estimator.saving.persistence import FORMAT_VERSION
 from tests.estimator.saved_models import FIXTURES, Scaled, data, estimators, outputs
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from sparkhvd import RankError, Store
+from sparkhvd.data.store.default import default_store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.estimator.data.defaults import default_store
-from sparkhvd.estimator.training.checkpoint import Checkpoints
+from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.estimator.fits import assert_same_weights, estimator, mlp
 from tests.harness.mounts import tmpfs, unmount
 from tests.harness.processes import wait_for_no_trainers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd import Store
-from sparkhvd.estimator.data.prepare import sweep
+from sparkhvd.data.reuse import sweep
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.spark import run_on, started_script, write_script
 from tests.harness.waiting import wait_until

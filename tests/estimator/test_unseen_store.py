@@ -56,7 +56,7 @@ except InvalidArgumentError as e:
 early = Store(FOLDER + "/early")
 early.prove_writable()
 assert os.listdir(FOLDER + "/early") == []
-from sparkhvd.estimator.data.defaults import default_store
+from sparkhvd.data.store.default import default_store
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     again = default_store(spark, early)
@@ -68,7 +68,7 @@ FIT = """
 import os, torch
 from torch import nn
 from sparkhvd import Store, TorchEstimator
-from sparkhvd.estimator.data.remote_store import RemoteStore
+from sparkhvd.data.store.connect import RemoteStore
 
 torch.manual_seed(0)
 rows = [([float(i % 5), float(i % 3)], float(i % 7)) for i in range(40)]
@@ -160,8 +160,8 @@ def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
 
 NO_SLOT = """
 import os, threading, time
-from sparkhvd.estimator.data.remote_store import RemoteStore
-from sparkhvd.estimator.data.store import Store
+from sparkhvd.data.store.connect import RemoteStore
+from sparkhvd.data.store.store import Store
 
 store = RemoteStore(Store(FOLDER), spark)
 store.exists("a")  # the executors are there now
@@ -258,7 +258,7 @@ def test_credentials_are_not_in_the_log_of_the_server(
     unseen_store: Unseen, tmp_path: Path, s3: S3
 ) -> None:
     given = (
-        "from sparkhvd import Store\nfrom sparkhvd.estimator.data.remote_store import RemoteStore\n"
+        "from sparkhvd import Store\nfrom sparkhvd.data.store.connect import RemoteStore\n"
         f"OPTIONS = {s3.options()!r}\n"
     )
     output = unseen_store.run(f"{given}{ON_S3}", tmp_path)

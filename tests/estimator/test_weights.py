@@ -15,8 +15,8 @@ from pyspark.sql.types import IntegerType, StructField, StructType
 from torch import nn
 
 from sparkhvd import InvalidArgumentError, Store
-from sparkhvd.estimator.data.prepare import release
-from sparkhvd.estimator.weights import CLOSURE_BYTES
+from sparkhvd.data.reuse import release
+from sparkhvd.training.modules.weights import CLOSURE_BYTES
 from tests.estimator.fits import estimator, fitted, mlp
 from tests.harness.spark import run_on
 from tests.harness.waiting import wait_until

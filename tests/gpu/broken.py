@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from tests.gpu import rank
 from tests.gpu.bodies import BODIES
 from tests.gpu.machine import Machine

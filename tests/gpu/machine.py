@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.settings import Settings
-from sparkhvd.torch._context import context, use_engine
-from sparkhvd.torch.device import find_nccl, nccl_version
-from sparkhvd.torch.distributed import Distributed
+from sparkhvd.torch.context import context, use_engine
+from sparkhvd.torch.cuda import find_nccl, nccl_version
+from sparkhvd.torch.optimizer.distributed import Distributed
 
 # Set where the checks run on the stand-in.
 STAND_IN = "SPARKHVD_TEST_STAND_IN"
@@ -56,7 +56,7 @@ class Machine(Protocol):
         """On the GPU."""
 
     def use_engine(self, engine: Engine) -> AbstractContextManager[Any]:
-        """As `sparkhvd.torch._context.use_engine`."""
+        """As `sparkhvd.torch.context.use_engine`."""
 
     def synchronize(self) -> None:
         """The host waits for all of this GPU's current stream."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import sparkhvd.torch as hvd
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import PeerLostError
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SingleRendezvous, SocketRendezvous
 from tests.gpu.bodies import BODIES

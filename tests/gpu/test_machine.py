@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from sparkhvd.torch.distributed import Distributed
+from sparkhvd.torch.optimizer.distributed import Distributed
 from tests.gpu import bodies, machine
 from tests.gpu.machine import LOGS, Cuda, as_with_partners, nccl_environment, profiled, share_gpu
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from sparkhvd import rank_context
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
-from sparkhvd.estimator.training.train import train
+from sparkhvd.data.store.store import Store
 from sparkhvd.runner import context, run_local
 from sparkhvd.settings import Settings
+from sparkhvd.training.spec import TrainResult, TrainSpec
+from sparkhvd.training.train import train
 from tests.unit.estimator.training.ranks import Case, assert_close
 
 # A rank imports torch and makes a CUDA context, NCCL loads its kernels, and the compiler runs.

@@ -2,7 +2,7 @@
 
 `FakeTensor` says it is on `cuda:<ordinal>`; every operation of torch on it is enqueued on this thread's current stream
 as a host function, and its memory is the stand-in's. So a missing event dependency gives wrong data, as on a GPU. What
-needs values on the host (`item`, `cpu`) waits for the stream. `FakeDevice` is the `Device` of `sparkhvd/torch/device.py`.
+needs values on the host (`item`, `cpu`) waits for the stream. `FakeDevice` is the `Device` of `sparkhvd/torch/cuda.py`.
 
 Shapes that depend on values are computed with the stream waited for. Of sparse tensors there is what gradients need:
 they are made of tensors of the device (inside of `Factories`), taken apart, and added to dense ones.
@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sparkhvd.engine import Buffer, Engine
-from sparkhvd.torch._context import Context
-from sparkhvd.torch._context import use_engine as use_plain_engine
+from sparkhvd.engine.engine import Buffer, Engine
+from sparkhvd.torch.context import Context
+from sparkhvd.torch.context import use_engine as use_plain_engine
 
 BUILD = Path(__file__).parents[2] / "build" / "native"
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -170,12 +170,12 @@ class FakeDevice:
         self._entry = HOST_FUNCTION(self._run)
         self.errors: list[BaseException] = []
 
-    # --- As `sparkhvd.torch.device.Device`. ---
+    # --- As `sparkhvd.torch.cuda.Device`. ---
 
     def stream(self) -> int:
         """This thread's current stream."""
         if self.is_capturing:
-            from sparkhvd.torch.device import refuse_capture
+            from sparkhvd.torch.cuda import refuse_capture
 
             refuse_capture()
         return self.current
@@ -275,7 +275,7 @@ class FakeDevice:
         try:
             with torch.no_grad():
                 self._functions[number]()
-        except BaseException as error:  # noqa: BLE001 - raised by the next `synchronize`
+        except BaseException as error:
             self.errors.append(error)
         # Whoever enqueues lets it go: this thread must not have the last reference.
         self._spent.append(number)
@@ -583,14 +583,14 @@ def fake_gpus() -> Iterator[Driver]:
 
 
 def open_fake(engine: Engine, ordinal: int) -> FakeDevice:
-    """As `sparkhvd.torch.device.open_cuda`."""
+    """As `sparkhvd.torch.cuda.open_cuda`."""
     engine.open_device(ordinal, cuda_library=str(driver().path), nccl_library=str(driver().nccl))
     return gpu(ordinal)
 
 
 @contextlib.contextmanager
 def use_engine(engine: Engine) -> Iterator[Context]:
-    """As `sparkhvd.torch._context.use_engine`, where GPUs are those of the stand-in."""
+    """As `sparkhvd.torch.context.use_engine`, where GPUs are those of the stand-in."""
     with use_plain_engine(engine) as made:
         made.opener = open_fake
         yield made

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
 
@@ -180,7 +180,7 @@ def main() -> None:
     try:
         with Engine(rendezvous.connect(), settings) as engine:
             talk.say(body(engine, talk))
-    except BaseException as error:  # noqa: BLE001 - it is the outcome
+    except BaseException as error:
         if os.getpid() != parent:
             raise
         text = traceback.format_exc()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Rendezvous, in_process
 from sparkhvd.settings import Settings
 
@@ -45,7 +45,7 @@ def run_threads(
     def run(index: int) -> None:
         try:
             outcomes[index] = functions[index]()
-        except BaseException as error:  # noqa: BLE001 - it is the outcome
+        except BaseException as error:
             outcomes[index] = error
 
     threads = [

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
 from tests.harness.netns import Host
@@ -106,7 +106,7 @@ def main() -> None:
             return
         with Engine(rendezvous.connect(), settings) as engine:
             talk.say(body(engine, talk))
-    except BaseException as error:  # noqa: BLE001 - it is the outcome
+    except BaseException as error:
         if os.getpid() != parent:
             raise
         message = {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__}

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from sparkhvd import rendezvous
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError
 from sparkhvd.rendezvous import in_process, sockets
 from sparkhvd.settings import Settings

@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine import Engine, ReduceOp, Work
+from sparkhvd.engine.engine import Engine, ReduceOp, Work
+from sparkhvd.engine.library import Collective
+from sparkhvd.engine.work import Call
 from sparkhvd.errors import InternalError, MismatchError, SparkhvdError
-from sparkhvd.library import Collective
 from sparkhvd.rendezvous import Connections
 from sparkhvd.settings import Settings
-from sparkhvd.work import Call
 from tests.engine.arrays import allreduce, dtype_of, start_allreduce, start_broadcast, view
 from tests.harness.ranks import run_threads
 
@@ -439,7 +439,7 @@ class Bystanders:
                     if rank == 0:
                         self.operations = number + 2
                     time.sleep(0.001)
-        except BaseException as error:  # noqa: BLE001 - told at the end
+        except BaseException as error:
             self.errors.append(f"rank {rank}: {error!r}")
 
     def _sockets(self, rank: int, end: socket.socket) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine import DType, Engine, ReduceOp
+from sparkhvd.engine.engine import DType, Engine, ReduceOp
 from sparkhvd.errors import PeerLostError
 from tests.engine.arrays import allgather, allreduce, broadcast, dtype_of, expected, random_array
 from tests.harness.rank_process import Talk

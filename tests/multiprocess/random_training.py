@@ -19,9 +19,9 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.checkpoint import checkpoint
 
 import sparkhvd.torch as hvd
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import PeerLostError
-from sparkhvd.torch._context import use_engine
+from sparkhvd.torch.context import use_engine
 from tests.harness.rank_process import Talk
 
 # By the largest weight, after a few steps in float64 whose sums have another order.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from tests.engine.arrays import allreduce
 from tests.harness.rank_process import Talk
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine import DType, Engine, ReduceOp, Work
+from sparkhvd.engine.engine import DType, Engine, ReduceOp, Work
 from tests.engine.arrays import (
     NUMPY_TYPES,
     Array,

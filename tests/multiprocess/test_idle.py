@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from tests.engine.arrays import allreduce
 from tests.harness.rank_process import Talk, rank_processes
 from tests.harness.soak import amount

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.settings import Settings
 from tests.engine.arrays import allreduce
 from tests.harness.rank_process import rank_processes

@@ -12,19 +12,19 @@ from torch import nn
 
 petastorm = pytest.importorskip("petastorm", reason="runs where petastorm is: make test-oldest")
 
-from petastorm.codecs import (  # noqa: E402 - after importorskip
+from petastorm.codecs import (
     CompressedImageCodec,
     CompressedNdarrayCodec,
     NdarrayCodec,
     ScalarCodec,
 )
-from petastorm.etl.dataset_metadata import materialize_dataset  # noqa: E402
-from petastorm.unischema import Unischema, UnischemaField, dict_to_spark_row  # noqa: E402
-from pyspark.sql import types as T  # noqa: E402, N812 - everyone's name
+from petastorm.etl.dataset_metadata import materialize_dataset
+from petastorm.unischema import Unischema, UnischemaField, dict_to_spark_row
+from pyspark.sql import types as T
 
-from sparkhvd import InvalidArgumentError, Store  # noqa: E402
-from sparkhvd.estimator import pad  # noqa: E402
-from tests.estimator.fits import estimator  # noqa: E402
+from sparkhvd import InvalidArgumentError, Store
+from sparkhvd.estimator import pad
+from tests.estimator.fits import estimator
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -88,7 +88,7 @@ class Everything(nn.Module):
         number: torch.Tensor,
         matrix: torch.Tensor,
         packed: torch.Tensor,
-        any: torch.Tensor,  # noqa: A002 - the column's name
+        any: torch.Tensor,
         image: torch.Tensor,
         weight: torch.Tensor,
     ) -> torch.Tensor:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner import context, profiles, run
+from sparkhvd.runner import context, run
+from sparkhvd.runner.gpu import profiles
 from sparkhvd.settings import Settings
 from tests.harness.fake_driver import fake_driver, uuid_of
 from tests.harness.processes import wait_for_no_trainers
@@ -26,7 +27,8 @@ SLOW = pytest.mark.timeout(420)
 PROGRAM = """
 from pathlib import Path
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner import context, placement, preflight, run
+from sparkhvd.runner import context, preflight, run
+from sparkhvd.runner import placement
 from sparkhvd.settings import Settings
 
 def uuid_of(number):
@@ -51,7 +53,7 @@ def script():
     # The lines of a Horovod script; torch.cuda is a stand-in over what the driver shows this process.
     import torch
     import sparkhvd.torch as hvd
-    from sparkhvd.runner.gpu_probe import cuda_uuids
+    from sparkhvd.runner.gpu.probe import cuda_uuids
 
     uuids, chosen = cuda_uuids({driver!r}), [0]
     torch.cuda.is_available = lambda: True

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
-from sparkhvd.runner import context, job, run, turns
-from sparkhvd.runner.results import Outcome
-from sparkhvd.runner.spark_shim import SparkShim
+from sparkhvd.runner import admission, context, job, run
+from sparkhvd.runner.outcomes import Outcome
+from sparkhvd.spark import SparkShim
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import amount
@@ -500,7 +500,7 @@ def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_pa
                     threads.submit(cancels, place)
             ended = [job.result(180) for job in jobs]
         assert ended == ["exception" if kind == "fails" else kind for kind in kinds], sequence
-        assert not turns.is_launched(context_.applicationId)
+        assert not admission.is_launched(context_.applicationId)
         wait_until(lambda: not context_.statusTracker().getActiveJobsIds(), "no Spark job is left")
         left = [one.name for one in threading.enumerate() if one.name.startswith("sparkhvd-")]
         assert left == []

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from sparkhvd.autotune import Knob, Search, Tuner, knobs
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.observe.autotune import Knob, Search, Tuner, knobs
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks
 from tests.harness.soak import amount

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparkhvd.counters import Metrics, quantile
+from sparkhvd.engine.counters import Metrics, quantile
 
 
 def counters() -> dict[str, Any]:

@@ -20,7 +20,7 @@ def test_handler_writes_the_stack_of_every_thread() -> None:
     text = run(
         """
 import os, signal, threading, time
-from sparkhvd import stacks
+from sparkhvd.engine import stacks
 number, pipe = stacks.prepare(44)
 assert (number, pipe) == stacks.prepare(44)
 is_there = threading.Event()
@@ -50,7 +50,7 @@ def test_signal_that_the_program_uses_is_left_alone(install: str) -> None:
     text = run(
         f"""
 import ctypes, faulthandler, signal, sys
-from sparkhvd import stacks
+from sparkhvd.engine import stacks
 handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: None)
 {install}
 before = signal.getsignal(44)
@@ -64,7 +64,7 @@ def test_no_signal_means_no_stacks_and_nothing_is_installed() -> None:
     text = run(
         """
 import os
-from sparkhvd import stacks
+from sparkhvd.engine import stacks
 before = sorted(os.listdir("/proc/self/fd"))
 print(stacks.prepare(0) == stacks.NO_STACKS, before == sorted(os.listdir("/proc/self/fd")))
 """
@@ -76,7 +76,7 @@ def test_forked_child_writes_to_a_pipe_of_its_own() -> None:
     text = run(
         """
 import os, signal
-from sparkhvd import stacks
+from sparkhvd.engine import stacks
 number, pipe = stacks.prepare(44)
 child = os.fork()
 if child == 0:

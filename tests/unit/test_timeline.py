@@ -9,7 +9,7 @@ from typing import IO
 
 import pytest
 
-from sparkhvd.timeline import clock_offset, merge
+from sparkhvd.observe.timeline import clock_offset, merge
 from tests.harness.soak import amount
 
 

@@ -9,15 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import DType, Work
+from sparkhvd.engine.engine import DType, ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_list
-from sparkhvd.torch.collectives.device_gathers import DeviceGather, start_device_allgather
+from sparkhvd.torch.collectives.allreduces import allreduce, grouped_allreduce
+from sparkhvd.torch.collectives.cuda_gathers import DeviceGather, start_device_allgather
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle, Operation
-from sparkhvd.torch.collectives.tensors import as_sent, engine_dtype, view, wants_gradient
-from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+from sparkhvd.torch.collectives.tensors import (
+    as_sent,
+    engine_dtype,
+    gradient_name,
+    view,
+    wants_gradient,
+)
+from sparkhvd.torch.context import Context, context
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
 
 __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
 
@@ -192,8 +199,6 @@ def allgather(
         InvalidArgumentError, MismatchError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
     if wants_gradient(tensor):
-        from sparkhvd.torch.autograd import Allgather  # it builds on this module
-
         joined: Tensor = Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]  # torch's
         return joined
     handle, _ = start_single_allgather(tensor, name, process_set, is_awaited=True)
@@ -214,10 +219,50 @@ def grouped_allgather(
     """`allgather` of several tensors as one operation (one per dtype); all of them or none."""
     tensors = to_list("grouped_allgather", tensors)
     if any([wants_gradient(tensor) for tensor in tensors]):
-        from sparkhvd.torch.autograd import GroupedAllgather  # it builds on this module
-
         joined: tuple[Tensor, ...] = GroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return joined
     handle, _ = start_grouped_allgather(tensors, name, process_set, is_awaited=True)
     result: tuple[Tensor, ...] = handle.wait()
     return result
+
+
+class Allgather(torch.autograd.Function):
+    """The gradient is the average of the ranks' gradients, cut to this rank's rows (as in Horovod)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+        handle, rows = start_single_allgather(tensor, name, process_set, is_awaited=True)
+        joined: Tensor = handle.wait()
+        place = members(process_set).index(context().engine.topology.rank)
+        ctx.arguments = (gradient_name(name), process_set, sum(rows[:place]), rows[place])
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        name, process_set, first, rows = ctx.arguments
+        average = allreduce(gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set)
+        return average.narrow(0, first, rows), None, None
+
+
+class GroupedAllgather(torch.autograd.Function):
+    """As `Allgather`, for several tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        handle, rows = start_grouped_allgather(tensors, name, process_set, is_awaited=True)
+        joined: tuple[Tensor, ...] = handle.wait()
+        place = members(process_set).index(context().engine.topology.rank)
+        own = [(sum(counts[:place]), counts[place]) for counts in rows]
+        ctx.arguments = (gradient_name(name), process_set, own)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        name, process_set, own = ctx.arguments
+        averages = grouped_allreduce(
+            gradients, name=name, op=ReduceOp.AVERAGE, process_set=process_set
+        )
+        parts = [average.narrow(0, *place) for average, place in zip(averages, own, strict=True)]
+        return None, None, *parts

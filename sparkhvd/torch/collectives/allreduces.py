@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import DType, ReduceOp
-from sparkhvd.torch._context import Context, context
+from sparkhvd.engine.engine import DType, ReduceOp
 from sparkhvd.torch.arguments import check_compression, to_factor, to_list
-from sparkhvd.torch.collectives import device_works
+from sparkhvd.torch.collectives import cuda_reductions
+from sparkhvd.torch.collectives.cuda_adasum import start_adasum
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
     Reduction,
     as_sent,
+    check_linear,
     engine_dtype,
+    gradient_name,
     lend,
     require_contiguous,
     resolve_op,
@@ -24,8 +27,8 @@ from sparkhvd.torch.collectives.tensors import (
     wants_gradient,
     written,
 )
-from sparkhvd.torch.collectives.through_host import start_adasum
-from sparkhvd.torch.compression import Compression, Compressor
+from sparkhvd.torch.compressors import Compressor, NoneCompressor
+from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = [
@@ -68,7 +71,7 @@ def _start_on_gpu(
     reduction: Reduction,
     digest: tuple[int, ...] = (),
 ) -> Operation:
-    by = start_adasum if reduction.op is ReduceOp.ADASUM else device_works.start_allreduce
+    by = start_adasum if reduction.op is ReduceOp.ADASUM else cuda_reductions.start_allreduce
     return by(ctx, name, inputs, outputs, reduction, digest)
 
 
@@ -186,7 +189,7 @@ def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] = NoneCompressor,
     op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -222,7 +225,7 @@ def allreduce(
         PeerLostError: a rank is gone. The engine is unusable until it is initialised again.
     """
     op = resolve_op(average, op)
-    if compression is Compression.none and not wants_gradient(tensor):
+    if compression is NoneCompressor and not wants_gradient(tensor):
         return _run_one(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
     return _allreduce(
         [tensor], name, compression, op, prescale_factor, postscale_factor, process_set, True
@@ -244,8 +247,6 @@ def _allreduce(
     compressed = [compression.compress(tensor) for tensor in to_list(what, tensors)]
     wires = [wire for wire, _ in compressed]
     if any(wants_gradient(wire) for wire in wires):
-        from sparkhvd.torch.autograd import GroupedAllreduce  # it builds on this module
-
         reduced: Sequence[Tensor] = GroupedAllreduce.apply(  # type: ignore[no-untyped-call]  # torch's
             name, op, prescale, postscale, process_set, single, *wires
         )
@@ -306,7 +307,7 @@ def grouped_allreduce(
     tensors: Iterable[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] = NoneCompressor,
     op: ReduceOp | int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -335,3 +336,44 @@ def grouped_allreduce_(
     )
     result: list[Tensor] = handle.wait()
     return result
+
+
+class GroupedAllreduce(torch.autograd.Function):
+    """The gradient of a sum over ranks is the sum of the ranks' gradients, with the same factors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        single: bool,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        what = "allreduce" if single else "grouped_allreduce"
+        prescale = to_factor(what, "prescale_factor", prescale)
+        postscale = to_factor(what, "postscale_factor", postscale)
+        ctx.arguments = (gradient_name(name), op, prescale, postscale, process_set, single)
+        handle = start_allreduce(tensors, name, op, prescale, postscale, process_set, single)
+        result = handle.wait()
+        return (result,) if single else tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        name, op, prescale, postscale, process_set, single = ctx.arguments
+        check_linear("allreduce", op)
+        # Not `start_allreduce`: with create_graph=True the gradient has a gradient too.
+        arguments = {
+            "name": name,
+            "op": op,
+            "prescale_factor": prescale,
+            "postscale_factor": postscale,
+            "process_set": process_set,
+        }
+        if single:
+            reduced = [allreduce(gradients[0], **arguments)]
+        else:
+            reduced = grouped_allreduce(gradients, **arguments)
+        return (None, None, None, None, None, None, *reduced)

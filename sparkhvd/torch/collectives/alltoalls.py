@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import Work
+from sparkhvd.engine.engine import Work
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch._context import context
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.collectives.allgathers import gathered
-from sparkhvd.torch.collectives.device_gathers import DeviceGather, start_device_alltoall
+from sparkhvd.torch.collectives.cuda_gathers import DeviceGather, start_device_alltoall
 from sparkhvd.torch.collectives.handles import Handle
-from sparkhvd.torch.collectives.tensors import as_sent, engine_dtype, view, wants_gradient
+from sparkhvd.torch.collectives.tensors import (
+    as_sent,
+    engine_dtype,
+    gradient_name,
+    view,
+    wants_gradient,
+)
+from sparkhvd.torch.context import context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["alltoall", "alltoall_async"]
@@ -122,9 +129,35 @@ def alltoall(
     output: Tensor
     received: Tensor
     if wants_gradient(tensor):
-        from sparkhvd.torch.autograd import Alltoall  # it builds on this module
-
         output, received = Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]  # torch's
     else:
         output, received = start_alltoall(tensor, splits, name, process_set, is_awaited=True).wait()
     return output if splits is None else (output, received)
+
+
+class Alltoall(torch.autograd.Function):
+    """The gradient of rows goes back to where they came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        splits: Tensor | Sequence[int] | None,
+        name: str | None,
+        process_set: ProcessSet,
+    ) -> tuple[Tensor, Tensor]:
+        output: Tensor
+        received: Tensor
+        output, received = start_alltoall(tensor, splits, name, process_set, is_awaited=True).wait()
+        ctx.arguments = (gradient_name(name), process_set, received, tensor.shape[0])
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        name, process_set, received, rows = ctx.arguments
+        gradient, _ = alltoall(gradients[0], received, name, process_set)
+        unsent = rows - gradient.shape[0]  # rows behind the last split
+        if unsent > 0:
+            gradient = torch.cat([gradient, gradient.new_zeros(unsent, *gradient.shape[1:])])
+        return gradient, None, None, None

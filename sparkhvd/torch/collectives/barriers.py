@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparkhvd.torch._context import Context, context
-from sparkhvd.torch.device import open_device
+from sparkhvd.torch.context import Context, context
+from sparkhvd.torch.cuda import open_device
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["barrier", "join"]

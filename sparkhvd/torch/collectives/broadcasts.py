@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from sparkhvd.engine.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch._context import Context, context
 from sparkhvd.torch.arguments import to_integer
-from sparkhvd.torch.collectives import device_works
+from sparkhvd.torch.collectives import cuda_reductions
+from sparkhvd.torch.collectives.allreduces import allreduce
 from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
     as_sent,
     engine_dtype,
+    gradient_name,
     lend,
     require_contiguous,
     view,
     wants_gradient,
     written,
 )
+from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
@@ -40,7 +45,7 @@ def start_broadcast(
     """Submit contiguous tensors; `target` may be `source`."""
     dtype, root = engine_dtype(name, source), _root(ctx, name, root_rank)
     if not source.is_cpu:
-        return device_works.start_broadcast(ctx, name, source, target, root, dtype, process_set)
+        return cuda_reductions.start_broadcast(ctx, name, source, target, root, dtype, process_set)
     call = ctx.engine.prepare_broadcast(view(source, target), root, dtype, process_set)
     return ctx.engine.start(call, name, lend(source, target))
 
@@ -100,8 +105,6 @@ def broadcast(
         InvalidArgumentError, MismatchError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
     if wants_gradient(tensor):
-        from sparkhvd.torch.autograd import Broadcast  # it builds on this module
-
         sent: Tensor = Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]  # torch's
         return sent
     result: Tensor = broadcast_async(tensor, root_rank, name, process_set).wait()
@@ -128,3 +131,23 @@ def broadcast_(
         start_broadcast(ctx, name, tensor, tensor, root_rank, number).wait()
     written((tensor,))
     return tensor
+
+
+class Broadcast(torch.autograd.Function):
+    """The gradient is the average of the ranks' gradients on the root, zero elsewhere (as in Horovod)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
+        ctx.arguments = (gradient_name(name), process_set, root_rank)
+        result: Tensor = broadcast_async(tensor, root_rank, name, process_set).wait()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        name, process_set, root_rank = ctx.arguments
+        average = allreduce(gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set)
+        if context().engine.topology.rank != root_rank:
+            average = torch.zeros_like(average)
+        return average, None, None, None

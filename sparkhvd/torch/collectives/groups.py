@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from sparkhvd.engine import DType, ReduceOp
+from sparkhvd.engine.engine import DType, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import Reduction, by_dtype

@@ -5,25 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sparkhvd.engine import DType, ReduceOp
+from sparkhvd.engine.engine import DType, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch._context import context
 from sparkhvd.torch.arguments import check_compression, to_factor, to_list
-from sparkhvd.torch.collectives import device_works
+from sparkhvd.torch.collectives import cuda_reductions
+from sparkhvd.torch.collectives.allgathers import grouped_allgather
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
     Average,
     Reduction,
     as_sent,
+    check_linear,
     engine_dtype,
+    gradient_name,
     resolve_op,
     view,
     wants_gradient,
 )
-from sparkhvd.torch.compression import Compression, Compressor
+from sparkhvd.torch.compressors import Compressor, NoneCompressor
+from sparkhvd.torch.context import context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
 
 __all__ = [
@@ -73,7 +77,7 @@ def start_reducescatter(
     def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
         if not inputs[indices[0]].is_cpu:
             given, made = [inputs[i] for i in indices], [outputs[i] for i in indices]
-            return device_works.start_reducescatter(ctx, part, given, made, reduction, digest)
+            return cuda_reductions.start_reducescatter(ctx, part, given, made, reduction, digest)
         views = [view(inputs[i], outputs[i]) for i in indices]
         call = ctx.engine.prepare_reducescatter(views, dtype, *reduction, digest)
         return ctx.engine.start(call, part, (inputs, outputs))
@@ -97,8 +101,6 @@ def _reducescatter(
     compressed = [compression.compress(tensor) for tensor in to_list(what, tensors)]
     wires = [wire for wire, _ in compressed]
     if any([wants_gradient(wire) for wire in wires]):
-        from sparkhvd.torch.autograd import GroupedReducescatter  # it builds on this module
-
         reduced: Sequence[Tensor] = GroupedReducescatter.apply(  # type: ignore[no-untyped-call]  # torch's
             name, op, prescale, postscale, process_set, single, *wires
         )
@@ -131,7 +133,7 @@ def reducescatter_async(
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] = NoneCompressor,
     op: ReduceOp | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -182,7 +184,7 @@ def grouped_reducescatter_async(
 def grouped_reducescatter(
     tensors: Iterable[Tensor],
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] = NoneCompressor,
     op: ReduceOp | int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -193,3 +195,36 @@ def grouped_reducescatter(
     return _reducescatter(
         tensors, name, compression, op, prescale_factor, postscale_factor, process_set, False
     )
+
+
+class GroupedReducescatter(torch.autograd.Function):
+    """The gradient is the ranks' gradients joined, with the same factors; with Sum times their number."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: ReduceOp,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        single: bool,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        what = "reducescatter" if single else "grouped_reducescatter"
+        prescale = to_factor(what, "prescale_factor", prescale)
+        postscale = to_factor(what, "postscale_factor", postscale)
+        ctx.arguments = (gradient_name(name), op, prescale * postscale, process_set)
+        handle = start_reducescatter(tensors, name, op, prescale, postscale, process_set, single)
+        result = handle.wait()
+        return (result,) if single else tuple(result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        name, op, factor, process_set = ctx.arguments
+        check_linear("reducescatter", op)
+        if op is ReduceOp.SUM:
+            factor *= process_set.size()
+        scaled = [gradient * factor if factor != 1 else gradient for gradient in gradients]
+        joined = grouped_allgather(scaled, name=name, process_set=process_set)
+        return None, None, None, None, None, None, *joined

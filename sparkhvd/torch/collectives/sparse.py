@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparkhvd.engine import ReduceOp
+from sparkhvd.engine.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.allgathers import allgather_async
 from sparkhvd.torch.collectives.tensors import Average, Sum, resolve_op

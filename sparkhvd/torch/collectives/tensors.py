@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sparkhvd.engine import DType, ReduceOp, TensorView
+from sparkhvd.engine.engine import DType, ReduceOp, TensorView
 from sparkhvd.errors import InvalidArgumentError
 
 Average = ReduceOp.AVERAGE
@@ -182,3 +182,16 @@ def written(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_inference():
             increment_version(tensor)
+
+
+def gradient_name(name: str | None) -> str | None:
+    """Name the collective of the backward pass after that of the forward one."""
+    return None if name is None else f"{name}.gradient"
+
+
+def check_linear(operation: str, op: ReduceOp) -> None:
+    """Refuse the gradient of a reduction that is not linear."""
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise InvalidArgumentError(
+            f"{operation}(op={op.name.title()}) has no gradient. Use Average or Sum, or detach the tensor."
+        )

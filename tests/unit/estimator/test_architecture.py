@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.estimator.architecture import (
+from sparkhvd.training.modules.architecture import (
     copy_with,
     describe,
     dump_shell,

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own custom
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparkhvd.data.columns.features import bind_inputs, model_dtype
+from sparkhvd.data.columns.labels import bind_labels, check_output_shapes
+from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.binding import bind_inputs, model_dtype
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.labels import bind_labels, check_output_shapes
 
 ROWS = 4
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.columns.decoders import pad
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, UntrustedError
-from sparkhvd.estimator import encoding
-from sparkhvd.estimator.data.functions import pad
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.encoding import Archive, Decoder
+from sparkhvd.estimator.saving import encoding
+from sparkhvd.estimator.saving.encoding import Archive, Decoder
 from sparkhvd.settings import Settings
 
 SPARK = SimpleNamespace(conf=SimpleNamespace(get=lambda _name, default: default))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.estimator import files
+from sparkhvd.data.store import spark_files
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,10 @@ from sparkhvd.estimator import files
 def test_rows_are_bounded_and_whole(
     data: bytes, separator: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "CHUNK_BYTES", 8)
+    monkeypatch.setattr(spark_files, "CHUNK_BYTES", 8)
     path = tmp_path / "file"
     path.write_bytes(data)
-    assert files._separator(str(path)) == separator
-    rows = list(files._rows(data, separator))
+    assert spark_files._separator(str(path)) == separator
+    rows = list(spark_files._rows(data, separator))
     assert separator.join(rows) == data
     assert b"x" in data or max(map(len, rows)) <= 8

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
-from sparkhvd.estimator import heads
+from sparkhvd.data.columns import heads
 
 
 @pytest.mark.parametrize(

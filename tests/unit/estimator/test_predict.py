@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError
-from sparkhvd.estimator.binding import bind_inputs
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.predict import output_widths
+from sparkhvd.data.columns.features import bind_inputs
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.training.modules.output_widths import output_widths
 
 COLUMN = Column("x", "vector", "float32", (4,), "vector", "float32")
 

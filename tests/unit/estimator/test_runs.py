@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from sparkhvd.data.store.checksummed import load_sealed
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.sealed import load_sealed
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.runs import Run
-from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from sparkhvd.estimator.fitting.runs import Run
+from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
 
 
 @pytest.fixture

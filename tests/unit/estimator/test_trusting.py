@@ -6,7 +6,7 @@ import pytest
 
 from sparkhvd import trust
 from sparkhvd.errors import UntrustedError
-from sparkhvd.estimator.trusting import check_trusted
+from sparkhvd.estimator.saving.trust import check_trusted
 
 
 class Session:

@@ -11,8 +11,8 @@ import torch
 
 from sparkhvd import InvalidArgumentError, Store
 from sparkhvd.errors import InternalError
-from sparkhvd.estimator import weights
-from sparkhvd.estimator.weights import Weights
+from sparkhvd.training.modules import weights
+from sparkhvd.training.modules.weights import Weights
 
 TENSORS = {
     "a": torch.arange(6.0).reshape(2, 3),

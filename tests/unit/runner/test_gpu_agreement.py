@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from sparkhvd.runner.gpu_agreement import (
+from sparkhvd.runner.gpu.agreement import (
     Agreement,
     OwnGpu,
     RankGpus,
@@ -15,7 +15,7 @@ from sparkhvd.runner.gpu_agreement import (
     own_gpu,
     unknown_warning,
 )
-from sparkhvd.runner.gpus import Mode
+from sparkhvd.runner.gpu.decide import Mode
 
 
 def rank(host: str, local_rank: int, *uuids: str, error: str = "", visible: str = "0") -> RankGpus:

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner import context, gpu_probe, gpus, run_local
+from sparkhvd.runner import context, run_local
+from sparkhvd.runner.gpu import decide, probe
 from sparkhvd.runner.trainer import Trainer
 from sparkhvd.settings import Settings
 from tests.harness.fake_driver import fake_driver, uuid_of
 from tests.harness.processes import wait_for_no_trainers
 
-ASK = "import sys, json; from sparkhvd.runner.gpu_probe import cuda_uuids; print(json.dumps(cuda_uuids(sys.argv[1])))"
+ASK = "import sys, json; from sparkhvd.runner.gpu.probe import cuda_uuids; print(json.dumps(cuda_uuids(sys.argv[1])))"
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def answers(library: str, *views: dict[str, str | None]) -> list[dict[str, objec
         said.append(data)
         told.set()
 
-    gpu_probe.ask(library, views, tell)
+    probe.ask(library, views, tell)
     assert told.wait(30)
     assert len(said) == 1
     return list(json.loads(said[0]))
@@ -89,7 +90,7 @@ def test_each_view_has_an_answer_and_leaves_this_process_as_it_is(
 STARTED = """
 import ctypes, sys
 from sparkhvd.runner.child import JobFrame, _visible
-from sparkhvd.runner.gpu_probe import cuda_uuids, has_started
+from sparkhvd.runner.gpu.probe import cuda_uuids, has_started
 
 library = sys.argv[1]
 frame = JobFrame("", "", local_rank=1, gpu=1, env={"RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"})
@@ -188,7 +189,7 @@ def test_a_driver_that_answers_too_late_or_never_costs_no_result(
     source = f"#include <unistd.h>\nint cuInit(unsigned f) {{ {then} }}"
     settings = Settings(cuda_library=fake_driver(tmp_path, source, "slow"))
     monkeypatch.setattr(Trainer, "gpus", functools.partialmethod(Trainer.gpus, 0.5))
-    plan = gpus.GpuPlan(gpus.Mode.HOST, "automatic", is_required=False)
-    monkeypatch.setattr(gpus, "decide", lambda *_, **__: plan)
+    plan = decide.GpuPlan(decide.Mode.HOST, "automatic", is_required=False)
+    monkeypatch.setattr(decide, "decide", lambda *_, **__: plan)
     assert run_local(time.sleep, args=(3.0,), num_proc=1, settings=settings) == [None]
     assert wait_for_no_trainers() == set()

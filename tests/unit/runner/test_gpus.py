@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.runner import profiles
-from sparkhvd.runner.gpus import (
+from sparkhvd.runner.gpu import profiles
+from sparkhvd.runner.gpu.decide import (
     GpuPlan,
     Mode,
     Share,
@@ -17,8 +17,8 @@ from sparkhvd.runner.gpus import (
     variables,
     views,
 )
+from sparkhvd.runner.gpu.profiles import plan_gpus, slots_of
 from sparkhvd.runner.placement import choose_num_proc
-from sparkhvd.runner.profiles import plan_gpus, slots_of
 
 YARN = {"spark.master": "yarn", "spark.executor.instances": "3"}
 STANDALONE = {"spark.master": "spark://h:7077", "spark.cores.max": "16"}

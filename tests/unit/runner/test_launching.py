@@ -12,7 +12,7 @@ import pytest
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner import context
-from sparkhvd.runner.gpu_agreement import OwnGpu
+from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.launching import (
     check_env,
     dump_call,

@@ -63,7 +63,7 @@ def _settings_of(variables: dict[int, dict[str, str]]) -> tuple[float, str, int]
     assert here is not None
     os.environ.update(variables.get(here.rank, {}))
     import sparkhvd.torch as hvd
-    from sparkhvd.torch import _context
+    from sparkhvd.torch import context as _context
 
     hvd.init()
     hvd.barrier()
@@ -347,7 +347,7 @@ if __name__ == "__main__":
 _SAVING = """
 import os, sys, time
 from sparkhvd import Settings, rendezvous
-from sparkhvd.engine import Engine
+from sparkhvd.engine.engine import Engine
 from sparkhvd.runner import run_local
 
 def saves(folder, is_stubborn):

@@ -194,7 +194,7 @@ def test_need_of_address_space_is_about_what_torch_and_an_engine_take() -> None:
     """A process with little more than the need trains; one with half of it could not even load torch."""
     needed = address_space_needed(["torch"], 0)
     script = (
-        "import torch; from sparkhvd.engine import Engine; from sparkhvd.rendezvous import SingleRendezvous; "
+        "import torch; from sparkhvd.engine.engine import Engine; from sparkhvd.rendezvous import SingleRendezvous; "
         "from sparkhvd.settings import Settings\n"
         "with Engine(SingleRendezvous(Settings()).connect(), Settings()): torch.ones(1000).sum().item()"
     )

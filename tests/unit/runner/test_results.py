@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sparkhvd.errors import PreflightError, RankError
-from sparkhvd.runner.results import (
+from sparkhvd.runner.outcomes import (
     Kind,
     Outcome,
     chunks,

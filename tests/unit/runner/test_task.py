@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sparkhvd.runner import preflight, task
-from sparkhvd.runner.results import Kind, Outcome
+from sparkhvd.runner.outcomes import Kind, Outcome
 
 
 class Files:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner import turns
+from sparkhvd.runner import admission
 from tests.harness.waiting import wait_until
 
 
@@ -35,7 +35,7 @@ class Launch:
 
     def _run(self) -> None:
         try:
-            with turns.turn("app", self._kind, self.size, is_alone=self._is_alone) as mine:
+            with admission.turn("app", self._kind, self.size, is_alone=self._is_alone) as mine:
                 while not self._is_over.is_set():
                     with mine.slots(self._slots, self._limit_s, self.said.append):
                         self.attempts += 1
@@ -43,7 +43,7 @@ class Launch:
                         self._is_lost.wait(20)
                         self._is_lost.clear()
                     self.is_running.clear()
-        except BaseException as e:  # noqa: BLE001 - the test looks at it
+        except BaseException as e:
             self.error = e
 
     def lose(self) -> None:
@@ -76,7 +76,7 @@ def start() -> Iterator[Callable[[Launch], Launch]]:
         launch.stop()
     for launch in started:
         launch.end()
-    assert not turns.is_launched("app")
+    assert not admission.is_launched("app")
 
 
 Start = Callable[[Launch], Launch]
@@ -162,4 +162,4 @@ def test_an_interrupt_of_a_wait_leaves_no_turn(start: Start) -> None:
     waits.thread.start()
     waits.thread.join(20)
     assert isinstance(waits.error, KeyboardInterrupt)
-    assert len(turns._turns) == 1
+    assert len(admission._turns) == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import sparkhvd.torch as hvd
 from sparkhvd.settings import Settings
-from sparkhvd.torch._context import use_engine
+from sparkhvd.torch.context import use_engine
 from tests.harness import ranks
 
 DEADLINE_S = 40.0

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkhvd.torch.bucket_plan import plan_buckets
+from sparkhvd.torch.gradients.plan import plan_buckets
 from tests.harness.soak import amount
 
 

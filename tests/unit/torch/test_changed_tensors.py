@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.engine.library import Status
 from sparkhvd.errors import InternalError, InvalidArgumentError
-from sparkhvd.library import Status
-from sparkhvd.torch._context import context
+from sparkhvd.torch.context import context
 from tests.unit.torch.on_ranks import on_ranks
 
 

@@ -130,7 +130,7 @@ def test_settings_reach_the_engine() -> None:
     settings = Settings(bucket_bytes=123)
 
     def body() -> Any:
-        from sparkhvd.torch._context import context
+        from sparkhvd.torch.context import context
 
         return context().engine.settings.bucket_bytes
 
@@ -139,5 +139,5 @@ def test_settings_reach_the_engine() -> None:
 
 def test_names_of_horovod_that_are_missing_say_so() -> None:
     with pytest.raises(AttributeError, match="It is Horovod's, and not in this version"):
-        hvd.elastic  # noqa: B018 - the access is the test
+        hvd.elastic
     assert not hasattr(hvd, "no_such_name")

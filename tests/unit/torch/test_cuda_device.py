@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparkhvd.torch import device as device_module
-from sparkhvd.torch.device import CudaDevice, copy_each, find_nccl
+from sparkhvd.torch import cuda as device_module
+from sparkhvd.torch.cuda import CudaDevice, copy_each, find_nccl
 
 
 class FakeTorchCuda:
@@ -25,7 +25,7 @@ class FakeTorchCuda:
     def default_stream(self, ordinal: int) -> str:
         return f"default of {ordinal}"
 
-    def ExternalStream(self, handle: int, device: int) -> str:  # noqa: N802 - torch's name
+    def ExternalStream(self, handle: int, device: int) -> str:
         return f"{handle:#x} of {device}" if handle else "a new one"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.settings import Settings
-from sparkhvd.torch import device_bucket
+from sparkhvd.torch.gradients import cuda
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Driver, FakeDevice
 from tests.unit.torch.on_gpus import on_gpus
@@ -85,7 +85,7 @@ def test_accumulation() -> None:
 def test_large_gradients_are_scaled_while_they_are_copied(
     monkeypatch: pytest.MonkeyPatch, large_bytes: int, compression: Any
 ) -> None:
-    monkeypatch.setattr(device_bucket, "_LARGE_BYTES", large_bytes)
+    monkeypatch.setattr(cuda, "_LARGE_BYTES", large_bytes)
     train = functools.partial(training.together, uses_extra=uses_extra, compression=compression)
     expected = training.alone(extra_for=functools.partial(of_row, size=3))
     bound = 1e-12 if compression is hvd.Compression.none else 5e-2

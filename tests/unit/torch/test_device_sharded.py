@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
-from sparkhvd.torch.device_shards import DeviceShards
-from sparkhvd.torch.slices import Slices
+from sparkhvd.torch.gradients.layout import Slices
+from sparkhvd.torch.optimizer.cuda_shards import DeviceShards
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Driver, Factories, FakeDevice, gpu
 from tests.unit.torch.on_gpus import on_gpus
@@ -159,7 +159,7 @@ class Halving(hvd.Compression.fp16):
 
 def test_a_compression_of_the_users_own() -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
-    body = lambda gpu: weights(sharded(gpu, OPTIMIZERS["Adam"], compression=Halving)[0])  # noqa: E731
+    body = lambda gpu: weights(sharded(gpu, OPTIMIZERS["Adam"], compression=Halving)[0])
     for found in on_gpus(2, body, settings=SMALL):
         assert float((found - expected).abs().max()) < 1e-10
 

@@ -12,7 +12,7 @@ from torch import nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
-from sparkhvd.torch.compression import Compressor
+from sparkhvd.torch.compressors import Compressor
 from tests.unit.torch.on_ranks import on_ranks
 
 SMALL = Settings(bucket_bytes=256)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sparkhvd
-import sparkhvd.autotune
+import sparkhvd.observe.autotune
 import sparkhvd.torch as hvd
 from sparkhvd.errors import NotInitializedError
 from sparkhvd.settings import Settings
@@ -94,7 +94,7 @@ def test_tuning_changes_buckets_and_chunks_but_no_bit(
     hosts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Short windows, so that many settings are tried.
-    kwdefaults = sparkhvd.autotune.Tuner.__init__.__kwdefaults__
+    kwdefaults = sparkhvd.observe.autotune.Tuner.__init__.__kwdefaults__
     monkeypatch.setitem(kwdefaults, "warmup_steps", 1)
     monkeypatch.setitem(kwdefaults, "window_steps", 1)
     settings = Settings(bucket_bytes=1 << 20)

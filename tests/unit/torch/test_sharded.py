@@ -12,7 +12,8 @@ from torch import nn
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
-from sparkhvd.torch.shards import cut_range, is_dense, owners_of
+from sparkhvd.torch.gradients.layout import cut_range, is_dense
+from sparkhvd.torch.optimizer.shards import owners_of
 from tests.unit.torch.on_ranks import on_ranks
 
 SMALL = Settings(bucket_bytes=512)

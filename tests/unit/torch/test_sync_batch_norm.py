@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError, NotInitializedError
 from sparkhvd.runner import run_local
-from sparkhvd.torch import _context
+from sparkhvd.torch import context
 from tests.harness import ranks
 from tests.unit.torch.on_ranks import on_ranks
 
@@ -265,7 +265,7 @@ def test_every_rank_hears_of_a_single_value_per_channel() -> None:
 
 def on_alone(fn: Callable[[], Any]) -> Any:
     """One rank, whose exception is the caller's."""
-    (outcome,) = ranks.rank_outcomes(1, lambda _: fn(), using=_context.use_engine)
+    (outcome,) = ranks.rank_outcomes(1, lambda _: fn(), using=context.use_engine)
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome

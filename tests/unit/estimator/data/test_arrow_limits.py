@@ -9,10 +9,10 @@ import pytest
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
-from pyspark.sql import types as T  # noqa: N812 - Spark's own custom
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
-from sparkhvd.estimator.data.arrow_limits import (
+from sparkhvd.data.arrow_limits import (
     BYTES_KEY,
     RECORDS_KEY,
     _Bounds,

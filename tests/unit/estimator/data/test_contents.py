@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
+from sparkhvd.data.store import run_lock
+from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
+from sparkhvd.data.store.leases import LEASE_S, Lease, write_lease
+from sparkhvd.data.store.processes import Process
+from sparkhvd.data.store.run_lock import hold, holder_of
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data import holding
-from sparkhvd.estimator.data.holding import hold, holder_of
-from sparkhvd.estimator.data.leases import LEASE_S, Lease, write_lease
-from sparkhvd.estimator.data.processes import Process
-from sparkhvd.estimator.data.sealed import dump_sealed, load_sealed
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.runs import Run
-from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from sparkhvd.estimator.fitting.runs import Run
+from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)
@@ -136,8 +136,8 @@ def test_the_second_fit_of_a_run_is_refused_while_the_first_lives(store: Store) 
 
 def test_a_killed_holder_of_this_machine_is_given_up_at_once(tmp_path: Path, store: Store) -> None:
     code = (
-        "import sys; from sparkhvd.estimator.data.holding import hold;"
-        "from sparkhvd.estimator.data.store import Store;"
+        "import sys; from sparkhvd.data.store.run_lock import hold;"
+        "from sparkhvd.data.store.store import Store;"
         f"held = hold(Store({store.url!r}), 'r'); print('held', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
@@ -152,13 +152,13 @@ def test_a_killed_holder_of_this_machine_is_given_up_at_once(tmp_path: Path, sto
         began = time.monotonic()
         wait_until(lambda: not Process.is_alive(holder(store).process), "the holder has ended")
         hold(store, "r").release()  # though nobody has waited for the process
-        assert time.monotonic() - began < holding.EXPIRES_S / 2
+        assert time.monotonic() - began < run_lock.EXPIRES_S / 2
     finally:
         other.kill()
         other.communicate()
 
 
-def holder(store: Store) -> holding.Holder:
+def holder(store: Store) -> run_lock.Holder:
     found = holder_of(store, "r")
     assert found is not None
     return found
@@ -167,13 +167,13 @@ def holder(store: Store) -> holding.Holder:
 def test_a_holder_of_another_machine_is_given_up_when_it_stops_renewing(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(holding, "EXPIRES_S", 0.5)
-    monkeypatch.setattr(holding, "_POLL_S", 0.05)
+    monkeypatch.setattr(run_lock, "EXPIRES_S", 0.5)
+    monkeypatch.setattr(run_lock, "_POLL_S", 0.05)
     held_elsewhere(store, "r")
     hold(store, "r").release()
     assert "waiting up to 0.5 s to see whether that fit is alive" in capsys.readouterr().out
 
-    monkeypatch.setattr(holding, "EXPIRES_S", 30.0)
+    monkeypatch.setattr(run_lock, "EXPIRES_S", 30.0)
     held_elsewhere(store, "r")
     renewing = threading.Timer(0.2, held_elsewhere, (store, "r"))
     renewing.start()
@@ -185,7 +185,7 @@ def test_a_holder_of_another_machine_is_given_up_when_it_stops_renewing(
 def test_a_holder_renews_and_notices_that_it_was_taken_over(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holding, "RENEW_S", 0.02)
+    monkeypatch.setattr(run_lock, "RENEW_S", 0.02)
     with hold(store, "r") as held:
         first = holder(store).renewed
         wait_until(lambda: holder(store).renewed > first, "the holder has renewed its file")

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.convert import (
+from sparkhvd.data.arrow import (
     Findings,
     column_to_numpy,
     numpy_to_array,
@@ -19,9 +18,10 @@ from sparkhvd.estimator.data.convert import (
     text_to_array,
     usable_rows,
 )
-from sparkhvd.estimator.data.schema import Column
-from sparkhvd.estimator.data.values import Ragged
-from sparkhvd.estimator.predict import feature
+from sparkhvd.data.columns.ragged import Ragged
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.transform.worker import feature
 
 VECTOR = pa.struct(
     [
@@ -303,8 +303,8 @@ def test_arrays_from_numpy_equal_those_of_arrow() -> None:
 _WORKER = """
 import sys
 import numpy as np, pyarrow as pa
-from sparkhvd.estimator.data.convert import column_to_numpy, numpy_to_array
-from sparkhvd.estimator.data.schema import Column
+from sparkhvd.data.arrow import column_to_numpy, numpy_to_array
+from sparkhvd.data.columns.schema import Column
 lists = pa.ListArray.from_arrays(numpy_to_array(np.array([0, 2, 4], np.int32)), numpy_to_array(np.ones(4)))
 values, _ = column_to_numpy(lists, Column("c", "array", "float32", None, "", "float32"))
 assert values.shape == (2, 2)

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from sparkhvd.data.columns.schema import check_schema
+from sparkhvd.data.parquet import discover
+from sparkhvd.data.parquet.discover import fingerprint, open_dataset, read_manifest
+from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data import dataset as dataset_module
-from sparkhvd.estimator.data.dataset import fingerprint, open_dataset, read_manifest
-from sparkhvd.estimator.data.parquet import ParquetSource
-from sparkhvd.estimator.data.schema import check_schema
-from sparkhvd.estimator.data.store import Store
 
 
 def write(path: Path, **columns: Any) -> None:
@@ -212,7 +212,7 @@ def test_fingerprint_follows_size_and_time(tmp_path: Path) -> None:
 def test_fingerprint_of_very_many_files_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset_module, "_LISTED_FILES", 2)
+    monkeypatch.setattr(discover, "_LISTED_FILES", 2)
     for number in range(3):
         write(tmp_path / f"{number}.parquet")
     before = fingerprint(manifest_of(tmp_path, "x"))
@@ -236,8 +236,8 @@ def test_any_file_system_of_fsspec_will_do(tmp_path: Path) -> None:
 
 
 def test_packed_files_are_told_from_ordinary_ones(tmp_path: Path) -> None:
-    from sparkhvd.estimator.data.packed import write_packed
-    from sparkhvd.estimator.data.schema import Column
+    from sparkhvd.data.columns.schema import Column
+    from sparkhvd.data.packed import write_packed
 
     column = Column("x", "scalar", "float32", (), "float", "float32")
     write_packed(Store(str(tmp_path)), "a.parquet", [column], {"x": np.zeros(3, np.float32)})

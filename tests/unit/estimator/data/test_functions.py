@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparkhvd.data.columns.decoders import RowFunctions, pad
+from sparkhvd.data.columns.ragged import Ragged, SparseRows
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import write_packed
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.functions import RowFunctions, pad
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import write_packed
-from sparkhvd.estimator.data.reader import Reader
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.data.values import Ragged, SparseRows
 
 ROWS = 50
 WIDTH = 10_000_000

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import write_packed
+from sparkhvd.data.reading.preload import Loading, begin, begun
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import StoreError
-from sparkhvd.estimator.data.loading import Loading, begin, begun
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import write_packed
-from sparkhvd.estimator.data.reader import Reader
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
 
 ROWS = 500
 DATA_DIR = "data/k/app"

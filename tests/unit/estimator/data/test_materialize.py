@@ -11,15 +11,15 @@ import pytest
 from pyspark import TaskContext
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
-from pyspark.sql import types as T  # noqa: N812
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
+from sparkhvd.data.columns.schema import DataSchema, check_schema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.materialize import materialize
+from sparkhvd.data.packed import RowSource, read_packed
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.materialize import materialize
-from sparkhvd.estimator.data.packed import RowSource, read_packed
-from sparkhvd.estimator.data.schema import DataSchema, check_schema
-from sparkhvd.estimator.data.store import Store
 from tests.harness.processes import peak_bytes
 from tests.harness.soak import amount
 from tests.harness.spark import run_on
@@ -232,10 +232,10 @@ def test_a_task_that_fails_once_writes_no_row_twice(tmp_path: Path) -> None:
     body = f"""
         from pathlib import Path
         import numpy as np
-        from sparkhvd.estimator.data.schema import check_schema
-        from sparkhvd.estimator.data.store import Store
-        from sparkhvd.estimator.data.materialize import materialize
-        from sparkhvd.estimator.data.packed import read_packed
+        from sparkhvd.data.columns.schema import check_schema
+        from sparkhvd.data.store.store import Store
+        from sparkhvd.data.materialize import materialize
+        from sparkhvd.data.packed import read_packed
         mark = {str(tmp_path / "mark")!r}
         def fail_once(batches):
             for batch in batches:

@@ -10,12 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import DataFile, Manifest
+from sparkhvd.data.packed import PackedWriter, RowSource, read_packed, write_packed
+from sparkhvd.data.packed.requests import together
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.estimator.data.manifest import DataFile, Manifest
-from sparkhvd.estimator.data.packed import PackedWriter, RowSource, read_packed, write_packed
-from sparkhvd.estimator.data.packed.requests import together
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
 
 X = Column("a.x", "array", "float32", (3,), "array<float>", "float32")
 Y = Column("y", "scalar", "int64", (), "bigint", "int64")
@@ -91,7 +91,7 @@ def test_any_ascending_rows_can_be_read(store: Store, seed: int) -> None:
 def test_far_rows_are_read_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, values = make(store, [250])
     rows = np.array([0, 1, 2, 90, 99, 100, 249])
-    monkeypatch.setattr("sparkhvd.estimator.data.packed.rows._GAP_BYTES", 5 * 12)
+    monkeypatch.setattr("sparkhvd.data.packed.rows._GAP_BYTES", 5 * 12)
     with RowSource(store, manifest) as source:
         runs = source._runs(rows, 5)
         assert runs == [(0, 3), (3, 4), (4, 5), (5, 6), (6, 7)]
@@ -123,7 +123,7 @@ def test_own_files_are_read_without_decoding(store: Store, monkeypatch: pytest.M
     def refuse(*_: object) -> None:
         raise AssertionError("decoded")
 
-    monkeypatch.setattr("sparkhvd.estimator.data.packed.file.PackedFile._decode", refuse)
+    monkeypatch.setattr("sparkhvd.data.packed.file.PackedFile._decode", refuse)
     with RowSource(store, manifest) as source:
         np.testing.assert_array_equal(source.read(["y"])["y"], values["y"])
 

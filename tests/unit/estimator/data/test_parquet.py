@@ -19,14 +19,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkhvd.data.arrow_types import VERIFIED, plain
+from sparkhvd.data.columns.schema import check_schema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.parquet import source as parquet
+from sparkhvd.data.parquet.discover import open_dataset, read_manifest
+from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.reading.reader import Reader
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.estimator.data import parquet
-from sparkhvd.estimator.data.arrow_types import VERIFIED, plain
-from sparkhvd.estimator.data.dataset import open_dataset, read_manifest
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.parquet import ParquetSource
-from sparkhvd.estimator.data.reader import Reader
-from sparkhvd.estimator.data.schema import check_schema
 from tests.harness.soak import amount
 
 ROW_BYTES = 8 + 3 * 4
@@ -453,9 +453,9 @@ def test_a_manifest_comes_back_from_the_store(tmp_path: Path) -> None:
 _ONE_LARGE_ROW_GROUP = """
 import sys
 from pathlib import Path
-from sparkhvd.estimator.data.dataset import open_dataset, read_manifest
-from sparkhvd.estimator.data.reader import Reader
-from sparkhvd.estimator.data.schema import check_schema
+from sparkhvd.data.parquet.discover import open_dataset, read_manifest
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.columns.schema import check_schema
 
 def peak_bytes():
     # Not getrusage's, which begins with what the parent had.

@@ -12,15 +12,13 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
+from pyspark.sql import functions as F
 
-from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data import prepare as prepare_module
-from sparkhvd.estimator.data.leases import LEASE_NAME, LEASE_S, Lease, lease_of, write_lease
-from sparkhvd.estimator.data.manifest import DAMAGED_NAME
-from sparkhvd.estimator.data.packed import read_packed
-from sparkhvd.estimator.data.plan import plan_facts
-from sparkhvd.estimator.data.prepare import (
+from sparkhvd.data import reuse
+from sparkhvd.data.columns.schema import check_schema
+from sparkhvd.data.manifest import DAMAGED_NAME
+from sparkhvd.data.packed import read_packed
+from sparkhvd.data.reuse import (
     PreparedData,
     Scope,
     plan_key,
@@ -28,8 +26,10 @@ from sparkhvd.estimator.data.prepare import (
     release,
     renew_leases,
 )
-from sparkhvd.estimator.data.schema import check_schema
-from sparkhvd.estimator.data.store import Store
+from sparkhvd.data.spark_plan import plan_facts
+from sparkhvd.data.store.leases import LEASE_NAME, LEASE_S, Lease, lease_of, write_lease
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
 from tests.harness.ranks import run_threads
 from tests.harness.spark import run_on
 
@@ -62,7 +62,7 @@ def test_the_same_plan_is_materialized_once(
 
     first = prepared(numbers(spark), store)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "materialize", materialized)
+        patch.setattr(reuse, "materialize", materialized)
         again = prepared(numbers(spark), store)
     assert (first.reused, again.reused) == (False, True)
     assert again.manifest == first.manifest
@@ -227,9 +227,9 @@ def test_values_of_partitions_in_a_catalog_are_part_of_the_plan(
 @pytest.mark.timeout(320)
 def test_kept_data_of_files_are_used_by_another_application(tmp_path: Path) -> None:
     body = f"""
-        from sparkhvd.estimator.data.prepare import prepare
-        from sparkhvd.estimator.data.schema import check_schema
-        from sparkhvd.estimator.data.store import Store
+        from sparkhvd.data.reuse import prepare
+        from sparkhvd.data.columns.schema import check_schema
+        from sparkhvd.data.store.store import Store
         store = Store.create({str(tmp_path / "store")!r})
         source = {str(tmp_path / "source")!r}
         if not os.path.exists(source):
@@ -482,7 +482,7 @@ def test_data_that_cannot_be_used_leave_nothing(spark: SparkSession, store: Stor
     with pytest.raises(InvalidArgumentError, match="5 of 5 rows are null"):
         prepared(df, store)
     assert store.list("data") == []
-    assert not any(store == s for s, _ in prepare_module._owned.directories)
+    assert not any(store == s for s, _ in reuse._owned.directories)
 
 
 def test_a_file_that_went_missing_is_made_again(spark: SparkSession, store: Store) -> None:
@@ -501,9 +501,9 @@ def test_data_that_a_reader_found_damaged_are_made_again(spark: SparkSession, st
 def test_data_go_when_the_process_ends_and_connect_needs_a_key(tmp_path: Path) -> None:
     root = str(tmp_path / "store")
     body = f"""
-        from sparkhvd.estimator.data.prepare import plan_key, prepare
-        from sparkhvd.estimator.data.schema import check_schema
-        from sparkhvd.estimator.data.store import Store
+        from sparkhvd.data.reuse import plan_key, prepare
+        from sparkhvd.data.columns.schema import check_schema
+        from sparkhvd.data.store.store import Store
         store = Store.create({root!r})
         df = spark.range(20).selectExpr("id", "id * 0.5D as label")
         schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])

@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from sparkhvd import InvalidArgumentError, Store, read_packed
-from sparkhvd.estimator.data import addresses
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import write_packed
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.values import Ragged
+from sparkhvd.data.columns.ragged import Ragged
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import write_packed
+from sparkhvd.data.store import addresses
 from tests.harness.servers import S3
 
 X = Column("x", "array", "float32", (2,), "array<float>", "float32")

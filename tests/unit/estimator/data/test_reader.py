@@ -16,13 +16,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import DAMAGED_NAME, MANIFEST_NAME, Manifest
+from sparkhvd.data.packed import RowSource, write_packed
+from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.reading.sampler import epoch_plan
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.estimator.data.manifest import DAMAGED_NAME, MANIFEST_NAME, Manifest
-from sparkhvd.estimator.data.packed import RowSource, write_packed
-from sparkhvd.estimator.data.reader import Batch, Reader
-from sparkhvd.estimator.data.sampler import epoch_plan
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
 from tests.harness.ranks import run_threads
 from tests.harness.soak import amount
 
@@ -454,8 +454,8 @@ def test_a_read_that_never_returns_is_not_waited_for(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nobody writes to blocks who opens it, as a mount does whose server has gone."""
-    monkeypatch.setattr("sparkhvd.estimator.data.reader._READ_S", 0.3)
-    monkeypatch.setattr("sparkhvd.estimator.data.reader._STOP_S", 0.1)
+    monkeypatch.setattr("sparkhvd.data.reading.reader._READ_S", 0.3)
+    monkeypatch.setattr("sparkhvd.data.reading.reader._STOP_S", 0.1)
     manifest = make(store, [100])
     path = tmp_path / "store" / manifest.files[0].path
     path.unlink()
@@ -476,7 +476,7 @@ def test_a_read_that_never_returns_is_not_waited_for(
 def test_a_slow_read_that_another_epoch_began_is_waited_for(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkhvd.estimator.data.reader._STOP_S", 0.1)
+    monkeypatch.setattr("sparkhvd.data.reading.reader._STOP_S", 0.1)
     manifest = make(store, [100])
     read = RowSource.read
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sparkhvd.data.columns.decoders import RowFunctions, pad
+from sparkhvd.data.columns.ragged import Ragged, SparseRows, num_bytes
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import write_packed
+from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.functions import RowFunctions, pad
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import write_packed
-from sparkhvd.estimator.data.reader import Batch, Reader
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.data.values import Ragged, SparseRows, num_bytes
 from tests.harness.ranks import run_threads
 
 WIDTH = 50

@@ -11,11 +11,11 @@ from statistics import median
 import numpy as np
 import pytest
 
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import write_packed
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.data.values import Ragged
+from sparkhvd.data.columns.ragged import Ragged
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import write_packed
+from sparkhvd.data.store.store import Store
 
 ROOT = Path(__file__).resolve().parents[4]
 X = Column("x", "vector", "float32", (64,), "vector", "float32")
@@ -27,9 +27,9 @@ import ctypes, gc, resource, sys
 import pyarrow
 from pathlib import Path
 from sparkhvd.errors import SparkhvdError
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.reader import Reader
-from sparkhvd.estimator.data.store import Store
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.store import Store
 
 store = Store(FOLDER)
 manifest = Manifest.load(store, "data")

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkhvd.data.reading.sampler import cuts, epoch_plan, level, split_validation
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.sampler import cuts, epoch_plan, level, split_validation
 from tests.harness.soak import amount
 
 

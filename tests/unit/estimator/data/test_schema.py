@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from pyspark.ml.linalg import VectorUDT
-from pyspark.sql import types as T  # noqa: N812 - Spark's own custom
+from pyspark.sql import types as T
 
+from sparkhvd.data.columns.schema import DataSchema, check_schema, dtype_name
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.schema import DataSchema, check_schema, dtype_name
 
 FIELDS = {
     "flag": T.BooleanType(),

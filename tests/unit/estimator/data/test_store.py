@@ -13,13 +13,14 @@ import fsspec
 import pyarrow.fs as pafs
 import pytest
 
+from sparkhvd.data import reuse
+from sparkhvd.data.reuse import _remove as remove_directory
+from sparkhvd.data.reuse import sweep
+from sparkhvd.data.store import connect
+from sparkhvd.data.store.atomic import remote_output
+from sparkhvd.data.store.leases import LEASE_S, Lease, lease_of, write_lease
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data import prepare, remote_store
-from sparkhvd.estimator.data.leases import LEASE_S, Lease, lease_of, write_lease
-from sparkhvd.estimator.data.prepare import _remove as remove_directory
-from sparkhvd.estimator.data.prepare import sweep
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.data.writing import remote_output
 from tests.harness.waiting import wait_until
 
 
@@ -137,7 +138,7 @@ def test_deleting_the_whole_store_is_refused(store: Store) -> None:
 
 def test_a_file_appears_whole_or_not_at_all(store: Store, tmp_path: Path) -> None:
     store.write_bytes("runs/a", b"old")
-    with pytest.raises(RuntimeError, match="midway"), store.open_output("runs/a") as sink:  # noqa: PT012
+    with pytest.raises(RuntimeError, match="midway"), store.open_output("runs/a") as sink:
         sink.write(b"half")
         assert store.read_bytes("runs/a") == b"old"
         assert store.list("runs") == ["runs/a"]
@@ -253,7 +254,7 @@ def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
                 remove_directory(store, f"data/k/{name}")
                 if ended.is_set():
                     return
-        except Exception as e:  # noqa: BLE001 - the thread's outcome
+        except Exception as e:
             lost.append(repr(e))
         finally:
             ended.set()
@@ -299,7 +300,7 @@ def test_a_store_that_fails_in_any_way_keeps_no_other_from_release(
         def delete(self, path: str) -> None:
             raise RuntimeError(path)
 
-    monkeypatch.setattr(prepare, "_owned", prepare._Owned())
+    monkeypatch.setattr(reuse, "_owned", reuse._Owned())
     stores = [
         Store.create(tmp_path / "a"),
         Store.create(tmp_path / "b"),
@@ -307,18 +308,18 @@ def test_a_store_that_fails_in_any_way_keeps_no_other_from_release(
     ]
     stores[1] = Failing(stores[1].url)
     for store in stores:
-        prepare._own(store, "data/k/a", Lease("a", time.time()))
-    prepare.release()
+        reuse._own(store, "data/k/a", Lease("a", time.time()))
+    reuse.release()
     assert [store.data_directories() for store in stores] == [[], ["data/k/a"], []]
 
 
 def test_leases_are_renewed_while_data_are_written(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "_owned", prepare._Owned())
-    monkeypatch.setattr(prepare, "_RETRY_S", 0.01)
-    prepare._own(store, "data/k/a", Lease("a", 1.0))
-    with prepare._renewing(store):
+    monkeypatch.setattr(reuse, "_owned", reuse._Owned())
+    monkeypatch.setattr(reuse, "_RETRY_S", 0.01)
+    reuse._own(store, "data/k/a", Lease("a", 1.0))
+    with reuse._renewing(store):
         wait_until(
             lambda: lease_of(store, "data/k/a") != Lease("a", 1.0),
             "the lease is renewed",
@@ -352,13 +353,13 @@ def test_only_folders_that_were_made_here_are_forgotten(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "a" / "b" / "c")
     (tmp_path / "a" / "of another").mkdir()
     with pytest.warns(UserWarning, match="the empty folder here is removed"):
-        remote_store._forget_own_folder(store)
+        connect._forget_own_folder(store)
     assert os.listdir(tmp_path / "a") == ["of another"]
 
 
 def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
     for _ in range(2):
-        list(remote_store._make_private(Store(str(tmp_path / "a" / "b"))))
+        list(connect._make_private(Store(str(tmp_path / "a" / "b"))))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 from sparkhvd import TorchEstimator
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.data.packed import read_packed, write_packed
+from sparkhvd.data.store import addresses
+from sparkhvd.data.store.connect import RemoteStore
+from sparkhvd.data.store.default import default_store
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.estimator.data import addresses
-from sparkhvd.estimator.data.defaults import default_store
-from sparkhvd.estimator.data.packed import read_packed, write_packed
-from sparkhvd.estimator.data.remote_store import RemoteStore
-from sparkhvd.estimator.data.schema import Column
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.encoding import Archive
-from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from sparkhvd.estimator.saving.encoding import Archive
+from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
 from tests.harness.mounts import tmpfs, unmount
 from tests.harness.sequential_mount import sequential_mount
 
@@ -46,7 +46,7 @@ def test_a_mount_that_neither_appends_nor_seeks_holds_a_store(
         store.write_bytes("runs/r/a", b"one" * 1000)
         store.write_bytes("runs/r/a", b"two")
         assert store.read_bytes("runs/r/a") == b"two"
-        with pytest.raises(RuntimeError), store.open_output("runs/r/a") as sink:  # noqa: PT012
+        with pytest.raises(RuntimeError), store.open_output("runs/r/a") as sink:
             sink.write(b"half")
             raise RuntimeError("midway")
         assert store.read_bytes("runs/r/a") == b"two"

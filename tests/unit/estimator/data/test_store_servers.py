@@ -12,16 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from sparkhvd.data.columns.schema import Column, DataSchema, check_schema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import RowSource, write_packed
+from sparkhvd.data.parquet.discover import open_dataset, read_manifest
+from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.store.atomic import upload
+from sparkhvd.data.store.run_lock import hold
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.estimator.data.dataset import open_dataset, read_manifest
-from sparkhvd.estimator.data.holding import hold
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import RowSource, write_packed
-from sparkhvd.estimator.data.parquet import ParquetSource
-from sparkhvd.estimator.data.schema import Column, DataSchema, check_schema
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.data.writing import upload
-from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
+from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
 from tests.harness.servers import S3, SECRET, cable
 
 pytestmark = pytest.mark.leaks("file systems keep their connections open")
@@ -52,7 +52,7 @@ def test_a_served_store_reads_writes_lists_and_deletes(served: Store) -> None:
     assert served.list("runs", recursive=True) == ["runs/1/a", "runs/1/deep/b", "runs/2/c"]
     with pytest.raises(FileNotFoundError):
         served.read_bytes("runs/none")
-    with pytest.raises(RuntimeError), served.open_output("runs/1/a") as sink:  # noqa: PT012
+    with pytest.raises(RuntimeError), served.open_output("runs/1/a") as sink:
         sink.write(b"half")
         raise RuntimeError("midway")
     assert served.read_bytes("runs/1/a") == b"two"
@@ -65,13 +65,13 @@ def test_a_served_store_reads_writes_lists_and_deletes(served: Store) -> None:
 def test_a_writer_that_gives_up_neither_shows_its_half_nor_deletes_what_another_wrote(
     served: Store,
 ) -> None:
-    with pytest.raises(KeyboardInterrupt), served.open_output("models/a") as sink:  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), served.open_output("models/a") as sink:
         sink.write(b"half")
         served.write_bytes("models/a", b"whole")
         raise KeyboardInterrupt
     assert served.read_bytes("models/a") == b"whole"
     seen = []
-    with pytest.raises(RuntimeError), served.open_output("models/b") as sink:  # noqa: PT012
+    with pytest.raises(RuntimeError), served.open_output("models/b") as sink:
         sink.write(b"half")
         finish = sink.finish
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.estimator.data.temporary import TemporaryFolders
+from sparkhvd.data.store.temporary import TemporaryFolders
 
 pytestmark = pytest.mark.timeout(60)
 CODE = """
 import os, sys
-from sparkhvd.estimator.data.temporary import TemporaryFolders
+from sparkhvd.data.store.temporary import TemporaryFolders
 folder = TemporaryFolders().folder("app")
 open(folder + "/weights", "w").close()
 print(folder, flush=True)

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sparkhvd.data.arrow import column_to_numpy, usable_rows
+from sparkhvd.data.columns.ragged import Ragged, SparseRows, num_bytes
+from sparkhvd.data.columns.schema import DENSE_WIDTH, Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import RowSource, read_packed, write_packed
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.estimator.data.convert import column_to_numpy, usable_rows
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import RowSource, read_packed, write_packed
-from sparkhvd.estimator.data.schema import DENSE_WIDTH, Column, DataSchema
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.data.values import Ragged, SparseRows, num_bytes
 from tests.harness.soak import amount
 from tests.unit.estimator.data.test_convert import VECTOR, dense, sparse
 
@@ -365,7 +365,7 @@ def test_own_files_are_read_without_decoding(
     many = {k: v * 5000 if isinstance(v, list) and k != "cuts" else v for k, v in TABLE.items()}
     manifest, rows = make(store, {**many, "count": 30_000, "cuts": [], "group_bytes": 64 << 20})
     assert manifest.files[0].row_groups == (30_000,)
-    monkeypatch.setattr("sparkhvd.estimator.data.packed.file.PackedFile._decoded_column", refuse)
+    monkeypatch.setattr("sparkhvd.data.packed.file.PackedFile._decoded_column", refuse)
     with RowSource(store, manifest) as source:
         picked = np.array([0, 20_001, 29_999])
         check(source.read(["s", "id", "b", "v"], picked), rows, picked.tolist())
@@ -395,7 +395,7 @@ def test_a_flipped_bit_is_found_or_changes_no_value(tmp_path: Path) -> None:
 
 
 def test_a_row_beyond_a_page_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkhvd.estimator.data.packed.writer.PAGE_BYTES", 100)
+    monkeypatch.setattr("sparkhvd.data.packed.writer.PAGE_BYTES", 100)
     store = Store.create(tmp_path / "store")
     with pytest.raises(
         InvalidArgumentError, match="Column 'b' has a row of 104 bytes; at most 100 fit"

@@ -13,23 +13,23 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
-from sparkhvd.estimator.binding import bind_inputs
-from sparkhvd.estimator.data.functions import RowFunctions
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import write_packed
-from sparkhvd.estimator.data.reader import Reader
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.labels import bind_labels
-from sparkhvd.estimator.training.checkpoint import Checkpoints
-from sparkhvd.estimator.training.metrics import resolve_metrics
-from sparkhvd.estimator.training.precision import autocast, widened
-from sparkhvd.estimator.training.program import Program, dump_program, resolve_losses, store_program
-from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
-from sparkhvd.estimator.training.train import train
-from sparkhvd.estimator.training.transformations import transformed_by
-from sparkhvd.estimator.training.user_code import check_user_code
-from sparkhvd.torch._context import use_engine
+from sparkhvd.data.columns.decoders import RowFunctions
+from sparkhvd.data.columns.features import bind_inputs
+from sparkhvd.data.columns.labels import bind_labels
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import write_packed
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.store.store import Store
+from sparkhvd.torch.context import use_engine
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.metrics import resolve_metrics
+from sparkhvd.training.precision import autocast, widened
+from sparkhvd.training.program import Program, dump_program, resolve_losses, store_program
+from sparkhvd.training.spec import TrainResult, TrainSpec
+from sparkhvd.training.train import train
+from sparkhvd.training.user_code.check import check_user_code
+from sparkhvd.training.user_code.transformations import transformed_by
 from tests.harness.ranks import run_ranks
 
 DATA_DIR = "data/k/app"

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training.building import Overrides, build_model, given_loss
-from sparkhvd.estimator.training.program import check_model
+from sparkhvd.training.building import Overrides, build_model, given_loss
+from sparkhvd.training.program import check_model
 from tests.unit.estimator.training.ranks import Case, assert_close, linear
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparkhvd.estimator.training.cadence import Cadence
+from sparkhvd.training.checkpoints.cadence import Cadence
 
 
 def simulate(

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 - everyone's name
+from torch.nn import functional as F
 
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training.class_mean import ClassMean
-from sparkhvd.estimator.training.program import resolve_losses
+from sparkhvd.training.class_mean import ClassMean
+from sparkhvd.training.program import resolve_losses
 from tests.harness.ranks import RanksFailed
 from tests.unit.estimator.training.ranks import Case, assert_close, linear
 

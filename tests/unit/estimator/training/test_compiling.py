@@ -11,9 +11,9 @@ import torch._dynamo
 import torch._inductor.config
 from torch._dynamo.utils import counters
 
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training.compiling import missing_tools
+from sparkhvd.training.compile import missing_tools
 from tests.harness.ranks import RanksFailed
 from tests.unit.estimator.training.ranks import Case, assert_close, linear
 

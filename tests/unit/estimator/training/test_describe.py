@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.estimator.training.fingerprint import differences
-from sparkhvd.estimator.training.metrics import resolve_metrics
-from sparkhvd.estimator.training.monitor import Monitor
-from sparkhvd.estimator.training.options import describe_result
-from sparkhvd.estimator.training.program import Program, describe_program
-from sparkhvd.estimator.training.schedulers import plain
+from sparkhvd.estimator.fitting.options import describe_result
+from sparkhvd.training.checkpoints.fingerprint import differences
+from sparkhvd.training.early_stopping import Monitor
+from sparkhvd.training.metrics import resolve_metrics
+from sparkhvd.training.program import Program, describe_program
+from sparkhvd.training.schedulers import plain
 
 
 class Scaled(nn.Module):

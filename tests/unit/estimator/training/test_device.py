@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
+from sparkhvd.data.columns.features import Argument, InputBinding
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.binding import Argument, InputBinding
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training import moving
-from sparkhvd.estimator.training.class_mean import ClassMean
-from sparkhvd.estimator.training.device import agree, choose_device
-from sparkhvd.estimator.training.moving import Mover, move_losses, move_optimizer, moved, to_cpu
-from sparkhvd.estimator.training.rank_state import load_rng
-from sparkhvd.estimator.training.user_step import batch_tensors
 from sparkhvd.runner import RankContext
-from sparkhvd.torch._context import use_engine
+from sparkhvd.torch.context import use_engine
+from sparkhvd.training import to_device
+from sparkhvd.training.checkpoints.rank_state import load_rng
+from sparkhvd.training.class_mean import ClassMean
+from sparkhvd.training.device import agree, choose_device
+from sparkhvd.training.to_device import Mover, move_losses, move_optimizer, moved, to_cpu
+from sparkhvd.training.user_code.train_step import batch_tensors
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.unit.estimator.training.ranks import Case
 
@@ -123,7 +123,7 @@ def test_a_fit_with_a_gpu_that_torch_does_not_see_fails_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sees: Any
 ) -> None:
     sees(0)
-    from sparkhvd.estimator.training import train
+    from sparkhvd.training import train
 
     monkeypatch.setattr(train, "context", lambda: place(0, 0))
     model = nn.Linear(3, 1)
@@ -185,7 +185,7 @@ def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
-    monkeypatch.setattr(moving, "_moved", copy)
+    monkeypatch.setattr(to_device, "_moved", copy)
     move = Mover(torch.device("cuda", 0))
     batches = [torch.ones(1) for _ in range(3)]
     held = [weakref.ref(b) for b in batches]

@@ -12,10 +12,10 @@ import torchmetrics
 from torch import nn
 from torchmetrics import classification, regression
 
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training.metric_states import StateMetric
-from sparkhvd.estimator.training.metrics import Forward, Totals, resolve_metrics
+from sparkhvd.training.metric_states import StateMetric
+from sparkhvd.training.metrics import Forward, Totals, resolve_metrics
 from tests.harness.ranks import RanksFailed
 from tests.unit.estimator.training.ranks import Case, linear
 

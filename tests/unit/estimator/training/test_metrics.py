@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.training.metrics import Forward, Metric, Totals, resolve_metrics
+from sparkhvd.training.metrics import Forward, Metric, Totals, resolve_metrics
 
 
 def own(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.store.store import Store
 from sparkhvd.estimator import Callback
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training.checkpoint import Checkpoints
-from sparkhvd.torch._context import use_engine
+from sparkhvd.torch.context import use_engine
+from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.unit.estimator.training.ranks import RUN_DIR, Case, without_times
 
@@ -165,7 +165,7 @@ def test_the_state_of_modules_survives_on_every_rank(
 
 
 def test_ranks_end_an_epoch_with_rank_0s_module_state() -> None:
-    from sparkhvd.estimator.training.module_state import broadcast_module_state
+    from sparkhvd.training.checkpoints.module_state import broadcast_module_state
 
     def body(engine: Any) -> tuple[Any, ...]:
         model = nn.Sequential(Counts(), Caches())

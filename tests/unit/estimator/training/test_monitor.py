@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.training.monitor import (
+from sparkhvd.training.early_stopping import (
     EarlyStopping,
     Monitor,
     best_epoch,

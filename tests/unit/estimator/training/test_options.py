@@ -10,9 +10,9 @@ from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.estimator import TorchEstimator
-from sparkhvd.estimator.training.monitor import EarlyStopping, Monitor
-from sparkhvd.estimator.training.options import training_options
-from sparkhvd.estimator.training.spec import TrainSpec
+from sparkhvd.estimator.fitting.options import training_options
+from sparkhvd.training.early_stopping import EarlyStopping, Monitor
+from sparkhvd.training.spec import TrainSpec
 
 
 def options(dtype: torch.dtype = torch.float32, **params: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training.monitor import EarlyStopping, Monitor
+from sparkhvd.data.store.store import Store
+from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from tests.unit.estimator.training.ranks import (
     REMEMBERED,
     Case,

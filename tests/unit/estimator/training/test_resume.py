@@ -18,17 +18,17 @@ import pytest
 import torch
 from torch import nn
 
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, RankError, SparkhvdError
 from sparkhvd.estimator import Callback
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.runs import open_run
-from sparkhvd.estimator.training import saver
-from sparkhvd.estimator.training.checkpoint import Checkpoint, Checkpoints
-from sparkhvd.estimator.training.program import PROGRAM_NAME
-from sparkhvd.estimator.training.spec import TrainResult, TrainSpec
-from sparkhvd.estimator.training.train import train
+from sparkhvd.estimator.fitting.runs import open_run
 from sparkhvd.runner import context, run_local
-from sparkhvd.torch._context import use_engine
+from sparkhvd.torch.context import use_engine
+from sparkhvd.training.checkpoints import saver
+from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
+from sparkhvd.training.program import PROGRAM_NAME
+from sparkhvd.training.spec import TrainResult, TrainSpec
+from sparkhvd.training.train import train
 from tests.harness import faults
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.harness.soak import amount

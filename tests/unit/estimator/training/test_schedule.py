@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from sparkhvd.data.reading.sampler import split_validation
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.sampler import split_validation
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training.fingerprint import differences
-from sparkhvd.estimator.training.monitor import EarlyStopping, Monitor
-from sparkhvd.estimator.training.schedulers import describe_scheduler
+from sparkhvd.training.checkpoints.fingerprint import differences
+from sparkhvd.training.early_stopping import EarlyStopping, Monitor
+from sparkhvd.training.schedulers import describe_scheduler
 from tests.harness.ranks import RanksFailed
 from tests.unit.estimator.training.ranks import Case, assert_close, linear
 

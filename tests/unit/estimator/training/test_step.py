@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
+from sparkhvd.data.reading.sampler import split_validation
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.data.sampler import split_validation
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training.checkpoint import Checkpoints
-from sparkhvd.estimator.training.train import train
-from sparkhvd.torch._context import use_engine
+from sparkhvd.torch.context import use_engine
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.train import train
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.unit.estimator.training.ranks import (
     REMEMBERED,

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import write_packed
+from sparkhvd.data.reading import preload
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, StoreError
-from sparkhvd.estimator.data import loading
-from sparkhvd.estimator.data.manifest import Manifest
-from sparkhvd.estimator.data.packed import write_packed
-from sparkhvd.estimator.data.store import Store
-from sparkhvd.estimator.training import program
-from sparkhvd.estimator.training.checkpoint import Checkpoints
-from sparkhvd.estimator.training.monitor import Monitor, best_epoch
-from sparkhvd.estimator.training.program import Program, dump_program
+from sparkhvd.training import program
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.early_stopping import Monitor, best_epoch
+from sparkhvd.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
 from tests.unit.estimator.training.ranks import DATA_DIR, RUN_DIR, Case, assert_close, linear
 
@@ -303,7 +303,7 @@ def test_a_first_batch_that_does_not_fit_stops_all_ranks(
 
 def test_a_loss_of_class_indices_may_have_as_many_classes_as_rows(store: Store) -> None:
     model = linear(outputs=32)
-    loss = lambda output, label: nn.functional.cross_entropy(output, label.abs().long())  # noqa: E731
+    loss = lambda output, label: nn.functional.cross_entropy(output, label.abs().long())
     result = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss).train(2)
     assert result.epoch == 1
 
@@ -392,7 +392,7 @@ def test_rows_that_the_process_has_begun_to_read_are_trained_on(store: Store) ->
     early = case.spec().early()
     assert early is not None
     early()
-    loading._begun[0]._thread.join(20)
+    preload._begun[0]._thread.join(20)
     manifest = Manifest.load(store, DATA_DIR)
     for file in manifest.files:
         store.delete(file.path)

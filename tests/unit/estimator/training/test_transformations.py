@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from sparkhvd.data.columns.features import bind_inputs
+from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.binding import bind_inputs
-from sparkhvd.estimator.data.schema import Column, DataSchema
-from sparkhvd.estimator.training.transformations import (
+from sparkhvd.training.user_code.transformations import (
     Transformations,
     bind_transformed,
     flat_columns,

@@ -1,0 +1,195 @@
+"""Bounds on the Arrow batches that Spark sends to Python workers.
+
+Spark reads the bound from the session's conf while a query runs (with adaptive execution more than once), so ours
+stands there for that long. Queries that a user runs beside it get smaller batches, and the same rows.
+
+Threads: fits of one session may run at once. The first writes the conf, the last puts back what was there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkhvd.data.columns.schema import DENSE_WIDTH, NUMERIC_TYPES
+from sparkhvd.spark import SparkShim
+
+__all__ = ["BATCH_BYTES", "arrow_row_bytes", "bounded_batches", "warn_of_large_batches"]
+
+# A batch exists about four times in a Python worker (as bytes, as Arrow, converted, and in the row group), and
+# once in the JVM. Larger ones are no faster: 10,000 rows of 32 doubles have 2.5 MiB.
+BATCH_BYTES = 32 << 20
+BYTES_KEY = "spark.sql.execution.arrow.maxBytesPerBatch"
+RECORDS_KEY = "spark.sql.execution.arrow.maxRecordsPerBatch"
+# A batch that is worth a warning where nothing bounds it in bytes: the JVM holds it once for each task, a worker about four times.
+_LARGE_BATCH_BYTES = 512 << 20
+# Spark's default; more rows per batch gain nothing.
+_MOST_RECORDS = 10_000
+# Spark's bound in bytes is looked at after every row, and where a list column ends in nulls (arrays that are null, or a
+# vector sent as one struct) that takes the longer the more rows the batch has: 10,000 rows of vectors took four times as
+# long as without it, 1,000 rows 1.6 times. So it is switched off where the types tell how long a row is, and else the
+# batches have few rows, which costs nothing that could be measured.
+_NO_BYTES = 2**31 - 1
+_FEW_RECORDS = 1000
+# Where Spark has no bound in bytes: what a value takes whose length nobody knows beforehand.
+_UNKNOWN_BYTES = 32 << 10
+
+
+@contextlib.contextmanager
+def bounded_batches(
+    df: Any, *, batch_bytes: int = BATCH_BYTES, knows_bytes: bool | None = None
+) -> Iterator[None]:
+    """Inside the block, queries of `df`'s session send Arrow batches of at most about `batch_bytes`.
+
+    The bound on records becomes what that many bytes hold of `df`'s rows, if the user's is larger. Where the types do
+    not tell how long a row is, Spark's bound in bytes is set, unless the user has set one; before Spark 4.1, which has
+    none, such values count as 32 KiB. After the block the conf is as it was.
+
+    Args:
+        df: the DataFrame whose columns are sent, classic or Connect.
+        batch_bytes: bytes of a batch; a row that is larger comes alone.
+        knows_bytes: whether Spark has a bound in bytes; None asks it.
+    """
+    spark = df.sparkSession
+    if knows_bytes is None:
+        knows_bytes = bool(spark.conf.isModifiable(BYTES_KEY))
+    known, num_unknown = arrow_row_bytes(df.schema)
+    if num_unknown and knows_bytes:
+        bounds = {BYTES_KEY: batch_bytes, RECORDS_KEY: _FEW_RECORDS}
+    else:
+        records = max(1, batch_bytes // max(1, known + num_unknown * _UNKNOWN_BYTES))
+        bounds = {RECORDS_KEY: min(records, _MOST_RECORDS)}
+        if knows_bytes:
+            bounds[BYTES_KEY] = _NO_BYTES
+    session = SparkShim(spark).session_key()
+    with contextlib.ExitStack() as stack:
+        for name, value in bounds.items():
+            _bounds.enter((session, name), spark.conf, value)
+            stack.callback(_bounds.leave, (session, name), spark.conf, value)
+        yield
+
+
+def warn_of_large_batches(df: Any, elements: Mapping[str, int]) -> None:
+    """Warn where Spark bounds batches by rows alone, and as many of these rows are large.
+
+    For DataFrames that somebody else computes later: the bound belongs to the session then, and is the user's.
+
+    Args:
+        df: the DataFrame whose columns are sent, classic or Connect.
+        elements: by column, numbers per row where the type does not tell them.
+    """
+    conf = df.sparkSession.conf
+    given = int(conf.get(RECORDS_KEY, str(_MOST_RECORDS)))
+    records = given if given > 0 else 2**31 - 1
+    sizes = [
+        size if size is not None else 8 * elements.get(f.name, 0)
+        for f in df.schema.fields
+        for size in [_value_bytes(f.dataType, f.metadata or {})]
+    ]
+    row_bytes = sum(sizes)
+    if row_bytes * min(records, _MOST_RECORDS) <= _LARGE_BATCH_BYTES or conf.isModifiable(
+        BYTES_KEY
+    ):
+        return
+    warnings.warn(
+        f"transform: a row has about {row_bytes >> 10} KiB, and before Spark 4.1 batches of rows to Python workers are bounded by "
+        f"their number alone: {given:,} rows are {row_bytes * records / 2**30:.1f} GiB for each task in the JVM, and several times that in "
+        f"its worker. Set spark.conf.set({RECORDS_KEY!r}, {max(1, BATCH_BYTES // row_bytes)}) before the rows are computed.",
+        stacklevel=2,
+    )
+
+
+def arrow_row_bytes(schema: Any) -> tuple[int, int]:
+    """(bytes that a row takes as Arrow in columns whose types tell, number of the other columns).
+
+    A vector's length is in its column's metadata where a VectorAssembler wrote it.
+    """
+    sizes = [_value_bytes(f.dataType, f.metadata or {}) for f in schema.fields]
+    return sum(s for s in sizes if s is not None), sum(s is None for s in sizes)
+
+
+def _value_bytes(kind: Any, metadata: Mapping[str, Any]) -> int | None:
+    name = type(kind).__name__
+    if name == "VectorUDT":
+        attributes = metadata.get("ml_attr")
+        width = attributes.get("num_attrs") if isinstance(attributes, Mapping) else None
+        # A wider one is sparse, and shorter than that.
+        return 16 + 8 * width if isinstance(width, int) and 0 < width <= DENSE_WIDTH else None
+    # The longest of these is a decimal.
+    return 16 if name in NUMERIC_TYPES else None
+
+
+@dataclass
+class _Bound:
+    """One conf that is ours for now.
+
+    Attributes:
+        given: what the user had set, or None.
+        written: what stands there now, because of us; None if the user's was left.
+        wanted: the bounds of all blocks that are open.
+    """
+
+    given: str | None
+    written: str | None = None
+    wanted: list[int] = field(default_factory=list)
+
+    def apply(self, conf: Any, name: str) -> None:
+        """Write the smallest bound that anybody wants."""
+        if self.given is not None and name == BYTES_KEY:
+            return
+        bounds = list(self.wanted)
+        if self.given is not None and int(self.given) > 0:  # Spark: 0 and less mean no bound
+            bounds.append(int(self.given))
+        value = str(min(bounds))
+        if value not in (self.written, self.given):
+            conf.set(name, value)
+            self.written = value
+
+
+class _Bounds:
+    """The bounds in force, by session and name of the conf."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str, str], _Bound] = {}
+
+    def enter(self, key: tuple[str, str], conf: Any, value: int) -> None:
+        with self._lock:
+            bound = self._held.get(key)
+            if bound is None:
+                bound = self._held[key] = _Bound(conf.get(key[1], None))
+            bound.wanted.append(value)
+            try:
+                bound.apply(conf, key[1])
+            except BaseException:
+                self._release(key, conf, value)  # nobody will call `leave`
+                raise
+
+    def leave(self, key: tuple[str, str], conf: Any, value: int) -> None:
+        with self._lock:
+            self._release(key, conf, value)
+
+    def _release(self, key: tuple[str, str], conf: Any, value: int) -> None:
+        bound = self._held[key]
+        bound.wanted.remove(value)
+        if bound.wanted:
+            return
+        del self._held[key]
+        if bound.written is None:
+            return
+        # The session may have ended, and then the query's own error is what counts.
+        with contextlib.suppress(Exception):
+            if conf.get(key[1], None) != bound.written:
+                return  # the user has set another meanwhile
+            if bound.given is None:
+                conf.unset(key[1])
+            else:
+                conf.set(key[1], bound.given)
+
+
+# One per process, because a session's conf is.
+_bounds = _Bounds()

@@ -1,0 +1,230 @@
+"""The user's functions on rows: decoders of single values, and functions that make a batch of rows that differ.
+
+A decoder gets what Spark has in the row (`bytes`, `str`, or a numpy array) and returns a number or an array. A collate
+function gets the rows of a batch as a list and returns what the model gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sparkhvd.data.columns.ragged import Ragged
+from sparkhvd.data.columns.schema import Column, DataSchema, dtype_name
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+
+__all__ = ["RowFunctions", "pad"]
+
+Array = npt.NDArray[Any]
+
+# Pieces into which the rows of a chunk are divided for the threads that decode: enough to share them evenly.
+_TASKS = 64
+
+
+@dataclass(frozen=True)
+class pad:
+    """A collate function that fills rows up with a value.
+
+    Attributes:
+        value: what stands after a row's end.
+        length: entries of every row, longer rows are cut; None means the longest row of the batch.
+    """
+
+    value: float = 0
+    length: int | None = None
+
+    def __call__(self, rows: Sequence[Array]) -> Array:
+        """(rows, length, ...) from arrays (entries, ...)."""
+        length = max(map(len, rows), default=0) if self.length is None else self.length
+        first = np.asarray(rows[0])
+        out = np.full((len(rows), length, *first.shape[1:]), self.value, first.dtype)
+        for i, row in enumerate(rows):
+            out[i, : len(row)] = row[:length]
+        return out
+
+
+@dataclass(frozen=True)
+class RowFunctions:
+    """The user's functions by column.
+
+    Attributes:
+        decoders: column -> function of a value, or a mapping from values to numbers.
+        collate: column -> function of the list of a batch's rows.
+    """
+
+    decoders: Mapping[str, Any] = field(default_factory=dict)
+    collate: Mapping[str, Callable[[list[Any]], Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for param, functions in (("decoders", self.decoders), ("collate_fn", self.collate)):
+            if not isinstance(functions, Mapping):
+                raise InvalidArgumentError(
+                    f"{param} is {functions!r:.100}. Give a dict from columns to functions."
+                )
+            for name, function in functions.items():
+                is_lookup = param == "decoders" and isinstance(function, Mapping)
+                if not callable(function) and not is_lookup:
+                    raise InvalidArgumentError(
+                        f"{param}[{name!r}] is {function!r:.100}; it must be a function."
+                    )
+
+    def describe(self) -> dict[str, dict[str, str]]:
+        """Names of the functions, for comparing two runs."""
+
+        def name(function: Any) -> str:
+            if isinstance(function, (Mapping, pad)):
+                return repr(function)
+            return str(getattr(function, "__qualname__", type(function).__name__))
+
+        return {
+            "decoders": {n: name(f) for n, f in self.decoders.items()},
+            "collate_fn": {n: name(f) for n, f in self.collate.items()},
+        }
+
+    def needs_example(self, schema: DataSchema) -> list[str]:
+        """Columns of which a row must be seen before the shape of a batch is known."""
+        return [c.name for c in schema.columns if c.has_decoder or c.is_collated]
+
+    def with_decoded(self, schema: DataSchema, values: Mapping[str, Any]) -> DataSchema:
+        """The schema with shape and dtype of decoded columns, learned from the first row of `values`."""
+
+        def seen(column: Column) -> Column:
+            if not column.has_decoder or column.name not in values:
+                return column
+            first = self._decode_one(column, _raw(column, values[column.name], 0))
+            dtype = self._decoded_dtype(column, first)
+            is_floating = dtype.kind == "f"
+            tensor = column.tensor_dtype
+            if not column.is_explicit and not (is_floating and column.is_floating):
+                tensor = dtype_name(dtype)
+            return replace(column, decoded=first.shape, tensor_dtype=tensor)
+
+        return DataSchema(
+            tuple(seen(c) for c in schema.features),
+            tuple(seen(c) for c in schema.labels),
+            schema.sample_weight,
+            schema.validation,
+        )
+
+    def decode(
+        self,
+        columns: Sequence[Column],
+        values: Mapping[str, Any],
+        pool: ThreadPoolExecutor | None = None,
+    ) -> dict[str, Any]:
+        """Rows after their decoders: an array (rows, *decoded) each, or a list of rows where a batch is collated.
+
+        Args:
+            columns: those of `values`, as `with_decoded` described them.
+            values: columns by name, as they are stored.
+            pool: threads that share the work; None does it here.
+
+        Raises:
+            InvalidArgumentError: a function raised, or returned another shape or dtype than for the first row.
+        """
+        return {c.name: self._decode_column(c, values[c.name], pool) for c in columns}
+
+    def collate_batch(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The columns of one batch with their collate functions applied.
+
+        Raises:
+            InvalidArgumentError: a function raised.
+        """
+        return {
+            name: self._collate(name, rows) if name in self.collate else rows
+            for name, rows in columns.items()
+        }
+
+    # -- one column ----------------------------------------------------------------------------------
+
+    def _decode_column(self, column: Column, values: Any, pool: ThreadPoolExecutor | None) -> Any:
+        # What `pad` gets needs no list of rows.
+        is_padded = isinstance(self.collate.get(column.name), pad) and column.kind == "ragged"
+        if not column.has_decoder and (is_padded or not column.is_collated):
+            return values
+        count = len(values)
+
+        def one(number: int) -> Any:
+            raw = _raw(column, values, number)
+            return self._decode_one(column, raw) if column.has_decoder else raw
+
+        if pool is None:
+            rows = list(map(one, range(count)))
+        else:
+            # A task of its own for every row would cost more than many decoders.
+            step = max(1, count // _TASKS)
+            shares = (range(i, min(i + step, count)) for i in range(0, count, step))
+            rows = [r for share in pool.map(lambda rs: list(map(one, rs)), shares) for r in share]
+        if column.is_collated:
+            if not column.has_decoder:
+                return rows
+            return [r.astype(column.row_dtype, copy=False) for r in rows]
+        assert column.decoded is not None
+        out = np.empty((count, *column.decoded), column.row_dtype)
+        for number, row in enumerate(rows):
+            if row.shape != column.decoded or not _fits(row.dtype, column):
+                raise InvalidArgumentError(
+                    f"decoders[{column.name!r}] returned {row.dtype} of shape {row.shape} for a row; for the first row it "
+                    f"gave shape {column.decoded}, to be held as {column.row_dtype}. Return one shape and dtype, or give "
+                    f"collate_fn={{{column.name!r}: ...}} for rows that differ."
+                )
+            out[number] = row
+        return out
+
+    def _decode_one(self, column: Column, raw: Any) -> Array:
+        function = self.decoders[column.name]
+        try:
+            value = function[raw] if isinstance(function, Mapping) else function(raw)
+            array = np.asarray(value)
+        except SparkhvdError:
+            raise
+        except Exception as e:
+            what = f"a value of {len(raw)} bytes" if isinstance(raw, bytes) else f"{raw!r:.100}"
+            raise InvalidArgumentError(
+                f"decoders[{column.name!r}] failed for {what}: {type(e).__name__}: {e}"
+            ) from e
+        if array.dtype.kind not in "fiub":
+            raise InvalidArgumentError(
+                f"decoders[{column.name!r}] returned {value!r:.100}; it must return a number or a numpy array of numbers."
+            )
+        return array
+
+    def _decoded_dtype(self, column: Column, first: Array) -> np.dtype[Any]:
+        """The first row's, but of a mapping the one that holds all of its values."""
+        function = self.decoders[column.name]
+        if not isinstance(function, Mapping):
+            return first.dtype
+        values = [np.asarray(value).dtype for value in function.values()]
+        return np.result_type(first.dtype, *(d for d in values if d.kind in "fiub"))
+
+    def _collate(self, name: str, rows: Any) -> Any:
+        function = self.collate[name]
+        if isinstance(rows, Ragged) and isinstance(function, pad):
+            return rows.padded(function.value, function.length)
+        try:
+            return function(rows)
+        except SparkhvdError:
+            raise
+        except Exception as e:
+            raise InvalidArgumentError(
+                f"collate_fn[{name!r}] failed for a batch of {len(rows)} rows: {type(e).__name__}: {e}"
+            ) from e
+
+
+def _raw(column: Column, values: Any, number: int) -> Any:
+    """The value of a row as the user's function gets it."""
+    row = values.row(number)
+    if column.kind == "binary":
+        return row.tobytes()
+    if column.kind == "string":
+        return row.tobytes().decode()
+    return row.copy()  # the function may write to it
+
+
+def _fits(found: np.dtype[Any], column: Column) -> bool:
+    return column.is_explicit or np.can_cast(found, column.row_dtype, "same_kind")

@@ -1,0 +1,238 @@
+"""From label columns to what the loss compares with the model's outputs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.data.columns.features import checked_shape, from_numpy, quoted
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["LabelBinding", "bind_labels", "check_output_shapes", "is_class_index"]
+
+# Losses whose target is a class index: it stays int64 and has no class axis.
+_CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+_CLASS_INDEX_FUNCTIONS = ("cross_entropy", "nll_loss", "multi_margin_loss")
+# Losses whose target is integer and has the shape of the output.
+_INTEGER_LOSSES = (nn.MultiLabelMarginLoss,)
+_INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "bool")
+_INTEGER_FUNCTIONS = ("multilabel_margin_loss",)
+
+
+def _label(name: str, value: Any, dtype: torch.dtype) -> Tensor:
+    if isinstance(value, np.ndarray):
+        return from_numpy(value, dtype)
+    if not isinstance(value, Tensor):
+        raise InvalidArgumentError(
+            f"collate_fn[{name!r}] returned {type(value).__name__} for a label; it must return one array or tensor."
+        )
+    return value.to(dtype)
+
+
+@dataclass(frozen=True)
+class LabelBinding:
+    """How label columns become tensors and meet the outputs of the model; picklable.
+
+    Attributes:
+        columns: names of the label columns.
+        dtypes: torch names of the dtypes of their tensors.
+        kinds: of the loss of each: "class_index", "elementwise" (any other of torch.nn) or "unknown".
+        follows_output: whether the label is cast to the dtype of its output.
+        shapes: of one row of each (may hold one -1), as the user gave them; None: as the column has it.
+    """
+
+    columns: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    kinds: tuple[str, ...]
+    follows_output: tuple[bool, ...]
+    shapes: tuple[tuple[int, ...] | None, ...]
+
+    def apply(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """One tensor per label column: (B, *its shape); by default (B,) for scalars, (B, w) for arrays and vectors."""
+        labels = [
+            _label(name, batch[name], getattr(torch, dtype))
+            for name, dtype in zip(self.columns, self.dtypes, strict=True)
+        ]
+        return tuple(
+            label if shape is None else label.reshape(len(label), *shape)
+            for label, shape in zip(labels, self.shapes, strict=True)
+        )
+
+    def match(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The labels with the shape and dtype that the loss needs for these outputs.
+
+        Call it at every step, before the loss: it is a check of shapes and, mostly, a view.
+
+        Raises:
+            InvalidArgumentError: outputs and labels differ in number, or a label cannot meet its output without
+                broadcasting; both shapes are shown.
+        """
+        if len(outputs) != len(labels):
+            raise InvalidArgumentError(
+                f"The model returned {len(outputs)} output{'s' * (len(outputs) != 1)} and there are {len(labels)} label "
+                f"columns ({quoted(self.columns)}). Return one tensor per label column, in the same order."
+            )
+        return tuple(
+            self._match(i, o, t) for i, (o, t) in enumerate(zip(outputs, labels, strict=True))
+        )
+
+    def dtype_hint(self, error: Exception) -> str:
+        """Return which `label_dtypes` to give if a loss of the user's own has failed over integer labels, else ""."""
+        integers = [
+            name
+            for name, dtype, kind in zip(self.columns, self.dtypes, self.kinds, strict=True)
+            if kind == "unknown" and dtype in _INTEGERS
+        ]
+        if not integers or not re.search(r"dtype|scalar type|Long|Integral", str(error)):
+            return ""
+        given = ", ".join(f"{name!r}: 'float32'" for name in integers)
+        return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{given}}}."
+
+    def _match(self, i: int, output: Tensor, label: Tensor) -> Tensor:
+        if output.dim() == 0 or output.shape[0] != label.shape[0]:
+            raise InvalidArgumentError(
+                f"The output for label {self.columns[i]!r} has shape {tuple(output.shape)} for a batch of "
+                f"{label.shape[0]} rows. forward must return one row per row of the batch."
+            )
+        if self.kinds[i] == "class_index" and not label.is_floating_point():
+            return self._match_classes(i, output, label)
+        if self.follows_output[i]:
+            label = label.to(output.dtype)
+        if output.shape == label.shape:
+            return label
+        if math.prod(output.shape[1:]) == math.prod(label.shape[1:]):
+            return label.reshape(output.shape)
+        if self.kinds[i] == "unknown" and not _broadcasts(output.shape[1:], label.shape[1:]):
+            return (
+                label  # a loss of the user's own may compare unlike shapes, as cross-entropy does
+            )
+        raise self._unlike(i, output.shape, label.shape)
+
+    def _match_classes(self, i: int, output: Tensor, label: Tensor) -> Tensor:
+        """A class index has the output's shape without the class axis, which is the second."""
+        expected = (*output.shape[:1], *output.shape[2:])
+        if output.dim() < 2 or math.prod(label.shape[1:]) != math.prod(expected[1:]):
+            raise self._unlike(i, output.shape, label.shape)
+        return label.reshape(expected)
+
+    def _unlike(
+        self, i: int, output: tuple[int, ...], label: tuple[int, ...]
+    ) -> InvalidArgumentError:
+        expected = (
+            "this loss takes scores (rows, classes, ...) and class indices (rows, ...)"
+            if self.kinds[i] == "class_index"
+            else "the loss would broadcast one over the other"
+        )
+        return InvalidArgumentError(
+            f"Label {self.columns[i]!r} has shape {tuple(label)} and the model's output {tuple(output)}: {expected}. "
+            "Change the last layer or the label so that they have the same number of elements per row."
+        )
+
+
+def _broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether rows of these shapes would broadcast; the batch axis only ever meets itself."""
+    if len(a) != len(b):
+        return False
+    return all(x == y or 1 in (x, y) for x, y in zip(a, b, strict=True))
+
+
+def bind_labels(
+    schema: DataSchema,
+    loss: Callable[..., Any] | Sequence[Callable[..., Any]],
+    label_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None = None,
+) -> LabelBinding:
+    """Decide the dtype of every label from its column and its loss (one loss for all, or one per label).
+
+    Integer labels stay int64 for losses on class indices (cross-entropy, NLL, multi-margin) and for callables that
+    are not from torch; the other losses of `torch.nn` get them in the output's dtype. `label_dtypes` (already in
+    the schema) overrides. `label_shapes` are of one row of each column, in their order or by name; a leading -1
+    stands for the batch.
+
+    Raises:
+        InvalidArgumentError: the number of losses or shapes does not fit, a floating scalar label goes to a loss that
+            needs class indices, or a shape has another number of elements than its column.
+    """
+    labels = schema.labels
+    losses = list(loss) if isinstance(loss, Sequence) else [loss] * len(labels)
+    if len(losses) != len(labels):
+        raise InvalidArgumentError(
+            f"There are {len(losses)} losses and {len(labels)} label columns ({quoted(c.name for c in labels)}). Give one "
+            "loss for all, or one per label."
+        )
+    kinds = [_kind(one) for one in losses]
+    dtypes, follows = [], []
+    for column, kind, one in zip(labels, kinds, losses, strict=True):
+        if kind == "class_index" and column.is_floating and column.kind == "scalar":
+            raise InvalidArgumentError(
+                f"label_cols names column {column.name!r} of type {column.source}, but {_loss_name(one)} needs class "
+                f"indices. If it holds whole numbers, give label_dtypes={{{column.name!r}: 'int64'}}."
+            )
+        integer = kind in ("class_index", "integer")
+        dtypes.append("int64" if integer and not column.is_floating else column.tensor_dtype)
+        follows.append(kind == "elementwise" and not column.is_explicit)
+    shown = ["elementwise" if k == "integer" else k for k in kinds]
+    names = tuple(c.name for c in labels)
+    shapes = _label_shapes(labels, label_shapes)
+    return LabelBinding(names, tuple(dtypes), tuple(shown), tuple(follows), shapes)
+
+
+def _label_shapes(
+    labels: Sequence[Column], given: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None
+) -> tuple[tuple[int, ...] | None, ...]:
+    if given is None:
+        return (None,) * len(labels)
+    names = [c.name for c in labels]
+    if isinstance(given, Mapping):
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            raise InvalidArgumentError(
+                f"label_shapes names {quoted(unknown)}, which label_cols does not. It has {quoted(names)}."
+            )
+        return tuple(
+            checked_shape("label_shapes", given[c.name], c) if c.name in given else None
+            for c in labels
+        )
+    if len(given) != len(labels):
+        raise InvalidArgumentError(
+            f"label_shapes has {len(given)} shapes and there are {len(labels)} label columns ({quoted(names)}). Give "
+            "one per column, or a dict by column."
+        )
+    return tuple(
+        checked_shape("label_shapes", shape, c) for shape, c in zip(given, labels, strict=True)
+    )
+
+
+def is_class_index(loss: Callable[..., Any]) -> bool:
+    """Whether a loss takes class indices (or, for cross-entropy, arrays of probabilities) as labels."""
+    return _kind(loss) == "class_index"
+
+
+def _kind(loss: Callable[..., Any]) -> str:
+    name = getattr(loss, "__name__", "")
+    module = getattr(loss, "__module__", "") or ""
+    is_functional = module.startswith(("torch.nn.functional", "torch._C"))
+    if isinstance(loss, _CLASS_INDEX_LOSSES) or (is_functional and name in _CLASS_INDEX_FUNCTIONS):
+        return "class_index"
+    if isinstance(loss, _INTEGER_LOSSES) or (is_functional and name in _INTEGER_FUNCTIONS):
+        return "integer"
+    is_torch_class = isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn")
+    return "elementwise" if is_torch_class or is_functional else "unknown"
+
+
+def _loss_name(loss: Callable[..., Any]) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def check_output_shapes(
+    binding: LabelBinding, outputs: Sequence[Tensor], labels: Sequence[Tensor]
+) -> None:
+    """Raise InvalidArgumentError if the outputs of the first batch cannot meet the labels."""
+    binding.match(outputs, labels)

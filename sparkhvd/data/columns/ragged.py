@@ -1,0 +1,209 @@
+"""Rows of variable length in memory: their values in one piece, and where each row's part of it lies.
+
+Taking and slicing rows moves no values; only what a batch needs is gathered, without Python code per row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Ragged",
+    "Rows",
+    "SparseRows",
+    "Values",
+    "joined",
+    "keep_mask",
+    "num_bytes",
+    "row_shape",
+    "take",
+]
+
+Array = npt.NDArray[Any]
+# Row numbers of a data set.
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths.
+
+    Attributes:
+        values: (n,) the elements of all rows, with or without gaps between rows.
+        starts: (rows,) int64, where each row begins in `values`.
+        lengths: (rows,) int64, elements of each row.
+        inner: shape of one entry of a row; `()` for flat rows.
+    """
+
+    values: Array
+    starts: Array
+    lengths: Array
+    inner: tuple[int, ...] = ()
+
+    @classmethod
+    def from_lengths(cls, values: Array, lengths: Array, inner: tuple[int, ...] = ()) -> Ragged:
+        """Rows that lie one after another in `values`."""
+        return cls(values, np.cumsum(lengths) - lengths, lengths, inner)
+
+    @classmethod
+    def empty(cls, dtype: Any, num_rows: int = 0, inner: tuple[int, ...] = ()) -> Ragged:
+        """Rows without elements."""
+        zeros = np.zeros(num_rows, np.int64)
+        return cls(np.empty(0, dtype), zeros, zeros, inner)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, rows: slice) -> Ragged:
+        return Ragged(self.values, self.starts[rows], self.lengths[rows], self.inner)
+
+    def take(self, rows: Array) -> Ragged:
+        """The rows of these numbers, in this order; the values are shared."""
+        return Ragged(self.values, self.starts[rows], self.lengths[rows], self.inner)
+
+    def row(self, number: int) -> Array:
+        """One row: (entries, *inner), a view."""
+        start = self.starts[number]
+        flat = self.values[start : start + self.lengths[number]]
+        return flat.reshape(-1, *self.inner) if self.inner else flat
+
+    def gathered(self) -> Array:
+        """(n,) the elements row by row, without gaps."""
+        total = int(self.lengths.sum())
+        if not total:
+            return self.values[:0]
+        if (self.starts[1:] == self.starts[:-1] + self.lengths[:-1]).all():
+            return self.values[self.starts[0] :][:total]
+        return np.take(self.values, self.positions(), mode="clip")
+
+    def packed(self) -> Ragged:
+        """The same rows one after another, in memory of their own."""
+        return Ragged.from_lengths(self.gathered().copy(), self.lengths, self.inner)
+
+    def positions(self) -> Array:
+        """(n,) where in `values` each element lies, row by row."""
+        ahead = np.cumsum(self.lengths) - self.lengths
+        return np.repeat(self.starts - ahead, self.lengths) + np.arange(int(self.lengths.sum()))
+
+    def padded(self, value: Any, length: int | None = None) -> Array:
+        """(rows, length, *inner) with `value` after each row's end; None pads to the longest row, longer rows are cut."""
+        width = math.prod(self.inner)
+        longest = int(self.lengths.max()) // max(width, 1) if len(self) else 0
+        out_length = longest if length is None else length
+        out = np.full((len(self), out_length * width), value, self.values.dtype)
+        kept = np.minimum(self.lengths, out.shape[1])
+        cut = Ragged(self.values, self.starts, kept)
+        out[np.arange(out.shape[1]) < kept[:, None]] = cut.gathered()
+        return out.reshape(len(self), out_length, *self.inner)
+
+
+@dataclass(frozen=True)
+class SparseRows:
+    """Rows of a sparse matrix: of each the columns that are not zero, ascending, and their values.
+
+    Attributes:
+        indices: int32, columns.
+        values: as many.
+        width: columns of the matrix.
+    """
+
+    indices: Ragged
+    values: Ragged
+    width: int
+
+    @classmethod
+    def empty(cls, dtype: Any, width: int, num_rows: int = 0) -> SparseRows:
+        """Rows of zeros."""
+        return cls(Ragged.empty(np.int32, num_rows), Ragged.empty(dtype, num_rows), width)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, rows: slice) -> SparseRows:
+        return SparseRows(self.indices[rows], self.values[rows], self.width)
+
+    def take(self, rows: Array) -> SparseRows:
+        """The rows of these numbers, in this order."""
+        return SparseRows(self.indices.take(rows), self.values.take(rows), self.width)
+
+    def packed(self) -> SparseRows:
+        """The same rows one after another, in memory of their own."""
+        return SparseRows(self.indices.packed(), self.values.packed(), self.width)
+
+    def coordinates(self) -> Array:
+        """(2, n) int64: row and column of each value, in the order of `values.gathered()`."""
+        lengths = self.values.lengths
+        out = np.empty((2, int(lengths.sum())), np.int64)
+        out[0] = np.repeat(np.arange(len(lengths)), lengths)
+        out[1] = self.indices.gathered()
+        return out
+
+    def dense(self) -> Array:
+        """(rows, width), for people and tests."""
+        out = np.zeros((len(self), self.width), self.values.values.dtype)
+        rows, columns = self.coordinates()
+        out[rows, columns] = self.values.gathered()
+        return out
+
+
+Values = Array | Ragged | SparseRows
+
+
+def take(values: Values, rows: Array, empty: Callable[..., Array] = np.empty) -> Values:
+    """The rows of these numbers, in this order; an array is made by `empty(shape, dtype)`."""
+    if isinstance(values, np.ndarray):
+        out = empty((len(rows), *values.shape[1:]), values.dtype)
+        # Indices come from a permutation, so they are in range: "clip" skips the check and a buffer.
+        return np.take(values, rows, axis=0, mode="clip", out=out)
+    return values.take(rows)
+
+
+def joined(parts: Sequence[Any], empty: Ragged | SparseRows) -> Ragged | SparseRows:
+    """The rows of packed parts in one piece; `empty` if there are none."""
+    if not parts:
+        return empty
+    if len(parts) == 1:
+        return parts[0]  # type: ignore[no-any-return]  # parts are of the type of `empty`
+    if isinstance(empty, SparseRows):
+        indices = joined([p.indices for p in parts], empty.indices)
+        values = joined([p.values for p in parts], empty.values)
+        assert isinstance(indices, Ragged)
+        assert isinstance(values, Ragged)
+        return SparseRows(indices, values, empty.width)
+    return Ragged.from_lengths(
+        np.concatenate([p.values for p in parts]),
+        np.concatenate([p.lengths for p in parts]),
+        empty.inner,
+    )
+
+
+def row_shape(values: Values) -> tuple[int, ...]:
+    """The shape of a row, -1 in front where rows differ."""
+    if isinstance(values, SparseRows):
+        return (values.width,)
+    if isinstance(values, Ragged):
+        return (-1, *values.inner)
+    return tuple(values.shape[1:])
+
+
+def num_bytes(values: Values) -> int:
+    """Bytes of the elements, as they are stored."""
+    if isinstance(values, np.ndarray):
+        return values.nbytes
+    if isinstance(values, SparseRows):
+        return num_bytes(values.indices) + num_bytes(values.values)
+    return int(values.lengths.sum()) * values.values.itemsize
+
+
+def keep_mask(size: int, starts: Array, ends: Array) -> Array:
+    """(size,) bool: true from each start to its end; the ranges do not overlap."""
+    change = np.zeros(size + 1, np.int8)
+    change[starts] += 1
+    change[ends] -= 1
+    return np.cumsum(change[:-1], dtype=np.int8).view(np.bool_)

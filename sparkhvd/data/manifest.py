@@ -1,0 +1,168 @@
+"""The list of files that make the data of a fit: only files named in it exist for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = [
+    "DAMAGED_NAME",
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "PACKED",
+    "PARQUET",
+    "DataFile",
+    "Manifest",
+]
+
+# 1 knew only rows of one size; what it wrote is read as ever.
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)
+# Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
+MANIFEST_NAME = "_manifest.json"
+# Lies beside data that a reader has found to be damaged: no fit uses them again.
+DAMAGED_NAME = "_damaged"
+PACKED, PARQUET = "packed", "parquet"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One Parquet file: its path in the store, its rows, and the rows of each row group.
+
+    Of files that others wrote also what tells whether they have changed, and the values of columns that only the
+    names of their folders hold.
+
+    Attributes:
+        path: in the store.
+        rows: of the file.
+        row_groups: rows of each.
+        size: bytes; 0 for packed files.
+        modified_ns: time of change in ns since 1970; 0 for packed files, or where nothing tells.
+        partition: (column, value) of every folder `column=value` that it lies in.
+        footer_crc: CRC-32 of the end of a packed file, from its footer on; None where nobody wrote it down.
+    """
+
+    path: str
+    rows: int
+    row_groups: tuple[int, ...]
+    size: int = 0
+    modified_ns: int = 0
+    partition: tuple[tuple[str, int | float | str | None], ...] = ()
+    footer_crc: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The data of a fit in row order. Of materialized data: partition index, then position in the partition.
+
+    Attributes:
+        files: in that order.
+        schema: the columns with their shapes.
+        num_rows: of all files.
+        num_validation: rows that the validation column marks; None if there is no such column, or nobody counted.
+        variable_bytes: bytes of all values of each column whose rows differ in length; of Parquet that others wrote an
+            estimate.
+        num_skipped: rows of the DataFrame that `handle_invalid="skip"` left out.
+        format_version: of the files.
+        layout: "packed", or "parquet" for files that others wrote.
+    """
+
+    files: tuple[DataFile, ...]
+    schema: DataSchema
+    num_rows: int
+    num_validation: int | None = None
+    variable_bytes: Mapping[str, int] = field(default_factory=dict)
+    num_skipped: int = 0
+    format_version: int = FORMAT_VERSION
+    layout: str = PACKED
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all values."""
+        return self.num_rows * self.schema.row_bytes + sum(self.variable_bytes.values())
+
+    def row_bytes(self, names: Iterable[str]) -> int:
+        """Bytes that a row of these columns takes in memory, on average where rows differ."""
+        columns = [self.schema.column(name) for name in names]
+        fixed = sum(c.row_bytes if c.is_fixed else 16 for c in columns)
+        variable = sum(self.variable_bytes.get(c.name, 0) for c in columns if not c.is_fixed)
+        return fixed + -(-variable // max(self.num_rows, 1))
+
+    def to_json(self) -> str:
+        """Return the text from which `from_json` rebuilds the manifest, with its checksum."""
+        values = {
+            "format_version": self.format_version,
+            "num_rows": self.num_rows,
+            "num_validation": self.num_validation,
+            "variable_bytes": dict(self.variable_bytes),
+            "num_skipped": self.num_skipped,
+            "layout": self.layout,
+            "schema": self.schema.to_dict(),
+            "files": [asdict(f) for f in self.files],
+        }
+        return dump_sealed(values).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Return the manifest that `to_json` wrote.
+
+        Raises:
+            InvalidArgumentError: it is damaged, or was written by another format version.
+        """
+        # What earlier versions wrote has no checksum.
+        values = load_sealed(text.encode(errors="surrogateescape"), required=False)
+        if values is None or "format_version" not in values:
+            raise InvalidArgumentError(
+                "The list of the data's files is damaged: it is not what was written. Fit again: the data are materialized "
+                "anew."
+            )
+        if values["format_version"] not in READABLE_VERSIONS:
+            raise InvalidArgumentError(
+                f"The data have format version {values['format_version']}, this sparkhvd reads "
+                f"{' and '.join(map(str, READABLE_VERSIONS))}. Materialize them again."
+            )
+        files = tuple(
+            DataFile(
+                f["path"],
+                f["rows"],
+                tuple(f["row_groups"]),
+                f.get("size", 0),
+                f.get("modified_ns", 0),
+                tuple((name, value) for name, value in f.get("partition", ())),
+                f.get("footer_crc"),
+            )
+            for f in values["files"]
+        )
+        schema = DataSchema.from_dict(values["schema"])
+        return cls(
+            files,
+            schema,
+            values["num_rows"],
+            values["num_validation"],
+            variable_bytes=values.get("variable_bytes", {}),
+            num_skipped=values.get("num_skipped", 0),
+            format_version=values["format_version"],
+            layout=values.get("layout", PACKED),
+        )
+
+    def save(self, store: Store, data_dir: str) -> None:
+        """Write the manifest; the data exist from then on."""
+        store.write_bytes(f"{data_dir}/{MANIFEST_NAME}", self.to_json().encode())
+
+    @classmethod
+    def load(cls, store: Store, data_dir: str) -> Manifest:
+        """Read the manifest of a data directory.
+
+        Raises:
+            InvalidArgumentError: as `from_json`; the message names the file.
+        """
+        path = f"{data_dir}/{MANIFEST_NAME}"
+        try:
+            return cls.from_json(store.read_bytes(path).decode(errors="surrogateescape"))
+        except InvalidArgumentError as e:
+            raise InvalidArgumentError(f"{store.full_url(path)}: {e}") from None

@@ -1,0 +1,302 @@
+"""From a DataFrame to packed Parquet files and their manifest, in one pass."""
+
+from __future__ import annotations
+
+import json
+import socket
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparkhvd.data.arrow import (
+    Findings,
+    column_to_numpy,
+    numpy_to_array,
+    problems,
+    text_to_array,
+    usable_rows,
+)
+from sparkhvd.data.arrow_limits import bounded_batches
+from sparkhvd.data.columns.ragged import Values, num_bytes, row_shape
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import DataFile, Manifest
+from sparkhvd.data.packed import ROW_GROUP_BYTES, PackedWriter
+from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.task_errors import raised_by_tasks, telling_the_driver
+from sparkhvd.data.vectors import join_vectors, split_vectors, vector_columns
+from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError
+from sparkhvd.spark import SparkShim
+
+__all__ = ["materialize"]
+
+_RESULT = pa.schema([("partition", pa.int64()), ("outcome", pa.string())])
+_RESULT_DDL = "partition bigint, outcome string"
+# Lies in the folder while its materialization goes on. A task that outlives it (Spark tells a cancelled task to stop,
+# but does not wait for it) takes back what it wrote. Readers of Parquet pass over names that begin with "_".
+_WRITING = "_writing"
+
+
+def materialize(
+    df: Any,
+    schema: DataSchema,
+    store: Store,
+    data_dir: str,
+    *,
+    num_partitions: int | None = None,
+    row_group_bytes: int = ROW_GROUP_BYTES,
+) -> Manifest:
+    """Write the columns of `schema` as packed Parquet files and return their manifest.
+
+    One Spark job, one pass; every check that needs the values happens in it. Rows are ordered by partition index
+    and position in the partition. Every task writes one file named after its attempt and reports it; only the
+    attempts that Spark counted get into the manifest, so retries and speculation cannot duplicate rows, and what the
+    others wrote is deleted. The manifest is written last; if anything fails, the job is cancelled and the folder removed.
+    Arrow batches are bounded in bytes, see `bounded_batches`.
+
+    Nulls, NaN, infinity and numbers that the tensor cannot hold are errors unless a column's `invalid` says otherwise.
+
+    Args:
+        df: the DataFrame, classic or Connect.
+        schema: what `check_schema` returned.
+        store: where to write; the executors must see it.
+        data_dir: folder in the store.
+        num_partitions: coalesce to at most this many partitions first; None leaves them. Few partitions are no
+            problem for training: rows, not files, are dealt to ranks.
+        row_group_bytes: size of a row group, the memory that a task needs.
+
+    Raises:
+        InvalidArgumentError: the data hold nulls, NaN, rows of different lengths or numbers that the stored type
+            cannot hold (each column is named with its count), or there are no rows.
+        PreflightError: this process and the executors do not see each other's files.
+    """
+    marker = f"{data_dir}/{_WRITING}"
+    store.write_bytes(marker, b"")
+    is_done = False
+    try:
+        selected = _select(df, schema)
+        if num_partitions is not None:
+            selected = selected.coalesce(num_partitions)
+        is_vector = vector_columns(selected.schema)
+        task = _WriteTask(store, schema, data_dir, row_group_bytes, is_vector)
+        stage = split_vectors(selected, is_vector).mapInArrow(task, _RESULT_DDL)
+        with raised_by_tasks(store), bounded_batches(selected):
+            tag, description = f"sparkhvd-{uuid.uuid4().hex}", f"sparkhvd: materialize {data_dir}"
+            rows = SparkShim(df.sparkSession).collect(stage, tag, description)
+        outcomes = [
+            json.loads(r["outcome"]) for r in sorted(rows, key=lambda r: int(r["partition"]))
+        ]
+        manifest = _merge(outcomes, schema)
+        _settle(store, data_dir, manifest)
+        manifest.save(store, data_dir)
+        is_done = True
+        return manifest
+    finally:
+        # First the marker: a task either finds it gone, or has ended its file before the rest is deleted.
+        with suppress(StoreError):  # what failed before it says more
+            store.delete(marker)
+            if not is_done:
+                store.delete(data_dir)
+
+
+def _select(df: Any, schema: DataSchema) -> Any:
+    """The columns of the schema, named by their position in it: names with dots or capitals cannot mislead."""
+    names = list(df.columns)
+    renamed = df.toDF(*[f"c{i}" for i in range(len(names))])
+    return renamed.select(*[f"c{names.index(c.name)}" for c in schema.columns])
+
+
+@dataclass(frozen=True)
+class _WriteTask:
+    """What one Spark task does: Arrow batches in, one packed file and one row about it out."""
+
+    store: Store
+    schema: DataSchema
+    data_dir: str
+    row_group_bytes: int
+    is_vector: tuple[bool, ...]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        partition, attempt = context.partitionId(), context.taskAttemptId()
+        path = f"{self.data_dir}/part-{partition:05d}-{attempt}.parquet"
+        joined = (join_vectors(batch, self.is_vector) for batch in batches)
+        with telling_the_driver():
+            self.check_wanted()
+            outcome = self.write(joined, path)
+            try:
+                self.check_wanted()
+            except BaseException:
+                self.store.delete(path)
+                raise
+        yield pa.RecordBatch.from_arrays(
+            [numpy_to_array(np.array([partition])), text_to_array(json.dumps(outcome))],
+            schema=_RESULT,
+        )
+
+    def check_wanted(self) -> None:
+        """Raise unless the driver still waits for this folder."""
+        marker = f"{self.data_dir}/{_WRITING}"
+        if not self.store.exists(marker):
+            raise PreflightError(
+                f"Host {socket.gethostname()} does not see {self.store.full_url(marker)}, which the driver wrote before "
+                "this task began: the materialization has been given up, or the store is not on a file system that the "
+                "driver and all executors share."
+            )
+
+    def write(self, batches: Iterator[pa.RecordBatch], path: str) -> dict[str, Any]:
+        """Write one file from Arrow batches, unless a row cannot be used; then count to the end."""
+        columns = self.schema.columns
+        flag = self.schema.validation
+        found = {c.name: Findings() for c in columns}
+        rows = marked = skipped = negative = weighty = 0
+        sizes = dict.fromkeys((c.name for c in columns), 0)
+        groups: tuple[int, ...] = ()
+        writer: PackedWriter | None = None
+        with ExitStack() as stack:
+            for batch in batches:
+                if not batch.num_rows:
+                    continue
+                batch, left_out = _without_skipped(batch, columns)
+                skipped += left_out
+                if not batch.num_rows:
+                    continue
+                rows += batch.num_rows
+                values: list[Values | None] = []
+                for i, column in enumerate(columns):
+                    array, findings = column_to_numpy(
+                        batch.column(i), column, is_flag=column is flag
+                    )
+                    found[column.name].add(findings)
+                    values.append(array)
+                    if column is flag and isinstance(array, np.ndarray):
+                        marked += int(np.count_nonzero(array))
+                    if column is self.schema.sample_weight and isinstance(array, np.ndarray):
+                        negative += int(np.count_nonzero(array < 0))
+                        weighty += int(np.count_nonzero(array))
+                if not all(f.is_clean for f in found.values()):
+                    continue
+                arrays = [v for v in values if v is not None]
+                if writer is None:
+                    shaped = [
+                        c.with_shape(row_shape(v)) for c, v in zip(columns, arrays, strict=True)
+                    ]
+                    sink = stack.enter_context(self.store.open_output(path))
+                    writer = PackedWriter(sink, shaped, row_group_bytes=self.row_group_bytes)
+                writer.append(arrays)
+                for column, array in zip(columns, arrays, strict=True):
+                    if not isinstance(array, np.ndarray):
+                        sizes[column.name] += num_bytes(array)
+            groups = writer.close() if writer is not None else ()
+        return {
+            "path": path,
+            "rows": rows,
+            "marked": marked,
+            "skipped": skipped,
+            "negative": negative,
+            "weighty": weighty,
+            "bytes": {name: size for name, size in sizes.items() if size},
+            "row_groups": groups,
+            "footer_crc": writer.footer_crc if writer is not None else None,
+            "columns": {name: f.to_dict() for name, f in found.items()},
+        }
+
+
+def _without_skipped(
+    batch: pa.RecordBatch, columns: Sequence[Column]
+) -> tuple[pa.RecordBatch, int]:
+    """The batch without the rows that the user wants left out, and their number."""
+    usable: np.ndarray[Any, Any] | None = None
+    for i, column in enumerate(columns):
+        if column.invalid[0] == "skip":
+            mine = usable_rows(batch.column(i), column)
+            if mine is not None:
+                usable = mine if usable is None else usable & mine
+    if usable is None:
+        return batch, 0
+    return batch.filter(pa.array(usable)), int(len(usable) - np.count_nonzero(usable))
+
+
+def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
+    """The manifest of what all tasks wrote, or the error that tells what is wrong with the data."""
+    num_rows = sum(o["rows"] for o in outcomes)
+    num_skipped = sum(o["skipped"] for o in outcomes)
+    if num_rows == 0 and num_skipped:
+        raise InvalidArgumentError(
+            f"All {num_skipped:,} rows of the DataFrame hold a null or an invalid number, and handle_invalid='skip' leaves "
+            "them out, so there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
+        )
+    if num_rows == 0:
+        raise InvalidArgumentError(
+            "The DataFrame has no rows, so there is nothing to train on. Look at df.count(), and at the filters and "
+            "joins that made it."
+        )
+    found = {c.name: Findings() for c in schema.columns}
+    for outcome in outcomes:
+        for name, values in outcome["columns"].items():
+            found[name].add(Findings.from_dict(values))
+    wrong = [
+        line
+        for c in schema.columns
+        for line in problems(c, found[c.name], num_rows, is_flag=c is schema.validation)
+    ]
+    if (negative := sum(o["negative"] for o in outcomes)) and schema.sample_weight is not None:
+        wrong.append(
+            f"column {schema.sample_weight.name!r} ({schema.sample_weight.source}): {negative:,} of {num_rows:,} rows hold a "
+            "sample weight below 0. A weight is at least 0."
+        )
+    elif not wrong and schema.sample_weight and not sum(o["weighty"] for o in outcomes):
+        wrong.append(
+            f"column {schema.sample_weight.name!r} ({schema.sample_weight.source}): all {num_rows:,} rows hold the sample "
+            "weight 0. There is no mean over such rows."
+        )
+    if wrong:
+        listed = "\n".join(f"  {p}" for p in wrong)
+        raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
+    shapes = {c.name: _found_shape(c, found[c.name]) for c in schema.columns}
+    files = tuple(
+        DataFile(o["path"], o["rows"], tuple(o["row_groups"]), footer_crc=o["footer_crc"])
+        for o in outcomes
+        if o["rows"]
+    )
+    marked = sum(o["marked"] for o in outcomes) if schema.validation is not None else None
+    sizes = {c.name: sum(o["bytes"].get(c.name, 0) for o in outcomes) for c in schema.columns}
+    return Manifest(
+        files,
+        schema.with_shapes(shapes),
+        num_rows,
+        marked,
+        variable_bytes={name: size for name, size in sizes.items() if size},
+        num_skipped=num_skipped,
+    )
+
+
+def _found_shape(column: Column, found: Findings) -> tuple[int, ...]:
+    if column.kind == "scalar":
+        return ()
+    shape = next(iter(found.shapes), ())
+    return shape if column.kind in ("array", "vector", "sparse") else (-1, *shape)
+
+
+def _settle(store: Store, data_dir: str, manifest: Manifest) -> None:
+    """Check that this process sees every file of the manifest, and delete what other attempts left beside them."""
+    seen = set(store.list(data_dir))
+    missing = [f.path for f in manifest.files if f.path not in seen]
+    if missing:
+        raise PreflightError(
+            f"The executors wrote {len(manifest.files)} files to {store.full_url(data_dir)}, but this process does "
+            f"not see {len(missing)} of them, for example {missing[0]!r}. The store must be on a file system that "
+            "the driver and all executors share."
+        )
+    counted = {f.path for f in manifest.files}
+    for path in seen:
+        if path.endswith(".parquet") and path not in counted:
+            store.delete(path)
+    store.delete_unfinished(data_dir)

@@ -1,0 +1,281 @@
+"""Rows of packed files by their numbers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparkhvd.data.buffers import Empty, fresh
+from sparkhvd.data.columns.ragged import Ragged, Rows, SparseRows, keep_mask
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.open_files import OpenFiles
+from sparkhvd.data.packed.file import Checked, PackedFile
+from sparkhvd.data.packed.layout import PREFIX_BYTES, Array, little_endian, payload_types
+from sparkhvd.data.packed.requests import together
+from sparkhvd.data.packed.spans import Span
+from sparkhvd.data.store.store import Store
+
+__all__ = ["RowSource"]
+
+# A gap of this size costs about as much to read over as another call to read.
+_GAP_BYTES = 128 << 10
+
+
+class RowSource:
+    """Reads rows by number from the packed files of a manifest; not for several threads at once."""
+
+    # Any row can be read alone.
+    block_edges: Rows | None = None
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        # The first Parquet column of each column, and their number.
+        self._index = {}
+        self._num_parquet_columns = 0
+        for c in manifest.schema.columns:
+            self._index[c.name] = self._num_parquet_columns
+            self._num_parquet_columns += len(payload_types(c)) + 1
+        self._columns = {c.name: c for c in manifest.schema.columns}
+        # Every row group of every file, in row order.
+        self._groups = [(f, g) for f in manifest.files for g in range(len(f.row_groups))]
+        rows = [f.row_groups[g] for f, g in self._groups]
+        self._ends = np.cumsum(rows, dtype=np.int64) if rows else np.empty(0, dtype=np.int64)
+        self._files = {f.path: f for f in manifest.files}
+        self._checked: Checked = set()
+        self._open: OpenFiles[str, PackedFile] = OpenFiles(self._open_file)
+
+    def close(self) -> None:
+        """Close every file."""
+        self._open.close()
+
+    def __enter__(self) -> RowSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def read(
+        self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
+    ) -> dict[str, Any]:
+        """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
+
+        Args:
+            names: columns to read.
+            rows: ascending row numbers; None means all.
+            empty: makes the arrays.
+        """
+        asked = [self._columns[name] for name in names]
+        out: dict[str, Any] = self._read_fixed([c for c in asked if c.is_fixed], rows, empty)
+        for column in asked:
+            if not column.is_fixed:
+                out[column.name] = self._read_variable(column, rows, empty)
+        return out
+
+    def examples(self, count: int) -> Rows:
+        """Numbers of the first `count` rows, or of all if there are fewer."""
+        return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
+
+    def check(
+        self, names: Sequence[str], rows: Rows | None = None, *, rank: int = 0, size: int = 1
+    ) -> Generator[None, None, None]:
+        """Verify pages that no read has verified, about a MiB at each step of the iterator.
+
+        Args:
+            names: columns whose pages are meant.
+            rows: ascending row numbers; the row groups that hold them are meant. None means all.
+            rank: of the ranks that share the work; each takes other row groups.
+            size: how many they are.
+
+        Raises:
+            StoreError: a page is damaged.
+        """
+        count = len(self._groups)
+        groups = range(count)
+        if rows is not None:
+            groups = np.unique(np.searchsorted(self._ends, rows, side="right")).tolist()
+        opened: PackedFile | None = None  # reads between two steps may close what they share
+        try:
+            for group in groups[rank::size]:
+                file, row_group = self._groups[group]
+                for index, row_bytes in self._pages(names):
+                    if (file.path, row_group, index) in self._checked:
+                        continue
+                    if opened is None or opened.path != file.path:
+                        if opened is not None:
+                            opened.close()
+                        opened = self._open_file(file.path)
+                    yield from opened.check(row_group, index, row_bytes)
+        finally:
+            if opened is not None:
+                opened.close()
+
+    def _pages(self, names: Sequence[str]) -> Iterator[tuple[int, int | None]]:
+        """(number, bytes of a row, or None of a BYTE_ARRAY column) of the Parquet columns of some columns."""
+        for column in (self._columns[name] for name in names):
+            if column.row_bytes:
+                yield self._index[column.name], column.row_bytes
+            for part in range(len(payload_types(column))):
+                yield self._index[column.name] + 1 + part, None
+
+    # -- rows of one length --------------------------------------------------------------------------
+
+    def _read_fixed(
+        self, columns: Sequence[Column], rows: Rows | None, empty: Empty
+    ) -> dict[str, Array]:
+        count = self._manifest.num_rows if rows is None else len(rows)
+        out = {
+            c.name: empty(c.name, (count, *(c.shape or ())), little_endian(c.dtype))
+            for c in columns
+        }
+        widest = max((c.row_bytes for c in columns), default=1)
+        runs = self._runs(rows, max(1, _GAP_BYTES // widest)) if columns else []
+        for start, stop in runs:
+            first = start if rows is None else int(rows[start])
+            last = stop - 1 if rows is None else int(rows[stop - 1])
+            group = int(np.searchsorted(self._ends, first, side="right"))
+            base = int(self._ends[group - 1]) if group else 0
+            opened = self._open.get(self._groups[group][0].path)
+            wanted = None
+            if rows is not None and last - first + 1 != stop - start:
+                wanted = rows[start:stop] - first
+            fills = [
+                functools.partial(
+                    self._fill, opened, out[c.name][start:stop], group, c.name, first - base, wanted
+                )
+                for c in columns
+                if c.row_bytes
+            ]
+            if opened.is_shared:
+                together(fills)
+            else:
+                for fill in fills:
+                    fill()
+        return out
+
+    def _fill(
+        self,
+        opened: PackedFile,
+        target: Array,
+        group: int,
+        name: str,
+        start: int,
+        wanted: Rows | None,
+    ) -> None:
+        """Fill `target` with rows of a column from `start` in a row group: all, or of a span the wanted ones."""
+        row_group, index = self._groups[group][1], self._index[name]
+        if wanted is None:
+            opened.read_into(target, row_group, index, start)
+            return
+        span = np.empty((int(wanted[-1]) + 1, *target.shape[1:]), target.dtype)
+        opened.read_into(span, row_group, index, start)
+        np.take(span, wanted, axis=0, out=target, mode="clip")
+
+    # -- rows of any length --------------------------------------------------------------------------
+
+    def _read_variable(
+        self, column: Column, rows: Rows | None, empty: Empty
+    ) -> Ragged | SparseRows:
+        row_bytes = 8 + self._manifest.variable_bytes.get(column.name, 0) / max(
+            self._manifest.num_rows, 1
+        )
+        spans = [
+            self._span(column, rows, start, stop)
+            for start, stop in self._runs(rows, max(1, int(_GAP_BYTES / row_bytes)))
+        ]
+        parts = [
+            self._payload(spans, column, 1 + i, dtype, empty)
+            for i, dtype in enumerate(payload_types(column))
+        ]
+        if column.kind == "sparse":
+            return SparseRows(parts[0], parts[1], column.num_elements)
+        return parts[0]
+
+    def _span(self, column: Column, rows: Rows | None, start: int, stop: int) -> Span:
+        """Where neighbouring rows lie, learned from the column of their ends."""
+        first = start if rows is None else int(rows[start])
+        last = stop - 1 if rows is None else int(rows[stop - 1])
+        group = int(np.searchsorted(self._ends, first, side="right"))
+        low = first - (int(self._ends[group - 1]) if group else 0)
+        ends = np.zeros(last - first + 2, "<i8")
+        file, row_group = self._groups[group]
+        opened, index = self._open.get(file.path), self._index[column.name]
+        if low:
+            opened.read_into(ends, row_group, index, low - 1)
+        else:
+            opened.read_into(ends[1:], row_group, index, 0)
+        is_whole = last - first + 1 == stop - start
+        wanted = None if is_whole or rows is None else rows[start:stop] - first
+        return Span(group, low, ends.astype(np.int64), wanted)
+
+    def _payload(
+        self, spans: Sequence[Span], column: Column, part: int, dtype: np.dtype[Any], empty: Empty
+    ) -> Ragged:
+        """One BYTE_ARRAY column of the spans' rows.
+
+        Where all rows of a span are wanted they stay as they lie in the page, with their lengths between them, if the
+        values are aligned then; else the wanted ones are moved together.
+        """
+        unit = min(dtype.itemsize, PREFIX_BYTES)
+        total = sum(span.num_bytes(dtype.itemsize) for span in spans)
+        buffer = empty(f"{column.name}/{part}", (total // dtype.itemsize,), dtype)
+        flat = buffer.view(np.uint8)
+        starts, lengths = [], []
+        at = 0
+        for span in spans:
+            file, row_group = self._groups[span.group]
+            opened, index = self._open.get(file.path), self._index[column.name] + part
+            begins = span.row_begins(dtype.itemsize)
+            offset = int(span.ends[0]) * dtype.itemsize + span.low * PREFIX_BYTES
+            size = span.page_bytes(dtype.itemsize)
+            counts = np.diff(span.ends)
+            if span.stays(dtype.itemsize):
+                opened.read_page(flat[at : at + size], row_group, index, offset)
+                starts.append((at + begins) // dtype.itemsize)
+                lengths.append(counts)
+                at += size
+                continue
+            page = np.empty(size, np.uint8)
+            opened.read_page(page, row_group, index, offset)
+            if span.wanted is not None:
+                begins, counts = begins[span.wanted], counts[span.wanted]
+            stops = begins + counts * dtype.itemsize
+            words = page.view(np.dtype(f"u{unit}"))
+            moved = words[keep_mask(len(words), begins // unit, stops // unit)].view(np.uint8)
+            flat[at : at + len(moved)] = moved
+            starts.append(at // dtype.itemsize + np.cumsum(counts) - counts)
+            lengths.append(counts)
+            at += len(moved)
+        if not spans:
+            return Ragged.empty(dtype, inner=column.inner)
+        return Ragged(buffer, np.concatenate(starts), np.concatenate(lengths), column.inner)
+
+    def _runs(self, rows: Rows | None, gap_rows: int) -> list[tuple[int, int]]:
+        """Index ranges of `rows` that one read serves: inside one row group, without long gaps."""
+        if rows is None:
+            cuts = self._ends
+            total = int(cuts[-1]) if len(cuts) else 0
+        else:
+            total = len(rows)
+            gaps = np.flatnonzero(np.diff(rows) > gap_rows) + 1
+            cuts = np.union1d(gaps, np.searchsorted(rows, self._ends, side="left"))
+        edges = [0, *(int(c) for c in cuts if 0 < c < total), total]
+        return [(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True) if b > a]
+
+    def _open_file(self, path: str) -> PackedFile:
+        file = self._files[path]
+        opened = PackedFile(self._store, file.path, self._checked, file.footer_crc)
+        found = tuple(
+            opened.metadata.row_group(g).num_rows for g in range(opened.metadata.num_row_groups)
+        )
+        if found != file.row_groups or opened.metadata.num_columns != self._num_parquet_columns:
+            opened.close()
+            raise opened.damaged(
+                f"it is not what the manifest lists: row groups {found} with {opened.metadata.num_columns} columns, not "
+                f"{file.row_groups} with {self._num_parquet_columns}"
+            )
+        return opened

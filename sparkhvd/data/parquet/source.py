@@ -1,0 +1,404 @@
+"""Rows by number from Parquet that others wrote: any row groups, encodings and compression.
+
+Such files cannot be read from the middle of a row group: what stands before a row is decoded too. So a source keeps
+the place where its last read ended, and tells where row groups begin, for a sampler that shuffles whole ones.
+
+Threads: one at a time; pyarrow decodes columns in threads of its own.
+Memory: besides what a read returns, some megabytes of decoded rows, and the compressed bytes of a few row groups.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparkhvd.data.arrow import (
+    Findings,
+    column_to_numpy,
+    problems,
+    shape_text,
+    usable_rows,
+)
+from sparkhvd.data.arrow_types import VERIFIED, plain
+from sparkhvd.data.buffers import Empty, fresh
+from sparkhvd.data.columns.ragged import Ragged, Rows, SparseRows, Values, joined
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.data.manifest import DataFile, Manifest
+from sparkhvd.data.open_files import OpenFiles
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["ParquetSource"]
+
+# Decoded rows in one piece: large enough to hide the cost per piece, small beside any window.
+_PIECE_BYTES = 8 << 20
+_PIECE_ROWS = 64 << 10
+# Compressed bytes of row groups that one pass over a file takes together: small ones are not worth a call each.
+_SPAN_BYTES = 64 << 20
+# Row groups above this are not fetched as a whole before they are decoded.
+_WHOLE_BYTES = 256 << 20
+# What they are read through instead: each column has a buffer of its own.
+_BUFFER_BYTES = 32 << 20
+
+Arrays = dict[str, Any]
+
+
+class ParquetSource:
+    """Reads rows by number from the ordinary Parquet files of a manifest; not for several threads at once."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._columns = {c.name: c for c in manifest.schema.columns}
+        files = manifest.files
+        self._firsts = np.cumsum([0, *(f.rows for f in files)], dtype=np.int64)
+        self._group_ends = [np.cumsum(f.row_groups, dtype=np.int64) for f in files]
+        self._open: OpenFiles[int, _File] = OpenFiles(
+            lambda number: _File(store, manifest.files[number])
+        )
+        self._pass: _Pass | None = None
+
+    @property
+    def block_edges(self) -> Rows:
+        """Row numbers where row groups begin, and the number of rows."""
+        ends = [e + first for e, first in zip(self._group_ends, self._firsts, strict=False)]
+        return np.unique(np.concatenate([np.zeros(1, np.int64), *ends]))
+
+    def close(self) -> None:
+        """Close every file."""
+        self._pass = None
+        self._open.close()
+
+    def __enter__(self) -> ParquetSource:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def read(
+        self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
+    ) -> dict[str, Any]:
+        """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
+
+        Args:
+            names: columns to read.
+            rows: ascending row numbers; None means all.
+            empty: makes the arrays.
+
+        Raises:
+            InvalidArgumentError: values cannot be used (each column is named with its count in the file), or a file
+                is not what it was when the fit began.
+        """
+        columns = [self._columns[name] for name in names]
+        count = self._manifest.num_rows if rows is None else len(rows)
+        out: dict[str, Any] = {
+            c.name: empty(c.name, (count, *(c.shape or ())), c.dtype)
+            if c.is_fixed
+            else list[Values]()
+            for c in columns
+        }
+        at = 0
+        for number, arrays in self._pieces(names, rows):
+            length = len(arrays[names[0]])
+            for column in columns:
+                values = self._values(number, column, arrays[column.name])
+                target = out[column.name]
+                if column.is_fixed:
+                    target[at : at + length] = values
+                else:
+                    assert not isinstance(values, np.ndarray)
+                    target.append(values.packed())
+            at += length
+        for column in columns:
+            if not column.is_fixed:
+                out[column.name] = joined(out[column.name], _empty(column))
+        return out
+
+    def check(self, *_: object, **__: object) -> Generator[None, None, None]:
+        """Nothing is left to verify: pyarrow verifies every page that has a checksum when it decodes it."""
+        yield from ()
+
+    def arrays(self, names: Sequence[str], rows: Rows | None = None) -> Iterator[Arrays]:
+        """The named columns as Arrow arrays in the forms that Spark sends, piece by piece."""
+        for _, arrays in self._pieces(names, rows):
+            yield arrays
+
+    def usable(
+        self, columns: Sequence[Column], files: Sequence[int]
+    ) -> dict[int, npt.NDArray[Any]]:
+        """By number of a file, (rows,) bool: which rows hold neither null nor NaN in these columns."""
+        found = {}
+        for number in files:
+            masks = [
+                _usable_of(arrays, columns)
+                for _, arrays in self._file_pieces(number, [c.name for c in columns], None)
+            ]
+            found[number] = np.concatenate([np.zeros(0, np.bool_), *masks])
+        return found
+
+    def examples(self, count: int) -> Rows:
+        """Numbers of the first `count` rows that `handle_invalid` does not leave out, or of all such rows."""
+        skipping = [c for c in self._columns.values() if c.invalid[0] == "skip"]
+        if not skipping:
+            return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
+        found, at = np.empty(0, np.int64), 0
+        for arrays in self.arrays([c.name for c in skipping]):
+            mask = _usable_of(arrays, skipping)
+            found = np.append(found, np.flatnonzero(mask) + at)
+            at += len(mask)
+            if len(found) >= count:
+                break
+        return found[:count]
+
+    # -- values --------------------------------------------------------------------------------------
+
+    def _values(self, number: int, column: Column, array: Any) -> Values:
+        schema = self._manifest.schema
+        values, _ = column_to_numpy(array, column, is_flag=column is schema.validation)
+        if values is None or not _fits(values, column):
+            self._refuse(number, column)
+        if column is schema.sample_weight and isinstance(values, np.ndarray) and (values < 0).any():
+            self._refuse(number, column)
+        return values
+
+    def _refuse(self, number: int, column: Column) -> NoReturn:
+        """Look at the whole file, so that the message has the numbers of all its rows."""
+        schema, file = self._manifest.schema, self._manifest.files[number]
+        found = Findings()
+        rows = negative = 0
+        for _, arrays in self._file_pieces(number, [column.name], None):
+            array = arrays[column.name]
+            if column.invalid[0] == "skip" and (mask := usable_rows(array, column)) is not None:
+                array = array.filter(pa.array(mask))
+            values, findings = column_to_numpy(array, column, is_flag=column is schema.validation)
+            found.add(findings)
+            rows += len(array)
+            if column is schema.sample_weight and isinstance(values, np.ndarray):
+                negative += int(np.count_nonzero(values < 0))
+        where = f"column {column.name!r} ({column.source})"
+        lines = list(problems(column, found, rows, is_flag=column is schema.validation))
+        if negative:
+            lines.append(f"{where}: {negative:,} of {rows:,} rows hold a sample weight below 0.")
+        if not lines:
+            shapes = ", ".join(f"{n:,} of {shape_text(s)}" for s, n in found.shapes.most_common(6))
+            expected = shape_text(tuple(n for n in column.shape or () if n >= 0))
+            lines.append(
+                f"{where}: rows have other lengths than the first rows of the data: {shapes} elements, not {expected}. "
+                f"Pad or cut them, or give collate_fn={{{column.name!r}: pad(0)}} (sparkhvd.estimator.pad)."
+            )
+        listed = "\n".join(f"  {line}" for line in lines)
+        raise InvalidArgumentError(
+            f"The data cannot be used for training. In {self._store.full_url(file.path)!r}:\n{listed}"
+        )
+
+    # -- pieces --------------------------------------------------------------------------------------
+
+    def _pieces(self, names: Sequence[str], rows: Rows | None) -> Iterator[tuple[int, Arrays]]:
+        """(number of the file, columns) for the wanted rows, in order."""
+        for number, file in enumerate(self._manifest.files):
+            if not file.rows:
+                continue
+            wanted = None
+            if rows is not None:
+                first = self._firsts[number]
+                low, high = np.searchsorted(rows, (first, first + file.rows))
+                if low == high:
+                    continue
+                wanted = rows[low:high] - first
+            for _, arrays in self._file_pieces(number, names, wanted):
+                yield number, arrays
+
+    def _file_pieces(
+        self, number: int, names: Sequence[str], wanted: Rows | None
+    ) -> Iterator[tuple[int, Arrays]]:
+        """(first row, columns) of pieces of a file that hold exactly the wanted rows."""
+        count = self._manifest.files[number].rows if wanted is None else len(wanted)
+        at = 0
+        while at < count:
+            row = at if wanted is None else int(wanted[at])
+            start, arrays = self._piece(number, tuple(names), row)
+            stop = start + len(arrays[names[0]])
+            end = stop if wanted is None else int(np.searchsorted(wanted, stop))
+            chosen = (
+                np.arange(at - start, end - start) if wanted is None else wanted[at:end] - start
+            )
+            yield row, {name: _taken(array, chosen) for name, array in arrays.items()}
+            at = end
+
+    def _piece(self, number: int, names: tuple[str, ...], row: int) -> tuple[int, Arrays]:
+        """A decoded piece that has a row of a file, and its first row's number there."""
+        ends = self._group_ends[number]
+        group = int(np.searchsorted(ends, row, side="right"))
+        begin = int(ends[group - 1]) if group else 0
+        running = self._pass
+        # Going on from where the last read ended is right unless a row group could begin nearer.
+        if running is None or not running.serves(number, names, row, begin):
+            self._pass = running = None
+            running = _Pass(
+                self._open.get(number), number, names, group, begin, self._piece_rows(names)
+            )
+            self._pass = running
+        return running.piece(row)
+
+    def _piece_rows(self, names: Sequence[str]) -> int:
+        row_bytes = 0
+        for name in names:
+            column = self._columns[name]
+            mean = self._manifest.variable_bytes.get(name, 0) / max(1, self._manifest.num_rows)
+            is_known = column.is_fixed and column.shape is not None
+            row_bytes += column.row_bytes if is_known else int(mean) + 8
+        return int(min(max(1, _PIECE_BYTES // max(1, row_bytes)), _PIECE_ROWS))
+
+
+class _File:
+    """One open file."""
+
+    def __init__(self, store: Store, file: DataFile) -> None:
+        self.file = file
+        local = store.local_path(file.path)
+        where = store.full_url(file.path)
+        try:
+            self._source = pa.OSFile(local) if local is not None else store.open_input(file.path)
+        except FileNotFoundError as e:
+            raise InvalidArgumentError(
+                f"{where!r} is not there for {socket.gethostname()}. The driver saw it when the fit began: give a path or URL that "
+                "all hosts reach, and let nobody change the data during a fit."
+            ) from e
+        try:
+            self.metadata = pq.read_metadata(self._source)
+            found = [
+                self.metadata.row_group(g).num_rows for g in range(self.metadata.num_row_groups)
+            ]
+            if tuple(found) != file.row_groups or self._source.size() != file.size:
+                raise InvalidArgumentError(
+                    f"{where!r} has changed since the fit began: it has {self._source.size():,} bytes and {sum(found):,} rows, "
+                    f"and had {file.size:,} and {file.rows:,}. Let nobody change the data during a fit; run it again."
+                )
+            modified_ns = os.stat(local).st_mtime_ns if local is not None else 0
+            if modified_ns and file.modified_ns and modified_ns != file.modified_ns:
+                raise InvalidArgumentError(
+                    f"{where!r} was written again since the fit began, or its time of change differs between the driver and "
+                    f"{socket.gethostname()}. Let nobody change the data during a fit; run it again."
+                )
+        except BaseException:
+            self._source.close()
+            raise
+        self._is_local = local is not None
+
+    def close(self) -> None:
+        self._source.close()
+
+    def span(self, group: int) -> list[int]:
+        """The row group and those after it that are decoded in one pass."""
+        total, last = 0, group
+        for number in range(group, self.metadata.num_row_groups):
+            total += self.metadata.row_group(number).total_byte_size
+            if number > group and total > _SPAN_BYTES:
+                break
+            last = number
+        return list(range(group, last + 1))
+
+    def batches(self, groups: list[int], names: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+        """The columns of row groups in pieces of some rows."""
+        size = sum(self.metadata.row_group(g).total_byte_size for g in groups)
+        # A remote file is fetched in few large reads, unless that would take too much memory.
+        is_fetched = not self._is_local and size <= _WHOLE_BYTES
+        file = pq.ParquetFile(
+            self._source,
+            metadata=self.metadata,
+            **VERIFIED,
+            pre_buffer=is_fetched,
+            buffer_size=0 if is_fetched else max(16 << 10, _BUFFER_BYTES // max(8, len(names))),
+        )
+        batches: Iterator[pa.RecordBatch] = file.iter_batches(
+            batch_size=rows, row_groups=groups, columns=names
+        )
+        return batches
+
+
+class _Pass:
+    """Decoding some row groups of a file from front to back; keeps the piece it came to."""
+
+    def __init__(
+        self, file: _File, number: int, names: tuple[str, ...], group: int, begin: int, rows: int
+    ) -> None:
+        self._number, self._names = number, names
+        self._path, self._group = file.file.path, group
+        self._partition = dict(file.file.partition)
+        stored = [name for name in names if name not in self._partition]
+        groups = file.span(group)
+        self._end = begin + sum(file.file.row_groups[g] for g in groups)
+        self._rows = rows
+        self._batches = file.batches(groups, stored, rows) if stored else iter(())
+        self._has_stored = bool(stored)
+        self._start = self._stop = begin
+        self._arrays: Arrays = {}
+
+    def serves(self, number: int, names: tuple[str, ...], row: int, group_begin: int) -> bool:
+        """Whether a row is in the current piece, or in one after it that is nearer than any row group's begin."""
+        is_same = (number, names) == (self._number, self._names)
+        return is_same and self._start <= row < self._end and group_begin <= self._stop
+
+    def piece(self, row: int) -> tuple[int, Arrays]:
+        """(first row's number in the file, columns) of the piece with the row."""
+        while self._stop <= row:
+            self._start = self._stop
+            try:
+                batch = next(self._batches) if self._has_stored else None
+            except (OSError, pa.ArrowInvalid) as e:
+                raise type(e)(f"{self._path!r}, row groups from {self._group}: {e}") from e
+            count = (
+                batch.num_rows if batch is not None else min(self._rows, self._end - self._start)
+            )
+            self._stop = self._start + count
+            if self._stop > row:
+                self._arrays = {name: self._array(name, batch, count) for name in self._names}
+        return self._start, self._arrays
+
+    def _array(self, name: str, batch: pa.RecordBatch | None, count: int) -> Any:
+        if name in self._partition:
+            return _repeated(self._partition[name], count)
+        assert batch is not None
+        return plain(batch.column(batch.schema.get_field_index(name)))
+
+
+def _repeated(value: int | float | str | None, count: int) -> Any:
+    """A partition's value for each row."""
+    return pa.nulls(count, pa.float64()) if value is None else pa.repeat(value, count)
+
+
+def _taken(array: Any, chosen: Rows) -> Any:
+    if not len(chosen) or chosen[-1] - chosen[0] + 1 == len(chosen):
+        return array.slice(int(chosen[0]) if len(chosen) else 0, len(chosen))
+    return array.take(pa.array(chosen))
+
+
+def _usable_of(arrays: Arrays, columns: Sequence[Column]) -> npt.NDArray[Any]:
+    usable = np.ones(len(next(iter(arrays.values()))), np.bool_)
+    for column in columns:
+        mask = usable_rows(arrays[column.name], column)
+        if mask is not None:
+            usable &= mask
+    return usable
+
+
+def _fits(values: Values, column: Column) -> bool:
+    """Whether the rows of a piece have the shape that the first rows of the data had."""
+    if isinstance(values, np.ndarray):
+        return values.shape[1:] == column.shape
+    if isinstance(values, SparseRows):
+        return values.width == column.num_elements
+    return values.inner == column.inner
+
+
+def _empty(column: Column) -> Ragged | SparseRows:
+    if column.kind == "sparse":
+        return SparseRows.empty(column.dtype, column.num_elements)
+    return Ragged.empty(column.dtype, inner=column.inner)

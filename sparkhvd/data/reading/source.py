@@ -1,0 +1,74 @@
+"""The one question of a reader to the files of a manifest: rows by number."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, Protocol
+
+from sparkhvd.data.buffers import Empty, fresh
+from sparkhvd.data.columns.ragged import Rows
+from sparkhvd.data.manifest import PACKED, Manifest
+from sparkhvd.data.packed import RowSource
+from sparkhvd.data.store.store import Store
+
+__all__ = ["Source", "open_source"]
+
+
+class Source(Protocol):
+    """Reads rows by number; not for several threads at once.
+
+    Attributes:
+        block_edges: row numbers where pieces begin that are best read as one, and the number of rows at the end; None
+            if any row can be read alone.
+    """
+
+    @property
+    def block_edges(self) -> Rows | None:
+        """See above."""
+
+    def read(
+        self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
+    ) -> dict[str, Any]:
+        """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
+
+        Args:
+            names: columns to read.
+            rows: ascending row numbers; None means all.
+            empty: makes the arrays.
+        """
+
+    def check(
+        self, names: Sequence[str], rows: Rows | None = None, *, rank: int = 0, size: int = 1
+    ) -> Generator[None, None, None]:
+        """Verify checksums that reads have not, a little at each step of the iterator.
+
+        Args:
+            names: columns to verify.
+            rows: ascending row numbers near which to verify; None means everywhere.
+            rank: of the ranks that share the work.
+            size: how many they are.
+        """
+
+    def examples(self, count: int) -> Rows:
+        """Numbers of the first `count` rows that can be used, or of all if there are fewer."""
+
+    def close(self) -> None:
+        """Close every file."""
+
+    def __enter__(self) -> Source: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def open_source(store: Store, manifest: Manifest) -> Source:
+    """The source that reads the files of a manifest.
+
+    Args:
+        store: where the files are.
+        manifest: which they are.
+    """
+    if manifest.layout == PACKED:
+        return RowSource(store, manifest)
+    from sparkhvd.data.parquet.source import ParquetSource
+
+    return ParquetSource(store, manifest)

@@ -1,0 +1,40 @@
+"""Read and write the folder that driver and executors share: a local path, an object store, or any file system of fsspec.
+
+Names: every path is relative to the store and uses "/". `data/` holds materialized data, `runs/` checkpoints and what a
+run reports, `models/` weights that are too large for a closure.
+
+Atomicity: a file appears under its name when it is whole, or not at all (`atomic`), on file systems that rename, that
+replace, and that only append. What decides something carries a checksum (`checksummed`).
+
+Ownership: a data directory has a lease that its owner renews (`leases`), a run's folder a lock of the fit that writes it
+(`run_lock`). Nobody deletes what another one holds; what nobody holds any more goes with `Store.clean()`.
+
+Access: a process that sees the store opens it itself. A Spark Connect client that does not see it reads and writes
+through small Spark tasks (`connect`).
+
+Secrets: storage options and passwords of a URL travel with the store to the ranks and are shown nowhere (`addresses`).
+
+Each module imports only those above it:
+
+    addresses     what a path or URL means, what of it is secret, and the file system that it names
+    atomic        writing a file whole or not at all
+    checksummed   small files that tell damage from another version
+    processes     whether a process that wrote its name is still there
+    run_lock      one fit at a time in a run's folder
+    leases        owners of data directories
+    cleaning      deletes what nobody owns
+    contents      lists and deletes runs and data
+    temporary     folders that go with their process
+    store         `Store`
+    connect       a store that only the executors see
+    task_errors   a `StoreError` of a Spark task as one of the driver
+    spark_files   files where Spark resolves a path
+    default       the store of a fit that names none
+"""
+
+from sparkhvd.data.store.connect import open_through
+from sparkhvd.data.store.store import Store
+
+__all__ = ["Store"]
+
+Store._opened_through = staticmethod(open_through)

@@ -1,0 +1,368 @@
+"""Where a store is: what a path or URL means, what of it is secret, and the file system that it names."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, unquote_plus, urlencode, urlsplit
+
+import pyarrow.fs as pafs
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = [
+    "Address",
+    "check_databricks",
+    "has_atomic_writes",
+    "is_sequential",
+    "open_filesystem",
+    "parse",
+    "secrets_of",
+    "split",
+    "url_options",
+    "without_secrets",
+]
+
+# Schemes that pyarrow.fs opens itself; all others go through fsspec.
+PYARROW_SCHEMES = frozenset({"s3", "gs", "gcs", "hdfs", "viewfs", "abfs", "abfss"})
+_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
+# Object stores of pyarrow and fsspec: a file is there when its upload has ended, and a rename is a copy.
+_OBJECT_STORES = frozenset(
+    {"s3", "gs", "abfs", "abfss", "az", "adl", "oss", "obs", "oci", "cos", "tos", "hf", "lakefs"}
+)
+# What a query may say that everybody may read; all else in it is hidden.
+_OPEN_QUERY = frozenset(
+    {
+        "allow_bucket_creation",
+        "anonymous",
+        "blob_storage_authority",
+        "blob_storage_scheme",
+        "dfs_storage_authority",
+        "dfs_storage_scheme",
+        "enable_tls",
+        "endpoint_override",
+        "project_id",
+        "region",
+        "replication",
+        "retry_limit_seconds",
+        "scheme",
+        "tls_ca_file_path",
+    }
+)
+_SECRET_NAME = re.compile(r"key|secret|token|passw|pwd|sas|cred|sign|auth|connection_string", re.I)
+# Folders of Databricks: neither appending nor seeking in a file that is being written.
+_SEQUENTIAL_ROOTS = ("/Volumes/", "/dbfs/")
+
+
+@dataclass(frozen=True)
+class Address:
+    """A store's place.
+
+    Attributes:
+        scheme: "file", or what pyarrow or fsspec knows.
+        url: without secrets and without a trailing slash: for messages, manifests and saved models.
+        root: the path in the file system; None where fsspec tells it.
+        full: the URL with everything; for the file system alone.
+    """
+
+    scheme: str
+    url: str
+    root: str | None
+    full: str = field(repr=False)
+
+
+def parse(given: str) -> Address:
+    """The place that a path or URL names; nothing is opened.
+
+    Raises:
+        InvalidArgumentError: it names none.
+    """
+    scheme, colon, rest = given.partition(":")
+    if given.startswith("/") or not colon or "/" in scheme:
+        return _local(given, given)
+    scheme = _ALIASES.get(scheme.lower(), scheme.lower())
+    if rest.startswith("//") and not _is_quoted(given):
+        raise InvalidArgumentError(
+            f"Store.create({without_secrets(given)!r}): the user or password before the '@' holds a character that "
+            "ends it. Write it as urllib.parse.quote(password, safe='') does, or give it as a storage option. An '@' in a "
+            "path is '%40' after a host with a port or a password."
+        )
+    if scheme == "file":
+        parts = urlsplit(given)
+        if parts.netloc not in ("", "localhost"):
+            raise InvalidArgumentError(
+                f"Store.create({given!r}): {parts.netloc!r} stands where a host would. Give three slashes: "
+                f"'file:///{parts.netloc}{parts.path}'."
+            )
+        return _local(unquote(parts.path), given)
+    if scheme == "dbfs":
+        path = "/" + rest.lstrip("/")
+        # Databricks shows its file system as a folder; Volumes are folders of their own.
+        return _local(path if path.startswith("/Volumes/") else f"/dbfs{path}", given)
+    if not rest.startswith("//"):
+        raise InvalidArgumentError(
+            f"Store.create({without_secrets(given)!r}): this is neither an absolute path nor a URL like "
+            "'s3://bucket/prefix'."
+        )
+    if scheme not in PYARROW_SCHEMES and not _fsspec_knows(scheme):
+        raise InvalidArgumentError(
+            f"Store.create({without_secrets(given)!r}): unknown scheme {scheme!r}. Known are absolute paths, "
+            f"file, dbfs, {', '.join(sorted(PYARROW_SCHEMES))} and the schemes of fsspec (pip install fsspec "
+            "and its driver for yours)."
+        )
+    full = f"{scheme}:{rest}"
+    return Address(scheme, without_secrets(full), _root(scheme, full), full)
+
+
+def split(given: str) -> tuple[str, str]:
+    """(folder, name in it) of a path or URL: the folder as `parse` takes it, the name as a file system does.
+
+    A relative path is that of this process.
+    """
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", given):
+        folder, _, name = os.path.abspath(given).rpartition("/")
+        return folder or "/", name
+    url, mark, query = given.partition("?")
+    folder, _, name = url.rstrip("/").rpartition("/")
+    scheme = _ALIASES.get(url.partition(":")[0].lower(), url.partition(":")[0].lower())
+    # As `parse` does with the rest of the path.
+    is_quoted = scheme == "file" or scheme in PYARROW_SCHEMES
+    return f"{folder}{mark}{query}", unquote(name) if is_quoted else name
+
+
+def _root(scheme: str, full: str) -> str | None:
+    if scheme not in PYARROW_SCHEMES:
+        return None
+    parts = urlsplit(full)
+    path = unquote(parts.path).rstrip("/")
+    if scheme in ("hdfs", "viewfs"):
+        return path or "/"
+    if "@" in parts.netloc and scheme in ("abfs", "abfss"):
+        return parts.netloc.split("@")[0] + path
+    return parts.netloc.rpartition("@")[2] + path
+
+
+def _local(path: str, given: str) -> Address:
+    if not path.startswith("/"):
+        raise InvalidArgumentError(
+            f"Store.create({given!r}): the path is relative, so each process would see another folder. Give an "
+            f"absolute path, for example {os.path.abspath(path)!r}."
+        )
+    root = posixpath.normpath(path)
+    if root == "/":
+        raise InvalidArgumentError(
+            f"Store.create({given!r}): this is the root of the file system. Give a folder for the store."
+        )
+    url = Path(root).as_uri()
+    return Address("file", url, root, url)
+
+
+def check_databricks(root: str, given: str) -> None:
+    """Refuse to make `/dbfs` or a Volume where there is none: it would be a folder of this machine alone.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    if root.startswith("/dbfs/") and not os.path.isdir("/dbfs"):
+        raise InvalidArgumentError(
+            f"Store.create({given!r}): there is no /dbfs here, so this is not a Databricks cluster with the "
+            "DBFS folder. Give a path or URL that this machine can reach."
+        )
+    if root == "/Volumes" or root.startswith("/Volumes/"):
+        volume = "/".join(root.split("/")[:5])
+        if volume.count("/") < 4 or not os.path.isdir(volume):
+            raise InvalidArgumentError(
+                f"Store.create({given!r}): there is no Volume {volume} here. Give a folder in an existing one, "
+                "/Volumes/<catalog>/<schema>/<volume>/<folder>, on a Databricks cluster that may use it."
+            )
+
+
+# --- secrets --------------------------------------------------------------------------------------------------------
+
+
+def without_secrets(url: str) -> str:
+    """The URL without "user:password@" and without what a query may hide, such as a signature."""
+    if not _is_quoted(url):
+        return f"{url.partition(':')[0]}://<hidden>"
+    parts = urlsplit(url)
+    if not parts.scheme:
+        return url
+    user, at, host = parts.netloc.rpartition("@")
+    shown = host if ":" in user else f"{user}{at}{host}"
+    pairs = [(k, v) for k, v in parse_qsl(parts.query, keep_blank_values=True) if k in _OPEN_QUERY]
+    query = f"?{urlencode(pairs, safe='/:')}" if pairs else ""
+    return f"{parts.scheme}://{shown}{parts.path.rstrip('/')}{query}"
+
+
+def _is_quoted(url: str) -> bool:
+    """Whether nothing looks like a password with a "/", "?", "#" or "[" in it that is not quoted.
+
+    Such a password ends the part of the URL for user and host, and its "@" comes later; or no port is where one would be.
+    """
+    try:
+        parts = urlsplit(url)
+        parts.port
+    except ValueError:
+        return False
+    after = url.partition("//")[2][len(parts.netloc) :]
+    return ":" not in parts.netloc or "@" not in after
+
+
+def secrets_of(full: str, options: Mapping[str, Any]) -> frozenset[str]:
+    """The strings that no message may hold: passwords and keys of the URL and of the storage options."""
+    if not _is_quoted(full):
+        return frozenset({full})
+    parts = urlsplit(full)
+    user, _, _ = parts.netloc.rpartition("@")
+    found = {user.partition(":")[2]} if ":" in user else set()
+    if ":" in user:
+        found.add(user)
+    for pair in parts.query.split("&"):
+        name, _, value = pair.partition("=")
+        if name not in _OPEN_QUERY:
+            found.update((value, unquote_plus(value)))
+    found.update(_secret_options(options))
+    both = {text for one in found for text in (one, unquote(one), quote(one, safe=""))}
+    # Shorter ones would be found in ordinary words.
+    return frozenset(text for text in both if len(text) >= 4)
+
+
+def _secret_options(options: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _secret_options(value)
+        elif isinstance(value, str) and _SECRET_NAME.search(str(name)):
+            yield value
+
+
+# --- file systems ---------------------------------------------------------------------------------------------------
+
+
+def has_atomic_writes(scheme: str) -> bool:
+    """Whether a file appears when it is closed, whole, also over an older one: true of object stores."""
+    return scheme in _OBJECT_STORES
+
+
+def is_sequential(root: str) -> bool:
+    """Whether files of this local folder may only be written in one sequential pass.
+
+    True of Databricks' Volumes and DBFS, and taken to be true of every other FUSE mount: most of them stand before an
+    object store.
+    """
+    if root.startswith(_SEQUENTIAL_ROOTS):
+        return True
+    return _mount_kind(root).startswith("fuse")
+
+
+def _mount_kind(path: str) -> str:
+    """The kind of file system that a path lies on, as the kernel names it; "" where that is not known."""
+    try:
+        device = os.stat(path).st_dev
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in lines:
+        fields = line.split(" ")
+        if fields[2] == wanted:
+            return fields[fields.index("-") + 1]
+    return ""
+
+
+def open_filesystem(address: Address, options: Mapping[str, Any]) -> tuple[pafs.FileSystem, str]:
+    """The file system of an address and the store's root in it.
+
+    Raises:
+        OSError: it cannot be reached, or a library that it needs is missing.
+        ImportError: the Python package that it needs is missing.
+    """
+    scheme = address.scheme
+    if scheme == "file":
+        assert address.root is not None
+        return pafs.LocalFileSystem(), address.root
+    if address.root is None:
+        return _open_fsspec(address, options)
+    if scheme in ("hdfs", "viewfs"):
+        return _open_hdfs(address.full, options), address.root
+    if not options:
+        return pafs.FileSystem.from_uri(_bucket(address.full))[0], address.root
+    kinds = {"s3": "S3FileSystem", "gs": "GcsFileSystem"}
+    kind = getattr(pafs, kinds.get(scheme, "AzureFileSystem"))
+    return kind(**{**url_options(scheme, address.full), **options}), address.root
+
+
+def url_options(scheme: str, full: str) -> dict[str, Any]:
+    """What a URL says besides the path, as arguments of pyarrow's file system of its scheme."""
+    parts = urlsplit(full)
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    found: dict[str, Any] = dict(parse_qsl(parts.query))
+    for name, value in found.items():
+        if value.lower() in ("true", "false"):
+            found[name] = value.lower() == "true"
+    if scheme == "s3":
+        said: dict[str, Any] = {"access_key": user, "secret_key": password}
+    elif scheme == "gs":
+        if (limit := found.pop("retry_limit_seconds", None)) is not None:
+            found["retry_time_limit"] = timedelta(seconds=float(limit))
+        said = {"anonymous": True} if user == "anonymous" else {}
+    elif scheme in ("hdfs", "viewfs"):
+        for name in {"replication", "buffer_size", "default_block_size"} & found.keys():
+            found[name] = int(found[name])
+        said = {"user": user}
+    else:  # abfs, abfss: the account is the host's first part
+        account, _, domain = (parts.hostname or "").partition(".")
+        if found.pop("enable_tls", True) is False:
+            found |= {"blob_storage_scheme": "http", "dfs_storage_scheme": "http"}
+        said = {"account_name": account if domain else user, "account_key": password}
+    return {**{k: v for k, v in said.items() if v}, **found}
+
+
+def _bucket(full: str) -> str:
+    """The URI without the path: a file system is that of the bucket, and pyarrow takes no blanks."""
+    return urlsplit(full)._replace(path="/").geturl()
+
+
+def _open_fsspec(address: Address, options: Mapping[str, Any]) -> tuple[pafs.FileSystem, str]:
+    import fsspec
+
+    filesystem, root = fsspec.core.url_to_fs(address.full, **options)
+    return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), root.rstrip("/")
+
+
+def _open_hdfs(full: str, options: Mapping[str, Any]) -> pafs.FileSystem:
+    try:
+        if options:
+            parts = urlsplit(full)
+            host = parts.hostname or "default"
+            return pafs.HadoopFileSystem(
+                host,
+                parts.port or (0 if host == "default" else 8020),
+                **{**url_options(parts.scheme, full), **options},
+            )
+        with warnings.catch_warnings():
+            return pafs.FileSystem.from_uri(full)[0]
+    except OSError as e:
+        if "libhdfs" not in str(e) and "libjvm" not in str(e):
+            raise
+        # pyarrow lists a hundred places where it has looked.
+        first = str(e).partition("\n")[0]
+        raise OSError(
+            f"{first}. HDFS is reached through Hadoop's own library: set HADOOP_HOME to an unpacked Hadoop (with "
+            "lib/native/libhdfs.so, or ARROW_LIBHDFS_DIR to its folder), JAVA_HOME, and CLASSPATH to what "
+            "`hadoop classpath --glob` prints, for the driver and all executors"
+        ) from None
+
+
+def _fsspec_knows(scheme: str) -> bool:
+    try:
+        import fsspec
+    except ImportError:
+        return False
+    return scheme in fsspec.available_protocols()

@@ -1,0 +1,83 @@
+"""Which store a fit or a model uses when none is given."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+from os import PathLike, fspath
+from typing import Any
+
+from sparkhvd.data.store.addresses import secrets_of, without_secrets
+from sparkhvd.data.store.connect import as_seen_by, make_private
+from sparkhvd.data.store.store import Store
+from sparkhvd.data.store.temporary import TemporaryFolders
+from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.spark import SparkShim
+
+__all__ = ["STORE_CONF", "default_store"]
+
+STORE_CONF = "spark.sparkhvd.store"
+
+
+_temporary = TemporaryFolders()
+
+
+def default_store(spark: Any, given: Any = None) -> Store:
+    """The store given (also as a path or URL), else the conf's, else a temporary folder on a local master.
+
+    For a Spark Connect session that is the store as this client reaches it, see `remote_store`.
+
+    Raises:
+        InvalidArgumentError: there is none, and the master is not local; or it cannot be written.
+        StoreError: the folder of a `Store` that was given is not there; it may be mounted no more.
+    """
+    if isinstance(given, Store):
+        store = as_seen_by(spark, given)
+        if store.is_local and not store.exists(""):
+            raise StoreError(
+                f"The store {store.url} is not there. If it has vanished, mount it again; a new one is made by "
+                "setStore(Store.create(...))."
+            )
+        return store
+    if isinstance(given, (str, PathLike)):
+        return _created(spark, given)
+    if given is not None:
+        raise InvalidArgumentError(
+            f"store is {given!r:.100}; it must be a Store, for example Store.create('/shared/folder')."
+        )
+    shim = SparkShim(spark)
+    conf = shim.conf((STORE_CONF, "spark.master"))
+    if conf.get(STORE_CONF):
+        if secrets_of(conf[STORE_CONF], {}):
+            raise InvalidArgumentError(
+                f"{STORE_CONF} is {without_secrets(conf[STORE_CONF])!r} with a password or key in it, which Spark shows in its "
+                "UI and event log. Give it as store=Store.create(...), or let the machines have credentials of their own."
+            )
+        return _created(spark, conf[STORE_CONF])
+    master = conf.get("spark.master", "")
+    if not master.startswith("local"):
+        raise InvalidArgumentError(
+            f"store is not given, and the master is {master!r}: driver and executors need a folder that they "
+            f"share. Give store=Store.create('<path or URL>'), or set {STORE_CONF}."
+        )
+    folder = _temporary.folder(shim.application())
+    if shim.is_connect:
+        make_private(spark, folder)
+    store = _created(spark, folder)
+    if not store.is_seen:
+        atexit.register(_destroy, store)
+    return store
+
+
+def _created(spark: Any, given: str | PathLike[str]) -> Store:
+    if SparkShim(spark).is_connect:
+        return as_seen_by(spark, Store(fspath(given)), make=True)
+    return Store.create(given)
+
+
+def _destroy(store: Store) -> None:
+    # The session may be over.
+    with contextlib.suppress(Exception):
+        for path in store.list():
+            store.delete(path)
+        store.delete_if_empty("")

@@ -1,0 +1,201 @@
+"""Who fits into a run's folder at the moment: one process at a time.
+
+    runs/<run_id>/holder.json    the process, and a time that it renews every `RENEW_S`
+
+A holder on this machine is alive or not, which the system tells. One on another machine, or in another container, is
+given up when its file has not changed for `EXPIRES_S`, by the clock of the one who watches: clocks of hosts are never compared,
+and a resume after a crash waits no longer.
+
+Threads: one per held run renews the file. Ownership: the file is its holder's; whoever takes over writes it anew, and the
+holder before sees that at its next renewal or `check`. Shutdown: `release` ends the thread, whose last act is to delete the file. A client that does
+not see the store could renew it only through tasks, whose slots its ranks hold, so it looks and holds nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
+from sparkhvd.data.store.processes import Process
+from sparkhvd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from sparkhvd.data.store.store import Store
+
+__all__ = ["EXPIRES_S", "HOLDER_NAME", "Held", "Holder", "hold", "holder_of", "is_running"]
+
+HOLDER_NAME = "holder.json"
+RENEW_S = 10.0
+EXPIRES_S = 40.0
+_POLL_S = 1.0
+# The longest wait for a store when a fit has ended.
+_LAST_S = 10.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a run.
+
+    Attributes:
+        process: the driver of the fit.
+        token: of the fit.
+        since: when it began, in s since 1970 by its own clock.
+        renewed: when it last said that it lives, by that clock.
+    """
+
+    process: Process
+    token: str
+    since: float
+    renewed: float
+
+    def is_alive(self) -> bool | None:
+        """Tell whether the fit goes on; None where only time can tell."""
+        if self.process == Process.current():
+            return self.token in _held
+        return self.process.is_alive()
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"{self.process}, since {since}"
+
+
+# Tokens of the runs that this process holds.
+_held: set[str] = set()
+
+
+class Held:
+    """A run that this process holds; a context manager that releases it."""
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        """Hold it from now on; `hold` has made sure that nobody else does."""
+        self._store = store
+        self._run_id = run_id
+        self._path = _path(run_id)
+        self._token = secrets.token_hex(16)
+        self._since = time.time()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if store.is_seen:
+            _held.add(self._token)
+            self._write()
+            self._thread = threading.Thread(target=self._renew, name="sparkhvd-holder", daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        """Make sure that nobody has taken the run over.
+
+        Raises:
+            InvalidArgumentError: somebody has, as the message says.
+        """
+        if self._thread is not None:
+            holder = holder_of(self._store, self._run_id)
+            if holder is not None and holder.token != self._token:
+                raise _refusal(self._store, self._run_id, holder)
+
+    def release(self) -> None:
+        """Let others have the run."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_S)  # a store that hangs must not hold what has ended
+            _held.discard(self._token)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def _is_own(self) -> bool:
+        holder = holder_of(self._store, self._run_id)
+        return holder is not None and holder.token == self._token
+
+    def _renew(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._ended.wait(RENEW_S)
+            with suppress(OSError):  # a store that fails for a moment
+                if not self._is_own():
+                    return
+                if not is_over:
+                    self._write()
+                else:
+                    self._store.delete(self._path)
+                    self._store.delete_if_empty(self._path.rpartition("/")[0])
+
+    def _write(self) -> None:
+        values: dict[str, Any] = {"token": self._token, "since": self._since}
+        values |= {"renewed": time.time(), "process": Process.current().to_dict()}
+        self._store.write_bytes(self._path, dump_sealed(values))
+
+
+def hold(store: Store, run_id: str, *, verbose: int = 1) -> Held:
+    """Hold a run, if nobody else does.
+
+    Args:
+        store: where the run is.
+        run_id: its name.
+        verbose: 0 prints no line when it must be waited to see whether another holder lives.
+
+    Raises:
+        InvalidArgumentError: another fit holds it and is alive; the message names its host, its process and its start.
+    """
+    holder = holder_of(store, run_id)
+    if holder is not None:
+        alive = holder.is_alive()
+        if alive or (alive is None and _changes(store, run_id, holder, verbose)):
+            raise _refusal(store, run_id, holder)
+        store.delete(_path(run_id))
+    return Held(store, run_id)
+
+
+def holder_of(store: Store, run_id: str) -> Holder | None:
+    """Return the holder of a run, alive or not; None if there is none, or its file is damaged."""
+    try:
+        values = load_sealed(store.read_bytes(_path(run_id)))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if values is None:
+        return None
+    process = Process.from_dict(values["process"])
+    return Holder(process, values["token"], values["since"], values["renewed"])
+
+
+def is_running(holder: Holder) -> bool:
+    """Tell whether a fit goes on, at once: of another machine by the time that it wrote."""
+    alive = holder.is_alive()
+    return abs(time.time() - holder.renewed) < EXPIRES_S if alive is None else alive
+
+
+def _path(run_id: str) -> str:
+    return f"runs/{run_id}/{HOLDER_NAME}"
+
+
+def _changes(store: Store, run_id: str, holder: Holder, verbose: int) -> bool:
+    """Watch whether the holder, of another machine, renews its file."""
+    if verbose:
+        sys.stdout.write(
+            f"The run {run_id!r} was held by {holder}: waiting up to {EXPIRES_S:g} s to see whether that fit is alive.\n"
+        )
+        sys.stdout.flush()
+    deadline = time.monotonic() + EXPIRES_S
+    while time.monotonic() < deadline:
+        now = holder_of(store, run_id)
+        if now is None:
+            return False
+        if now != holder:
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _refusal(store: Store, run_id: str, holder: Holder) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"The run {run_id!r} in {store.url} is held by another fit: {holder}. Wait until it has ended, or end it; or give "
+        "this fit another run_id."
+    )

@@ -1,0 +1,181 @@
+"""Files where Spark resolves a path, written from and read into files of this host.
+
+Classic Spark: on this host's own file system a file is moved into its place; else the driver's JVM copies it, through
+whatever file system the path has. Nothing passes through its heap or through an executor.
+
+Spark Connect: the client has no JVM, so a file is written as a text file and read as a table of bytes. Spark's text
+writer puts the bytes of a string as they are and one separator after each row: rows are cut at newlines, or at zeros where
+those are denser (weights that are all 0 have no newline), and the one too many at the end is ignored by torch and pickle. The DataFrame API has no other writer of files that are not tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.spark import SparkShim
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+
+__all__ = ["read_file", "staging_folder", "write_file"]
+
+# One file of the text writer is one row when read, and a row must be well below 2 GiB.
+MAX_CONNECT_BYTES = 1 << 30
+# A message from the server holds at most 128 MiB.
+CHUNK_BYTES = 16 << 20
+_SEPARATORS = (b"\n", b"\0")
+
+
+@contextlib.contextmanager
+def staging_folder(spark: Any, path: str) -> Iterator[str]:
+    """A folder on this host for files that `write_file` will put below `path`; it goes when the block ends.
+
+    Where it can be it is on the file system of `path`, so that nothing is copied.
+    """
+    with contextlib.ExitStack() as stack:
+        near = os.path.dirname(_local_path(spark, path))
+        while near and not os.path.isdir(near):
+            near = os.path.dirname(near)
+        folder = ""
+        if near:
+            with contextlib.suppress(OSError):  # not ours to write to
+                made = tempfile.TemporaryDirectory(prefix=".sparkhvd-tmp-", dir=near)
+                folder = stack.enter_context(made)
+        if not folder:
+            made = tempfile.TemporaryDirectory(prefix="sparkhvd-file-")
+            folder = stack.enter_context(made)
+        yield folder
+
+
+def write_file(spark: Any, folder: str, path: str) -> None:
+    """Make a file of this host the one file of a folder, which does not exist yet; the file may be gone afterwards.
+
+    Raises:
+        InvalidArgumentError: it is larger than this kind of session can write.
+    """
+    if not SparkShim(spark).is_connect:
+        if local := _local_path(spark, folder):
+            os.makedirs(local)
+            shutil.move(path, f"{local}/part-00000")
+            return
+        system, target = _hadoop(spark, f"{folder}/part-00000")
+        hadoop = spark._jvm.org.apache.hadoop.fs
+        system.copyFromLocalFile(False, False, hadoop.Path(f"file://{path}"), target)
+        return
+    size = os.path.getsize(path)
+    if size > MAX_CONNECT_BYTES:
+        raise InvalidArgumentError(
+            f"{folder!r} would have {size / 2**30:.1f} GiB, and over Spark Connect a saved file may have "
+            f"{MAX_CONNECT_BYTES / 2**30:.0f} GiB. Save it in a classic session, or save the module yourself: "
+            "torch.save(model.getModel().state_dict(), ...)."
+        )
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as scratch:
+        # Artifacts of a session are known by their names. As rows of the query they would pass through the server's heap.
+        name = f"sparkhvd-{uuid.uuid4().hex}"
+        separator = _separator(path)
+        shutil.move(path, f"{scratch}/{name}")
+        spark.addArtifacts(f"{scratch}/{name}", file=True)
+    df = spark.range(0, 1, 1, 1).mapInArrow(
+        functools.partial(_artifact, name, separator), "data binary"
+    )
+    text = df.selectExpr("cast(data AS string) AS value")
+    text.write.text(folder, compression="none", lineSep=separator.decode())
+
+
+def _artifact(name: str, separator: bytes, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+    """In a task: the rows of a file that the client has added to its session."""
+    import pyarrow as pa
+    from pyspark import SparkFiles
+
+    for _ in batches:
+        with open(SparkFiles.get(name), "rb") as file:
+            for row in _rows(file.read(), separator):
+                yield pa.record_batch([pa.array([row], pa.binary())], names=["data"])
+
+
+@contextlib.contextmanager
+def read_file(spark: Any, folder: str) -> Iterator[str]:
+    """A path on this host with the content of the one file of a folder; it goes when the block ends.
+
+    Raises:
+        InvalidArgumentError: the folder holds none, or several.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as scratch:
+        path = f"{scratch}/content"
+        if SparkShim(spark).is_connect:
+            _read_table(spark, folder, path)
+        else:
+            system, target = _hadoop(spark, folder)
+            found = [f.getPath() for f in system.listStatus(target)]
+            # The names that Spark itself does not read: _SUCCESS, checksums.
+            found = [p for p in found if p.getName()[:1] not in "_."]
+            _expect_one(folder, len(found))
+            local = spark._jvm.org.apache.hadoop.fs.Path(f"file://{path}")
+            system.copyToLocalFile(False, found[0], local, True)
+        yield path
+
+
+def _hadoop(spark: Any, path: str) -> tuple[Any, Any]:
+    """The Hadoop file system of a path, and the path, in the driver's JVM."""
+    target = spark._jvm.org.apache.hadoop.fs.Path(path)
+    conf = spark._jsparkSession.sessionState().newHadoopConf()
+    return target.getFileSystem(conf), target
+
+
+def _local_path(spark: Any, path: str) -> str:
+    """The path on this host that Spark means by `path`, through mount tables too; "" if it is elsewhere."""
+    if SparkShim(spark).is_connect:
+        return ""
+    system, target = _hadoop(spark, path)
+    rest: list[str] = []
+    while not system.exists(target):
+        if target.getParent() is None:
+            return ""
+        rest.insert(0, target.getName())
+        target = target.getParent()
+    found = system.resolvePath(target).toUri()
+    return os.path.join(found.getPath(), *rest) if found.getScheme() == "file" else ""
+
+
+def _separator(path: str) -> bytes:
+    """What rows of a file are cut at: what makes the longest of them shortest."""
+    with open(path, "rb") as file:
+        data = file.read()
+    return min(_SEPARATORS, key=lambda separator: max(map(len, _rows(data, separator))))
+
+
+def _rows(data: bytes, separator: bytes) -> Iterator[bytes]:
+    """The data without a separator between one row and the next."""
+    start = 0
+    while True:
+        end = data.find(separator, start + CHUNK_BYTES)
+        if end < 0:
+            yield data[start:]
+            return
+        yield data[start:end]
+        start = end + 1
+
+
+def _read_table(spark: Any, folder: str, path: str) -> None:
+    from pyspark.sql import functions as F
+
+    table = spark.read.format("binaryFile").load(folder)
+    lengths = [row.length for row in table.select("length").collect()]
+    _expect_one(folder, len(lengths))
+    with open(path, "wb") as file:
+        for start in range(0, lengths[0], CHUNK_BYTES):
+            part = table.select(F.substring("content", start + 1, CHUNK_BYTES).alias("part"))
+            file.write(part.collect()[0].part)
+
+
+def _expect_one(folder: str, found: int) -> None:
+    if found != 1:
+        raise InvalidArgumentError(f"{folder!r} holds {found} files; one is expected.")

@@ -1,0 +1,91 @@
+"""The stacks of this process's Python threads, on request of another rank.
+
+When a rank keeps the others waiting, the coordinator asks it where it is. Its progress thread then raises a
+signal on itself, and `faulthandler`'s handler, which needs no interpreter, writes the stack of every Python
+thread into a pipe. So a rank answers also while a long call into C holds the GIL.
+
+**Threads.** `prepare` may be called by any thread. **Ownership.** Once per process and signal: the pipe and
+the handler stay until the process ends, because an engine may ask for them up to its last moment. A forked
+child inherits them and makes its own pipe when it makes an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import threading
+from pathlib import Path
+
+__all__ = ["NO_STACKS", "prepare"]
+
+# What a process without stacks gives to its engine: signal and pipe.
+NO_STACKS = (0, -1)
+
+# Room for the stacks of many threads; a full pipe cuts the text and blocks nobody.
+_PIPE_BYTES = 256 << 10
+
+
+class _Process:
+    """What this process has registered."""
+
+    def __init__(self, inherited: frozenset[int] = frozenset()) -> None:
+        self.lock = threading.Lock()
+        self.pipes: dict[int, int] = {}  # signal -> reading end
+        self.inherited = inherited  # signals whose handler is ours, with the parent's pipe
+
+
+_process = _Process()
+
+
+def _after_fork() -> None:
+    global _process
+    _process = _Process(_process.inherited | frozenset(_process.pipes))
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where clients of Spark Connect import this
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def prepare(signal: int) -> tuple[int, int]:
+    """Install the handler of `signal`, once, unless the program uses the signal itself.
+
+    Args:
+        signal: a signal's number; 0 = no stacks.
+
+    Returns:
+        The signal and the reading end of the pipe that its handler writes to; `NO_STACKS` if there are none.
+    """
+    if signal == 0:
+        return NO_STACKS
+    with _process.lock:
+        if signal not in _process.pipes:
+            if signal not in _process.inherited and _is_used(signal):
+                return NO_STACKS
+            _process.pipes[signal] = _register(signal)
+        return signal, _process.pipes[signal]
+
+
+def _register(signal: int) -> int:
+    """The reading end of a new pipe to which the handler of `signal` writes."""
+    import fcntl  # not on Windows
+
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    with contextlib.suppress(OSError):  # more than this user may have: the usual size will do
+        fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    try:
+        faulthandler.register(signal, file=write, all_threads=True)
+    except BaseException:
+        os.close(read)
+        os.close(write)
+        raise
+    return read
+
+
+def _is_used(signal: int) -> bool:
+    """Whether the process catches or ignores `signal`, be it from Python or from C."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, mask = line.partition(":")
+        if name in ("SigCgt", "SigIgn") and int(mask, 16) >> (signal - 1) & 1:
+            return True
+    return False

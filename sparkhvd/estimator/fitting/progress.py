@@ -1,0 +1,176 @@
+"""Epochs as they happen, on the driver: the run's metrics file is polled while the ranks train.
+
+Threads: one background thread polls; it prints and calls the user's function. Ownership: it alone reads the
+metrics file. Shutdown: leaving the block stops it after one last look, so every epoch is reported exactly once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparkhvd.data.reuse import renew_leases
+from sparkhvd.data.store.store import Store
+from sparkhvd.training.checkpoints.files import Checkpoints
+
+__all__ = ["EpochReporter", "format_epoch", "poll_interval", "report_skipped"]
+
+# An epoch of less than this is reported together with the next; a look costs one small read.
+POLL_S = 0.25
+# Where a look costs a Spark task.
+TASK_POLL_S = 2.0
+# The longest wait for a look that is under way when the training ends.
+_LAST_LOOK_S = 60.0
+# The fits of this process that train now.
+_training: list[EpochReporter] = []
+_training_lock = threading.Lock()
+
+
+def format_epoch(record: dict[str, Any], epochs: int) -> str:
+    """One line for an epoch: "epoch 3/10  loss 0.1234  accuracy 0.9600  val_loss 0.1300  12,345 rows/s"."""
+    shown = {
+        name: value
+        for name, value in record.items()
+        if name not in ("epoch", "rows", "seconds", "rows_per_s", "data_wait_s", "lr")
+    }
+    numbers = "".join(f"  {name} {_short(value)}" for name, value in shown.items())
+    width = len(str(epochs))
+    rate = record.get("rows_per_s")  # a loop of the user's own may not say
+    speed = f"  {rate:,.0f} rows/s" if isinstance(rate, (int, float)) else ""
+    return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{speed}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, (int, float)) else str(value)
+
+
+def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
+    """Print what handle_invalid left out: "handle_invalid left out 3 of 40 training rows with a null or invalid number".
+
+    Args:
+        skipped: by name of the rows, how many were left out, and how many there are with them.
+        verbose: 0 prints nothing.
+    """
+    for name, (count, total) in skipped.items():
+        if verbose and count:
+            sys.stdout.write(
+                f"handle_invalid left out {count:,} of {total:,} {name} rows with a null or invalid number\n"
+            )
+            sys.stdout.flush()
+
+
+def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) -> float | None:
+    """Seconds between two looks; None, and a line that says why, where a look needs a task slot that ranks hold."""
+    if store.is_seen:
+        return POLL_S
+    if slots is None or slots > num_proc:
+        return TASK_POLL_S
+    if verbose:
+        sys.stdout.write(
+            f"Epochs are printed when the training ends: this client does not see {store.url}, and a task that looks "
+            f"needs a slot beyond the ranks' {num_proc} of {slots}.\n"
+        )
+        sys.stdout.flush()
+    return None
+
+
+class EpochReporter:
+    """Prints one line per epoch and calls the user's function; a context manager around the launch."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        *,
+        epochs: int,
+        verbose: int,
+        progress: Callable[[dict[str, Any]], Any] | None,
+        poll_s: float | None = POLL_S,
+        name: str = "",
+    ) -> None:
+        """Nothing runs before `with`.
+
+        Args:
+            checkpoints: of the run.
+            epochs: that it will have.
+            verbose: 0 prints nothing.
+            progress: called with the record of each epoch, or None.
+            poll_s: seconds from one look to the next; None looks only when the training has ended.
+            name: put before the lines, in brackets, once another fit of this process trains at the same time.
+        """
+        self._checkpoints = checkpoints
+        self._epochs = epochs
+        self._verbose = verbose
+        self._progress = progress
+        self._poll_s = poll_s
+        self._name = name
+        self._prefix = ""
+        self._reported = 0
+        self._stopping = threading.Event()
+        self._reading_since: float | None = None  # of the look that is under way
+        self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
+
+    def __enter__(self) -> EpochReporter:
+        # Epochs of an earlier fit that this one resumes are not news.
+        self._reported = self._checkpoints.latest_epoch()
+        with _training_lock:
+            _training.append(self)
+            if len(_training) > 1:
+                for one in _training:
+                    one._prefix = f"[{one._name}] " if one._name else ""
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with _training_lock:
+            _training.remove(self)
+        self._stopping.set()
+        # The user's function may take its time; a store that does not answer is not waited for.
+        while self._thread.is_alive():
+            began = self._reading_since
+            if began is not None and time.monotonic() - began > _LAST_LOOK_S:
+                return
+            self._thread.join(0.05)
+
+    def ended(self, reason: str, epoch: int) -> None:
+        """Print why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
+        if self._verbose and reason:
+            sys.stdout.write(
+                f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}\n"
+            )
+            sys.stdout.flush()
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._poll_s):
+            self._look()
+            renew_leases()
+        self._look()
+
+    def _look(self) -> None:
+        self._reading_since = time.monotonic()
+        try:
+            history = self._checkpoints.history()
+        except (OSError, ValueError):
+            return  # a store that cannot be read for a moment costs a line, not the training
+        finally:
+            self._reading_since = None
+        for record in history[self._reported :]:
+            self._report(record)
+        self._reported = max(self._reported, len(history))
+
+    def _report(self, record: dict[str, Any]) -> None:
+        if self._verbose:
+            sys.stdout.write(f"{self._prefix}{format_epoch(record, self._epochs)}\n")
+            sys.stdout.flush()
+        if self._progress is not None:
+            try:
+                self._progress(record)
+            except Exception as e:
+                self._progress = None
+                warnings.warn(
+                    f"progress raised {type(e).__name__}: {e}; it is not called any more.",
+                    stacklevel=2,
+                )

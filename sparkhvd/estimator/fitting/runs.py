@@ -1,0 +1,241 @@
+"""Runs in the store, seen from the driver: new, unfinished or finished, and what may go on from them.
+
+    runs/<run_id>/             a fit: program, checkpoints, metrics, outcomes of its attempts
+    runs/<run_id>/finished.json    written when the driver has got the model; the run is over
+    runs/<run_id>/holder.json      while a fit goes on: its process, see `data/holding.py`
+    runs/<run_id>/warm-<n>/    the n-th fit that started from the finished weights; laid out like a run
+
+`fit` with a `run_id`: one that does not exist begins; an unfinished one goes on from its last checkpoint; a
+finished one is an error, or with `warm_start` the next `warm-<n>` begins (or goes on) from its weights.
+A run without a `run_id` is deleted when its model is there, unless `keep_checkpoints` is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
+from sparkhvd.data.store.contents import FINISHED_NAME
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.fingerprint import differences
+
+__all__ = ["Folds", "Run", "check_run_id", "new_run_id", "open_run"]
+
+_FINGERPRINT = "fingerprint.json"
+_SEED = "seed.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in the store.
+
+    Attributes:
+        store: where it is.
+        run_dir: its folder, relative to the store.
+        start_from: file with the weights that it starts from, relative to the store; "" for the model's own.
+    """
+
+    store: Store
+    run_dir: str
+    start_from: str = ""
+
+    def seed(self, given: int | None) -> int:
+        """The seed given; else the one that this run had before; else a new one, which the run remembers."""
+        seed = given
+        if seed is None:
+            for name in (_FINGERPRINT, _SEED):
+                noted = self._read(name)
+                if noted is not None and isinstance(noted.get("random_seed"), int):
+                    return int(noted["random_seed"])
+            seed = secrets.randbits(32)
+        self._write(_SEED, {"random_seed": seed})
+        return seed
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        """What a file of the run holds; None if there is none, or a damaged one."""
+        try:
+            return load_sealed(self.store.read_bytes(f"{self.run_dir}/{name}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        self.store.write_bytes(f"{self.run_dir}/{name}", dump_sealed(values))
+
+    def check(self, fingerprint: str, epochs: int) -> None:
+        """Refuse to go on with other data, params, model or optimizer than the run's checkpoints have.
+
+        Args:
+            fingerprint: of this fit; the run remembers it.
+            epochs: that this fit asks for.
+
+        Raises:
+            InvalidArgumentError: they differ; the message lists how.
+        """
+        if self.start_from:
+            self._check_start(fingerprint)
+        done = Checkpoints(self.store, self.run_dir).latest_position()
+        before = self._read(_FINGERPRINT)
+        if done != (0, 0) and before is not None:  # else the ranks find what differs
+            problem = differences(json.dumps(before), fingerprint)
+            if not problem and done > (epochs, 0):
+                problem = f"it has {done[0]} epochs, and epochs is {epochs}"
+            if problem:
+                raise InvalidArgumentError(
+                    f"{self.store.full_url(self.run_dir)} holds a checkpoint of another run: {problem}. Give "
+                    "another run_id, or the same model, data and params."
+                )
+        self._write(_FINGERPRINT, json.loads(fingerprint))
+
+    def warn_of_other_data(self) -> None:
+        """Warn that the data of this fit are not those of the run's checkpoints, if it has one to go on from."""
+        done = Checkpoints(self.store, self.run_dir).latest_position()
+        if done != (0, 0):
+            warnings.warn(
+                f"{self.store.full_url(self.run_dir)} goes on after epoch {done[0]} with data that may differ from those before: the "
+                "DataFrame has rand(), the clock or the like in its plan, and Spark has computed it anew. Write it to a table first "
+                "and fit that.",
+                stacklevel=2,
+            )
+
+    def _check_start(self, fingerprint: str) -> None:
+        """Refuse to start from the weights of another model."""
+        before = Run(self.store, self.start_from.partition("/checkpoints/")[0])._read(_FINGERPRINT)
+        if before is None or "model" not in before:
+            return  # it is gone or damaged: the ranks find what does not fit
+        models = [json.dumps({"model": f["model"]}) for f in (before, json.loads(fingerprint))]
+        if problem := differences(*models):
+            raise InvalidArgumentError(
+                f"warm_start: the weights of {self.store.full_url(self.start_from)} do not fit: {problem}. Give the "
+                "same model, or another run_id."
+            )
+
+    def finish(self, epoch: int, num_checkpoints: int) -> None:
+        """Note that the driver has the model, and delete the checkpoints that nobody needs any more.
+
+        Args:
+            epoch: its checkpoint stays: the model's weights.
+            num_checkpoints: of the last epochs so many stay, at least 1.
+        """
+        self._write(FINISHED_NAME, {"epoch": epoch})
+        with _warning_of_leftovers():
+            Checkpoints(self.store, self.run_dir).finish(epoch, num_checkpoints)
+
+    def delete(self) -> None:
+        """Delete the run, whose model the driver has."""
+        with _warning_of_leftovers():
+            self.store.delete(self.run_dir)
+
+    def explain_failure(self, error: BaseException, run_id: str | None) -> None:
+        """Note at an error how the run goes on, if `run_id` was not given; without a checkpoint delete it."""
+        if run_id or not self.store.is_seen:
+            return
+        with contextlib.suppress(OSError, SparkhvdError):  # the error itself says more
+            epoch, step = Checkpoints(self.store, self.run_dir).latest_position()
+            if (epoch, step) != (0, 0):
+                note = (
+                    f"The checkpoint after {epoch} epochs{f' and {step} steps' if step else ''} stays: a fit with "
+                    f"run_id={self.run_dir.removeprefix('runs/')!r} and store={self.store.url!r} goes on from there."
+                )
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(note)
+            elif isinstance(error, Exception):  # else ranks may still be ending
+                self.store.delete(self.run_dir)
+
+    def finished_weights(self) -> str:
+        """The file with the weights of a finished run, relative to the store; "" if it has not finished.
+
+        Raises:
+            InvalidArgumentError: the file that says so is damaged.
+        """
+        finished = self._read(FINISHED_NAME)
+        if finished is not None:
+            return Checkpoints(self.store, self.run_dir).path(finished["epoch"])
+        path = f"{self.run_dir}/{FINISHED_NAME}"
+        if self.store.exists(path):
+            raise InvalidArgumentError(
+                f"{self.store.full_url(path)} is damaged: it is not what was written. Delete it: a fit with this run_id and "
+                "the same params then gives the finished model again, without training."
+            )
+        return ""
+
+
+@contextlib.contextmanager
+def _warning_of_leftovers() -> Iterator[None]:
+    """A store that fails at the very end costs disk space, not the model."""
+    try:
+        yield
+    except StoreError as e:
+        warnings.warn(f"Files of a run that has ended stay: {e}", stacklevel=5)
+
+
+def new_run_id(uid: str) -> str:
+    """A name that no other fit has."""
+    return f"{uid}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
+
+
+def check_run_id(run_id: str) -> str:
+    """Return a run id that can name a folder.
+
+    Raises:
+        InvalidArgumentError: it cannot.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*", run_id):
+        raise InvalidArgumentError(
+            f"run_id is {run_id!r}; it names a folder and may hold letters, digits, '.', '_' and '-'."
+        )
+    return run_id
+
+
+class Folds:
+    """Names the fits of several `fitMultiple` with one run_id: a CrossValidator calls it once per fold."""
+
+    def __init__(self) -> None:
+        """No fold is known yet."""
+        self._lock = threading.Lock()
+        self._seen: dict[str, list[Hashable]] = {}
+
+    def name(self, run_id: str, data: Hashable, index: int) -> str:
+        """The run id of a param map: mine-0, mine-1; of the second fold mine-fold2-0, mine-fold2-1.
+
+        Args:
+            run_id: that the estimator or the param map has.
+            data: equal for equal data; equal data are one fold.
+            index: of the param map.
+        """
+        with self._lock:
+            seen = self._seen.setdefault(run_id, [])
+            if data not in seen:
+                seen.append(data)
+            number = seen.index(data) + 1
+        return f"{run_id}-fold{number}-{index}" if number > 1 else f"{run_id}-{index}"
+
+
+def open_run(store: Store, run_id: str, *, warm_start: bool) -> Run:
+    """The run to begin or to go on with.
+
+    Raises:
+        InvalidArgumentError: the run has finished and `warm_start` is False.
+    """
+    check_run_id(run_id)
+    run = Run(store, f"runs/{run_id}")
+    number = 0
+    while weights := run.finished_weights():
+        if not warm_start:
+            raise InvalidArgumentError(
+                f"run_id is {run_id!r}, and that run has finished: {store.full_url(f'runs/{run_id}')}. Give another "
+                "run_id, or warm_start=True to train `epochs` more epochs from its weights."
+            )
+        number += 1
+        run = Run(store, f"runs/{run_id}/warm-{number}", start_from=weights)
+    return run

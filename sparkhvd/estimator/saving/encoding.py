@@ -1,0 +1,366 @@
+"""Values of Params as JSON and files, and back.
+
+JSON names what belongs to torch itself: modules made of `torch.nn`, functions of `torch.nn.functional`, classes of
+`torch.optim` and optimizers of these classes; and what belongs to this package. Reading them runs no code of the
+file. What has no name goes into a pickle, which does. That, and what decides where a fit writes, needs trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.data.columns.decoders import pad
+from sparkhvd.data.store.addresses import without_secrets
+from sparkhvd.data.store.spark_files import read_file
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.estimator.saving.trust import check_trusted
+from sparkhvd.settings import Settings
+from sparkhvd.torch.compression import Compression
+from sparkhvd.torch.gradients.powersgd import PowerSGD
+from sparkhvd.training.modules import architecture, weights
+
+__all__ = ["Archive", "Decoder", "shown_place"]
+
+# Ours, by the names that users know.
+COMPRESSIONS = {
+    "none": Compression.none,
+    "fp16": Compression.fp16,
+    "bf16": Compression.bf16,
+}
+# The first torch whose torch.load(..., weights_only=True) runs no code of a crafted file, as far as is known:
+# CVE-2025-32434 (mended in 2.6) and CVE-2026-24747.
+SAFE_TORCH = (2, 10)
+# Settings that name files which a fit writes.
+PATH_SETTINGS = tuple(f.name for f in fields(Settings) if f.metadata["unit"] == "path")
+# What reading JSON that is not ours may raise, besides our own.
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    RuntimeError,
+    pickle.UnpicklingError,
+)
+
+
+class Archive:
+    """What JSON cannot hold: tensors by name, and values that need a pickle."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.code: dict[str, Any] = {}
+        # What the names of a module's tensors begin with, where that is not its name.
+        self.prefixes: dict[str, str] = {}
+        # The estimator's module, whose tensors a pickled optimizer names.
+        self.module: nn.Module | None = None
+
+    def encode(self, name: str, value: Any) -> Any:
+        """The value as JSON-able data; what has none goes to `code` under `name`."""
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        if isinstance(value, Store):
+            return {"store": value.url}
+        if isinstance(value, Settings):
+            return {"settings": json.loads(value.to_json())}
+        if isinstance(value, (list, tuple)):
+            return [self.encode(f"{name}.{i}", v) for i, v in enumerate(value)]
+        if isinstance(value, bytes):
+            return {"bytes": value.hex()}
+        # Other mappings, such as a defaultdict, do more than hold entries.
+        if type(value) in (dict, OrderedDict):
+            return self._encode_dict(name, value)
+        if isinstance(value, nn.Module):
+            return self._encode_module(name, value)
+        if isinstance(value, torch.optim.Optimizer):
+            return self._encode_optimizer(name, value)
+        return _encode_known(value) or self._pickled(name, value)
+
+    def _encode_dict(self, name: str, value: Mapping[Any, Any]) -> Any:
+        if all(isinstance(k, str) for k in value):
+            return {"dict": {k: self.encode(f"{name}.{k}", v) for k, v in value.items()}}
+        if all(isinstance(k, (str, bytes, bool, int, float)) for k in value):
+            items = value.items()
+            return {
+                "pairs": [[self.encode(name, k), self.encode(f"{name}.{k}", v)] for k, v in items]
+            }
+        return self._pickled(name, value)
+
+    def _encode_module(self, name: str, module: nn.Module) -> Any:
+        if name == "model":
+            self.module = module
+        tensors = architecture.tensors_of(module)
+        prefix = self.prefixes.get(name, f"{name}.")
+        if not prefix or not self.prefixes:
+            self.tensors.update({prefix + n: t for n, t in tensors.items()})
+        elif tensors:  # a model's file of weights holds nothing but its weights
+            return self._pickled(name, module)
+        description = architecture.describe(module)
+        if description is not None:
+            return {"module": description}
+        return self._pickled(name, module, what=architecture.foreign_class(module))
+
+    def _encode_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> Any:
+        reference = _torch_name(type(optimizer))
+        if reference is None or self.module is None:
+            return self._pickled(name, optimizer)
+        index = {id(p): i for i, p in enumerate(self.module.parameters())}
+        # New dicts: those of `state_dict` are the optimizer's own.
+        state: dict[str, dict[str, Any]] = {}
+        for number, entries in optimizer.state_dict()["state"].items():
+            state[str(number)] = {}
+            for key, value in entries.items():
+                full = f"{name}.{number}.{key}"
+                is_tensor = isinstance(value, Tensor)
+                state[str(number)][key] = {"tensor": full} if is_tensor else value
+                if is_tensor:
+                    self.tensors[full] = value
+        groups = [
+            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+        ]
+        data = {
+            "class": reference,
+            "params": [[index.get(id(p), -1) for p in g["params"]] for g in optimizer.param_groups],
+            "groups": groups,
+            "state": state,
+        }
+        if not _is_json(data) or any(-1 in group for group in data["params"]):
+            return self._pickled(name, optimizer)
+        return {"optimizer": _mark_tuples(data)}
+
+    def _pickled(self, name: str, value: Any, what: str | None = None) -> dict[str, str]:
+        self.code[name] = value
+        kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
+        return {"code": name, "what": what or f"{kind.__module__}.{kind.__qualname__}"}
+
+
+def _encode_known(value: Any) -> dict[str, Any] | None:
+    """Values of torch and of this package that have a name; None for others."""
+    if (reference := _torch_name(value)) is not None:
+        return {"torch": reference}
+    if isinstance(value, type) and value in COMPRESSIONS.values():
+        return {"compression": next(n for n, kind in COMPRESSIONS.items() if kind is value)}
+    if type(value) is PowerSGD:
+        return {"powersgd": {"rank": value.rank, "warm_up_steps": value.warm_up_steps}}
+    if type(value) is pad and _is_json(asdict(value)):
+        return {"pad": asdict(value)}
+    if isinstance(value, PurePath):
+        return {"path": str(value)}
+    return None
+
+
+def _torch_name(value: Any) -> str | None:
+    """The name under which torch itself exports a value, for example "torch.optim.Adam"; else None."""
+    name = getattr(value, "__name__", "")
+    for home, module in (("torch.optim", torch.optim), ("torch.nn.functional", nn.functional)):
+        if (
+            name
+            and not name.startswith("_")
+            and getattr(module, name, None) is value
+            and callable(value)
+        ):
+            return f"{home}.{name}"
+    return None
+
+
+def _torch_value(reference: str) -> Any:
+    home, _, name = reference.rpartition(".")
+    module = {"torch.optim": torch.optim, "torch.nn.functional": nn.functional}.get(home)
+    value = getattr(module, name, None)
+    if module is None or name.startswith("_") or _torch_name(value) != reference:
+        raise InvalidArgumentError(
+            f"The saved file names {reference!r}, which torch does not have."
+        )
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _mark_tuples(value: Any) -> Any:
+    """Tuples (such as Adam's betas) survive JSON as {"tuple": [...]}."""
+    if isinstance(value, tuple):
+        return {"tuple": [_mark_tuples(v) for v in value]}
+    if isinstance(value, list):
+        return [_mark_tuples(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _mark_tuples(v) for k, v in value.items()}
+    return value
+
+
+class Decoder:
+    """From JSON and files back to values."""
+
+    def __init__(self, path: str, spark: Any, *, trusted: bool) -> None:
+        self.path = path
+        self.spark = spark
+        self.trusted = trusted
+        # As in `Archive`.
+        self.prefixes: dict[str, str] = {}
+        self._tensors: dict[str, Tensor] | None = None
+        self.module: nn.Module | None = None
+        self._code: dict[str, Any] | None = None
+        self._raised_by_code: BaseException | None = None
+
+    def decode(self, name: str, value: Any) -> Any:
+        """The value that `Archive.encode` wrote under this name.
+
+        Raises:
+            InvalidArgumentError: it is nothing that `Archive.encode` writes.
+            UntrustedError: it is code, a store or a file to write, and nobody trusts the saved directory.
+        """
+        with self.reading(name):
+            if name == "store" and value is not None:  # a path or URL may be plain text
+                self._check_place(f"the store {shown_place(value)}")
+            return self._decode(name, value)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """What the block raises over a part of the file that is not as this package saves it becomes one error."""
+        try:
+            yield
+        except SparkhvdError:
+            raise
+        except _MALFORMED as e:
+            if e is self._raised_by_code:
+                raise
+            raise InvalidArgumentError(
+                f"{self.path!r} holds an entry {name!r} that is not as sparkhvd saves it ({type(e).__name__}: {e}). The "
+                "directory is damaged or of another version: save it again."
+            ) from e
+
+    def _check_place(self, what: str) -> None:
+        why = "a fit would write where that file says"
+        check_trusted(self.path, what, self.spark, trusted=self.trusted, why=why)
+
+    def _decode(self, name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._decode(f"{name}.{i}", v) for i, v in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        ((kind, content), *_) = value.items()
+        if kind == "dict":
+            return {k: self._decode(f"{name}.{k}", v) for k, v in content.items()}
+        if kind == "pairs":
+            pairs = [(self._decode(name, k), v) for k, v in content]
+            return {k: self._decode(f"{name}.{k}", v) for k, v in pairs}
+        if kind == "module":
+            result: Any = architecture.rebuild(content, self.tensors(name))
+        elif kind == "code":
+            result = self._from_code(content, value["what"])
+        else:
+            return self._plain(kind, content)
+        if name == "model" and isinstance(result, nn.Module):  # else a function that makes one
+            self.module = result
+        return result
+
+    def _plain(self, kind: str, content: Any) -> Any:
+        if kind == "torch":
+            return _torch_value(content)
+        if kind == "optimizer":
+            return self._optimizer(content)
+        if kind == "compression" and content in COMPRESSIONS:
+            return COMPRESSIONS[content]
+        if kind == "store":
+            self._check_place(f"the store {shown_place(content)}")
+        if kind == "settings":
+            for setting in PATH_SETTINGS:
+                if content.get(setting):
+                    self._check_place(f"the setting {setting}={content[setting]!r}")
+        if kind in _KNOWN:
+            return _KNOWN[kind](content)
+        raise InvalidArgumentError(
+            f"{self.path!r} holds an entry of kind {kind!r}, which this version of sparkhvd does not know."
+        )
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """The saved tensors whose names begin with `name`, without it."""
+        if torch.__version__ < SAFE_TORCH:  # type: ignore[operator]  # it compares with tuples, too
+            safe = ".".join(map(str, SAFE_TORCH))
+            why = f"a crafted file of them can run code where torch is below {safe} (here {torch.__version__})"
+            check_trusted(self.path, "weights", self.spark, trusted=self.trusted, why=why)
+        if self._tensors is None:
+            with read_file(self.spark, f"{self.path}/weights") as file:
+                self._tensors = weights.load(file)
+        start = self.prefixes.get(name, f"{name}." if name else "")
+        return {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
+
+    def _optimizer(self, saved: dict[str, Any]) -> Any:
+        data = _unmark(saved)
+        assert self.module is not None
+        parameters = list(self.module.parameters())
+        groups = [
+            {**options, "params": [parameters[i] for i in members]}
+            for options, members in zip(data["groups"], data["params"], strict=True)
+        ]
+        optimizer = _torch_value(data["class"])(groups)
+        tensors = self.tensors("")
+        state = {
+            int(number): {
+                k: tensors[v["tensor"]] if isinstance(v, dict) and "tensor" in v else v
+                for k, v in entries.items()
+            }
+            for number, entries in data["state"].items()
+        }
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+        return optimizer
+
+    def _from_code(self, name: str, what: str) -> Any:
+        check_trusted(self.path, what, self.spark, trusted=self.trusted)
+        # What refers to the module's parameters gets these, not copies.
+        tensors = self.tensors("model") if self.module is None else _of_module(self.module)
+        try:
+            if self._code is None:
+                with read_file(self.spark, f"{self.path}/code") as file:
+                    self._code = pickle.loads(Path(file).read_bytes())
+            return architecture.load_shell(self._code[name], tensors)
+        except Exception as e:
+            self._raised_by_code = e  # the user's own, to be seen as it is
+            raise
+
+
+# Kinds that JSON holds whole -> what makes the value.
+_KNOWN: Mapping[str, Callable[[Any], Any]] = {
+    "store": Store,
+    "bytes": bytes.fromhex,
+    "path": Path,
+    "settings": lambda content: Settings(**content),
+    "powersgd": lambda content: PowerSGD(**content),
+    "pad": lambda content: pad(**content),
+}
+
+
+def shown_place(value: Any) -> str:
+    """Return a saved store, path or URL as messages show it: without secrets."""
+    ((_, value), *_) = value.items() if isinstance(value, dict) and value else [("", value)]
+    return without_secrets(value) if isinstance(value, str) else repr(value)
+
+
+def _of_module(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
+
+
+def _unmark(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unmark(v) for v in value]
+    if isinstance(value, dict):
+        if set(value) == {"tuple"}:
+            return tuple(_unmark(v) for v in value["tuple"])
+        return {k: _unmark(v) for k, v in value.items()}
+    return value

@@ -1,0 +1,247 @@
+"""Save and load estimators and models, on classic Spark and on Spark Connect.
+
+A saved directory lies wholly where Spark resolves its path, because Spark writes and reads every part:
+
+    metadata/     one line of JSON: class, uid, params, and for a model its columns, links and history
+    weights/      one file, which torch.load(..., weights_only=True) reads: tensors by name
+    code/         one file, a pickle; only if there are classes or functions that JSON cannot name. Needs trust.
+
+What decides where a fit writes needs trust, too: paths among an estimator's settings, and its store. An estimator that
+nobody trusts is loaded without its store, with a warning; so is a model, which uses one only to share large weights.
+
+What JSON can name: `encoding.py`. How the files get where Spark resolves the path: `files.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import pickle
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from torch import nn
+
+from sparkhvd.data.columns.features import Argument, InputBinding
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.data.store.spark_files import staging_folder, write_file
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.saving.encoding import Archive, Decoder, shown_place
+from sparkhvd.estimator.saving.trust import TRUST_CONF, is_trusted
+from sparkhvd.spark import SparkShim, is_dataframe
+from sparkhvd.training.modules import architecture, weights
+from sparkhvd.training.modules.fitted import Fitted
+
+__all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter"]
+
+FORMAT_VERSION = 1
+# What the metadata line calls our part.
+KEY = "sparkhvd"
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """What a save writes.
+
+    Attributes:
+        content: our part of the metadata.
+        files: name of the part -> file on this host.
+    """
+
+    content: dict[str, Any]
+    files: dict[str, str]
+
+
+class _Writer(MLWriter):
+    """Writes metadata, weights and code."""
+
+    def __init__(self, instance: Any) -> None:
+        super().__init__()
+        self.instance = instance
+
+    def _handleOverwrite(self, path: str) -> None:
+        if not SparkShim(self.sparkSession).is_connect:
+            super()._handleOverwrite(path)
+            return
+        # The base class asks the JVM, which a Connect client does not have; the server has a helper for it.
+        from pyspark.ml.util import ML_CONNECT_HELPER_ID
+        from pyspark.ml.wrapper import JavaWrapper
+
+        JavaWrapper(java_obj=ML_CONNECT_HELPER_ID)._call_java("handleOverwrite", path, True)
+
+    def save(self, path: str) -> None:
+        """Write everything below `path`. What fails before it is encoded leaves an older save as it is."""
+        with self._encoded(path) as encoded:
+            if self.shouldOverwrite:
+                self._handleOverwrite(path)
+            self._write(path, encoded)
+
+    def saveImpl(self, path: str) -> None:
+        """Write everything below `path`, which must not exist."""
+        with self._encoded(path) as encoded:
+            self._write(path, encoded)
+
+    @contextlib.contextmanager
+    def _encoded(self, path: str) -> Iterator[_Encoded]:
+        """Everything that is to be saved below `path`, in files of this host."""
+        archive = Archive()
+        content = {"format_version": FORMAT_VERSION, **self._content(archive)}
+        json.dumps(content)
+        with staging_folder(self.sparkSession, path) as folder:
+            files = {"weights": f"{folder}/weights"}
+            with open(files["weights"], "wb") as sink:
+                weights.dump(archive.tensors, sink)
+            if archive.code:
+                module = archive.module or nn.Module()
+                code = {n: architecture.dump_shell(module, v) for n, v in archive.code.items()}
+                files["code"] = f"{folder}/code"
+                Path(files["code"]).write_bytes(pickle.dumps(code))
+            yield _Encoded(content, files)
+
+    def _write(self, path: str, encoded: _Encoded) -> None:
+        # What Spark writes as plain JSON must hold no objects: the values are ours, in `content`.
+        bare = copy.copy(self.instance)
+        bare._paramMap, bare._defaultParamMap = {}, {}
+        spark = self.sparkSession
+        context = SparkShim(spark).ml_context()
+        DefaultParamsWriter.saveMetadata(
+            bare, path, context, extraMetadata={KEY: encoded.content}, paramMap={}
+        )
+        for name, file in encoded.files.items():
+            write_file(spark, f"{path}/{name}", file)
+
+    def _content(self, archive: Archive) -> dict[str, Any]:
+        """The instance as JSON-able data. The module comes first: others refer to its tensors."""
+        values = {p.name: v for p, v in self.instance._paramMap.items()}
+        names = sorted(values, key=lambda name: (name != "model", name))
+        return {"params": {name: archive.encode(name, values[name]) for name in names}}
+
+
+class EstimatorWriter(_Writer):
+    """Writes an estimator."""
+
+    def _content(self, archive: Archive) -> dict[str, Any]:
+        if is_dataframe(self.instance._get("validation")):
+            raise InvalidArgumentError(
+                "validation is a DataFrame, which cannot be saved. Save a copy without it, "
+                "estimator.copy().setValidation(None), and give it again in fit(df, {estimator.validation: df2})."
+            )
+        return super()._content(archive)
+
+
+class ModelWriter(_Writer):
+    """Writes a model."""
+
+    def _content(self, archive: Archive) -> dict[str, Any]:
+        fitted = self.instance._require_fitted()
+        # Plain names, so that module.load_state_dict(torch.load(file, weights_only=True)) works.
+        archive.prefixes["model"] = ""
+        return {
+            "module": archive.encode("model", fitted.module),
+            "columns": [asdict(c) for c in fitted.columns],
+            "labels": list(fitted.labels),
+            "inputs": [asdict(a) for a in fitted.inputs.arguments],
+            "links": list(fitted.links),
+            "widths": list(fitted.widths),
+            "history": fitted.history,
+            "timings": dict(fitted.timings),
+            "run_id": fitted.run_id,
+            **super()._content(archive),
+        }
+
+
+class _Reader(MLReader[Any]):
+    """Reads what `_Writer` wrote."""
+
+    def __init__(self, cls: type[Any], *, trusted: bool = False) -> None:
+        super().__init__()
+        self.cls = cls
+        self.trusted = trusted
+
+    def load(self, path: str) -> Any:
+        """The instance saved at `path`.
+
+        Raises:
+            InvalidArgumentError: the path holds another class, or another format.
+            UntrustedError: it holds code that nobody trusts.
+        """
+        spark = self.sparkSession
+        metadata = DefaultParamsReader.loadMetadata(path, SparkShim(spark).ml_context())
+        expected = f"{self.cls.__module__}.{self.cls.__name__}"
+        content = metadata.get(KEY)
+        if metadata["class"] != expected or content is None:
+            raise InvalidArgumentError(
+                f"{path!r} holds a {metadata['class']}, and {expected} was asked for. Load it with its own class."
+            )
+        if content["format_version"] != FORMAT_VERSION:
+            raise InvalidArgumentError(
+                f"{path!r} has format version {content['format_version']}; this sparkhvd reads {FORMAT_VERSION}."
+            )
+        instance = self.cls()
+        instance._resetUid(metadata["uid"])
+        decoder = Decoder(path, spark, trusted=self.trusted)
+        with decoder.reading("sparkhvd"):
+            self._restore(instance, content, decoder)
+        for name, value in content["params"].items():
+            if instance.hasParam(name) and self._is_wanted(name, value, path):
+                instance._set(**{name: decoder.decode(name, value)})
+        return instance
+
+    def _is_wanted(self, name: str, value: Any, path: str) -> bool:
+        """Whether a Param is taken from the file: a store only from one that somebody trusts."""
+        return (
+            name != "store"
+            or value is None
+            or is_trusted(path, self.sparkSession, trusted=self.trusted)
+        )
+
+    def _restore(self, instance: Any, content: dict[str, Any], decoder: Decoder) -> None:
+        """What is not a Param."""
+
+
+class EstimatorReader(_Reader):
+    """Reads an estimator."""
+
+    def _is_wanted(self, name: str, value: Any, path: str) -> bool:
+        is_wanted = super()._is_wanted(name, value, path)
+        if not is_wanted:
+            warnings.warn(
+                f"The estimator of {path!r} is loaded without its store {shown_place(value)}, because a fit would write there "
+                f"and nobody has said that the file is trusted. Give it one with setStore, or load it with trust=True, "
+                f"inside `with sparkhvd.trust():`, or with {TRUST_CONF} set to a prefix of the path.",
+                stacklevel=2,
+            )
+        return is_wanted
+
+
+class ModelReader(_Reader):
+    """Reads a model."""
+
+    def _restore(self, instance: Any, content: dict[str, Any], decoder: Decoder) -> None:
+        instance._fitted = _fitted(content, decoder)
+
+
+def _fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
+    decoder.prefixes["model"] = ""
+    module = decoder.decode("model", content["module"])
+    arguments = []
+    for a in content["inputs"]:
+        shape = None if a["shape"] is None else tuple(a["shape"])
+        arguments.append(Argument(**{**a, "columns": tuple(a["columns"]), "shape": shape}))
+    columns = [Column.from_dict(c) for c in content["columns"]]
+    return Fitted(
+        module=module.eval(),
+        columns=tuple(columns),
+        labels=tuple(content["labels"]),
+        inputs=InputBinding(tuple(arguments)),
+        links=tuple(content["links"]),
+        widths=tuple(content["widths"]),
+        history=content["history"],
+        timings=content["timings"],
+        run_id=content["run_id"],
+    )

@@ -1,0 +1,278 @@
+"""What a Python worker does in `TorchModel.transform`: Arrow batches in, the same with output columns out.
+
+Loaded in every worker, so it imports nothing of pyspark.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.data.arrow import (
+    Findings,
+    column_to_numpy,
+    numpy_to_array,
+    shape_text,
+    usable_rows,
+)
+from sparkhvd.data.columns import heads
+from sparkhvd.data.columns.decoders import RowFunctions
+from sparkhvd.data.columns.features import InputBinding
+from sparkhvd.data.columns.ragged import Values, row_shape
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.transform.gpu import NO_GPUS, TaskGpus, choose, held
+from sparkhvd.runner.payload import bytes_of
+from sparkhvd.training.modules.architecture import load_shell
+from sparkhvd.training.modules.weights import Weights
+from sparkhvd.training.to_device import Mover
+
+__all__ = ["Output", "PredictSpec", "load_spec", "predict"]
+
+# Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
+MAX_ROWS = 4096
+# Models that a worker keeps: a pipeline has few stages with a model, and workers live long.
+KEPT_MODELS = 3
+# Bytes of the inputs of one call.
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output column.
+
+    Attributes:
+        name: of the column.
+        kind: "output", "prediction", "probability" or "raw".
+        label: index of the model's output that it shows.
+        is_vector: an ML vector; else a double.
+    """
+
+    name: str
+    kind: str
+    label: int
+    is_vector: bool
+
+
+@dataclass(frozen=True)
+class PredictSpec:
+    """Everything a worker needs.
+
+    Attributes:
+        shell: the module without its weights, see `architecture.dump_shell`.
+        weights: its weights.
+        columns: feature columns with the names and shapes of the training data.
+        sources: where they are among the columns of the DataFrame.
+        names: of all columns of the DataFrame.
+        inputs: which columns become which argument.
+        links: per label, how probabilities follow from outputs.
+        outputs: columns to add, in order.
+        output_fn: the user's probabilities from an output, or None.
+        functions: the user's decoders and collate functions.
+        use_gpu: the Param.
+    """
+
+    shell: bytes = field(repr=False)
+    weights: Weights
+    columns: tuple[Column, ...]
+    sources: tuple[int, ...]
+    names: tuple[str, ...]
+    inputs: InputBinding
+    links: tuple[str, ...]
+    outputs: tuple[Output, ...]
+    output_fn: Callable[[Tensor], Tensor] | None = None
+    functions: RowFunctions = field(default_factory=RowFunctions)
+    use_gpu: bool | None = None
+
+
+class ModelCache:
+    """The models that this process used last."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._models: OrderedDict[tuple[str, str, str], nn.Module] = OrderedDict()
+
+    def get(self, spec: PredictSpec, device: torch.device) -> nn.Module:
+        """The model of a spec, in eval mode, on the device."""
+        key = (spec.weights.sha256, hashlib.sha256(spec.shell).hexdigest(), str(device))
+        if key not in self._models:
+            # One thread per task: Spark runs as many tasks as there are cores.
+            torch.set_num_threads(1)
+            self._models[key] = load_shell(spec.shell, spec.weights.load()).eval().to(device)
+            while len(self._models) > self._size:
+                self._models.popitem(last=False)
+        self._models.move_to_end(key)
+        return self._models[key]
+
+
+_cache = ModelCache(KEPT_MODELS)
+
+
+def load_spec(carried: Any) -> PredictSpec:
+    """Return the spec that the driver pickled, from the bytes that came with Spark's function."""
+    spec: PredictSpec = pickle.loads(bytes_of(carried))
+    return spec
+
+
+def predict(
+    spec: PredictSpec, batches: Iterator[pa.RecordBatch], task: TaskGpus = NO_GPUS
+) -> Iterator[pa.RecordBatch]:
+    """Add the output columns to every batch; all other columns pass as they came. They are named c0, c1, ..."""
+    filled = (batch for batch in batches if batch.num_rows)
+    first = next(filled, None)
+    if first is None:  # no rows, no model
+        return
+    device = choose(spec.use_gpu, task)
+    with held(device, task.name):
+        yield from _predicted(spec, device, itertools.chain([first], filled))
+
+
+def _predicted(
+    spec: PredictSpec, device: torch.device, batches: Iterable[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    model = _cache.get(spec, device)
+    move = Mover(device)
+    at_once = rows_at_once(spec.columns)
+    for batch in batches:
+        batch, columns = features(spec, batch)
+        if not batch.num_rows:
+            continue
+        with torch.inference_mode():
+            parts = [
+                run(spec, model, {n: v[start : start + at_once] for n, v in columns.items()}, move)
+                for start in range(0, batch.num_rows, at_once)
+            ]
+        added = [to_arrow(np.concatenate(values)) for values in zip(*parts, strict=True)]
+        arrays = [*batch.columns, *added]
+        yield pa.RecordBatch.from_arrays(arrays, names=[f"c{i}" for i in range(len(arrays))])
+
+
+def rows_at_once(columns: Sequence[Column]) -> int:
+    """Rows per call of the model: fewer where decoded rows are large."""
+    widths = [
+        math.prod(c.row_shape) * c.row_dtype.itemsize
+        for c in columns
+        if c.row_shape is not None and c.kind != "sparse"
+    ]
+    return max(1, min(MAX_ROWS, MAX_BYTES // max(1, sum(widths))))
+
+
+def run(
+    spec: PredictSpec, model: nn.Module, columns: dict[str, Any], move: Mover
+) -> list[np.ndarray[Any, Any]]:
+    """The output columns for some rows: (rows,) for doubles, (rows, width) for vectors; float64."""
+    decoded = spec.functions.decode(spec.columns, columns)
+    arguments, keywords = move(spec.inputs.apply(spec.functions.collate_batch(decoded)))
+    outputs = heads.outputs_of(model(*arguments, **keywords))
+    num_rows = len(next(iter(columns.values())))
+    for output in outputs:
+        if output.ndim == 0 or len(output) != num_rows:
+            raise InvalidArgumentError(
+                f"The model returned shape {tuple(output.shape)} for {num_rows} rows. An output must have one "
+                "entry per row."
+            )
+    return [column_values(spec, column, outputs[column.label]) for column in spec.outputs]
+
+
+def column_values(spec: PredictSpec, column: Output, output: Tensor) -> np.ndarray[Any, Any]:
+    """The values of one output column in float64."""
+    link = spec.links[column.label]
+    tensor: Tensor | None
+    if column.kind == "output":
+        tensor = heads.rows(output)
+    elif column.kind == "raw":
+        tensor = heads.raw(link, output)
+    elif spec.output_fn is not None:
+        own = heads.rows(spec.output_fn(output))
+        tensor = own if column.kind == "probability" else heads.prediction(heads.IDENTITY, own)
+    elif column.kind == "probability":
+        tensor = heads.probability(link, output)
+    else:
+        tensor = heads.prediction(link, output)
+    assert tensor is not None  # checked on the driver
+    values = tensor.double().cpu().numpy()
+    return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
+
+
+def features(spec: PredictSpec, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[str, Any]]:
+    """The feature columns of a batch by name, and the batch without the rows that `handle_invalid` leaves out.
+
+    Raises:
+        InvalidArgumentError: a value cannot be used; the message says how many rows.
+    """
+    pairs = list(zip(spec.columns, spec.sources, strict=True))
+    usable = [usable_rows(batch.column(source), c) for c, source in pairs if c.invalid[0] == "skip"]
+    masks = [mask for mask in usable if mask is not None]
+    if masks:
+        batch = batch.filter(pa.array(np.logical_and.reduce(masks)))
+    return batch, {
+        c.name: feature(batch.column(source), c, spec.names[source]) for c, source in pairs
+    }
+
+
+def feature(array: pa.Array, column: Column, source: str) -> Values:
+    """A feature column as (rows, *shape), or as rows of any length.
+
+    Raises:
+        InvalidArgumentError: a value cannot be used; the message says how many rows.
+    """
+    if isinstance(array, pa.ChunkedArray):
+        array = array.combine_chunks()
+    values, found = column_to_numpy(array, column)
+    if values is None or (len(values) and row_shape(values) != (column.shape or ())):
+        raise InvalidArgumentError(f"transform: column {source!r} {_problem(found, column)}")
+    return values
+
+
+def _problem(found: Findings, column: Column) -> str:
+    if found.nulls:
+        return f"is null, or has a null element, in {found.nulls} rows of a batch. Fill or drop them first."
+    if found.nans:
+        return f"is NaN in {found.nans} rows of a batch. Fill or drop them first."
+    if found.infinities:
+        return (
+            f"is infinite in {found.infinities} rows of a batch, for example {found.examples['infinities']}. Cap or drop "
+            "them first, or set handleInvalid."
+        )
+    if found.overflows or found.inexact:
+        name = "overflows" if found.overflows else "inexact"
+        exactly = "" if found.overflows else " exactly"
+        return (
+            f"has {found.counts()[name]} rows in a batch with a number that {column.number_type} cannot hold{exactly}, for "
+            f"example {found.examples[name]}. Scale it as in training, cast integers to double if they may be rounded, or "
+            "set handleInvalid."
+        )
+    if found.fractions:
+        return f"has {found.fractions} rows in a batch that are not whole numbers."
+    shapes = ", ".join(shape_text(s) for s in sorted(found.shapes)) or "0"
+    expected = shape_text(column.shape or (1,))
+    return f"has {shapes} elements per row in a batch; the model was trained with {expected}."
+
+
+def to_arrow(values: np.ndarray[Any, Any]) -> pa.Array:
+    """Doubles, or rows of doubles as Spark's struct of a dense vector."""
+    if values.ndim == 1:
+        return numpy_to_array(values)
+    num_rows, width = values.shape
+    offsets = numpy_to_array(np.arange(0, (num_rows + 1) * width, width, dtype=np.int32))
+    lists = pa.ListArray.from_arrays(offsets, numpy_to_array(values.reshape(-1)))
+    return pa.StructArray.from_arrays(
+        [
+            numpy_to_array(np.ones(num_rows, dtype=np.int8)),  # 1 = dense: no size, no indices
+            pa.nulls(num_rows, pa.int32()),
+            pa.nulls(num_rows, pa.list_(pa.int32())),
+            lists,
+        ],
+        names=["type", "size", "indices", "values"],
+    )

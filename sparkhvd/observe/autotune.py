@@ -1,0 +1,382 @@
+"""Find the fastest settings while training goes on.
+
+`Search` is the thinking: it names the settings to try next and is told how fast they were; it knows no clock
+and no engine. `Tuner` counts steps, measures, and lets every rank change at the same place: rank 0 decides,
+and its decision is a broadcast, an operation like any other in the order that all ranks agree on.
+
+Only knobs that cannot change a bit of a result move, unless `autotune="all"` allows the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparkhvd.engine.engine import DType, Engine, TensorView
+from sparkhvd.errors import InvalidArgumentError, MismatchError
+
+__all__ = ["Knob", "Search", "Tuner", "knobs"]
+
+_FORMAT = 1
+_ENGINE_KNOBS = ("chunk_bytes", "streams", "symmetric_bytes", "direct_ranks")
+# As the engine begins (native/src/communicator.cc).
+_SYMMETRIC_BYTES = 16 << 10
+_DIRECT_RANKS = 16
+
+
+@dataclass(frozen=True)
+class Knob:
+    """Something that may be tuned.
+
+    Attributes:
+        name: the setting.
+        values: what may be tried, ascending.
+        start: what it is at the beginning; one of `values`.
+    """
+
+    name: str
+    values: tuple[int, ...]
+    start: int
+
+    def __post_init__(self) -> None:
+        if self.start not in self.values or list(self.values) != sorted(set(self.values)):
+            raise InvalidArgumentError(
+                f"Knob({self.name!r}): values are {self.values} and start is {self.start}; values must ascend "
+                "and contain the start."
+            )
+
+    @classmethod
+    def powers(cls, name: str, start: int, *, low: int, high: int) -> Knob:
+        """Powers of two from `low` to `high`, with `start` among them whatever it is."""
+        values = {1 << p for p in range(low.bit_length() - 1, high.bit_length())}
+        return cls(name, tuple(sorted({v for v in values if low <= v <= high} | {start})), start)
+
+
+class Search:
+    """Coordinate descent on a grid, one knob and one step at a time, against noise.
+
+    A candidate is compared with the best so far in turns (best, candidate, best, candidate, ...), so that what
+    slows the machine for a while slows both. It replaces the best when the median of its speed relative to its
+    neighbour in time is more than `gain` above 1, and is dropped after two pairs if it is hopeless. Two steps
+    of the grid are tried before one, so that a flat place between does not end the search. When no step of any knob
+    helps, the best meets the beginning again: what noise has chosen is given up.
+    """
+
+    def __init__(
+        self,
+        knobs: Sequence[Knob],
+        *,
+        repeats: int = 3,
+        gain: float = 0.02,
+        hopeless: float = 0.15,
+        max_windows: int = 400,
+    ) -> None:
+        self.knobs = tuple(knobs)
+        self.windows = 0
+        self._repeats = repeats
+        self._gain = gain
+        self._hopeless = hopeless
+        self._max_windows = max_windows
+        self._best = [knob.values.index(knob.start) for knob in knobs]
+        self._best_speeds: list[float] = []
+        self._first_speed: float | None = None
+        self._failed = 0  # moves since the last that helped
+        self._moves = [
+            (number, stride * sign)
+            for number in range(len(knobs))
+            for stride in (2, 1)
+            for sign in (1, -1)
+        ]
+        self._move = 0
+        self._start = list(self._best)
+        self._meets_start = False
+        self._candidate: list[int] | None = None
+        self._pairs: list[float] = []
+        self._tries_candidate = False
+        self._advance()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to try; `best` is then the result."""
+        return self._candidate is None
+
+    @property
+    def best(self) -> dict[str, int]:
+        """The fastest settings so far."""
+        return self._values(self._best)
+
+    @property
+    def choice(self) -> dict[str, int]:
+        """The settings of the next window."""
+        if self._tries_candidate and self._candidate is not None:
+            return self._values(self._candidate)
+        return self.best
+
+    @property
+    def speedup(self) -> float:
+        """How much faster `best` is than the beginning, as far as was seen."""
+        if not self._best_speeds or not self._first_speed:
+            return 1.0
+        return statistics.median(self._best_speeds) / self._first_speed
+
+    def report(self, speed: float) -> None:
+        """The speed of a window with `choice`; more is better."""
+        if self._candidate is None:
+            return
+        self.windows += 1
+        if not self._tries_candidate:
+            self._best_speeds = [*self._best_speeds[-8:], speed]
+            if self._first_speed is None:
+                self._first_speed = speed
+            self._tries_candidate = True
+            return
+        self._tries_candidate = False
+        before = self._best_speeds[-1]
+        self._pairs.append(speed / before if before > 0 else math.inf)
+        # The beginning needs no gain to be preferred; the best does.
+        least = 1 - self._gain if self._meets_start else 1 + self._gain
+        if len(self._pairs) == 2 and max(self._pairs) < 1 - self._hopeless:
+            self._judge(speed, helps=False)
+        elif len(self._pairs) == self._repeats:
+            self._judge(speed, helps=statistics.median(self._pairs) > least)
+        if self.windows >= self._max_windows:
+            self._candidate = None
+
+    def _judge(self, speed: float, *, helps: bool) -> None:
+        assert self._candidate is not None
+        if helps:
+            self._best, self._best_speeds = self._candidate, [speed]
+            self._failed = 0
+            if self._meets_start:
+                self._first_speed, self._candidate = speed, None
+                return
+        else:
+            self._failed += 1
+            self._move = (self._move + 1) % len(self._moves)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Choose the next candidate: the same move again while it helps."""
+        self._pairs = []
+        self._candidate = None
+        while self._failed < len(self._moves):
+            number, step = self._moves[self._move]
+            place = self._best[number] + step
+            if 0 <= place < len(self.knobs[number].values):
+                self._candidate = list(self._best)
+                self._candidate[number] = place
+                return
+            self._failed += 1
+            self._move = (self._move + 1) % len(self._moves)
+        if self._best != self._start and not self._meets_start:
+            self._meets_start = True
+            self._candidate = list(self._start)
+
+    def _values(self, places: Sequence[int]) -> dict[str, int]:
+        return {
+            knob.name: knob.values[place] for knob, place in zip(self.knobs, places, strict=True)
+        }
+
+
+class Tuner:
+    """Tunes while training goes on: call `step` between steps, on every rank alike.
+
+    Args:
+        engine: this rank's; its settings `autotune_file` names where the choice is kept.
+        knobs: the same on every rank, all set to their starts now.
+        apply: makes those settings effective that are not the engine's; called on every rank at the same place,
+            with all knobs.
+        measure: bytes that were reduced so far; None asks the engine.
+        warmup_steps: steps of each window that are not measured, because what changed has to settle.
+        window_steps: steps that are measured.
+        seconds: the clock.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        knobs: Sequence[Knob],
+        apply: Callable[[Mapping[str, int]], None],
+        measure: Callable[[], int] | None = None,
+        *,
+        warmup_steps: int = 2,
+        window_steps: int = 10,
+        seconds: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._engine = engine
+        self._apply = apply
+        self._measure = measure or self._reduced_bytes
+        self._warmup_steps = warmup_steps
+        self._window_steps = window_steps
+        self._seconds = seconds
+        self._file = engine.settings.autotune_file
+        self._search = Search(knobs)  # asked on rank 0 only
+        self._values = self._search.best
+        self._is_loaded = False
+        self._number = 0
+        self._steps = 0
+        self._began: tuple[float, int] | None = None
+        self.is_done = engine.size == 1 or self._search.done
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The settings in effect."""
+        return dict(self._values)
+
+    def step(self) -> None:
+        """A training step has ended, and no gradient is in flight."""
+        if self.is_done:
+            return
+        if self._number == 0:  # what was saved comes before anything is measured
+            self._decide()
+            return
+        self._steps += 1
+        if self._steps == self._warmup_steps:
+            self._began = (self._seconds(), self._measure())
+        elif self._steps == self._warmup_steps + self._window_steps:
+            if self._engine.rank == 0 and self._began is not None:
+                elapsed = max(1e-9, self._seconds() - self._began[0])
+                self._search.report((self._measure() - self._began[1]) / elapsed)
+            self._decide()
+
+    def _decide(self) -> None:
+        """Rank 0 says what comes next, and everybody does it."""
+        names = list(self._values)
+        numbers = [0, *self._values.values()]
+        if self._engine.rank == 0:
+            loaded = self._load() if self._number == 0 else None
+            is_done = loaded is not None or self._search.done
+            self._is_loaded = loaded is not None
+            chosen = loaded or (self._search.best if is_done else self._search.choice)
+            numbers = [int(is_done), *(chosen[name] for name in names)]
+        array = (ctypes.c_int64 * len(numbers))(*numbers)
+        address = ctypes.addressof(array)
+        try:
+            self._engine.broadcast(
+                TensorView(address, address, (len(numbers),)),
+                root_rank=0,
+                name=f"sparkhvd.autotune.{self._number}",
+                dtype=DType.INT64,
+                keep=array,
+            ).wait()
+        except MismatchError as error:  # ranks that have joined: everybody is told
+            self._tell(f"stopped, because not every rank takes part any more ({error})")
+            self.is_done = True
+            return
+        self._number += 1
+        self._steps = 0
+        values = dict(zip(names, array[1:], strict=True))
+        if values != self._values:
+            self._apply(values)
+            self._configure(values)
+            self._values = values
+        self.is_done = bool(array[0])
+        if self.is_done and self._engine.rank == 0:
+            self._conclude()
+
+    def _configure(self, values: Mapping[str, int]) -> None:
+        """Tell the engine: an operation too, so that every rank changes between the same two others."""
+        own = {name: values[name] for name in _ENGINE_KNOBS if name in values}
+        if own:
+            self._engine.configure(**own).wait()
+
+    def _reduced_bytes(self) -> int:
+        entries = self._engine.counters()["collectives"]
+        return sum(entry["bytes"] for entry in entries if entry["collective"] == "allreduce")
+
+    def _conclude(self) -> None:
+        shown = ", ".join(f"{name}={value}" for name, value in self._values.items())
+        if self._is_loaded:
+            self._tell(f"{shown}, loaded from {self._file}")
+            return
+        speedup, windows = self._search.speedup, self._search.windows
+        self._tell(f"chose {shown}, {speedup:.2f} times the speed of before, in {windows} windows")
+        if self._file:
+            try:
+                self._save()
+            except OSError as error:
+                self._tell(f"could not save its choice: {error}")
+
+    def _tell(self, text: str) -> None:
+        if self._engine.rank == 0:
+            with contextlib.suppress(OSError, ValueError):  # no stderr is no reason to stop
+                sys.stderr.write(f"sparkhvd autotune: {text}.\n")
+
+    # --- The file. ---
+
+    def _save(self) -> None:
+        target = Path(self._file).resolve()
+        content = {
+            "format": _FORMAT,
+            "world": self._world(),
+            "choice": self._values,
+            "speedup": round(self._search.speedup, 3),
+        }
+        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with open(handle, "w") as file:
+                file.write(json.dumps(content, indent=2) + "\n")
+            os.replace(name, target)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def _load(self) -> dict[str, int] | None:
+        """What an earlier run chose for the same ranks and knobs; None if there is nothing that fits."""
+        if not self._file or not Path(self._file).exists():
+            return None
+        try:
+            content: Any = json.loads(Path(self._file).read_text())
+            fits = content["format"] == _FORMAT and content["world"] == self._world()
+            choice = {str(name): int(value) for name, value in content["choice"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._tell(f"{self._file} is not what autotune writes ({error!r}); tuning anew")
+            return None
+        for knob in self._search.knobs:
+            low, high = knob.values[0], knob.values[-1]
+            fits = fits and low <= choice.get(knob.name, low - 1) <= high
+        if not fits or len(choice) != len(self._values):
+            self._tell(f"{self._file} was made for other ranks or knobs; tuning anew")
+            return None
+        return choice
+
+    def _world(self) -> dict[str, int]:
+        topology = self._engine.topology
+        return {"ranks": topology.size, "local_ranks": topology.local_size}
+
+
+def knobs(engine: Engine) -> list[Knob]:
+    """What may be tuned between these ranks, by their settings."""
+    settings, topology = engine.settings, engine.topology
+    hosts = len(set(topology.hosts)) if settings.shared_memory else topology.size
+    may_change_bits = settings.tuning == "all"
+    found = []
+    # In a ring an element's order of addends depends on its place in bucket and chunk.
+    is_ring = hosts > _DIRECT_RANKS
+    if not is_ring or may_change_bits:
+        found.append(Knob.powers("bucket_bytes", settings.bucket_bytes, low=1 << 20, high=64 << 20))
+    if hosts < topology.size and (not is_ring or may_change_bits):
+        found.append(
+            Knob.powers("chunk_bytes", settings.slot_bytes, low=32 << 10, high=settings.slot_bytes)
+        )
+    if hosts > 1:
+        if settings.streams > 1:
+            values = tuple(range(1, settings.streams + 1))
+            found.append(Knob("streams", values, settings.streams))
+        if may_change_bits:
+            found.append(
+                Knob.powers("symmetric_bytes", _SYMMETRIC_BYTES, low=1 << 10, high=256 << 10)
+            )
+            found.append(Knob.powers("direct_ranks", _DIRECT_RANKS, low=2, high=64))
+    return found

@@ -1,0 +1,262 @@
+"""The timeline of a job: who waited for whom, in Chrome's trace format (open it in ui.perfetto.dev).
+
+The engine writes the file of one rank (`Engine.start_timeline`); here is what concerns several ranks. By
+default only rank 0 writes, as in Horovod. With `all_ranks` the others do too, into files without a name, and
+`stop` gathers them on rank 0, shifts their times to rank 0's clock, and puts the whole in the place of rank 0's
+file, which is one of rank 0 alone until then.
+
+**Clocks.** Nobody leaves a barrier before everybody has entered it. With o = clock of rank r minus clock of rank
+0, each barrier therefore bounds o from both sides: entered(r) - left(0) <= o <= left(r) - entered(0). The
+middle of the tightest bounds of a few barriers is the offset; if they allow 0, it is 0, as between ranks of one
+host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import re
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from sparkhvd.engine.engine import DType, Engine, TensorView
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+
+__all__ = ["clock_offset", "merge", "start", "stop"]
+
+_BARRIERS = 12
+# What all ranks together send per round of gathering: bounds memory, not the length of a timeline.
+_ROUND_BYTES = 16 << 20
+_TIME = re.compile(r'"ts":(-?\d+\.\d{3})')
+
+
+@dataclass
+class _Recording:
+    """A timeline of all ranks, as this rank sees it.
+
+    Attributes:
+        path: where rank 0 puts the whole.
+        file: what this rank writes.
+    """
+
+    path: str
+    file: IO[bytes]
+
+
+_recordings: weakref.WeakKeyDictionary[Engine, _Recording] = weakref.WeakKeyDictionary()
+_numbers: weakref.WeakKeyDictionary[Engine, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def start(
+    engine: Engine,
+    path: str | os.PathLike[str],
+    *,
+    mark_cycles: bool = False,
+    all_ranks: bool = False,
+) -> None:
+    """Write a timeline from now on; one that is being written ends.
+
+    Args:
+        engine: this rank's.
+        path: a file on rank 0, made or overwritten.
+        mark_cycles: also mark when a thread begins to drive the engine.
+        all_ranks: every rank records, and every rank must call this and later `stop`. Without it the other
+            ranks do nothing here.
+
+    Raises:
+        InvalidArgumentError: the file cannot be written; with `all_ranks` on every rank, naming the rank.
+    """
+    path = os.fspath(path)
+    _recordings.pop(engine, None)
+    if not all_ranks:
+        if engine.rank == 0:
+            engine.start_timeline(path, mark_cycles=mark_cycles)
+        return
+    trouble = b""
+    try:
+        if engine.rank == 0:
+            engine.start_timeline(path, mark_cycles=mark_cycles)
+            _recordings[engine] = _Recording(path, open(path, "rb"))
+        else:
+            # Without a name, so that nothing stays behind, whatever happens to the process.
+            file = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")
+            _recordings[engine] = _Recording(path, file)
+            engine.start_timeline(f"/proc/self/fd/{file.fileno()}", mark_cycles=mark_cycles)
+    except (OSError, SparkhvdError) as error:
+        trouble = f"rank {engine.rank}: {error}".encode()
+    troubles = [text.decode() for text in _exchange(engine, trouble) if text]
+    if troubles:
+        engine.stop_timeline()
+        _forget(engine)
+        raise InvalidArgumentError(
+            f"start_timeline({path!r}, all_ranks=True): {'; '.join(trouble.removesuffix('.') for trouble in troubles)}. Give a path that rank 0 may "
+            "write, and room in the temporary folder of every rank."
+        )
+
+
+def stop(engine: Engine) -> None:
+    """End the timeline; nothing happens if there is none. Collective if it was started with `all_ranks`.
+
+    Raises:
+        InvalidArgumentError: rank 0 could not write the merged file (raised on every rank).
+        CollectiveError: a rank is gone; the file has rank 0's part.
+    """
+    engine.stop_timeline()
+    recording = _recordings.get(engine)
+    if recording is None:
+        return
+    try:
+        offsets = _measure_offsets(engine)
+        with contextlib.ExitStack() as opened:
+            files = _gather(engine, recording.file, opened)
+            trouble = b""
+            if engine.rank == 0:
+                try:
+                    _write(recording.path, merge(files, offsets))
+                except (OSError, ValueError) as error:
+                    trouble = str(error).encode()
+        (trouble, *_) = _exchange(engine, trouble)
+    finally:
+        _forget(engine)
+    if trouble:
+        raise InvalidArgumentError(
+            f"stop_timeline(): rank 0 could not write {recording.path!r}: {trouble.decode()}. Make room, or "
+            "give another path."
+        )
+
+
+def _forget(engine: Engine) -> None:
+    recording = _recordings.pop(engine, None)
+    if recording is not None:
+        recording.file.close()
+
+
+# --- Merging. ---
+
+
+def clock_offset(
+    own: Sequence[tuple[int, int]], reference: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """How far a rank's clock is ahead of the reference's, from when each entered and left the same barriers.
+
+    Args:
+        own: (entered, left) of the rank, one per barrier, ns of its clock.
+        reference: the same of the reference.
+
+    Returns:
+        The offset and the most by which it may be wrong, in ns.
+    """
+    low = max(entered - left for (entered, _), (_, left) in zip(own, reference, strict=True))
+    high = min(left - entered for (_, left), (entered, _) in zip(own, reference, strict=True))
+    error = (high - low) // 2
+    return (0 if low <= 0 <= high else low + error), abs(error)
+
+
+def merge(files: Iterable[IO[bytes]], offsets: Sequence[int]) -> Iterator[str]:
+    """One trace of several ranks' traces, piece by piece, with times of rank 0's clock.
+
+    Args:
+        files: the ranks' files, as the engine wrote them, rank 0's first.
+        offsets: by rank, how far its clock is ahead of rank 0's, in ns.
+
+    Raises:
+        ValueError: a file is not what the engine writes.
+    """
+    origin = None
+    yield "["
+    for index, (file, offset) in enumerate(zip(files, offsets, strict=True)):
+        file.seek(0)
+        shift_us: float | None = None
+        for number, raw in enumerate(file):
+            line = raw.decode().rstrip("\n,")
+            if line in ("[", "]", ""):
+                continue
+            if shift_us is None and '"name":"sparkhvd"' in line:
+                began = json.loads(line)["args"]["start_monotonic_ns"] - offset
+                origin = began if origin is None else origin
+                shift_us = (began - origin) / 1000
+            yield (",\n" if index or number > 1 else "\n") + _shifted(line, shift_us)
+        if shift_us is None:
+            raise ValueError(f"the timeline of rank {index} has no beginning")
+    yield "\n]\n"
+
+
+def _shifted(line: str, shift_us: float | None) -> str:
+    if not shift_us:
+        return line
+    # The time stands before everything that a user names, so the first match is it.
+    return _TIME.sub(lambda found: f'"ts":{float(found[1]) + shift_us:.3f}', line, count=1)
+
+
+def _write(path: str, pieces: Iterable[str]) -> None:
+    """All of it or nothing: a whole file takes the place of the old one."""
+    target = Path(path).resolve()
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with open(handle, "w") as file:
+            file.writelines(pieces)
+        os.chmod(name, target.stat().st_mode & 0o777 if target.exists() else 0o644)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+# --- Between ranks. ---
+
+
+def _name(engine: Engine) -> str:
+    """A new name for an operation; every rank counts the same."""
+    counter = _numbers.setdefault(engine, itertools.count())
+    return f"sparkhvd.timeline.{next(counter)}"
+
+
+def _exchange(engine: Engine, value: bytes) -> list[bytes]:
+    """Every rank's `value`, by rank."""
+    source = ctypes.create_string_buffer(value, len(value) or 1)
+    view = TensorView(ctypes.addressof(source), 0, (len(value),))
+    work = engine.allgather(view, name=_name(engine), dtype=DType.UINT8, keep=source)
+    work.wait()
+    output = work.output()
+    whole = ctypes.string_at(output.address, output.num_bytes) if output.num_bytes else b""
+    ends = list(itertools.accumulate(output.rows, initial=0))
+    return [whole[a:b] for a, b in itertools.pairwise(ends)]
+
+
+def _measure_offsets(engine: Engine) -> list[int]:
+    """By rank, how far its clock is ahead of rank 0's, in ns."""
+    moments: list[tuple[int, int]] = []
+    for _ in range(_BARRIERS):
+        work_name = _name(engine)
+        entered = time.monotonic_ns()
+        engine.barrier(name=work_name).wait()
+        moments.append((entered, time.monotonic_ns()))
+    by_rank: list[Any] = [
+        json.loads(text) for text in _exchange(engine, json.dumps(moments).encode())
+    ]
+    return [clock_offset(own, by_rank[0])[0] for own in by_rank]
+
+
+def _gather(engine: Engine, file: IO[bytes], opened: contextlib.ExitStack) -> list[IO[bytes]]:
+    """On rank 0 every rank's file, by rank, as long as `opened` is; elsewhere nothing."""
+    chunk = max(4096, _ROUND_BYTES // engine.size)
+    file.seek(0)
+    files: list[IO[bytes]] = []
+    if engine.rank == 0:
+        for _ in range(engine.size):
+            made = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")
+            files.append(opened.enter_context(made))
+    while True:
+        parts = _exchange(engine, file.read(chunk))
+        if not any(parts):
+            return files
+        for target, part in zip(files, parts, strict=False):
+            target.write(part)

@@ -1,0 +1,166 @@
+"""What CUDA's driver counts in a rank's process: asked without torch, and without leaving a trace in that process.
+
+The question is asked in a forked process: CUDA's driver reads CUDA_VISIBLE_DEVICES when it starts and never again, and a
+process in which it has started cannot fork others that use it. No context is made, so no memory of a GPU is taken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+__all__ = ["LIBRARY", "ask", "count_beside", "cuda_uuids", "has_started"]
+
+LIBRARY = "libcuda.so.1"
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
+# How long the driver may take to count where only a default depends on it.
+_COUNT_S = 30.0
+
+
+class _CudaError(Exception):
+    """What CUDA's driver answered, in words."""
+
+
+def cuda_uuids(library: str) -> list[str]:
+    """UUIDs of the GPUs that this process sees, in the order of CUDA's driver; of MIG devices their own.
+
+    Starts the driver in this process.
+
+    Args:
+        library: the driver's library; "" for `LIBRARY`.
+
+    Raises:
+        OSError: it cannot be loaded.
+        _CudaError: it does not answer.
+    """
+    cuda = ctypes.CDLL(library or LIBRARY)
+
+    def call(name: str, *arguments: Any) -> None:
+        status = getattr(cuda, name)(*arguments)
+        if status:
+            raise _CudaError(f"{name} gave {_error_text(cuda, status)}")
+
+    call("cuInit", 0)
+    count = ctypes.c_int()
+    call("cuDeviceGetCount", ctypes.byref(count))
+    # The second version tells a MIG device's own UUID; the first, the card's.
+    name = "cuDeviceGetUuid_v2" if hasattr(cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    found = []
+    for ordinal in range(count.value):
+        device, raw = ctypes.c_int(), ctypes.create_string_buffer(16)
+        call("cuDeviceGet", ctypes.byref(device), ordinal)
+        call(name, raw, device)
+        found.append(f"GPU-{uuid.UUID(bytes=raw.raw)}")
+    return found
+
+
+def has_started(library: str) -> bool:
+    """Whether CUDA's driver runs in this process already, and so reads CUDA_VISIBLE_DEVICES no more; starts nothing.
+
+    Args:
+        library: the driver's library; "" for `LIBRARY`.
+    """
+    try:
+        cuda = ctypes.CDLL(library or LIBRARY, mode=os.RTLD_NOLOAD)
+    except OSError:  # nobody has loaded it
+        return False
+    return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
+
+
+def count_beside(library: str, env: Mapping[str, str]) -> int:
+    """GPUs that a process started from this one sees; 0 also where it does not say.
+
+    This process may have threads: the question is asked in a fresh one, which knows nothing but this file.
+
+    Args:
+        library: the driver's library; "" for `LIBRARY`.
+        env: variables that the other process has besides those of this one.
+    """
+    inherited = os.environ
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", __file__, library],
+            env={**inherited, **env},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_COUNT_S,
+            check=True,
+        )
+        return int(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
+
+
+def _error_text(cuda: ctypes.CDLL, status: int) -> str:
+    text = ctypes.c_char_p()
+    if hasattr(cuda, "cuGetErrorString") and not cuda.cuGetErrorString(status, ctypes.byref(text)):
+        return f"error {status} ({(text.value or b'').decode(errors='replace')})"
+    return f"error {status}"
+
+
+def ask(
+    library: str, views: Sequence[Mapping[str, str | None]], tell: Callable[[bytes], None]
+) -> None:
+    """Ask in forked processes, one per view, and hand `tell` the answers as JSON, from a thread.
+
+    Call it while this process has no other thread. The thread waits as long as the driver takes; whoever reads the
+    answers has the deadline, and ends the process group.
+
+    Args:
+        library: the driver's library; "" for `LIBRARY`.
+        views: variables to change before the question; None leaves one out.
+        tell: called once with a list of {"uuids": [...], "error": ""}, in the order of `views`.
+    """
+    asked = [_fork(library, view) for view in views]
+
+    def pass_on() -> None:
+        tell(json.dumps([_heard(pid, pipe) for pid, pipe in asked]).encode())
+
+    threading.Thread(target=pass_on, name="sparkhvd-gpus", daemon=True).start()
+
+
+def _fork(library: str, view: Mapping[str, str | None]) -> tuple[int, int]:
+    """Start a process that asks; returns its number, and the pipe on which it answers."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _answer(library, view, write)
+    os.close(write)
+    return pid, read
+
+
+def _heard(pid: int, pipe: int) -> Any:
+    with os.fdopen(pipe, "rb") as file:
+        said = file.read()
+    _, status = os.waitpid(pid, 0)
+    if said:
+        return json.loads(said)
+    code = os.waitstatus_to_exitcode(status)
+    return {"uuids": [], "error": f"the process that asked CUDA's driver ended with {code}"}
+
+
+def _answer(library: str, view: Mapping[str, str | None], fd: int) -> NoReturn:
+    """The forked process: one answer, and no exit handlers of the process that it is a copy of."""
+    try:
+        try:
+            for name, value in view.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+            answer = {"uuids": cuda_uuids(library), "error": ""}
+        except Exception as e:
+            answer = {"uuids": [], "error": str(e) or type(e).__name__}
+        os.write(fd, json.dumps(answer).encode())
+    finally:
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(str(len(cuda_uuids(sys.argv[1]))))

@@ -1,0 +1,161 @@
+"""Resource profiles of stages: of ranks the caller's own, or one that gives each a GPU and its share of the cores."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner import placement
+from sparkhvd.runner.gpu import decide, probe
+from sparkhvd.spark import SparkShim
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
+
+__all__ = [
+    "check_profile",
+    "default_slots",
+    "no_profiles",
+    "plan_gpus",
+    "profile_to_share_gpus",
+    "share_of",
+    "slots_of",
+]
+
+
+def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> None:
+    """Refuse a profile of the caller's where Spark would.
+
+    Raises:
+        InvalidArgumentError: it would.
+    """
+    if profile is None:
+        return
+    if refused := no_profiles():
+        raise InvalidArgumentError(
+            f"profile is given, and {refused}. Leave profile out, or use pyspark 4."
+        )
+    if placement.is_local(conf.get("spark.master", "")):
+        raise InvalidArgumentError(
+            f"profile is given, and Spark takes none on master {conf['spark.master']!r}. Leave profile out."
+        )
+
+
+def no_profiles() -> str:
+    """Why this pyspark gives no stage a resource profile, or ""."""
+    import pyspark
+
+    if int(pyspark.__version__.split(".")[0]) < 4:
+        return f"pyspark {pyspark.__version__} has no resource profiles for DataFrame stages"
+    return ""
+
+
+def plan_gpus(
+    shim: SparkShim, conf: Mapping[str, str], use_gpu: bool | None, given: ResourceProfile | None
+) -> tuple[decide.GpuPlan, ResourceProfile | None]:
+    """How ranks get GPUs, and the profile of the stage: the caller's, else one if it is needed.
+
+    Raises:
+        InvalidArgumentError: see `gpus.decide`.
+        PreflightError: see `gpus.decide`.
+    """
+    share = share_of(given)
+    plan = decide.decide(conf, use_gpu, refused=no_profiles(), given=share)
+    if given is not None or plan.profile is None:
+        return plan, given
+    try:
+        return plan, shim.profile(plan.profile.cpus, plan.profile.gpus)
+    except Exception as e:
+        refused = f"Spark takes no resource profile here ({_first_line(e)})"
+        return decide.decide(conf, use_gpu, refused=refused), None
+
+
+# Stages of one plan that ask by different profiles cannot be one stage, so an application has one for all its models: a
+# plan may have DataFrames of several sessions, such as that which Spark makes for each `foreachBatch`.
+_shared: dict[str, ResourceProfile | None] = {}
+_sharing = threading.Lock()
+
+
+def profile_to_share_gpus(spark: SparkSession) -> ResourceProfile | None:
+    """A profile by which tasks of an ordinary stage share the GPUs of their executors; None where there is none to ask.
+
+    The same object for an application (on Connect: a session), as long as this process lives. Costs a few requests to the server the first time.
+    """
+    shim = SparkShim(spark)
+    key = shim.profile_scope()
+    with _sharing:
+        if key not in _shared:
+            _shared[key] = _profile_to_share(shim)
+        return _shared[key]
+
+
+def _profile_to_share(shim: SparkShim) -> ResourceProfile | None:
+    if no_profiles():
+        return None
+    share = decide.share_of_a_gpu(shim.conf((*placement.CONF_KEYS, decide.DYNAMIC)))
+    if share is None:
+        return None
+    # A cluster manager that takes no profiles leaves its tasks without GPUs, as they were.
+    with contextlib.suppress(Exception):
+        made: ResourceProfile = shim.profile(share.cpus, share.gpus)
+        return made
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    """What Spark says, without the JVM's stack."""
+    text = str(getattr(error, "java_exception", None) or error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def slots_of(
+    conf: Mapping[str, str], plan: decide.GpuPlan, given: ResourceProfile | None = None
+) -> placement.Slots:
+    """The most ranks that the configuration can run at once, each with its share."""
+    share = share_of(given) or plan.profile or decide.Share()
+    return placement.configured_slots(conf, os.cpu_count() or 1, share.cpus, share.gpus)
+
+
+def default_slots(
+    shim: SparkShim,
+    conf: Mapping[str, str],
+    slots: placement.Slots,
+    library: str,
+    env: Mapping[str, str] | None = None,
+) -> placement.Slots:
+    """The slots of ranks that each take a GPU by their local rank, and whose number nobody gave.
+
+    On a local master no more than this host has GPUs, if it has any. Over Connect the master's host is not this one.
+
+    Args:
+        shim: the session.
+        conf: its configuration.
+        slots: the most that the configuration can run at once.
+        library: of CUDA's driver; "" for the system's.
+        env: the user's variables for the ranks.
+    """
+    master = conf.get("spark.master", "")
+    if shim.is_connect or not placement.is_local(master):
+        return slots
+    count = probe.count_beside(library, env or {})
+    if not count or slots.maximum is None or slots.maximum <= count:
+        return slots
+    found = f"master {master!r} on a host with {count} GPU{'s' * (count != 1)}"
+    return replace(slots, maximum=count, reason=found)
+
+
+def share_of(profile: ResourceProfile | None) -> decide.Share | None:
+    """Return what a profile gives a task; None for no profile."""
+    if profile is None:
+        return None
+    cpus, gpu = (profile.taskResources.get(name) for name in ("cpus", "gpu"))
+    # A profile that does not name GPUs gives none, whatever the conf says.
+    return decide.Share(
+        None if cpus is None else int(cpus.amount), 0.0 if gpu is None else gpu.amount
+    )

@@ -1,0 +1,248 @@
+"""What this package knows of CUDA in torch: streams, events, memory, and where NCCL lies. Imports no CUDA.
+
+Everything above asks a `Device`, so that tests can drive the same code on a stand-in. A rank has one device, which the
+first tensor on it (or `join(device)`) opens.
+
+**Order.** An operation waits for what its caller's current stream had been given before, and runs on a stream of
+the engine. `Device.stream()` is that current stream; `Work.wait_stream` makes it wait for the result. The host waits
+for nothing but the other ranks' submissions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine.engine import Buffer, Engine
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.context import Context
+
+__all__ = [
+    "CudaDevice",
+    "Device",
+    "copy_each",
+    "find_nccl",
+    "nccl_candidates",
+    "nccl_version",
+    "open_cuda",
+    "open_device",
+    "opened",
+    "refuse_capture",
+]
+
+# Where the packages of pip put NCCL, under the directories of `sys.path`.
+_PLACES = ("nvidia/nccl/lib", "nvidia/cu13/lib", "nccl/lib")
+_NCCL = "libnccl.so.2"
+# torch's `_foreach_copy_` has no CUDA kernel for these, although its `copy_` has.
+_COPIED_ALONE = frozenset((torch.uint16, torch.uint32, torch.uint64))
+
+
+class Device(Protocol):
+    """A GPU as collectives need it.
+
+    Attributes:
+        ordinal: its number, for torch as for the driver.
+    """
+
+    ordinal: int
+
+    def stream(self) -> int:
+        """The driver's handle of this thread's current stream.
+
+        Raises:
+            InvalidArgumentError: the stream is being captured into a graph.
+        """
+
+    def here(self) -> Callable[[], AbstractContextManager[Any]]:
+        """What makes this thread's current stream the current one of any thread, for a `with` block."""
+
+    def await_stream(self, stream: int) -> None:
+        """Let the current stream wait for what another one, given by its handle, was given so far."""
+
+    def keep_for(self, tensor: Tensor) -> None:
+        """The current stream uses a tensor that may belong to another one: its memory is not to be given away early."""
+
+    def over_buffer(self, buffer: Buffer) -> Tensor:
+        """The bytes of registered memory, with a storage that keeps the buffer."""
+
+
+class CudaDevice:
+    """A device of torch.cuda."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+    def stream(self) -> int:
+        """The current stream."""
+        if torch.cuda.is_current_stream_capturing():
+            refuse_capture()
+        return self._raw_stream(self.ordinal)
+
+    def here(self) -> Callable[[], AbstractContextManager[Any]]:
+        """The current stream as a context manager."""
+        stream = torch.cuda.current_stream(self.ordinal)
+        return lambda: torch.cuda.stream(stream)
+
+    def await_stream(self, stream: int) -> None:
+        """By an event."""
+        # To torch an external stream without a handle is a new one of its own pool, and not the default stream.
+        other: Any = (
+            torch.cuda.ExternalStream(stream, device=self.ordinal)
+            if stream
+            else torch.cuda.default_stream(self.ordinal)
+        )
+        torch.cuda.current_stream(self.ordinal).wait_stream(other)
+
+    def keep_for(self, tensor: Tensor) -> None:
+        """Tells torch's allocator."""
+        tensor.record_stream(torch.cuda.current_stream(self.ordinal))
+
+    def over_buffer(self, buffer: Buffer) -> Tensor:
+        """By the interface that NumPy's has for CUDA."""
+        place = torch.device("cuda", self.ordinal)
+        return torch.as_tensor(_CudaMemory(buffer), device=place)
+
+
+class _CudaMemory:
+    """Registered memory as torch takes it over; torch keeps this object as long as the storage."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer = buffer
+        self.__cuda_array_interface__ = {
+            "shape": (buffer.num_bytes,),
+            "typestr": "|u1",
+            "data": (buffer.address, False),
+            "version": 3,
+            "strides": None,
+        }
+        self._ordinal = buffer.device
+
+    def __del__(self) -> None:
+        # What was enqueued may still use it, also for tensors that are gone. It is rare: an optimizer has one.
+        if not sys.is_finalizing():
+            torch.cuda.synchronize(self._ordinal)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors into as many others, those of the same types with one kernel where torch's CUDA has it."""
+    # Of several types torch would take the first one's for all of them.
+    by_types: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        into, out_of = by_types.setdefault((target.dtype, source.dtype), ([], []))
+        into.append(target)
+        out_of.append(source)
+    for types, (into, out_of) in by_types.items():
+        if _COPIED_ALONE.isdisjoint(types):
+            # One pair whose strides differ, and torch copies every tensor of the list by itself.
+            torch._foreach_copy_(into, list(map(_as_strided, out_of, into)))
+            continue
+        for target, source in zip(into, out_of, strict=True):
+            target.copy_(source)
+
+
+def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
+    """The tensor with the strides of another one, where these lead to the same places.
+
+    Those of a dimension of one element say nothing, and cuDNN's gradients of 1 x 1 convolutions have others than weights.
+    """
+    shape, strides, wanted = tensor.shape, tensor.stride(), like.stride()
+    if strides == wanted or shape != like.shape:
+        return tensor
+    if any(n != 1 and a != b for n, a, b in zip(shape, strides, wanted, strict=True)):
+        return tensor
+    return tensor.as_strided(shape, wanted)
+
+
+def refuse_capture() -> NoReturn:
+    """Say that nothing can be done while a graph is being captured."""
+    raise InvalidArgumentError(
+        "The current stream is being captured into a CUDA graph, and collectives need the other ranks, which a graph "
+        "cannot wait for. Run backward and step outside of the capture; torch.cuda.make_graphed_callables captures a "
+        "model so that its gradients arrive outside."
+    )
+
+
+def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
+    """The rank's device, opened if this is its first tensor there.
+
+    Raises:
+        InvalidArgumentError: the tensor lies elsewhere, or a library or the device cannot be used.
+    """
+    ordinal = tensor.device.index if tensor.is_cuda else None
+    device: Device | None = ctx.device
+    if device is not None and device.ordinal == ordinal:
+        return device
+    if ordinal is None:
+        raise InvalidArgumentError(
+            f"{what}: the tensor is on {tensor.device}, and sparkhvd moves tensors of the CPU and of NVIDIA's GPUs. "
+            "Move it with .cpu() or .cuda()."
+        )
+    if device is not None:
+        raise InvalidArgumentError(
+            f"{what}: the tensor is on {tensor.device}, and this rank's operations run on cuda:{device.ordinal}, "
+            f"which its first tensor chose. Move it there; torch.cuda.set_device({device.ordinal}) before anything is "
+            "made keeps a rank on its own GPU."
+        )
+    return open_device(ctx, ordinal)
+
+
+def open_device(ctx: Context, ordinal: int) -> Device:
+    """Open the rank's device."""
+    made: Device = (ctx.opener or open_cuda)(ctx.engine, ordinal)
+    ctx.device = made
+    return made
+
+
+def open_cuda(engine: Engine, ordinal: int) -> Device:
+    """Open a device of torch.cuda for an engine."""
+    torch.cuda.init()
+    library = engine.settings.nccl_library
+    engine.open_device(
+        ordinal,
+        cuda_library=engine.settings.cuda_library or None,
+        nccl_library=library or None,
+        nccl_candidates=() if library else nccl_candidates(),
+    )
+    return CudaDevice(ordinal)
+
+
+def nccl_candidates() -> list[str]:
+    """The copies of NCCL that packages have brought, in the order in which torch looks for its own."""
+    found: list[str] = []
+    for place in _PLACES:
+        for entry in sys.path:
+            path = Path(entry or ".") / place / _NCCL
+            if path.is_file() and str(path) not in found:
+                found.append(str(path))
+    return found
+
+
+def find_nccl() -> str:
+    """What to open for NCCL outside of the engine: what the engine takes."""
+    return next(iter((*_loaded(_NCCL), *nccl_candidates())), _NCCL)
+
+
+def _loaded(name: str) -> list[str]:
+    """Files of this name that the process has loaded."""
+    paths = [
+        line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()
+    ]
+    return list(dict.fromkeys(path[0] for path in paths if path and Path(path[0]).name == name))
+
+
+def nccl_version() -> int:
+    """The version code of torch's NCCL; 0 if this torch has no CUDA or no NCCL."""
+    if torch.version.cuda is None:
+        return 0
+    try:
+        major, minor, patch = torch.cuda.nccl.version()[:3]
+    except (AttributeError, ValueError, TypeError):  # a build with CUDA and without NCCL
+        return 0
+    return int(major) * 10000 + int(minor) * 100 + int(patch)

@@ -1,0 +1,419 @@
+"""One bucket of gradients on a GPU: one flat piece of memory, packed, reduced and handed out without the host waiting.
+
+**The flat memory** comes from the engine: allocated and registered as NCCL wants it, in the type that is sent. Behind
+the gradients it has one flag per parameter: who has a gradient at all.
+
+**A cycle** is: gradients are copied into their places, all at once, on the stream that produced the last of them, and
+scaled there; the sum runs on the engine's stream while backward goes on; `wait` makes the caller's stream wait, divides
+what is left to divide of an average (of 3, 5, 6, 7, ... ranks) and lets `.grad` be views of the flat memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is
+added to where it lies, and then nothing is copied in. With compression, and where backward had no part in a gradient
+(a captured graph wrote it), the sums are copied into the gradients, all at once.
+
+**What packing moves**, of S bytes of gradients. Kept ones are scaled where they lie: 2 S (read and written). Others must
+be copied, because backward gives a parameter whose `.grad` is None a tensor of its own: with `.grad` in place before
+backward it would add to it, which with the zeros it needs first is 4 S, before scaling. A copy is 2 S, and the scaling
+behind it 2 S more, unless one operation does both: no operation of torch does so for many tensors at once, so that is a
+launch for each tensor, and done for those that are large enough to gain by it.
+
+**The host waits** for the GPU only to learn whether any rank used a parameter that this rank did not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine.engine import Call, Engine, ReduceOp, allreduce_call
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives.cuda_reductions import divide_, scheme_of, submit
+from sparkhvd.torch.collectives.tensors import DTYPES
+from sparkhvd.torch.compressors import BUILT_IN
+from sparkhvd.torch.context import Context
+from sparkhvd.torch.cuda import Device, copy_each
+from sparkhvd.torch.gradients.dense import (
+    Entry,
+    GradientBucket,
+    ReduceOptions,
+    drop_unused,
+    owns_memory,
+    require_same_dtype,
+    require_same_shape,
+)
+from sparkhvd.torch.gradients.layout import offsets_of
+
+__all__ = ["DeviceBucket", "await_streams", "give_memory"]
+
+# Gradients from this size on are scaled while they are copied: to move twice as many bytes takes a GPU of 3 TB/s as
+# long as a launch takes the host, about 5 us.
+_LARGE_BYTES = 8 << 20
+
+
+class DeviceBucket(GradientBucket):
+    """Gradients of one type on the rank's GPU.
+
+    Args:
+        name: of the operation.
+        entries: the parameters.
+        flagged: whether who has a gradient at all travels along.
+        options: how to reduce.
+        device: the GPU.
+        context: whose engine reduces.
+    """
+
+    __slots__ = (
+        "_addresses",
+        "_as_views",
+        "_call",
+        "_casts",
+        "_compression",
+        "_context",
+        "_count",
+        "_device",
+        "_divisor",
+        "_factor",
+        "_flags",
+        "_flat",
+        "_homes",
+        "_num_values",
+        "_offsets",
+        "_ones",
+        "_part",
+        "_places",
+        "_resparsify",
+        "_slots",
+        "_sums",
+        "_takers",
+        "_takes_sparse",
+        "_values",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        entries: list[Entry],
+        flagged: bool,
+        options: ReduceOptions,
+        device: Device,
+        context: Context,
+    ) -> None:
+        self._context = context
+        super().__init__(name, entries)
+        self._device = device
+        self._compression = options.compression
+        self._casts = options.compression in BUILT_IN
+        self._takes_sparse = options.sparse_as_dense
+        self._as_views = options.as_views
+        self._resparsify = options.sparse_as_dense and not (options.sharded or options.as_views)
+        wire = entries[0].wire_dtype
+        # No predivide factor: sums of halves stay in range without it.
+        scheme = scheme_of(name, wire, options.op, 1.0, 1.0, len(options.ranks))
+        self._factor, self._divisor = scheme.before, scheme.divisor
+        num_flags = (1 + self._resparsify) * len(entries) if flagged else 0
+        self._call = self._arrange(num_flags, options, scheme.op)
+        # What the flags are of a rank that has all gradients, all of them dense.
+        self._ones: Tensor | None = None
+        if flagged:
+            ones = entries[0].param.new_ones(self._num_copies, num_flags)
+            ones[:, len(entries) :].zero_()
+            self._ones = ones
+        self._flags: Tensor | None = None  # what this rank says, as often as it is sent
+        self._sums: Tensor | None = None  # what all say together
+        self._flat: Tensor | None = None
+        self._values: Tensor | None = None  # the part of it that gradients have
+        self._part: Tensor | None = None  # of these what this rank has the sum of
+        self._slots: list[Tensor] = []  # what `.grad` is
+        # Where they must lie, which users do not see: `model.cpu()` gives the same `.grad` other memory.
+        self._homes: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._takers: set[int] = set()  # entries whose gradients the results are copied into
+        self._places = {id(entry): number for number, entry in enumerate(entries)}
+
+    # How many ranks want the sums of the flags for themselves; 1 if the sums come to all.
+    _num_copies = 1
+
+    def _arrange(self, num_flags: int, options: ReduceOptions, op: ReduceOp) -> Call:
+        """Decide where everything is, in elements; the operation, which `_put` gives its memory."""
+        entries, wire = self.entries, self.entries[0].wire_dtype
+        counts = [entry.param.numel() for entry in entries]
+        *self._offsets, self._num_values = offsets_of(counts, wire.itemsize)
+        self._count = offsets_of([self._num_values, num_flags], wire.itemsize)[-1]
+        return allreduce_call(
+            [(self._count,)],
+            DTYPES[wire],
+            op,
+            1.0,
+            1.0,
+            options.process_set,
+            device=self._device.ordinal,
+        )
+
+    def _put(self, flat: Tensor, num_flags: int) -> None:
+        """Give the operation, and the flags, their memory."""
+        self._call.place(0, flat.data_ptr(), flat.data_ptr())
+        self._part = flat[: self._num_values]
+        if num_flags:
+            flags = flat[self._num_values : self._num_values + num_flags]
+            self._flags, self._sums = flags.view(1, num_flags), flags
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the flat memory."""
+        return self._count * self.entries[0].wire_dtype.itemsize
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether `lay_out` was called."""
+        return self._flat is not None
+
+    def lay_out(self, memory: Tensor) -> None:
+        """Take this many bytes as the flat memory; every rank alike."""
+        wire = self.entries[0].wire_dtype
+        flat = memory.view(wire)
+        flat.zero_()
+        first = flat.storage_offset()
+        for entry, offset in zip(self.entries, self._offsets, strict=True):
+            home = flat.as_strided(entry.shape, entry.stride, first + offset).detach()
+            self._homes.append(home)
+            self._slots.append(home.data)  # each counts its own changes
+            self._addresses.append(home.data_ptr())
+        self._flat, self._values = flat, flat[: self._num_values]
+        self._put(flat, 0 if self._ones is None else self._ones.shape[1])
+
+    def _slot(self, number: int) -> Tensor:
+        """What `.grad` of a parameter shall be: the same tensor as before, unless that was moved away."""
+        slot = self._slots[number]
+        if slot.data_ptr() != self._addresses[number]:
+            slot = self._slots[number] = self._homes[number].data
+        return slot
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Let `.grad` lie in the flat memory from now on, before any backward."""
+        for entry, slot in zip(self.entries, self._slots, strict=True):
+            grad = entry.param.grad
+            if grad is not None:
+                slot.copy_(grad if grad.layout is torch.strided else grad.to_dense())
+            entry.param.grad = slot
+
+    def zero(self) -> None:
+        """Set all gradients to zero, where they lie."""
+        assert self._values is not None
+        self._values.zero_()
+        for number, entry in enumerate(self.entries):
+            entry.param.grad = self._slot(number)
+
+    def take(self, entry: Entry) -> None:
+        """The gradient as it is, or zeros."""
+        entry.grad = entry.param.grad
+        if entry.grad is not None:
+            return
+        if entry.wire_dtype != entry.dtype or not self._casts:
+            entry.grad = entry.stand_in()
+            return
+        require_same_dtype(entry)
+        require_same_shape(entry, entry.param)
+        # `start` sets it to zero.
+        entry.param.grad = entry.grad = self._slot(self._places[id(entry)])
+        entry.missing = True
+
+    @torch.no_grad()
+    def start(self, engine: Engine) -> None:
+        """Pack the gradients of all entries, which `grad` has, and submit them."""
+        assert self._flat is not None
+        stream = self._device.stream()
+        await_streams(self._device, self.entries)
+        self._pack()
+        # What was packed is read on this stream, whose memory is torch's business; the flat one is the engine's.
+        self.work = submit(
+            self._context,
+            self._device,
+            self._call,
+            self.name,
+            stream,
+            self._flat.untyped_storage(),
+            finish=self._divide if self._divisor != 1.0 else None,
+        )
+
+    def _divide(self) -> None:
+        assert self._part is not None
+        divide_([self._part], self._divisor)  # one launch
+
+    def _pack(self) -> None:
+        factor = self._factor
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        zeros: list[Tensor] = []
+        unscaled: list[Tensor] = []
+        flags = self._flags
+        self._takers.clear()
+        for number, entry in enumerate(self.entries):
+            grad, slot = entry.grad, self._slot(number)
+            assert grad is not None
+            is_shown = grad is slot or self._becomes_view(entry)
+            if not is_shown and _can_take_result(entry, grad):
+                self._takers.add(number)
+            if entry.missing and self._casts:
+                zeros.append(slot)
+                if flags is not None:
+                    zeros.append(flags[:, number])
+            elif grad is slot:
+                unscaled.append(slot)
+            elif factor != 1.0 and slot.nbytes >= _LARGE_BYTES:
+                torch.mul(self._source(entry, grad), factor, out=slot)
+            else:
+                targets.append(slot)
+                sources.append(self._source(entry, grad))
+                unscaled.append(slot)
+            entry.place = grad.data_ptr() if grad.layout is torch.strided else -1
+        if flags is not None and self._ones is not None:
+            targets.append(flags)
+            sources.append(self._ones)
+        if targets:
+            copy_each(targets, sources)
+        if zeros:
+            torch._foreach_zero_(zeros)
+        if factor != 1.0:
+            self._scale(unscaled, factor)
+        if self._resparsify and flags is not None:
+            self._flag_dimensions(flags[:, len(self.entries) :])
+
+    def _scale(self, slots: list[Tensor], factor: float) -> None:
+        if len(slots) == len(self._slots):
+            assert self._values is not None
+            self._values.mul_(factor)  # one launch
+        elif slots:
+            torch._foreach_mul_(slots, factor)
+
+    def _flag_dimensions(self, dimensions: Tensor) -> None:
+        """In how many dimensions gradients are sparse, beside the flags."""
+        for number, entry in enumerate(self.entries):
+            if entry.grad is not None and entry.grad.layout is not torch.strided:
+                dimensions[:, number].fill_(entry.grad.sparse_dim())
+
+    def _source(self, entry: Entry, grad: Tensor) -> Tensor:
+        """What to copy into a gradient's place."""
+        require_same_dtype(entry)
+        require_same_shape(entry, grad)
+        if not grad.is_cuda or grad.device.index != self._device.ordinal:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: {entry.name!r} was on cuda:{self._device.ordinal} when the optimizer was "
+                f"built, and its gradient is on {grad.device} now. Build DistributedOptimizer after the model is where "
+                "it stays."
+            )
+        dense = grad.detach()
+        if grad.layout is not torch.strided:
+            if not self._takes_sparse:
+                raise InvalidArgumentError(
+                    f"DistributedOptimizer: the gradient of {entry.name!r} is sparse and the planned one dense. Build "
+                    "the layer with the same sparse= on every rank, or give sparse_as_dense=True."
+                )
+            dense = dense.to_dense()
+        if self._casts:
+            return dense.resolve_neg()
+        wire, compression_context = self._compression.compress(dense)
+        self.sent.append((entry, wire, compression_context))
+        return wire
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Let the caller's stream wait until the reduced gradients lie in `.grad`."""
+        assert self.work is not None
+        self.work.wait()
+        contexts = {id(entry): context for entry, _, context in self.sent}
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for number, entry in enumerate(self.entries):
+            grad, slot = entry.grad, self._slots[number]
+            assert grad is not None
+            is_sparse = grad.layout is not torch.strided
+            if is_sparse and self._resparsify:
+                entry.param.grad = slot.to(grad.dtype).to_sparse(grad.sparse_dim())
+            elif grad is slot or self._becomes_view(entry):
+                entry.param.grad = slot
+            else:
+                result = self._reduced(number, slot)
+                if not self._casts:
+                    result = self._compression.decompress(result, contexts[id(entry)])
+                own = grad.detach() if number in self._takers else _new(entry)
+                targets.append(self._reduced(number, own))
+                sources.append(result)
+        if targets:
+            copy_each(targets, sources)
+        if self._sums is not None and any([entry.missing for entry in self.entries]):
+            drop_unused(self.entries, self._sums.tolist(), resparsify=self._resparsify)
+
+    def _becomes_view(self, entry: Entry) -> bool:
+        """Whether `.grad` shall be the reduced gradient where it lies, instead of a copy.
+
+        Not if it came without a hook, as what a captured graph writes: that goes on to write into its own memory.
+        """
+        if entry.wire_dtype != entry.dtype or not self._casts:
+            return False
+        return entry.stream is not None or self._as_views
+
+    def _reduced(self, number: int, gradient: Tensor) -> Tensor:
+        """Of the gradient of an entry what this rank has the sum of."""
+        del number
+        return gradient
+
+
+def _can_take_result(entry: Entry, grad: Tensor) -> bool:
+    """Whether a result can be copied into a gradient: it has its planned form and is nobody else's."""
+    return (
+        grad.layout is torch.strided
+        and grad.dtype is entry.dtype
+        and grad.stride() == entry.stride  # a rank's part of it is a part of its memory
+        and not grad.is_neg()
+        and owns_memory(grad)
+    )
+
+
+def _new(entry: Entry) -> Tensor:
+    made = entry.param.new_empty_strided(entry.shape, entry.stride)
+    entry.param.grad = made
+    return made
+
+
+def await_streams(device: Device, entries: Sequence[Entry]) -> None:
+    """Let the current stream wait for those on which gradients became complete."""
+    stream = device.stream()
+    for other in {entry.stream for entry in entries}:
+        if other is not None and other != stream:
+            device.await_stream(other)
+
+
+def give_memory(
+    engine: Engine,
+    device: Device,
+    buckets: Sequence[DeviceBucket],
+    *,
+    name: str,
+    process_set: int,
+    is_registered: bool,
+) -> None:
+    """Lay out buckets in one piece of memory.
+
+    Args:
+        engine: makes it.
+        device: where it is.
+        buckets: those that have none yet; the same on every rank.
+        name: of the allocation.
+        process_set: whose ranks reduce.
+        is_registered: every rank of the set comes here, so NCCL may be told of the memory. Waits for them.
+    """
+    if not buckets:
+        return
+    lengths = [-(-bucket.num_bytes // 256) * 256 for bucket in buckets]
+    if is_registered:
+        made = engine.allocate(
+            sum(lengths), name=name, process_set=process_set, device=device.ordinal
+        )
+        memory = device.over_buffer(made)
+    else:
+        memory = buckets[0].entries[0].param.new_empty(sum(lengths), dtype=torch.uint8)
+    first = 0
+    for bucket, length in zip(buckets, lengths, strict=True):
+        bucket.lay_out(memory[first : first + bucket.num_bytes])
+        first += length

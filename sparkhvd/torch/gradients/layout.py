@@ -1,0 +1,108 @@
+"""Lay tensors out in flat memory that the ranks of a job divide: as equal slices, or each tensor cut by itself.
+
+NCCL's reducescatter and allgather move such memory as one operation, in place. So gradients, and the parameters that
+were stepped, are in it for the time of an operation. It says nothing of where the tensors themselves are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparkhvd.torch.collectives.reducescatters import own_rows
+
+__all__ = ["Slices", "cut_range", "flat", "is_dense", "offsets_of", "same_places"]
+
+# Every tensor begins at a place from which kernels may read whole vectors.
+_ALIGNMENT = 64
+
+
+def _aligned(count: int, itemsize: int) -> int:
+    step = max(1, _ALIGNMENT // itemsize)
+    return -(-count // step) * step
+
+
+def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
+    """Where tensors of so many elements begin, in elements; the last number is where they end."""
+    offsets = [0]
+    for count in counts:
+        offsets.append(offsets[-1] + _aligned(count, itemsize))
+    return offsets
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Flat memory of tensors of one type; all numbers are of elements.
+
+    Attributes:
+        counts: of each tensor.
+        offsets: where each begins.
+        length: of one slice.
+        num: of slices.
+    """
+
+    counts: tuple[int, ...]
+    offsets: tuple[int, ...]
+    length: int
+    num: int
+
+    @classmethod
+    def cut(cls, counts: Sequence[int], itemsize: int, num: int) -> Slices:
+        """Tensors one after the other; slices begin and end inside of them."""
+        *offsets, end = offsets_of(counts, itemsize)
+        return cls(tuple(counts), tuple(offsets), _aligned(-(-end // num), itemsize), num)
+
+    @classmethod
+    def owned(cls, counts: Sequence[int], owners: Sequence[int], itemsize: int, num: int) -> Slices:
+        """Every tensor in the slice of its owner."""
+        ends = [0] * num
+        inside = []
+        for count, owner in zip(counts, owners, strict=True):
+            inside.append(ends[owner])
+            ends[owner] += _aligned(count, itemsize)
+        length = max(ends)
+        offsets = [owner * length + begin for owner, begin in zip(owners, inside, strict=True)]
+        return cls(tuple(counts), tuple(offsets), length, num)
+
+    @property
+    def total(self) -> int:
+        """Length of the memory."""
+        return self.length * self.num
+
+    def part(self, number: int, place: int) -> tuple[int, int]:
+        """Of a tensor the first element that is in a slice, and the one behind the last; (0, 0) if there is none."""
+        begin = self.offsets[number]
+        first = max(0, place * self.length - begin)
+        last = min(self.counts[number], (place + 1) * self.length - begin)
+        return (first, last) if first < last else (0, 0)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one range of memory, each once."""
+    lengths = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    expected = 1
+    for stride, length in lengths:
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order of its memory, as a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def cut_range(count: int, num_parts: int, part: int) -> tuple[int, int]:
+    """First element of a part, and the one behind its last."""
+    first = part * (count // num_parts) + min(part, count % num_parts)
+    return first, first + own_rows(count, num_parts, part)
+
+
+def same_places(strides: tuple[int, ...], tensor: Tensor) -> bool:
+    """Whether equal indices mean equal places; the stride of a dimension of length 1 is arbitrary."""
+    return all(
+        a == b or n == 1 for a, b, n in zip(strides, tensor.stride(), tensor.shape, strict=True)
+    )

@@ -1,0 +1,198 @@
+"""`DistributedOptimizer`: the user's optimizer, stepping with gradients that are reduced over all ranks."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from sparkhvd.engine.engine import ReduceOp
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.arguments import check_compression, to_integer
+from sparkhvd.torch.collectives import Adasum, Average
+from sparkhvd.torch.collectives.tensors import to_op
+from sparkhvd.torch.compression import Compression
+from sparkhvd.torch.compressors import Compressor
+from sparkhvd.torch.context import context
+from sparkhvd.torch.gradients.powersgd import stateless
+from sparkhvd.torch.optimizer.adasum import DistributedAdasum, check_size
+from sparkhvd.torch.optimizer.distributed import (
+    Configuration,
+    Distributed,
+    check_arguments,
+    group_lists,
+)
+from sparkhvd.torch.optimizer.sharded import Sharded, check_shardable
+from sparkhvd.torch.optimizer.shared_parameters import unshare
+from sparkhvd.torch.process_sets import (
+    ProcessSet,
+    global_process_set,
+    members,
+    set_id,
+)
+
+__all__ = ["DistributedOptimizer"]
+
+_Made = TypeVar("_Made", bound=torch.optim.Optimizer)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] | Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp | int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    gradient_as_bucket_view: bool = False,
+    sharded: bool = False,
+    share_parameters: bool = False,
+    synchronize_in_backward: bool = True,
+) -> torch.optim.Optimizer:
+    """Return `optimizer` as one whose `step()` uses gradients reduced over all ranks.
+
+    Every rank must build it, with the same parameters in the same order; ranks that differ get a
+    `MismatchError` in their first backward pass. Gradients are reduced in place, in buckets of
+    `Settings.bucket_bytes`: while backward runs where cores are left over or several hosts take part, else
+    behind it.
+    `backward()` (the last of `backward_passes_per_step`) returns when they are reduced, on a GPU as soon as the current
+    stream waits for them: what clips, scales or logs `.grad` then is what works with DDP, and `synchronize()` before it does nothing.
+    In earlier passes `.grad` is this rank's own. A rank that runs no backward pass comes to it in `step()`, so it must not
+    run other collectives before. With Average a further pass before `step()` adds to the reduced gradients, and the sums are
+    reduced again, as with DDP; with other reductions and `sharded` that is an error.
+    What a hook of `register_post_accumulate_grad_hook` changes or puts in place of a gradient is reduced; where backward overlaps, the hook must be
+    registered before the optimizer is built. On a GPU reduced gradients lie in memory that the next ones are reduced in:
+    clone what you keep beyond `zero_grad()`.
+
+    A parameter without gradient on this rank counts as zero. One that no rank gave a gradient keeps
+    `grad=None` with Sum and Average, as in one process (with other reductions it is zero). Gradients of
+    several passes add up and are not divided, as in torch and Horovod.
+
+    The result's class is a subclass of the optimizer's own with the same name; it shares parameter groups and
+    state with the optimizer given, which should not be used any more. Its `state_dict` is the plain one.
+    Pickled or copied it is the plain optimizer (a sharded one refuses). With one rank nothing is communicated.
+
+    Args:
+        optimizer: any torch optimizer. With LBFGS the closure's loss is averaged too.
+        named_parameters: `model.named_parameters()`, for messages; must name every parameter.
+        compression: `Compression.fp16` or `.bf16` send half the bytes; `Compression.powersgd(rank=4)`, one for each
+            optimizer, sends a few percent and makes up for it later. That is not for sparse gradients or Adasum.
+        backward_passes_per_step: passes whose gradients add up before they are reduced.
+        op: Average, Sum, Min, Max, Product, or Adasum: then every rank steps with its own gradients, and `step()`
+            combines how far each moved the parameters (2, 4, 8, ... ranks; on GPUs through the host). Gradients stay a
+            rank's own, so what `GradScaler` leaves out on one rank it must leave out on all: use bfloat16 there.
+        gradient_predivide_factor: with Average, divide by this before and by size / this after the sum. Gradients on
+            GPUs, sparse gradients and PowerSGD ignore it.
+        num_groups: deprecated; give `groups`.
+        groups: a number of buckets, or lists of parameters that share one.
+        sparse_as_dense: send sparse gradients as dense ones. Without it every rank gets the rows of all ranks,
+            not coalesced; which gradients are sparse is what the ranks have in the first step that has any.
+        process_set: the ranks whose gradients are combined. On ranks that are not in it the result is as the
+            optimizer given. Ranks in several sets may build one optimizer for each.
+        gradient_as_bucket_view: gradients live in memory that the ranks of a host share (on GPUs in NCCL's), and
+            are reduced where they lie. Then they are never None: `zero_grad` sets them to zero, and a parameter that got no
+            gradient has zeros. Pays where gradients are kept between steps; not with compression.
+        sharded: every rank steps its part of the parameters and keeps optimizer state for that alone: 1/size of the
+            memory and of the work. Weights are those of the unsharded optimizer. Optimizers of torch that treat every
+            element by itself cut inside tensors; others get whole parameters; LBFGS is an error. `state_dict()` must
+            be called on every rank, gives the plain state, and loads at any number of ranks. After `backward()` only this
+            rank's part of `.grad` is reduced: clip with `optimizer.clip_grad_norm_(max_norm)`, which needs no more, or call
+            `optimizer.synchronize()` before other changes (or read `param_groups`, as `GradScaler` does; every rank must): then `.grad` is whole. Changes without are an error of `step()`. Call `zero_grad()` in every step. Not
+            with `join()`, nor for optimizers of others that look at several parameters together. Give
+            `sparse_as_dense=True` for sparse gradients.
+        share_parameters: with `sharded`, all ranks on one host: one copy of the parameters, with rank 0's values, so
+            that nothing has to be exchanged after the step. Nobody goes on before every rank has stepped. Writing a
+            parameter outside of `step()` is an error of the next step (except through `.data`, which torch does not
+            tell); do it inside `optimizer.writing_parameters()`, `load_state_dict` too. `model.state_dict()` is live,
+            as always in torch; `copy.deepcopy` and `torch.save` are private. The memory stays shared when the
+            optimizer is gone, and with processes that a rank forks. After an error the values are undefined: load them anew.
+        synchronize_in_backward: False: `backward()` returns while gradients are in flight, and `step()` waits. Between the two the contents of
+            `.grad` are undefined, and to change it is an error of `step()`: call `synchronize()` before. For programs that run other collectives
+            between the two on ranks without a backward pass.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong.
+        NotInitializedError: `init()` was not called.
+
+    Cost: 2 (N-1)/N times the gradients' bytes per rank between hosts; inside a host, shared memory.
+    """
+    if isinstance(optimizer, (Distributed, DistributedAdasum)):
+        raise InvalidArgumentError(
+            "DistributedOptimizer: the optimizer is a DistributedOptimizer already. Give the plain one."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: expected an optimizer of torch, got {type(optimizer).__name__}. Give one such as "
+            "torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    op = to_op(op)
+    number, ranks = set_id(process_set), members(process_set)
+    passes, predivide = check_arguments(op, backward_passes_per_step, gradient_predivide_factor)
+    check_compression("DistributedOptimizer", compression)
+    if gradient_as_bucket_view and (op is Adasum or compression is not Compression.none):
+        raise InvalidArgumentError(
+            "DistributedOptimizer: gradient_as_bucket_view=True reduces gradients where they lie, without "
+            "compression and not with Adasum. Leave one of them out."
+        )
+    if share_parameters and not sharded:
+        raise InvalidArgumentError(
+            "DistributedOptimizer: share_parameters=True needs sharded=True, because every element must have one "
+            "rank that steps it."
+        )
+    if num_groups:
+        warnings.warn("num_groups= is deprecated; give groups=.", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    if groups is not None and to_integer(groups) is None:
+        groups = group_lists(groups)  # which a sharded optimizer goes through twice
+    if op is Adasum and not sharded and len(ranks) > 1 and context().engine.topology.rank in ranks:
+        check_size(len(ranks))
+        unshare(p for group in optimizer.param_groups for p in group["params"])
+        combining = _subclass_of(optimizer, DistributedAdasum)
+        combining._combine(context(), stateless(compression), process_set, named_parameters, groups)
+        return combining
+    configuration = Configuration(
+        op=op,
+        predivide=predivide,
+        compression=compression,
+        passes=passes,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        number=number,
+        ranks=tuple(ranks),
+        as_views=gradient_as_bucket_view,
+        share_parameters=share_parameters,
+        wait_in_backward=synchronize_in_backward,
+    )
+    if sharded:
+        check_shardable(optimizer, configuration)
+    made = _subclass_of(optimizer, Sharded if sharded else Distributed)
+    made._plain = weakref.ref(optimizer)
+    made._distribute(named_parameters, groups, configuration)
+    return made
+
+
+def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
+    """The optimizer, with its state, as one of a class of the same name that does `base` first."""
+    classes: tuple[Any, Any] = (type(optimizer), base)
+    kind = cast("type[_Made]", _distributed_class(*classes))
+    made = kind.__new__(kind)
+    # An LR scheduler made before puts a `step` of its own into the instance; it would bypass ours.
+    made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    return made
+
+
+@functools.cache
+def _distributed_class(kind: Any, base: Any) -> Any:
+    """The subclass of an optimizer's class; the same one whenever it is asked for."""
+    return type(
+        kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    )

@@ -1,0 +1,260 @@
+"""What a rank reads: its batches of an epoch, grouped into optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+import sparkhvd.torch as hvd
+from sparkhvd.data.columns.decoders import RowFunctions
+from sparkhvd.data.columns.ragged import Rows
+from sparkhvd.data.manifest import PARQUET, Manifest
+from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.reading.preload import Loading, begun
+from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.spec import TrainSpec
+
+__all__ = ["Data", "StepPlan", "step_plans"]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step of the optimizer, as every rank knows it without communication.
+
+    Attributes:
+        number: counts from 0 in each epoch.
+        num_batches: batches whose gradients add up, on every rank.
+        num_rows: rows of all ranks in these batches.
+    """
+
+    number: int
+    num_batches: int
+    num_rows: int
+
+
+class Data:
+    """This rank's readers of training and validation rows; a context manager.
+
+    Attributes:
+        num_steps: optimizer steps of an epoch.
+        schema: of the columns that the model and the loss get.
+        skipped: by name of the rows, how many were left out here, and how many there are with them.
+        waited_s: seconds that the loop has waited for training batches since `steps` began.
+    """
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        functions: RowFunctions | None = None,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        """Open the data; nothing large is read yet. All ranks must do it: they may share looking for usable rows.
+
+        Args:
+            spec: what the rank got.
+            functions: the user's decoders and collate functions.
+            pin_memory: put batches into page-locked memory, from which a GPU copies beside its work.
+        """
+        self._spec = spec
+        self.waited_s = 0.0
+        self.skipped: dict[str, tuple[int, int]] = {}
+        manifest = Manifest.load(spec.store, spec.data_dir)
+        self.schema = spec.transformed or manifest.schema
+        files = spec.data_store or spec.store
+        usable = self._usable("training", files, manifest)
+        loading = begun(spec.store, spec.data_dir)
+        self.training = _reader(
+            spec,
+            files,
+            manifest,
+            spec.training_subset,
+            functions,
+            usable,
+            loading=loading,
+            pin_memory=pin_memory,
+        )
+        self.validation: Reader | None = None
+        num_held_out = manifest.num_rows
+        if spec.validation_dir is not None:
+            held_out = Manifest.load(spec.store, spec.validation_dir)
+            num_held_out = held_out.num_rows
+            theirs = spec.validation_store or spec.store
+            rows = self._usable("validation", theirs, held_out)
+            self.validation = _reader(
+                spec,
+                theirs,
+                held_out,
+                "all",
+                functions,
+                rows,
+                is_training=False,
+                pin_memory=pin_memory,
+            )
+        elif spec.has_validation:
+            self.validation = _reader(
+                spec,
+                files,
+                manifest,
+                "validation",
+                functions,
+                usable,
+                is_training=False,
+                pin_memory=pin_memory,
+            )
+        self.num_steps = len(step_plans(spec, self.training, 0))
+        for name, reader, steps, total in (
+            ("training", self.training, self.num_steps, manifest.num_rows),
+            ("validation", self.validation, None, num_held_out),
+        ):
+            if reader is not None and not (reader.num_steps if steps is None else steps):
+                raise InvalidArgumentError(
+                    f"There are no {name} steps: {reader.num_rows} of {total} rows are {name} rows"
+                    + (
+                        ", and drop_last leaves out a step that is not full."
+                        if spec.drop_last
+                        else "."
+                    )
+                )
+
+    def prepare(self, epoch: int, start_step: int) -> None:
+        """Begin to read what training needs first, while model and optimizer are made.
+
+        Args:
+            epoch: counts from 0.
+            start_step: the first step of the optimizer that will be asked for.
+        """
+        if epoch < self._spec.epochs:
+            self.training.prepare(epoch, start_step * self._spec.accumulate)
+
+    def _usable(self, name: str, files: Store, manifest: Manifest) -> Rows | None:
+        rows = usable_rows(files, manifest)
+        if rows is not None:
+            self.skipped[name] = (manifest.num_rows - len(rows), manifest.num_rows)
+        return rows
+
+    def steps(self, epoch: int, start_step: int = 0) -> Iterator[tuple[StepPlan, Iterator[Batch]]]:
+        """The steps of an epoch, each with its batches on this rank; take them all before the next step.
+
+        Args:
+            epoch: counts from 0.
+            start_step: the first step to yield.
+        """
+        first_batch = start_step * self._spec.accumulate
+        plans = step_plans(self._spec, self.training, epoch)[start_step:]
+        self.waited_s = 0.0
+        if not plans:
+            return
+        following = epoch + 1 if epoch + 1 < self._spec.epochs else None
+        with _closing(self.training.epoch(epoch, first_batch, following=following)) as batches:
+            timed = self._timed(batches)
+            for plan in plans:
+                yield plan, itertools.islice(timed, plan.num_batches)
+
+    def _timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        while True:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            self.waited_s += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """This rank's validation batches; none if there is no validation."""
+        if self.validation is not None:
+            with _closing(self.validation.epoch(0)) as batches:
+                yield from itertools.islice(batches, self._spec.validation_steps_per_epoch)
+
+    def __enter__(self) -> Data:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.training.close()
+        if self.validation is not None:
+            self.validation.close()
+
+
+def _closing(batches: Iterator[Batch]) -> contextlib.closing[Any]:
+    """Ends a reader's background thread when the last batch that is wanted was taken."""
+    return contextlib.closing(cast("Any", batches))
+
+
+def step_plans(spec: TrainSpec, reader: Reader, epoch: int) -> list[StepPlan]:
+    """The optimizer steps of an epoch: groups of `accumulate` batches.
+
+    They hold the rows that steps of one process with batch size * batch_size * accumulate would: the last group may
+    be smaller, and `drop_last` leaves it out.
+    """
+    plan = reader.plan(epoch)
+    starts = range(0, plan.num_steps, spec.accumulate)
+    plans = []
+    for number, start in enumerate(starts[: spec.train_steps_per_epoch]):
+        stop = min(start + spec.accumulate, plan.num_steps)
+        if stop - start < spec.accumulate and spec.drop_last:
+            break
+        rows = sum(sum(plan.rows_per_rank(step)) for step in range(start, stop))
+        plans.append(StepPlan(number, stop - start, rows))
+    return plans
+
+
+def usable_rows(store: Store, manifest: Manifest) -> Rows | None:
+    """Numbers of the rows that `handle_invalid="skip"` leaves; None if it leaves all. A collective call.
+
+    Materialized data hold no others. Of files that others wrote each rank looks at its share of the files, and all
+    ranks get the same numbers.
+    """
+    skipping = [c for c in manifest.schema.columns if c.invalid[0] == "skip"]
+    if manifest.layout != PARQUET or not skipping:
+        return None
+    mine = range(hvd.rank(), len(manifest.files), hvd.size())
+    with ParquetSource(store, manifest) as source:
+        masks = source.usable(skipping, mine)
+    shares = hvd.allgather_object(
+        {number: np.packbits(mask) for number, mask in masks.items()}, name="usable_rows"
+    )
+    bits = {number: packed for share in shares for number, packed in share.items()}
+    every = [
+        np.unpackbits(bits[number], count=file.rows) for number, file in enumerate(manifest.files)
+    ]
+    return np.flatnonzero(np.concatenate(every)).astype(np.int64)
+
+
+def _reader(
+    spec: TrainSpec,
+    store: Store,
+    manifest: Manifest,
+    subset: str,
+    functions: RowFunctions | None,
+    usable: Rows | None,
+    *,
+    is_training: bool = True,
+    loading: Loading | None = None,
+    pin_memory: bool = False,
+) -> Reader:
+    return Reader(
+        store,
+        manifest,
+        rank=hvd.rank(),
+        size=hvd.size(),
+        batch_size=spec.batch_size if is_training else spec.val_batch_size,
+        seed=spec.seed,
+        shuffle=spec.shuffle and is_training,
+        subset=subset,
+        validation=spec.validation,
+        drop_last=spec.drop_last and is_training,
+        shuffle_bytes=spec.shuffle_bytes,
+        functions=functions,
+        num_workers=spec.num_workers if is_training else spec.val_num_workers,
+        pin_memory=pin_memory,
+        usable=usable,
+        loading=loading,
+    )

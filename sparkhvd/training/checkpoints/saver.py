@@ -1,0 +1,176 @@
+"""Checkpoints while training goes on: when, of what, and by whom they are written.
+
+Threads: rank 0 has one background thread per write, one at a time; training waits for the copy of the state, not for
+the store. Ownership: the thread owns the copy that it writes and the run's checkpoint folder. Shutdown: leaving the block
+waits for the write that is going on, also after an error, so that what was taken is not lost; a store that hangs is
+waited for `WRITE_LIMIT_S`, and a daemon thread that hangs does not keep the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+import time
+from collections.abc import Mapping
+from concurrent import futures
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import StoreError
+from sparkhvd.training.checkpoints.cadence import Cadence
+from sparkhvd.training.checkpoints.compression_state import gather_compression
+from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints, Choice
+from sparkhvd.training.checkpoints.rank_state import gather_rank_states
+from sparkhvd.training.checkpoints.resume import TrainingState, take
+from sparkhvd.training.early_stopping import best_epoch
+from sparkhvd.training.metrics import Totals
+from sparkhvd.training.spec import TrainSpec
+
+__all__ = ["WRITE_LIMIT_S", "Saver", "snapshot"]
+
+# The longest wait for a write; the other ranks wait for rank 0 as long by default (`Settings.stall_shutdown_s`).
+WRITE_LIMIT_S = 1800.0
+
+
+class Saver:
+    """Takes checkpoints of a run; every rank has one, and a context manager is what it is."""
+
+    def __init__(self, spec: TrainSpec, checkpoints: Checkpoints, state: TrainingState) -> None:
+        """Nothing is written yet; `state` is what there is to save, at any time."""
+        self._spec = spec
+        self._checkpoints = checkpoints
+        self._state = state
+        self._cadence = Cadence(spec.checkpoint_interval_s, time.monotonic())
+        self._until_asked = 1
+        self._is_writer = hvd.rank() == 0
+        self._path = ""
+        self._writing: Future[None] | None = None
+
+    def after_step(
+        self, history: list[dict[str, Any]], step: int, totals: Totals, seconds: float
+    ) -> None:
+        """Take a checkpoint if one is due. All ranks must call it after every step of the optimizer.
+
+        Args:
+            history: the records of the epochs that are done.
+            step: steps that are done of this one.
+            totals: of this epoch, on this rank.
+            seconds: that this epoch has taken.
+        """
+        if not self._is_due():
+            return
+        callbacks = self._state.callbacks
+        asked = callbacks.ctx.stop_reason if callbacks is not None else ""
+        ranks = gather_rank_states(
+            self._state.model, totals.state_dict(), seconds, stop_reason=asked
+        )
+        self._take(history, step=step, ranks=ranks)
+
+    def after_epoch(self, history: list[dict[str, Any]]) -> None:
+        """Take the checkpoint of an epoch. All ranks must call it; rank 0 writes."""
+        self._take(history)
+
+    def _take(self, history: list[dict[str, Any]], **inside: Any) -> None:
+        compression = gather_compression(self._state.compression)
+        if self._is_writer:
+            self._save(take(self._spec, self._state, history, **inside), compression)
+
+    def _is_due(self) -> bool:
+        self._until_asked -= 1
+        if self._until_asked:
+            return False
+        answer = torch.zeros(2, dtype=torch.int64)
+        if self._is_writer:
+            is_writing = self._writing is not None and not self._writing.done()
+            is_due, num_steps = self._cadence.ask(time.monotonic(), is_writing=is_writing)
+            answer = torch.tensor([is_due, num_steps])
+        is_due, self._until_asked = hvd.broadcast(answer, 0, name="checkpoint.ask").tolist()
+        return bool(is_due)
+
+    def _save(self, checkpoint: Checkpoint, compression: dict[str, Any]) -> None:
+        """Copy a checkpoint and write the copy in the background; waits for the one before.
+
+        `compression` is part of it and is not copied: nobody else has it.
+        """
+        self.wait()
+        taken = time.monotonic()
+        copied = Checkpoint(**{**snapshot(vars(checkpoint)), "compression": compression})
+        keep: Choice | None = None
+        if self._spec.return_best:
+            keep = functools.partial(best_epoch, copied.history, self._spec.monitor)
+        self._cadence.taken(taken)
+        self._path = self._checkpoints.path(*checkpoint.position)
+        self._writing = Future()
+        arguments = (self._writing, copied, keep, taken)
+        threading.Thread(
+            target=self._write, args=arguments, name="sparkhvd-checkpoint", daemon=True
+        ).start()
+
+    def _write(
+        self, done: Future[None], checkpoint: Checkpoint, keep: Choice | None, taken: float
+    ) -> None:
+        try:
+            num_epochs = self._spec.num_checkpoints
+            self._checkpoints.save(checkpoint, keep=keep, num_epochs=num_epochs)
+            self._cadence.written(time.monotonic() - taken)
+        except BaseException as e:
+            done.set_exception(e)
+        else:
+            done.set_result(None)
+
+    def wait(self) -> str:
+        """Wait until the last checkpoint is written; returns its path on rank 0, else "".
+
+        Raises:
+            StoreError: it is not written in `WRITE_LIMIT_S`.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            if futures.wait([writing], WRITE_LIMIT_S).not_done:
+                raise StoreError(
+                    f"The checkpoint {self._path} is not written after {WRITE_LIMIT_S:g} s: the store does not answer. "
+                    "A fit with the same run_id goes on from the checkpoint before it."
+                )
+            writing.result()
+        return self._path
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # A second error would hide the first.
+        with contextlib.suppress(*[] if error is None else [Exception]):
+            self.wait()
+
+
+def snapshot(value: Any) -> Any:
+    """A copy on the CPU of tensors in dicts, lists and tuples, which training does not change any more.
+
+    Numbers of numpy become plain ones.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        copied = copy.copy(value)  # keeps the kind of dict, and what modules note in its attributes
+        for key, entry in value.items():
+            copied[key] = snapshot(entry)  # type: ignore[index]  # a copy of a state dict is mutable
+        return copied
+    if isinstance(value, (list, tuple)):
+        return type(value)(snapshot(entry) for entry in value)
+    if isinstance(value, np.generic):
+        # A rate of np.cos, the best of np.minimum: no type that a checkpoint can be read with.
+        return value.item()
+    return copy.deepcopy(value)

@@ -1,0 +1,199 @@
+"""The loss of a rank's rows: a mean, and what it counts in the global batch.
+
+With one label the sum of what ranks count is needed after `backward` only, because one factor puts the gradients right.
+With several labels whose losses may ignore different rows there is no such factor: what each counts in the whole step
+is summed up from the labels alone, while the model runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.training.class_mean import ClassMean
+from sparkhvd.training.metrics import Forward, Totals
+from sparkhvd.training.program import Program
+from sparkhvd.training.spec import TrainSpec
+from sparkhvd.training.together import fail_together
+
+__all__ = ["Counts", "check_weights", "counts_apart", "counts_of", "mean_loss", "weighted_loss"]
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the losses of several labels count in a whole step, over all ranks and batches.
+
+    Attributes:
+        num_rows: of the step.
+        sums: one number per label, which is there after `wait`.
+    """
+
+    num_rows: int
+    sums: Handle
+
+    def shares(self, own: Sequence[float], num_rows: int) -> list[float]:
+        """By which the means over this rank's batch count, where the batch counts as its rows."""
+        sums = self.sums.wait().tolist()
+        pairs = zip(own, sums, strict=True)
+        return [w / num_rows * (self.num_rows / total) if w else 0.0 for w, total in pairs]
+
+
+def counts_apart(program: Program) -> bool:
+    """Whether several labels have losses that may count different rows, so that no one weight says how many."""
+    return len(program.losses) > 1 and any(isinstance(x, ClassMean) for x in program.losses)
+
+
+def counts_of(spec: TrainSpec, program: Program, labels: Sequence[Tensor]) -> list[float]:
+    """What the mean of each loss counts in a batch: 1.0 for a row of which nothing is ignored or weighted."""
+    return [_count(spec, program, i, label) for i, label in enumerate(labels)]
+
+
+def _count(spec: TrainSpec, program: Program, index: int, label: Tensor) -> float:
+    loss, num_rows = program.losses[index], len(label)
+    found = loss.count(label) if isinstance(loss, ClassMean) else None
+    if found is None:
+        return float(num_rows)
+    # Rows of one width: then a batch without ignored labels counts as its rows, and nothing needs to be put right.
+    # Where each batch has a width of its own, only the elements can be added up.
+    name = spec.labels.columns[index]
+    if spec.transformed is not None or name in program.functions.collate:
+        return found
+    return found * num_rows / label.numel() if label.numel() else 0.0
+
+
+def mean_loss(
+    spec: TrainSpec,
+    program: Program,
+    outputs: tuple[Tensor, ...],
+    labels: tuple[Tensor, ...],
+    counts: Counts | None = None,
+    counted: tuple[Tensor, ...] = (),
+) -> Forward:
+    """The loss as the user's functions give it: a mean over rows, or (mean, weight).
+
+    `counts` is of the training step where `counts_apart`; `counted` the labels where counting them waits for nothing, if
+    they are not there already.
+    """
+    counted = counted or labels
+    if counts_apart(program):
+        return _apart_loss(spec, program, outputs, labels, counts, counted)
+    num_rows = len(outputs[0])
+    total: Tensor | None = None
+    weight: float | None = None
+    for i, loss_fn in enumerate(program.losses):
+        value = loss_fn(outputs[i], labels[i])
+        if isinstance(value, tuple):
+            if len(value) != 2 or len(program.losses) > 1:
+                raise InvalidArgumentError(
+                    f"loss returned {len(value)} values for {len(program.losses)} labels. With one label it may "
+                    "return (mean, weight); else it must return one number."
+                )
+            value, weight = value[0], float(value[1])
+        elif isinstance(loss_fn, ClassMean) and not labels[i].is_floating_point():
+            weight = _count(spec, program, i, counted[i])
+        value = _scalar(spec, program, i, value, outputs[i], labels[i])
+        total = value if total is None else total + value
+    assert total is not None
+    if weight is None:
+        return Forward(outputs, labels, total, float(num_rows), False, num_rows)
+    return Forward(outputs, labels, total, weight, True, num_rows)
+
+
+def _apart_loss(
+    spec: TrainSpec,
+    program: Program,
+    outputs: tuple[Tensor, ...],
+    labels: tuple[Tensor, ...],
+    counts: Counts | None,
+    counted: tuple[Tensor, ...],
+) -> Forward:
+    """The losses of several labels added up, each by what it counts of the whole step."""
+    num_rows = len(outputs[0])
+    own = counts_of(spec, program, counted)
+    shares = [1.0] * len(own) if counts is None else counts.shares(own, num_rows)
+    total: Tensor | None = None
+    parts: list[tuple[Tensor, float]] = []
+    for i, loss_fn in enumerate(program.losses):
+        value = loss_fn(outputs[i], labels[i])
+        value = _scalar(spec, program, i, value, outputs[i], labels[i])
+        parts.append((value.detach(), own[i]))
+        if not own[i]:  # a mean over nothing is NaN, and adds nothing
+            continue
+        value = value if shares[i] == 1.0 else value * shares[i]
+        total = value if total is None else total + value
+    weight = float(num_rows)
+    if total is None:
+        total, weight = outputs[0].sum() * 0.0, 0.0
+    return Forward(outputs, labels, total, weight, False, num_rows, tuple(parts))
+
+
+def _scalar(
+    spec: TrainSpec, program: Program, index: int, value: Any, output: Tensor, label: Tensor
+) -> Tensor:
+    """One label's loss as it is added to the others."""
+    _check_scalar(value, output, label)
+    scalar: Tensor = value.reshape(())
+    if program.is_sum[index]:
+        scalar = scalar / len(output)
+    factor = spec.loss_weights[index]
+    return scalar if factor == 1.0 else scalar * factor
+
+
+def weighted_loss(
+    spec: TrainSpec,
+    program: Program,
+    outputs: tuple[Tensor, ...],
+    labels: tuple[Tensor, ...],
+    weights: Tensor,
+) -> Forward:
+    """The mean of the rows' losses by their weights, which are on the CPU, and the sum of the weights."""
+    sum_of_weights = float(weights.double().sum())
+    weights = weights.to(outputs[0].device)
+    total: Tensor | None = None
+    for i, loss_fn in enumerate(program.losses):
+        per_row = loss_fn(outputs[i], labels[i])
+        if per_row.ndim == 0 or len(per_row) != len(weights):
+            raise InvalidArgumentError(
+                f"loss gave shape {tuple(per_row.shape)} for {len(weights)} rows; with sample_weight_col it must "
+                "give one value per row when called with reduction='none'."
+            )
+        per_row = per_row.reshape(len(weights), -1).mean(dim=1)
+        value = (per_row * weights.to(per_row.dtype)).sum() * spec.loss_weights[i]
+        total = value if total is None else total + value
+    assert total is not None
+    mean = total / sum_of_weights if sum_of_weights else total * 0.0
+    return Forward(outputs, labels, mean, sum_of_weights, True, len(weights))
+
+
+def check_weights(spec: TrainSpec, totals: Totals, part: str, num_steps: int | None) -> None:
+    """Refuse rows whose sample weights are all 0: there is no mean over them.
+
+    Args:
+        spec: of the run.
+        totals: of all ranks, after a pass over the rows.
+        part: "training" or "validation".
+        num_steps: to which the pass was cut, or None; then other passes may have weights.
+
+    Raises:
+        InvalidArgumentError: they are; on all ranks.
+    """
+    if spec.sample_weight is None or num_steps is not None or totals.weight:
+        return
+    fail_together(
+        f"sample_weight_col: column {spec.sample_weight!r} is 0 in all {totals.num_rows:,} {part} rows, so there is no "
+        "mean loss. Give weights above 0, or leave such rows out of the DataFrame."
+    )
+
+
+def _check_scalar(value: Any, output: Tensor, label: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidArgumentError(
+            f"loss returned {found} for an output of shape {tuple(output.shape)} and a label of shape "
+            f"{tuple(label.shape)}; it must return one number, the mean over the rows."
+        )

@@ -1,0 +1,59 @@
+"""`Fitted`: a trained module with the columns that it takes and its history."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from sparkhvd.data.columns.features import InputBinding
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.training.modules.architecture import dump_shell, tensors_of
+from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
+
+__all__ = ["Fitted"]
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted:
+    """What training gave; never changed.
+
+    Attributes:
+        module: the trained module in eval mode.
+        columns: feature columns as they were in the training data.
+        labels: names of the label columns.
+        inputs: which columns become which argument.
+        links: per label, how probabilities follow from outputs.
+        widths: per label, elements of the output per row.
+        history: one record per epoch.
+        timings: seconds of the phases of the fit.
+        run_id: name of the run in the store.
+    """
+
+    module: torch.nn.Module = field(repr=False)
+    columns: tuple[Column, ...]
+    labels: tuple[str, ...]
+    inputs: InputBinding
+    links: tuple[str, ...]
+    widths: tuple[int, ...]
+    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    timings: Mapping[str, float] = field(default_factory=dict)
+    run_id: str = ""
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The weights, with their bytes if they are small."""
+        tensors = tensors_of(self.module)
+        if sum(t.nbytes for t in tensors.values()) > CLOSURE_BYTES:
+            return Weights(dump(tensors))
+        buffer = io.BytesIO()
+        return Weights(dump(tensors, buffer), buffer.getvalue())
+
+    @cached_property
+    def shell(self) -> bytes:
+        """The module without its weights."""
+        return dump_shell(self.module)

@@ -1,0 +1,116 @@
+"""Find the widths of a model's outputs by running it on two rows of zeros."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from sparkhvd.data.columns import heads
+from sparkhvd.data.columns.features import InputBinding
+from sparkhvd.data.columns.ragged import SparseRows
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["fitted_widths", "output_widths"]
+
+
+def _hint(inputs: InputBinding) -> str:
+    whole = [a for a in inputs.arguments if not getattr(torch, a.dtype).is_floating_point]
+    if not whole:
+        return ""
+    names = ", ".join(f"{n!r}: 'float32'" for a in whole for n in a.columns)
+    return f". Columns of integers and booleans stay so; if the model wants floats, give feature_dtypes={{{names}}}."
+
+
+def _zeros(column: Column) -> Any:
+    """Two rows of zeros. Two, so that an output with one entry in all is told from one entry per row."""
+    if column.kind == "sparse":
+        return SparseRows.empty(column.dtype, column.num_elements, num_rows=2)
+    return np.zeros((2, *(column.row_shape or ())), column.row_dtype)
+
+
+# What torch and Python say of shapes, dtypes and arguments that do not fit, on any machine. Anything else that a forward
+# raises may be about the place where it runs: a GPU, a file, a rank.
+_CERTAIN = re.compile(
+    r"shapes cannot be multiplied|size mismatch|must match the size of tensor|must match except in dimension|is invalid for input"
+    r" of size|must be equal to input_size|should contain \d+ elements|not broadcastable|[Ee]xpected .*(channels|input\[|[0-9]D |dimension|size)|to have the same dtype|must have the same"
+    r" dtype|scalar type|[Dd]imension out of range|positional argument|unexpected keyword argument"
+)
+
+
+def _is_certain(error: Exception) -> bool:
+    """Whether a forward that raised this on the driver would raise it on a rank, too."""
+    kinds = (RuntimeError, TypeError, ValueError, IndexError)
+    return type(error) in kinds and _CERTAIN.search(str(error)) is not None
+
+
+def output_widths(
+    model: nn.Module,
+    inputs: InputBinding,
+    columns: Sequence[Column],
+    examples: Mapping[str, Any] | None = None,
+    move: Callable[[Any], Any] = lambda arguments: arguments,
+) -> list[int] | None:
+    """Elements per row of every output, learned by running the model on two rows of zeros.
+
+    None, with a warning, where it raises something that need not happen elsewhere.
+
+    Args:
+        model: in eval mode.
+        inputs: which columns become which argument.
+        columns: feature columns with their shapes.
+        examples: columns that are collated, for two rows.
+        move: brings the arguments to the model's device.
+
+    Raises:
+        InvalidArgumentError: shapes, dtypes or arguments do not fit, or an output is not one entry per row.
+    """
+    examples = examples or {}
+    zeros = {c.name: examples[c.name] if c.name in examples else _zeros(c) for c in columns}
+    try:
+        arguments, keywords = move(inputs.apply(zeros))
+        with torch.no_grad():
+            result = model(*arguments, **keywords)
+    except Exception as e:
+        if type(e) is InvalidArgumentError:
+            raise
+        shapes = ", ".join(f"{c.name} {(2, *(c.row_shape or ()))}" for c in columns)
+        problem = (
+            f"model: forward failed on two rows of zeros ({shapes}; {inputs.describe()}): {type(e).__name__}: {e}"
+            + _hint(inputs)
+        )
+        if _is_certain(e):
+            raise InvalidArgumentError(problem) from e
+        warnings.warn(
+            f"{problem.rstrip('.')}. It may need what only ranks have, so this is no error here.",
+            stacklevel=2,
+        )
+        return None
+    outputs = heads.outputs_of(result)
+    for output in outputs:
+        if output.ndim == 0 or len(output) != 2:
+            raise InvalidArgumentError(
+                f"model: forward returned shape {tuple(output.shape)} for two rows. An output must have one entry "
+                "per row."
+            )
+    return [heads.rows(output).shape[1] for output in outputs]
+
+
+def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:
+    """The widths of a model's outputs, if there is one output per label.
+
+    Raises:
+        InvalidArgumentError: there is not.
+    """
+    if len(widths) != len(labels):
+        raise InvalidArgumentError(
+            f"model: forward returned {len(widths)} outputs and label_cols has {len(labels)} columns "
+            f"({', '.join(map(repr, labels))}). Return one tensor per label column, in the same order."
+        )
+    return tuple(widths)

@@ -1,0 +1,121 @@
+"""The user's function that makes a learning-rate scheduler: called, and described for comparing two runs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["describe_scheduler", "is_plain", "make_scheduler", "plain"]
+
+# `total_steps` for a description: how many steps a run has may change from fit to fit, with `epochs`.
+_SOME_STEPS = 1_000_000
+# Where a function of the number of moves is looked at.
+_MOVES = (0, 1, 2, 3, 5, 10, 30, 100, 1000)
+# What follows from the optimizer's own rate, and bookkeeping.
+_NO_ARGUMENTS = ("base_lrs", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step")
+
+
+def make_scheduler(function: Callable[..., Any], optimizer: Any, total_steps: int) -> Any:
+    """What the user's function of (optimizer) or (optimizer, total_steps) returns."""
+    if _wants_total(function):
+        return function(optimizer, total_steps=total_steps)
+    return function(optimizer)
+
+
+def _wants_total(function: Callable[..., Any]) -> bool:
+    """Whether a function has an argument `total_steps` that must be given."""
+    try:
+        parameter = inspect.signature(function).parameters.get("total_steps")
+    except (TypeError, ValueError):
+        return False
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def describe_scheduler(
+    function: Callable[..., Any] | None, optimizer: torch.optim.Optimizer
+) -> dict[str, Any] | None:
+    """Kind and arguments of the scheduler that the function makes; None without a function.
+
+    The optimizer is not changed, and its parameters are not copied. A function that cannot be called here is
+    described by its name.
+    """
+    if function is None:
+        return None
+    trial = _without_parameters(optimizer)
+    before = [dict(group) for group in trial.param_groups]
+    try:
+        scheduler = make_scheduler(function, trial, _SOME_STEPS)
+    except Exception:
+        return {"function": getattr(function, "__qualname__", type(function).__qualname__)}
+    # Where OneCycleLR and its like keep their arguments.
+    written = {
+        f"{key} of group {number}": plain(value)
+        for number, (group, old) in enumerate(zip(trial.param_groups, before, strict=True))
+        for key, value in group.items()
+        if key not in old and key != "initial_lr" and is_plain(plain(value))
+    }
+    return {**_described(scheduler), **written}
+
+
+def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy with the same groups, each with one small parameter, and without state."""
+    trial = copy.copy(optimizer)
+    trial.state = defaultdict(dict)
+    trial.param_groups = [
+        {**group, "params": [torch.nn.Parameter(torch.zeros(()))]}
+        for group in optimizer.param_groups
+    ]
+    return trial
+
+
+def _described(scheduler: Any) -> dict[str, Any]:
+    state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+    described: dict[str, Any] = {"kind": type(scheduler).__qualname__}
+    for name, value in state.items():
+        if name not in (*_NO_ARGUMENTS, "lr_lambdas", "_schedulers") and is_plain(plain(value)):
+            described[name] = plain(value)
+    if lambdas := getattr(scheduler, "lr_lambdas", None):
+        described["factors"] = [_factors(one) for one in lambdas]
+    if inner := getattr(scheduler, "_schedulers", None):
+        described["schedulers"] = [_described(one) for one in inner]
+    return described
+
+
+def _factors(function: Callable[[int], Any]) -> list[float | None]:
+    """What a function of the number of moves gives for some of them."""
+    found: list[float | None] = []
+    for number in _MOVES:
+        try:
+            found.append(float(function(number)))
+        except Exception:
+            found.append(None)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Numbers of numpy and torch as plain ones, and in lists."""
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return plain(value.item()) if value.numel() == 1 else value
+    if hasattr(value, "item") and getattr(value, "size", 0) == 1:
+        value = value.item()
+    # A NaN is not equal to itself, and the same fit must be.
+    return "nan" if isinstance(value, float) and value != value else value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can be compared as JSON."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,159 @@
+"""What a rank gets and what it returns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkhvd.data.columns.features import InputBinding
+from sparkhvd.data.columns.labels import LabelBinding
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.data.reading import preload
+from sparkhvd.data.store.store import Store
+from sparkhvd.training.building import Overrides
+from sparkhvd.training.early_stopping import EarlyStopping, Monitor
+from sparkhvd.training.modules.weights import Weights
+
+__all__ = ["TrainResult", "TrainSpec"]
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """Everything a rank needs to know; small, because it travels in the closure.
+
+    Attributes:
+        store: where everything is.
+        run_dir: this run's folder in the store: the program, checkpoints, metrics.
+        start_from: file in the store with the weights to start from; "" for those of the program.
+        checkpoint_interval_s: no more than this many seconds of steps are lost with a rank.
+        num_checkpoints: epochs whose checkpoints stay, at least 1.
+        program_sha256: of `<run_dir>/program.pkl`; checked before it is unpickled.
+        program_weights: the weights of a large model, beside its program; else None.
+        data_dir: folder of the materialized data, or of the list of files that are read as they are.
+        data_store: where those files are; None means in `store`.
+        inputs: which columns become which argument of the model.
+        labels: how label columns meet outputs.
+        sample_weight: column with a weight per row, or None.
+        loss_weights: factor of each label's loss.
+        batch_size: rows per rank and step.
+        val_batch_size: the same for validation.
+        epochs: epochs to have trained in the end.
+        seed: decides split, order and random numbers.
+        shuffle: a new order each epoch.
+        shuffle_bytes: see `Reader`.
+        drop_last: leave out the last step of an epoch if it is not full.
+        has_validation: whether there are validation rows.
+        validation: their fraction; None if a column tells, or if they are data of their own.
+        validation_dir: folder of validation data of their own, or None.
+        validation_store: as `data_store`, for them.
+        num_workers: threads that run decoders.
+        val_num_workers: the same for validation.
+        overrides: of the optimizer's groups.
+        precision: a key of `PRECISIONS`.
+        accumulate: batches whose gradients add up to one step of the optimizer.
+        gradient_clip_norm: largest norm of all gradients together, or None.
+        gradient_clip_value: largest absolute value of a gradient's element, or None.
+        lr_scheduler_interval: "epoch" or "step".
+        train_steps_per_epoch: at most so many optimizer steps per epoch; None for all rows.
+        validation_steps_per_epoch: at most so many validation batches; None for all rows.
+        monitor: what tells the best epoch; a ReduceLROnPlateau looks at it too.
+        return_best: return the best epoch's weights instead of the last one's.
+        early_stopping: when to end before the last epoch, or None.
+        terminate_on_nan: end with an error when a loss is not finite.
+        compile: run the model through torch.compile.
+        looks_for_gpu: where nobody gave the rank a GPU, take one that torch sees.
+        transformed: the columns as the user's transformations return them; None without these.
+        trial: collated columns for two rows, with which the ranks try the model after training, because the driver could not;
+            None where it could.
+        fingerprint: JSON object of what a checkpoint must share with this run.
+    """
+
+    store: Store
+    run_dir: str
+    program_sha256: str
+    data_dir: str
+    inputs: InputBinding
+    labels: LabelBinding
+    program_weights: Weights | None = None
+    start_from: str = ""
+    checkpoint_interval_s: float = 300.0
+    num_checkpoints: int = 1
+    sample_weight: str | None = None
+    loss_weights: tuple[float, ...] = (1.0,)
+    batch_size: int = 32
+    val_batch_size: int = 32
+    epochs: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    shuffle_bytes: int = 1 << 30
+    drop_last: bool = False
+    has_validation: bool = False
+    validation: float | None = None
+    overrides: Overrides = Overrides()
+    validation_dir: str | None = None
+    data_store: Store | None = None
+    validation_store: Store | None = None
+    num_workers: int = 1
+    val_num_workers: int = 1
+    precision: str = "32"
+    accumulate: int = 1
+    gradient_clip_norm: float | None = None
+    gradient_clip_value: float | None = None
+    lr_scheduler_interval: str = "epoch"
+    train_steps_per_epoch: int | None = None
+    validation_steps_per_epoch: int | None = None
+    monitor: Monitor = Monitor()
+    return_best: bool = False
+    early_stopping: EarlyStopping | None = None
+    terminate_on_nan: bool = False
+    compile: bool = False
+    looks_for_gpu: bool = False
+    transformed: DataSchema | None = None
+    trial: Mapping[str, Any] | None = None
+    fingerprint: str = "{}"
+
+    @property
+    def training_subset(self) -> str:
+        """Which rows of `data_dir` are training rows: a subset of `Reader`."""
+        return "train" if self.has_validation and self.validation_dir is None else "all"
+
+    def early(self) -> Callable[[], None] | None:
+        """What a rank's process can begin with before it knows who it is: to read materialized training rows."""
+        if self.data_store is not None:
+            return None
+        return functools.partial(
+            preload.begin,
+            self.store,
+            self.data_dir,
+            subset=self.training_subset,
+            validation=self.validation,
+            seed=self.seed,
+            shuffle=self.shuffle,
+            shuffle_bytes=self.shuffle_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What rank 0 reports; equal on all ranks but for times.
+
+    Attributes:
+        history: one record per epoch: epoch, loss, metrics, val_..., rows_per_s, seconds, data_wait_s (what rank 0 waited for
+            batches), lr.
+        epoch: whose checkpoint holds the result: the last, or the best with `return_best`.
+        order: in which order rows came, in words.
+        stopped: why the fit ended before its last epoch, in words; "" if it did not.
+        skipped: by name of the rows, how many `handle_invalid` has left out, of how many, where the ranks have looked.
+        warning: which checkpoints were damaged and what was repeated therefore; "" if nothing. Of rank 0.
+        widths: elements per row of the model's outputs, where the ranks were to find out (`TrainSpec.trial`) and could.
+    """
+
+    history: list[dict[str, Any]]
+    epoch: int
+    order: str
+    stopped: str = ""
+    skipped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    warning: str = ""
+    widths: tuple[int, ...] = ()

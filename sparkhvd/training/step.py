@@ -1,0 +1,324 @@
+"""One training step of a rank: forward and backward of its batches, then the optimizer's step.
+
+**One formula for every kind of loss.** A rank's loss is a mean over what it counts: rows, sample weights, or what
+the loss says. Before `backward` it becomes a sum again and is divided by the rows of all ranks and batches of the
+step, which everybody knows beforehand; gradients add up over batches and ranks. Where the counts are not rows,
+the sum of all counts is agreed on once per step, while gradients are on their way, and these are put right by its
+ratio to the rows. Losses of several labels that count different rows are summed before: see `losses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sparkhvd.torch as hvd
+from sparkhvd.data.columns import heads
+from sparkhvd.data.reading.reader import Batch
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.training.batches import StepPlan
+from sparkhvd.training.checkpoints.resume import TrainingState
+from sparkhvd.training.losses import (
+    Counts,
+    counts_apart,
+    counts_of,
+    mean_loss,
+    weighted_loss,
+)
+from sparkhvd.training.metrics import Forward, Metric, StateMetric, Totals
+from sparkhvd.training.precision import autocast, widened
+from sparkhvd.training.program import Program
+from sparkhvd.training.spec import TrainSpec
+from sparkhvd.training.to_device import Mover
+from sparkhvd.training.together import fail_together
+from sparkhvd.training.user_code.logs import Logs
+from sparkhvd.training.user_code.train_step import UserStep
+
+__all__ = ["Step"]
+
+Columns = Mapping[str, Any]
+
+
+class Step:
+    """One training step, and what it remembers between steps."""
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        program: Program,
+        state: TrainingState,
+        call: Callable[..., Any],
+        user: UserStep,
+    ) -> None:
+        """`state` holds the distributed optimizer.
+
+        `call` is the model, as it is or compiled; `user` what the user does instead of model and loss.
+        """
+        self.spec = spec
+        self.program = program
+        self.state = state
+        self.model = state.model
+        self.call = call
+        self.optimizer = state.optimizer
+        self.scaler = state.scaler
+        self.device = next(state.model.parameters()).device
+        self.move = Mover(self.device)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.user = user
+        self.is_sum = program.user.train_step is None and all(program.is_sum)
+        # Of the last step: the sum of this rank's losses times their weights, and the sum of the weights.
+        self.last_loss: tuple[Tensor | float, float] = (0.0, 0.0)
+        # Whether weights of a step are known only after `forward`; None before the first batch.
+        self.is_weighted: bool | None = None
+        self.counts_apart = counts_apart(program) and not user.takes(is_training=True)
+        self.counts: Counts | None = None  # of the step that runs, where they do
+
+    def run(self, batches: Iterable[Batch], plan: StepPlan, totals: Totals, where: str) -> bool:
+        """Forward and backward of this rank's batches, and one step of the optimizer.
+
+        Args:
+            batches: this rank's, `plan.num_batches` of them.
+            plan: what all ranks do in this step.
+            totals: of the epoch; the batches are counted.
+            where: the step in words, for errors.
+
+        Returns:
+            Whether the optimizer stepped: not if gradients in float16 overflowed, or nothing had a weight.
+        """
+        self.optimizer.zero_grad()
+        weight, problem = 0.0, ""
+        loss: Tensor | float = 0.0
+        for batch, columns in self.prepared(batches, plan):
+            result = self.result(batch, columns)
+            if result is None:
+                continue
+            if result.weight:  # a mean over nothing may be NaN, and adds nothing
+                self.backward(result, plan)
+                problem = problem or self.check_loss(result)
+                loss = loss + result.loss.detach() * result.weight
+            weight += result.weight
+            totals.add(result)
+        self.last_loss = (loss, weight)
+        said = self.say(weight, problem)  # on its way while gradients are
+        self.optimizer.synchronize()
+        return self.apply(self.factor(said, plan, problem, where))
+
+    def prepared(
+        self, batches: Iterable[Batch], plan: StepPlan
+    ) -> Iterator[tuple[Batch, Columns | None]]:
+        """The batches of a step, with their columns if these are made already.
+
+        Where labels count apart, what each counts in the step is on its way to all ranks when this gives the first.
+        """
+        if not self.counts_apart:
+            yield from ((batch, None) for batch in batches)
+            return
+        made: list[tuple[Batch, Columns | None]] = []
+        own = torch.zeros(len(self.program.losses), dtype=torch.float64)
+        for batch in batches:
+            columns = self.early_columns(batch)
+            made.append((batch, columns))
+            if columns is not None:
+                labels = self.spec.labels.apply(columns)
+                own += torch.tensor(counts_of(self.spec, self.program, labels))
+        sums = hvd.allreduce_async(own, name="step.counts", op=hvd.Sum)
+        self.counts = Counts(plan.num_rows, sums)
+        yield from made
+        sums.wait()
+
+    def early_columns(self, batch: Batch) -> Columns | None:
+        """The columns of a training batch; None if it has no rows, or `first_forward` is to find what is wrong."""
+        if not batch.num_rows:
+            return None
+        try:
+            return self.columns(batch, is_training=True)
+        except Exception:
+            if self.is_weighted is not None:
+                raise
+            return None
+
+    def result(self, batch: Batch, columns: Columns | None) -> Forward | None:
+        """What `forward` gives for this rank's rows; None if it has none."""
+        if self.is_weighted is None:
+            return self.first_forward(batch, columns)
+        return self.forward(batch, columns) if batch.num_rows else None
+
+    def forward(self, batch: Batch, columns: Columns | None = None) -> Forward:
+        """Run the model and the loss on the rows of this rank; `columns` where they are made already."""
+        is_training = torch.is_grad_enabled()
+        if columns is None:
+            columns = self.columns(batch, is_training=is_training)
+        if self.user.takes(is_training=is_training):
+            with autocast(self.spec.precision, self.device):
+                return self.user.forward(
+                    self.call, columns, batch.num_rows, is_training=is_training
+                )
+        arguments, keywords = self.move(self.spec.inputs.apply(columns))
+        with autocast(self.spec.precision, self.device):
+            result = self.call(*arguments, **keywords)
+        outputs = widened(heads.outputs_of(result))
+        # What they count is looked up here: asking the device would wait for it.
+        here = self.spec.labels.apply(columns)
+        labels = self.spec.labels.match(outputs, self.move(here))
+        if self.spec.sample_weight is None:
+            counts = self.counts if is_training else None
+            return mean_loss(self.spec, self.program, outputs, labels, counts, here)
+        weights = torch.from_numpy(columns[self.spec.sample_weight])
+        return weighted_loss(self.spec, self.program, outputs, labels, weights)
+
+    def columns(self, batch: Batch, *, is_training: bool) -> Columns:
+        """The columns of a batch, through the user's transformations."""
+        if self.spec.transformed is None:
+            return batch.columns
+        functions, expected = self.program.user.transformations, self.spec.transformed.columns
+        return functions.apply(batch.columns, expected, is_training=is_training)
+
+    def metrics(self, *, is_training: bool) -> Sequence[Metric | StateMetric]:
+        """The metrics that a pass over the data can compute: none where the user's function sees the outputs."""
+        return () if self.user.takes(is_training=is_training) else self.program.metrics
+
+    def totals(self, logs: Logs | None, *, is_training: bool) -> Totals:
+        """What a pass over the data adds up to, before its first batch."""
+        own = self.user.takes(is_training=is_training)
+        num_parts = len(self.program.losses) if counts_apart(self.program) and not own else 0
+        return Totals(self.metrics(is_training=is_training), logs, num_parts, self.device)
+
+    def backward(self, result: Forward, plan: StepPlan) -> None:
+        """Add the gradients of a batch to those of the step."""
+        share = result.weight if self.is_sum else result.weight / plan.num_rows
+        loss = result.loss * share
+        try:
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        except RuntimeError as e:
+            if hint := self.spec.labels.dtype_hint(e):
+                raise InvalidArgumentError(
+                    f"The gradient of loss: {type(e).__name__}: {e}{hint}"
+                ) from e
+            raise
+
+    def say(self, weight: float, problem: str) -> hvd.Handle | None:
+        """Begin to tell all ranks what this rank's losses count; None if nobody needs to know."""
+        if not (self.is_weighted or self.spec.terminate_on_nan):
+            return None
+        own = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
+        return hvd.allreduce_async(own, name="step.weight", op=hvd.Sum)
+
+    def factor(self, said: hvd.Handle | None, plan: StepPlan, problem: str, where: str) -> float:
+        """What the reduced gradients are to be multiplied by; every rank gets the same number.
+
+        Args:
+            said: what `say` gave.
+            plan: of the step.
+            problem: what is wrong with this rank's loss, or "".
+            where: the step in words.
+        """
+        if self.counts_apart and self.counts is not None and not self.counts.sums.wait().any():
+            return 0.0  # no rank has a row that counts
+        if said is None:
+            return 1.0
+        total, num_problems = said.wait().tolist()
+        if num_problems:
+            for rank, text in enumerate(hvd.allgather_object(problem, name="step.problem")):
+                if text:
+                    fail_together(f"{text} on rank {rank}, {where}. {_NAN_HINT}")
+        if not self.is_weighted or self.is_sum:
+            return 1.0
+        return plan.num_rows / total if total else 0.0
+
+    def check_loss(self, result: Forward) -> str:
+        """What is wrong with the loss of a batch, or ""."""
+        if not self.spec.terminate_on_nan or result.loss.isfinite():
+            return ""
+        return f"terminate_on_nan: the loss is {float(result.loss.detach())}"
+
+    def apply(self, factor: float) -> bool:
+        """Step with the reduced gradients times `factor`; whether the optimizer stepped."""
+        if not factor:
+            return False
+        if factor != 1.0:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+        if self.scaler is not None:
+            # Gradients are equal on all ranks, so all find the same overflow and skip the same steps.
+            self.scaler.unscale_(self.optimizer)
+        if self.spec.gradient_clip_value is not None:
+            nn.utils.clip_grad_value_(self.parameters, self.spec.gradient_clip_value)
+        if self.spec.gradient_clip_norm is not None:
+            self.optimizer.clip_grad_norm_(self.spec.gradient_clip_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+            return True
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
+
+    def first_forward(self, batch: Batch, columns: Columns | None) -> Forward | None:
+        """The first batch of a run: if it does not fit on some rank, every rank raises, before any step."""
+        result, problem = None, ""
+        cause: Exception | None = None
+        if batch.num_rows:
+            try:
+                result = self.forward(batch, columns)
+                self.check_first(result)
+            except CollectiveError:
+                raise
+            except InvalidArgumentError as e:
+                problem, cause = str(e), e
+            except Exception as e:
+                shapes = (f"{n} {v.shape} {v.dtype}" for n, v in batch.columns.items())
+                problem = (
+                    f"model or loss raised {type(e).__name__}: {e} (columns: {', '.join(shapes)})"
+                    + self.spec.labels.dtype_hint(e)
+                )
+                cause = e
+        is_weighted = result is not None and result.is_weighted
+        said = hvd.allgather_object((problem, is_weighted), name="first batch")
+        for rank, (text, _) in enumerate(said):
+            if text:
+                own = cause if rank == hvd.rank() else None
+                fail_together(f"The first batch, on rank {rank}: {text}", own)
+        self.is_weighted = any(weighted for _, weighted in said)
+        return result
+
+    def check_first(self, result: Forward) -> None:
+        """Refuse a loss without a gradient, and one that compares a label with its output by broadcasting."""
+        if not result.loss.requires_grad:
+            raise InvalidArgumentError(
+                "loss returned a number that does not depend on the model's trainable parameters, so there is no "
+                "gradient. Compute it from the output, without detach(), item() or torch.no_grad()."
+            )
+        for i, (output, label) in enumerate(zip(result.outputs, result.labels, strict=True)):
+            if output.numel() == label.numel() or not _broadcast(output, label):
+                continue
+            # (3,) broadcasts over (3, 3), where three rows happen to be as many as classes. Then as many rows as no
+            # other axis has tell a loss that takes class indices from one that would learn the mean.
+            rows = max(output.shape + label.shape) + 1
+            index = torch.arange(rows) % len(output)
+            try:
+                with torch.no_grad():
+                    self.program.losses[i](output[index], label[index])
+            except RuntimeError as e:
+                raise InvalidArgumentError(
+                    f"Label {self.spec.labels.columns[i]!r} has shape {tuple(label.shape)} and the model's output "
+                    f"{tuple(output.shape)}: the loss broadcasts one over the other. Change the last layer or the "
+                    "label so that they have the same number of elements per row."
+                ) from e
+
+
+_NAN_HINT = (
+    "Look for NaN in the data and for division by zero in the model, lower the learning rate or set "
+    "gradient_clip_norm."
+)
+
+
+def _broadcast(output: Tensor, label: Tensor) -> bool:
+    try:
+        torch.broadcast_shapes(output.shape, label.shape)
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,260 @@
+"""The training loop that each rank runs: plain PyTorch around `sparkhvd.torch`.
+
+`train` is one function with one dataclass in and one out. Read it from the top: connect, load, resume, then for
+each epoch train, validate, save.
+
+**N ranks with batch b train as one process with batch N * b**, and with N * b * k where the gradients of k batches
+are accumulated. A rank's loss is a mean over its own rows, so before `backward` it is scaled by the rank's share of
+the whole step, and gradients are summed over batches and ranks. A rank without rows in a batch calls neither
+`forward` nor `backward` and so adds zeros.
+
+**A resumed run equals an uninterrupted one, bit by bit on CPU.** At the end of an epoch all ranks hold the same
+state (buffers such as BatchNorm's running statistics are taken from rank 0), the checkpoint holds that state, the
+order of rows is a function of (seed, epoch), and random numbers are seeded from (seed, epoch, rank). A checkpoint
+inside an epoch also holds what each rank has of its own, and the reader starts at the step after it.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+# The first optimizer of a process imports it, which takes as long as torch itself. Here it loads while the ranks
+# wait for each other.
+import torch._dynamo
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner import context
+from sparkhvd.training.batches import Data
+from sparkhvd.training.building import build_model
+from sparkhvd.training.checkpoints.compression_state import load_compression
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.module_state import broadcast_module_state
+from sparkhvd.training.checkpoints.resume import Position, TrainingState, find_start, resume
+from sparkhvd.training.checkpoints.saver import Saver
+from sparkhvd.training.compile import compile_model
+from sparkhvd.training.device import agree, choose_device
+from sparkhvd.training.early_stopping import best_epoch, reason_to_stop
+from sparkhvd.training.losses import check_weights
+from sparkhvd.training.modules.output_widths import output_widths
+from sparkhvd.training.precision import loss_scaler
+from sparkhvd.training.program import (
+    Program,
+    build_optimizer,
+    load_program,
+)
+from sparkhvd.training.schedule import Schedule
+from sparkhvd.training.spec import TrainResult, TrainSpec
+from sparkhvd.training.step import Step
+from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
+from sparkhvd.training.together import seed_everything
+from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
+from sparkhvd.training.user_code.context import Moment
+from sparkhvd.training.user_code.logs import Logs
+from sparkhvd.training.user_code.train_fn import TrainFnContext, run_train_fn
+from sparkhvd.training.user_code.train_step import StepContext, UserStep
+
+__all__ = ["train"]
+
+
+def train(spec: TrainSpec) -> TrainResult:
+    """Train on every rank of a job; all ranks must call it with the same spec.
+
+    Raises:
+        InvalidArgumentError: outputs, labels or loss do not fit each other (on all ranks, before the first step), a
+            checkpoint in the run's folder belongs to another run, the model cannot be compiled here, or a loss was
+            not finite where `terminate_on_nan` asks for an end.
+        CollectiveError: another rank was lost. The last checkpoint is whole.
+    """
+    if (place := context()) is not None:
+        torch.set_num_threads(place.num_threads)
+    device, problem = choose_device(place, looks=spec.looks_for_gpu)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # before anything makes a context on another one
+    hvd.init()
+    agree(device, problem)
+    program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
+    # In place: an optimizer that the user made holds these parameters.
+    program = replace(program, model=build_model(program.model, spec.seed).to(device))
+    move_losses(program.losses, device)
+    call = compile_model(program.model) if spec.compile else program.model
+    checkpoints = Checkpoints(spec.store, spec.run_dir)
+    with Data(spec, program.functions, pin_memory=device.type == "cuda") as data:
+        start = find_start(spec, checkpoints, program.model)
+        data.prepare(*start.position)
+        load_compression(program.compression, start.compression, device)
+        state, schedule = build(spec, program, data)
+        moment = Moment()
+        callbacks = Callbacks(program.user.callbacks, CallbackContext(spec, state, moment))
+        state.callbacks = callbacks
+        position = resume(start, state)
+        history = position.history
+        stopped = ""
+        with Saver(spec, checkpoints, state) as saver:
+            if program.user.train_fn is not None:
+                ctx = TrainFnContext(spec, state, moment, checkpoints, saver, history)
+                run_train_fn(program.user, ctx, data)
+            else:
+                user = UserStep(spec, data.schema, program.user, StepContext(spec, state, moment))
+                step = Step(spec, program, state, call, user)
+                stopped = train_epochs(step, data, schedule, callbacks, saver, position)
+        epoch = len(history)
+        if spec.return_best:
+            saved = checkpoints.saved_epochs() if hvd.rank() == 0 else None
+            saved = hvd.broadcast_object(saved, 0, name="saved")
+            epoch = best_epoch(history, spec.monitor, saved)
+        order, skipped = data.training.description, data.skipped
+        widths = tried_widths(spec, program, data, device)
+    hvd.barrier()  # nobody leaves before the last checkpoint is written
+    hvd.shutdown()
+    return TrainResult(history, epoch, order, stopped, skipped, checkpoints.warning, widths)
+
+
+def tried_widths(
+    spec: TrainSpec, program: Program, data: Data, device: torch.device
+) -> tuple[int, ...]:
+    """Elements per row of the model's outputs, where the driver could not try the model; () if no rank can, either.
+
+    All ranks must call it, because the model may talk with the others.
+    """
+    if spec.trial is None:
+        return ()
+    schema = spec.transformed or data.schema
+    model = program.model.eval()
+    try:
+        found = output_widths(model, spec.inputs, schema.features, spec.trial, Mover(device))
+    except InvalidArgumentError as e:  # what has been trained must not be lost
+        warnings.warn(str(e), stacklevel=2)
+        return ()
+    return tuple(found or ())
+
+
+def train_epochs(
+    step: Step,
+    data: Data,
+    schedule: Schedule,
+    callbacks: Callbacks,
+    saver: Saver,
+    position: Position,
+) -> str:
+    """Train from `position` on; its history gets the records. Returns why it ended early, or ""."""
+    spec, history, moment = step.spec, position.history, callbacks.ctx.moment
+    moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
+    callbacks.call("on_train_begin")
+    stopped = callbacks.stopped or reason_to_stop(history, spec.early_stopping)
+    while len(history) < spec.epochs and not stopped:
+        moment.epoch = len(history) + 1
+        step.model.train()
+        # Before the callbacks, which may draw, log, and put parts of the model in another mode.
+        seed_everything(spec.seed, len(history), hvd.rank())
+        callbacks.ctx.logs = step.user.ctx.logs = Logs()
+        callbacks.call("on_epoch_begin")
+        record = train_epoch(step, data, schedule, callbacks, saver, position)
+        broadcast_module_state(step.model)
+        record |= validate(step, data)
+        asked = callbacks.epoch_end(record)
+        # What is decided by it must be decided alike, and ranks may compute on different machines.
+        record = hvd.broadcast_object(record, 0, name="record")
+        schedule.after_epoch(record)
+        history.append(record)
+        saver.after_epoch(history)
+        callbacks.checkpoint(saver)
+        position = Position(history)
+        stopped = asked or reason_to_stop(history, spec.early_stopping)
+    callbacks.call("on_train_end", history)
+    return stopped if len(history) < spec.epochs else ""
+
+
+def build(spec: TrainSpec, program: Program, data: Data) -> tuple[TrainingState, Schedule]:
+    """The distributed optimizer and what belongs to it, before any checkpoint is loaded."""
+    model = program.model
+    optimizer: Any = None
+    if program.optimizer is not None:  # else train_fn makes its own
+        own = spec.overrides.apply(build_optimizer(program.optimizer, model), hvd.size())
+        move_optimizer(own)
+        optimizer = hvd.DistributedOptimizer(
+            own,
+            model.named_parameters(),
+            compression=program.compression,
+            backward_passes_per_step=spec.accumulate,
+            # A loop of the user's own calls `backward` on plain means.
+            op=hvd.Sum if program.user.train_fn is None else hvd.Average,
+            # Our own waits behind backward, when the step's loss is on its way too, and on ranks without rows.
+            synchronize_in_backward=program.user.train_fn is not None,
+        )
+    schedule = Schedule(
+        program.lr_scheduler,
+        optimizer,
+        interval=spec.lr_scheduler_interval,
+        monitor=spec.monitor,
+        steps_per_epoch=data.num_steps,
+        epochs=spec.epochs,
+    )
+    scaler = loss_scaler(spec.precision, next(model.parameters()).device)
+    state = TrainingState(
+        model, optimizer, schedule.scheduler, scaler, compression=program.compression
+    )
+    return state, schedule
+
+
+def train_epoch(
+    step: Step,
+    data: Data,
+    schedule: Schedule,
+    callbacks: Callbacks,
+    saver: Saver,
+    position: Position,
+) -> dict[str, Any]:
+    """One pass over the training rows, or what is left of it; returns the record of the epoch."""
+    epoch, moment = len(position.history), callbacks.ctx.moment
+    logs = callbacks.ctx.logs if step.program.user.can_log else None
+    totals = step.totals(logs, is_training=True)
+    began = time.monotonic() - position.begin(totals)
+    for plan, batches in data.steps(epoch, position.step):
+        moment.step = epoch * data.num_steps + plan.number + 1
+        if step.run(batches, plan, totals, f"epoch {epoch + 1}, step {plan.number + 1}"):
+            schedule.after_step()
+        callbacks.step_end(*step.last_loss)
+        saver.after_step(position.history, plan.number + 1, totals, time.monotonic() - began)
+    totals.combine()
+    if not step.user.takes(is_training=True):
+        check_weights(step.spec, totals, "training", step.spec.train_steps_per_epoch)
+    seconds = time.monotonic() - began
+    return {
+        "epoch": epoch + 1,
+        **totals.means(),
+        "rows": totals.num_rows,
+        "seconds": seconds,
+        "rows_per_s": totals.num_rows / max(seconds, 1e-9),
+        "data_wait_s": data.waited_s,
+        "lr": learning_rate(step.optimizer),
+    }
+
+
+def validate(step: Step, data: Data) -> dict[str, float]:
+    """Loss and metrics over the validation rows, if there are any; the model is not changed."""
+    if data.validation is None:
+        return {}
+    step.model.eval()
+    logs = step.user.ctx.logs = Logs()
+    own = step.user.takes(is_training=False)
+    totals = step.totals(logs if own else None, is_training=False)
+    with torch.no_grad():
+        for batch in data.validation_batches():
+            if batch.num_rows:
+                totals.add(step.forward(batch))
+    totals.combine()
+    if not own:
+        check_weights(step.spec, totals, "validation", step.spec.validation_steps_per_epoch)
+    return totals.means("val_")
+
+
+def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
+    """The learning rate of the first parameter group, if it has one."""
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None else float(rate)

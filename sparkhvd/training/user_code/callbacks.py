@@ -1,0 +1,281 @@
+"""Callbacks: the user's objects that the training loop calls at its turns.
+
+A callback is pickled with the model on the driver, so each rank has a copy of its own; what it changes on itself
+stays there. Whatever all ranks must have alike (whether to stop, the record of an epoch) is agreed on once per epoch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.training.user_code.context import Context, Moment
+from sparkhvd.training.user_code.logs import Logs, combined
+
+if TYPE_CHECKING:  # it imports what imports this
+    from sparkhvd.training.spec import TrainSpec
+
+__all__ = ["Callback", "CallbackContext", "Callbacks", "check_callbacks"]
+
+
+# Methods without an epoch whose record could get a number, and what to do instead.
+_OUTSIDE = {
+    "on_train_begin": "no epoch has begun. Log in on_epoch_begin",
+    "on_checkpoint": "the record of the epoch is written already. Log in on_epoch_end, or write to ctx.store",
+    "on_train_end": "all records are written already. Log in on_epoch_end, or write to ctx.store",
+}
+
+
+class CallbackContext(Context):
+    """The `ctx` of callbacks: a `Context` that can log and stop."""
+
+    def __init__(self, spec: TrainSpec, state: Any, moment: Moment) -> None:
+        """The loop makes it."""
+        super().__init__(spec, state, moment)
+        self.logs = Logs()
+        self.stop_reason = ""  # asked for on this rank
+        self.method = ""  # of the callback that is being called
+
+    def log(self, name: str, value: Any) -> None:
+        """Report a number: the epoch's record gets its mean over all calls on all ranks.
+
+        Raises:
+            InvalidArgumentError: the name is taken, the value is not one number, or no epoch is going on.
+        """
+        if self.method in _OUTSIDE:
+            raise InvalidArgumentError(
+                f"ctx.log({name!r}, ...) in {self.method}: {_OUTSIDE[self.method]}."
+            )
+        self.logs.add(name, value, 1.0)
+
+    def stop_training(self, reason: str = "a callback asked for it") -> None:
+        """End the training after this epoch on all ranks; one rank that asks is enough.
+
+        The epoch ends as always: with its validation, its record and its checkpoint.
+        """
+        self.stop_reason = str(reason) or "a callback asked for it"
+
+
+class Callback:
+    """Base of callbacks: override the methods you need.
+
+    Every method is called on every rank, or with `ranks = 0` on rank 0 only. Collectives of `sparkhvd.torch` may be
+    called from a callback that runs on every rank, never with `ranks = 0`. An exception ends the fit and names
+    the callback.
+
+    If the class has `state_dict()` and `load_state_dict(state)`, rank 0's state is part of the checkpoints, and a
+    run that goes on gives it to every rank. It may hold numbers, texts, lists, dicts and tensors.
+
+    Attributes:
+        ranks: "all", or 0 to be called on rank 0 only; set it on the class or the object.
+    """
+
+    ranks: Any = "all"
+
+    def on_train_begin(self, ctx: CallbackContext) -> None:
+        """Once, when model, optimizer and data are ready; in a run that goes on, after its state is loaded."""
+
+    def on_epoch_begin(self, ctx: CallbackContext) -> None:
+        """Before the first step of an epoch, and again where a run goes on inside one.
+
+        Random numbers are those of the epoch's seed: a run that goes on draws the same.
+        """
+
+    def on_step_end(self, ctx: CallbackContext, loss: float | None) -> None:
+        """After each training step. `loss`: mean over this rank's rows, None where it had none."""
+
+    def on_validation_end(self, ctx: CallbackContext, record: dict[str, Any]) -> None:
+        """After the validation of an epoch, if there is one; `record` as in `on_epoch_end`."""
+
+    def on_epoch_end(self, ctx: CallbackContext, record: dict[str, Any]) -> None:
+        """After training and validation of an epoch, before its checkpoint.
+
+        `record` becomes the entry of the history. It may be changed; rank 0's counts for all ranks, and scheduler
+        and choice of the best epoch see the changed one. Values that are added must be numbers or texts.
+        """
+
+    def on_checkpoint(self, ctx: CallbackContext, path: str) -> None:
+        """After the checkpoint of the epoch has been written; `path` is relative to `ctx.store`."""
+
+    def on_train_end(self, ctx: CallbackContext, history: list[dict[str, Any]]) -> None:
+        """Once, when all epochs are done or a callback has stopped the training; not after an error."""
+
+
+class Writer(Protocol):
+    """What writes checkpoints: `Saver`."""
+
+    def wait(self) -> str:
+        """Wait until the last one is written; its path on the rank that writes."""
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """The callbacks of a fit; runs on the driver.
+
+    Raises:
+        InvalidArgumentError: an entry is no `Callback` object, has a method that is never called, or one that does
+            not take what it is given.
+    """
+    if callbacks is None:
+        return ()
+    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for index, callback in enumerate(given):
+        _check(f"callbacks[{index}]", callback)
+    return tuple(given)
+
+
+def _check(where: str, callback: Any) -> None:
+    if not isinstance(callback, Callback):
+        hint = f" Give an object: {callback.__name__}()." if isinstance(callback, type) else ""
+        raise InvalidArgumentError(
+            f"{where} is {callback!r:.100}; it must be an object of a subclass of sparkhvd.estimator.Callback.{hint}"
+        )
+    name = type(callback).__name__
+    if callback.ranks != "all" and (callback.ranks != 0 or isinstance(callback.ranks, bool)):
+        raise InvalidArgumentError(
+            f"{where} ({name}): ranks is {callback.ranks!r}; it must be 'all' or 0."
+        )
+    for method in dir(callback):
+        if method.startswith("on_") and method not in HOOKS and callable(getattr(callback, method)):
+            close = difflib.get_close_matches(method, HOOKS, n=1, cutoff=0.0)[0]
+            raise InvalidArgumentError(
+                f"{where} ({name}) has a method {method!r}, which is never called. Did you mean {close!r}? The "
+                f"methods are: {', '.join(HOOKS)}."
+            )
+    for hook in HOOKS:
+        expected = list(inspect.signature(getattr(Callback, hook)).parameters)[1:]
+        try:
+            inspect.signature(getattr(callback, hook)).bind(*expected)
+        except TypeError as e:
+            raise InvalidArgumentError(
+                f"{where} ({name}): {hook} must take ({', '.join(expected)}): {e}."
+            ) from e
+    if hasattr(callback, "state_dict") != hasattr(callback, "load_state_dict"):
+        raise InvalidArgumentError(
+            f"{where} ({name}) has only one of state_dict and load_state_dict. Give both, or none."
+        )
+
+
+class Callbacks:
+    """The callbacks of a run on this rank."""
+
+    def __init__(self, callbacks: Sequence[Callback], ctx: CallbackContext) -> None:
+        """`ctx` is handed to every method."""
+        self._all = tuple(callbacks)
+        self.ctx = ctx
+        self._own = [c for c in self._all if c.ranks == "all" or hvd.rank() == 0]
+        # Why the training ends with the epoch that has ended; equal on all ranks, "" if it goes on.
+        self.stopped = ""
+
+    def call(self, hook: str, *values: Any) -> None:
+        """Call one method of every callback of this rank, in order.
+
+        Raises:
+            RuntimeError: one raised; it is the cause, and the message names the callback.
+        """
+        self.ctx.method = hook
+        for callback in self._own:
+            try:
+                getattr(callback, hook)(self.ctx, *values)
+            except CollectiveError:
+                raise  # another rank was lost: not this callback's doing
+            except Exception as e:
+                raise RuntimeError(
+                    f"The callback {type(callback).__name__} raised {type(e).__name__} in {hook}: {e}"
+                ) from e
+
+    def step_end(self, loss_sum: torch.Tensor | float, weight: float) -> None:
+        """Tell that a step has ended, with the sum of this rank's weighted losses and of their weights."""
+        if _overrides("on_step_end", self._own):  # reading the loss waits for the accelerator
+            self.call("on_step_end", float(loss_sum) / weight if weight else None)
+
+    def checkpoint(self, saver: Writer) -> None:
+        """Tell that the checkpoint of an epoch has been written; every rank must call it."""
+        if _overrides("on_checkpoint", self._all):
+            path = saver.wait()  # on rank 0, which writes it in the background
+            self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
+
+    def epoch_end(self, record: dict[str, Any]) -> str:
+        """Call what belongs to the end of an epoch, and agree with all ranks; every rank must call it.
+
+        Args:
+            record: of the epoch; the callbacks of this rank, and what they logged, may have changed it afterwards.
+
+        Returns:
+            Why to stop, equal on all ranks; "" for going on.
+        """
+        if not self._all:
+            return ""
+        self.ctx.logs = Logs()  # what was logged before is in the record
+        if "val_loss" in record:
+            self.call("on_validation_end", record)
+        self.call("on_epoch_end", record)
+        if self.ctx.rank == 0:
+            _check_record(record)
+        own = (self.ctx.stop_reason, self.ctx.logs.sums())
+        said = hvd.allgather_object(own, name="callbacks")
+        record |= combined([logs for _, logs in said], "")
+        self.stopped = next((reason for reason, _ in said if reason), "")
+        return self.stopped
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the callbacks that have one, by position and class, for a checkpoint; and why they stop."""
+        states = {
+            _key(i, c): c.state_dict() for i, c in enumerate(self._all) if hasattr(c, "state_dict")
+        }
+        for key, state in states.items():
+            if found := _unreadable(state):
+                raise InvalidArgumentError(
+                    f"The callback {key.partition(':')[2]} has a {found} in its state_dict(), which a checkpoint cannot "
+                    "be read with. It may hold numbers, texts, lists, dicts and tensors."
+                )
+        return {**states, "stopped": self.stopped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give every callback its state of a checkpoint, where that has one."""
+        self.stopped = state.get("stopped", "")
+        for i, callback in enumerate(self._all):
+            if callback in self._own and (found := state.get(_key(i, callback))) is not None:
+                callback.load_state_dict(found)  # type: ignore[attr-defined]  # its state_dict was saved
+
+
+def _overrides(hook: str, callbacks: Sequence[Callback]) -> bool:
+    return any(getattr(type(c), hook) is not getattr(Callback, hook) for c in callbacks)
+
+
+def _key(index: int, callback: Callback) -> str:
+    return f"{index}:{type(callback).__qualname__}"
+
+
+def _unreadable(value: Any) -> str:
+    """The type of something in a state that `torch.load` refuses with weights_only, or ""."""
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
+        return next((found for v in value if (found := _unreadable(v))), "")
+    plain = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.number, np.bool_)
+    return "" if isinstance(value, plain) else type(value).__name__
+
+
+def _check_record(record: dict[str, Any]) -> None:
+    for name, value in record.items():
+        if hasattr(value, "item"):  # numbers of numpy, tensors with one element
+            record[name] = value = value.item()
+        if not isinstance(name, str) or not isinstance(value, (int, float, str, type(None))):
+            raise InvalidArgumentError(
+                f"on_epoch_end put {name!r}: {value!r:.100} into the record. Names must be texts, values numbers or "
+                "texts: the history is saved as JSON."
+            )
+    if "epoch" not in record or "loss" not in record:
+        raise InvalidArgumentError(
+            "on_epoch_end removed 'epoch' or 'loss' from the record; these must stay."
+        )

@@ -1,0 +1,152 @@
+"""The functions and objects of the user's that take part in training; checked on the driver before any job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.user_code.callbacks import Callback, check_callbacks
+from sparkhvd.training.user_code.train_step import check_signature, check_step_function
+from sparkhvd.training.user_code.transformations import Transformations, resolve_transformations
+
+__all__ = ["UserCode", "check_user_code"]
+
+# Params that a loop of the user's own does not see.
+_NOT_WITH_TRAIN_FN = (
+    "train_step",
+    "validation_step",
+    "callbacks",
+    "metrics",
+    "loss_weights",
+    "precision",
+    "gradient_clip_norm",
+    "gradient_clip_value",
+    "accumulate",
+    "backward_passes_per_step",
+    "early_stopping",
+    "terminate_on_nan",
+    "lr_scheduler_interval",
+    "train_steps_per_epoch",
+    "validation_steps_per_epoch",
+    "compile",
+)
+
+
+# Params that act on the estimator's optimizer.
+_OF_THE_OPTIMIZER = (
+    "learning_rate",
+    "weight_decay",
+    "lr_scaling",
+    "lr_scheduler",
+    "gradient_compression",
+)
+
+
+@dataclass(frozen=True)
+class UserCode:
+    """What the user gave; all of it is pickled with the model.
+
+    Attributes:
+        train_step: (model, batch, ctx) -> loss, or None for the declarative step.
+        validation_step: the same for validation.
+        train_fn: (ctx), the whole loop, or None.
+        callbacks: called at the turns of the loop.
+        transformation_fn: a dict of one row's values in and out, or None.
+        batch_transform_fn: a dict of arrays in and out, or None.
+    """
+
+    train_step: Callable[..., Any] | None = None
+    validation_step: Callable[..., Any] | None = None
+    train_fn: Callable[..., Any] | None = None
+    callbacks: tuple[Callback, ...] = ()
+    transformation_fn: Callable[..., Any] | None = None
+    batch_transform_fn: Callable[..., Any] | None = None
+
+    @property
+    def transformations(self) -> Transformations:
+        """The functions between data and tensors."""
+        return Transformations(self.transformation_fn, self.batch_transform_fn)
+
+    @property
+    def computes_loss(self) -> bool:
+        """Whether a function of the user's computes the training loss, so that `loss` is not needed."""
+        return self.train_step is not None or self.train_fn is not None
+
+    @property
+    def can_log(self) -> bool:
+        """Whether a function or a callback may report numbers while training."""
+        return self.train_step is not None or bool(self.callbacks)
+
+    def describe(self) -> dict[str, Any]:
+        """What a run that goes on must share: the names of the functions, and the classes of the callbacks."""
+        functions = {n: v for n, v in vars(self).items() if n != "callbacks" and v is not None}
+        names = {n: getattr(f, "__qualname__", type(f).__qualname__) for n, f in functions.items()}
+        if self.callbacks:
+            return {**names, "callbacks": [type(c).__qualname__ for c in self.callbacks]}
+        return names
+
+
+def check_user_code(params: Mapping[str, Any]) -> UserCode:
+    """The user's code among the params that were set to something else than their default.
+
+    Raises:
+        InvalidArgumentError: a function does not take what it is given, an object is no callback, or a param would
+            have no effect.
+    """
+    if "train_minibatch_fn" in params:
+        raise InvalidArgumentError(
+            "train_minibatch_fn is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns "
+            "the loss: the loop calls backward() and steps."
+        )
+    for name in ("train_step", "validation_step"):
+        if name in params:
+            check_step_function(name, params[name])
+    if "train_fn" in params:
+        check_signature("train_fn", params["train_fn"], ("ctx",))
+    callbacks = check_callbacks(params.get("callbacks"))
+    resolve_transformations(params.get("transformation_fn"), params.get("batch_transform_fn"))
+    _check_effect(params)
+    names = (
+        "train_step",
+        "validation_step",
+        "train_fn",
+        "transformation_fn",
+        "batch_transform_fn",
+    )
+    return UserCode(callbacks=callbacks, **{name: params.get(name) for name in names})
+
+
+def _check_effect(params: Mapping[str, Any]) -> None:
+    if "train_fn" in params:
+        ignored = [name for name in _NOT_WITH_TRAIN_FN if name in params]
+        if ignored:
+            raise InvalidArgumentError(
+                f"train_fn is the whole training loop, so these params would have no effect: {', '.join(ignored)}. "
+                "Leave them out and do it in train_fn, or use train_step."
+            )
+        ignored = [name for name in _OF_THE_OPTIMIZER if name in params]
+        if ignored and "optimizer" not in params:
+            raise InvalidArgumentError(
+                f"train_fn is given without optimizer, so these params would have no effect: {', '.join(ignored)}. Give "
+                "optimizer and step ctx.optimizer, or leave them out and do it in train_fn."
+            )
+        return
+    validates, own = bool(params.get("validation")), "validation_step" in params
+    if own and not validates:
+        raise InvalidArgumentError(
+            "validation_step is given, and there are no validation rows. Set validation, for example 0.1."
+        )
+    if "train_step" not in params:
+        return
+    if validates and not own and not {"loss", "loss_constructors"} & params.keys():
+        raise InvalidArgumentError(
+            "validation is given with train_step, and there is neither validation_step nor loss to validate with. "
+            "Give one of them."
+        )
+    if "metrics" in params and (own or not validates):
+        raise InvalidArgumentError(
+            "metrics would have no effect: with train_step they are taken of validation rows, unless there is a "
+            "validation_step. Report them with ctx.log(name, value)."
+        )

@@ -1,0 +1,228 @@
+"""`train_fn(ctx)`: the user's whole training loop, with our data, optimizer and checkpoints.
+
+    def train_fn(ctx):
+        for epoch in range(ctx.start_epoch, ctx.epochs):
+            ctx.model.train()
+            for batch in ctx.train_loader:
+                ctx.optimizer.zero_grad()
+                loss = F.mse_loss(ctx.model(batch["x"]), batch["y"])
+                ctx.backward(loss)
+                ctx.optimizer.step()
+            ctx.log({"loss": loss.item()})
+            ctx.save_checkpoint()
+
+Every rank runs it. Collectives of `sparkhvd.torch` may be called from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparkhvd.torch as hvd
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.training.batches import Data
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.checkpoints.module_state import broadcast_module_state
+from sparkhvd.training.checkpoints.resume import TrainingState
+from sparkhvd.training.checkpoints.saver import Saver
+from sparkhvd.training.spec import TrainSpec
+from sparkhvd.training.together import seed_everything
+from sparkhvd.training.user_code.check import UserCode
+from sparkhvd.training.user_code.context import Context, Moment
+from sparkhvd.training.user_code.train_step import batch_tensors
+from sparkhvd.training.user_code.transformations import Transformations
+
+__all__ = ["Loader", "TrainFnContext", "run_train_fn"]
+
+
+class Loader:
+    """This rank's batches of an epoch, as dicts of tensors; iterate it once per epoch.
+
+    Every rank has the same number of steps, and over all ranks every row comes exactly once (with `drop_last` the
+    last step is left out if it is not full). Each iteration is the next epoch, in its own order; `set_epoch` chooses
+    another one. In the last step a rank may have no rows: then the tensors have length 0, and `ctx.backward` counts
+    nothing.
+
+    Attributes:
+        num_rows: rows of an epoch over all ranks.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        schema: DataSchema,
+        functions: Transformations,
+        ctx: TrainFnContext,
+        *,
+        is_training: bool,
+    ) -> None:
+        """The loop makes it."""
+        self._reader = reader
+        self._schema = schema
+        self._functions = functions
+        self._ctx = ctx
+        self._is_training = is_training
+        self._epoch = ctx.start_epoch
+        self.num_rows = reader.num_rows
+
+    def __len__(self) -> int:
+        """Steps of an epoch, equal on every rank."""
+        return self._reader.num_steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, counted from 0; later ones follow it."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise InvalidArgumentError(
+                f"set_epoch: epoch is {epoch!r}; it must be a whole number of at least 0."
+            )
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """The batches of an epoch; a training epoch seeds torch, numpy and random from (seed, epoch, rank)."""
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        spec = self._ctx._spec
+        if self._is_training:
+            seed_everything(spec.seed, epoch, hvd.rank())
+        for batch in self._reader.epoch(epoch if self._is_training else 0):
+            self._ctx._begin(batch, epoch if self._is_training else None)
+            columns = batch.columns
+            if spec.transformed is not None:
+                expected = spec.transformed.columns
+                columns = self._functions.apply(columns, expected, is_training=self._is_training)
+            yield batch_tensors(spec, self._schema, columns, self._ctx.device)
+
+
+class TrainFnContext(Context):
+    """The `ctx` of `train_fn`: a `Context` with the data and the checkpoints.
+
+    `optimizer` averages gradients over ranks in its `step()`, as DistributedDataParallel does; it is None if the
+    estimator has none.
+
+    Attributes:
+        train_loader: this rank's training batches.
+        val_loader: this rank's validation batches, or None.
+        start_epoch: epochs that an interrupted run with this run_id has had; else 0.
+        history: the records so far; those of an interrupted run come first.
+        num_rows: rows of the batch that a loader gave last, on this rank.
+        seed: of the run.
+    """
+
+    train_loader: Loader
+    val_loader: Loader | None
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        state: TrainingState,
+        moment: Moment,
+        checkpoints: Checkpoints,
+        saver: Saver,
+        history: list[dict[str, Any]],
+    ) -> None:
+        """The loop makes it."""
+        super().__init__(spec, state, moment)
+        moment.epoch = len(history)
+        self._spec = spec
+        self._checkpoints = checkpoints
+        self._saver = saver
+        self._is_saved = False
+        self._began = time.monotonic()
+        self._share = 1.0
+        self.val_loader = None
+        self.history = history
+        self.start_epoch = len(history)
+        self.num_rows = 0
+        self.seed = spec.seed
+
+    def _begin(self, batch: Batch, epoch: int | None) -> None:
+        """A loader hands out a batch; `epoch` of the training one, counted from 0."""
+        self.num_rows = batch.num_rows
+        if epoch is not None:
+            steps = len(self.train_loader)
+            self.moment.epoch, self.moment.step = epoch + 1, epoch * steps + batch.step + 1
+            self._is_saved = False
+            # The optimizer averages over ranks: this makes the average one over rows.
+            self._share = batch.num_rows * self.size / sum(batch.rows_per_rank)
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss.backward()` of a mean over this rank's rows, so that all ranks' step is that of the global batch.
+
+        Plain `loss.backward()` differs in the last step only, where ranks may have different numbers of rows, or
+        none: here a rank without rows adds nothing, and its loss may be anything.
+        """
+        if self.num_rows:
+            (loss * self._share).backward()
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Add the record of an epoch to the history: numbers and texts by name; every rank must call it.
+
+        Rank 0's counts. "epoch" is added, counted from 1, and "seconds" if it is not there. With "val_loss" in it
+        the best epoch can be chosen.
+
+        Raises:
+            InvalidArgumentError: it is no dict of numbers and texts.
+        """
+        now = time.monotonic()
+        own: Any = None
+        if self.rank == 0:
+            own = _checked_record(record, len(self.history) + 1, now - self._began)
+        said = hvd.broadcast_object(own, 0, name="train_fn.log")
+        if isinstance(said, str):
+            raise InvalidArgumentError(said)
+        self._began = now
+        self.history.append(said)
+        self._is_saved = False
+        if self.rank == 0:
+            self._saver.wait()  # it writes this file too
+            self._checkpoints.write_history(self.history)
+
+    def save_checkpoint(self) -> None:
+        """Write model, optimizer, scheduler and history as they are now; every rank must call it.
+
+        A run that is interrupted goes on from the last one with `start_epoch` = the records it had. It is named by
+        the number of records, so a second one without a new record replaces the first.
+        """
+        broadcast_module_state(self.model)
+        self._saver.after_epoch(self.history)
+        self._is_saved = True
+
+
+def _checked_record(record: Any, epoch: int, seconds: float) -> Any:
+    """The record as it is kept, or what is wrong with it."""
+    if not isinstance(record, dict):
+        return f"ctx.log: the record is {type(record).__name__}; it must be a dict of numbers and texts."
+    values = {n: v.item() if hasattr(v, "item") else v for n, v in record.items()}
+    for name, value in values.items():
+        if not isinstance(name, str) or not isinstance(value, (int, float, str, type(None))):
+            return f"ctx.log: {name!r} is {value!r:.100}; names must be texts, values numbers or texts."
+    return {"epoch": epoch, "seconds": seconds, **values} | {"epoch": epoch}
+
+
+def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
+    """Run the user's function on this rank; afterwards the newest checkpoint holds the model as it left it.
+
+    Raises:
+        RuntimeError: the function raised; that is the cause.
+    """
+    functions = user.transformations
+    ctx.train_loader = Loader(data.training, data.schema, functions, ctx, is_training=True)
+    if data.validation is not None:
+        ctx.val_loader = Loader(data.validation, data.schema, functions, ctx, is_training=False)
+    assert user.train_fn is not None
+    try:
+        user.train_fn(ctx)
+    except (CollectiveError, InvalidArgumentError):
+        raise
+    except Exception as e:
+        raise RuntimeError(f"train_fn raised {type(e).__name__}: {e}") from e
+    # Whoever trained on after the last checkpoint, or never wrote one, still gets the model as it is.
+    unsaved = torch.tensor([0.0 if ctx._is_saved else 1.0])
+    if float(hvd.allreduce(unsaved, name="train_fn.unsaved", op=hvd.Max)):
+        ctx.save_checkpoint()

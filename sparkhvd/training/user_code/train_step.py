@@ -1,0 +1,216 @@
+"""`train_step` and `validation_step`: the user's own forward and loss inside our loop.
+
+    def train_step(model, batch, ctx):
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        ctx.log("perplexity", loss.exp())
+        return loss
+
+The function returns the mean loss over this rank's rows, or (mean, weight) if the mean counts something else than
+rows. The loop scales it by the rank's share of the global batch, calls `backward` and steps. A rank without rows in a
+step does not call the function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.data.columns.features import Argument
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.training.metrics import Forward
+from sparkhvd.training.to_device import moved
+from sparkhvd.training.user_code.context import Context, Moment
+from sparkhvd.training.user_code.logs import Logs
+
+if TYPE_CHECKING:  # it imports what imports this
+    from sparkhvd.training.spec import TrainSpec
+
+__all__ = ["StepContext", "UserStep", "batch_tensors", "check_step_function"]
+
+
+class StepFunctions(Protocol):
+    """Where the user's functions are: `UserCode`."""
+
+    @property
+    def train_step(self) -> Callable[..., Any] | None:
+        """(model, batch, ctx) -> loss."""
+
+    @property
+    def validation_step(self) -> Callable[..., Any] | None:
+        """(model, batch, ctx) -> loss."""
+
+
+class StepContext(Context):
+    """The `ctx` of `train_step` and `validation_step`: a `Context` for one batch of this rank.
+
+    Attributes:
+        num_rows: rows of the batch on this rank, at least 1.
+    """
+
+    def __init__(self, spec: TrainSpec, state: Any, moment: Moment) -> None:
+        """The loop makes it."""
+        super().__init__(spec, state, moment)
+        self.num_rows = 0
+        self.logs = Logs()
+
+    def log(self, name: str, value: Any) -> None:
+        """Report the mean of something over this rank's rows; the record of the epoch gets the mean over all rows.
+
+        From `validation_step` the name in the record begins with `val_`.
+
+        Raises:
+            InvalidArgumentError: the name is taken, or the value is not one number.
+        """
+        self.logs.add(name, value, float(self.num_rows))
+
+
+class UserStep:
+    """Calls the user's functions on the batches of this rank."""
+
+    def __init__(
+        self, spec: TrainSpec, schema: DataSchema, functions: StepFunctions, ctx: StepContext
+    ) -> None:
+        """`schema` is of the columns that the batches have."""
+        self.spec = spec
+        self.schema = schema
+        self.functions = functions
+        self.ctx = ctx
+        # Names of the functions that have been called.
+        self._called: set[str] = set()
+
+    def takes(self, *, is_training: bool) -> bool:
+        """Whether the user has a function for this kind of step."""
+        functions = self.functions
+        return (functions.train_step if is_training else functions.validation_step) is not None
+
+    def forward(
+        self, model: Any, columns: Mapping[str, Any], num_rows: int, *, is_training: bool
+    ) -> Forward:
+        """Run the user's function on at least one row.
+
+        Raises:
+            InvalidArgumentError: it raised in its first call, or returned something that is no loss.
+        """
+        name = "train_step" if is_training else "validation_step"
+        function: Callable[..., Any] = getattr(self.functions, name)
+        batch = batch_tensors(self.spec, self.schema, columns, self.ctx.device)
+        self.ctx.num_rows = num_rows
+        if name in self._called:
+            return _outcome(name, function(model, batch, self.ctx), self.ctx.num_rows)
+        outcome = _outcome(
+            name, _first_call(name, function, model, batch, self.ctx), self.ctx.num_rows
+        )
+        if is_training:
+            _check_first(model, outcome.loss)
+        self._called.add(name)
+        return outcome
+
+
+def check_step_function(name: str, function: Any) -> None:
+    """Check a `train_step` or `validation_step`; runs on the driver.
+
+    Raises:
+        InvalidArgumentError: it cannot be called with (model, batch, ctx).
+    """
+    check_signature(name, function, ("model", "batch", "ctx"))
+
+
+def check_signature(name: str, function: Any, arguments: tuple[str, ...]) -> None:
+    """Raise InvalidArgumentError unless `function` can be called with so many positional arguments."""
+    if not callable(function):
+        raise InvalidArgumentError(f"{name} is {function!r:.100}; it must be a function.")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as e:
+        raise InvalidArgumentError(f"{name} must take ({', '.join(arguments)}): {e}.") from e
+    except ValueError:  # no signature: a function of C
+        return
+
+
+def batch_tensors(
+    spec: TrainSpec,
+    schema: DataSchema,
+    columns: Mapping[str, Any],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The batch that user code gets.
+
+    With `inputs`, features are by the name of their argument of `forward`, joined as for it; else by the name of
+    their column, in the shape of `input_shapes` if given. Labels and sample weights are by the name of their
+    column: (B,) for scalar columns, (B, w) for arrays and vectors.
+    """
+    arguments = spec.inputs.arguments
+    if any(a.name is not None for a in arguments):
+        batch = {str(a.name): a.tensor(columns) for a in arguments}
+    else:
+        alone = {a.columns[0]: a for a in arguments if len(a.columns) == 1}
+        own = {
+            c.name: Argument(None, (c.name,), c.tensor_dtype, None, False, c.is_collated)
+            for c in schema.features
+        }
+        batch = {name: a.tensor(columns) for name, a in {**own, **alone}.items()}
+    batch |= dict(zip(spec.labels.columns, spec.labels.apply(columns), strict=True))
+    if spec.sample_weight is not None:
+        batch[spec.sample_weight] = torch.from_numpy(columns[spec.sample_weight])
+    # A collate function may have made a tuple or dict of a column.
+    return {n: moved(v, device) for n, v in batch.items()}
+
+
+def _outcome(name: str, result: Any, num_rows: int) -> Forward:
+    """What the function returned, as the loop goes on with it."""
+    weight: float | None = None
+    if isinstance(result, tuple) and len(result) == 2:
+        result, weight = result[0], float(result[1])
+    if not isinstance(result, Tensor) or result.numel() != 1:
+        found = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else _kind(result)
+        raise InvalidArgumentError(
+            f"{name} returned {found}; it must return the loss: a tensor with one number, the mean over the rows of "
+            "the batch (or a tuple of it and what it counts instead of rows)."
+        )
+    loss = result.reshape(())
+    if weight is None:
+        return Forward((), (), loss, float(num_rows), is_weighted=False, num_rows=num_rows)
+    return Forward((), (), loss, weight, is_weighted=True, num_rows=num_rows)
+
+
+def _check_first(model: nn.Module, loss: Tensor) -> None:
+    if any(p.grad is not None and bool(p.grad.any()) for p in model.parameters()):
+        raise InvalidArgumentError(
+            "train_step called backward(). Only return the loss: the loop calls backward() and steps, over all ranks "
+            "together. For a loop of your own use train_fn."
+        )
+    if not loss.requires_grad:
+        raise InvalidArgumentError(
+            "train_step returned a number that does not depend on the model's trainable parameters, so there is no "
+            "gradient. Compute it without detach(), item() or torch.no_grad()."
+        )
+
+
+def _first_call(
+    name: str, function: Callable[..., Any], model: nn.Module, batch: dict[str, Tensor], ctx: Any
+) -> Any:
+    """The first call: errors say what the batch was, and a loss that broadcasts is one."""
+    try:
+        with warnings.catch_warnings():
+            # torch only warns of (B, 1) against (B,), which learns the mean of the labels.
+            warnings.filterwarnings("error", message="Using a target size")
+            return function(model, batch, ctx)
+    except (CollectiveError, InvalidArgumentError):
+        raise
+    except Exception as e:
+        shapes = ", ".join(
+            f"{n} {tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for n, t in batch.items()
+        )
+        raise InvalidArgumentError(
+            f"{name} raised {type(e).__name__}: {e} (batch: {shapes})"
+        ) from e
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
