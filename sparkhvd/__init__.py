@@ -61,7 +61,7 @@ _HOMES = {
     "trust": "sparkhvd.estimator",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]
+__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are data, so that they stand once
 
 
 def __getattr__(name: str) -> Any:

@@ -110,7 +110,7 @@ class RankError(SparkhvdError, RuntimeError):
         *,
         rank: int | None = None,
         host: str | None = None,
-        exit: str = "",
+        exit: str = "",  # noqa: A002 - the public name of the attribute
         traceback: str = "",
         log_tail: str = "",
     ) -> None:

@@ -187,7 +187,7 @@ class SparkShim:
                     rows: list[Any] = stage.collect()
                     return rows
                 return self._collect_beside(stage, tag)
-            except BaseException as e:
+            except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
                 self.cancel(tag)
                 if isinstance(e, Exception) and self._has_died():
                     raise SparkhvdError(
@@ -245,7 +245,7 @@ class SparkShim:
         def collects() -> None:
             try:
                 future.set_result(stage.collect())
-            except BaseException as e:
+            except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
                 future.set_exception(e)
 
         thread = InheritableThread(collects, name="sparkhvd-collect", daemon=True)

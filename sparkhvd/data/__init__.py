@@ -1,1 +1,26 @@
-"""DataFrame to tensors: schema, packed Parquet, the store, and the reader of a rank."""
+"""Bring a DataFrame's rows to the ranks as tensors: columns, files, store, readers. Usable without the estimator.
+
+On the driver `columns` decides how each column is stored, and `materialize` writes packed Parquet into the store in one Spark job; `reuse`
+finds data that were written before. A `manifest` names the files, and only files in it exist for a reader. On a rank `reading` gives
+batches by row number, whichever format the files have.
+
+Failure: a file that is damaged, cut or replaced is an error that names it, never other rows. Temporary data go with the process that owns them.
+
+Each module imports only those above it:
+
+    store         the folder that driver and executors share
+    columns       columns: schema, decoders, features, labels
+    arrow_types   types of Arrow beyond those that Spark sends
+    buffers       memory for windows of rows, filled again and again
+    arrow         Arrow columns to numpy arrays of rows
+    manifest      the files of a data set
+    open_files    files that are open at a time
+    vectors       ML vectors on their way through Arrow
+    arrow_limits  bounds on Spark's Arrow batches
+    packed        our Parquet: one page per column and row group
+    parquet       Parquet of other writers, petastorm's included
+    reading       a rank's batches
+    spark_plan    a DataFrame's analyzed plan, for the key of reuse
+    materialize   writes a DataFrame as packed files
+    reuse         materialized data: found again, owned, deleted
+"""

@@ -25,7 +25,7 @@ _VECTOR_FIELDS = {"type", "size", "indices", "values"}  # Spark ML's vectors, as
 def spark_type(kind: Any) -> Any:
     """The Spark type under which `check_schema` judges an Arrow type; only for the driver, which has pyspark."""
     from pyspark.ml.linalg import VectorUDT
-    from pyspark.sql import types as T
+    from pyspark.sql import types as T  # noqa: N812 - everyone's name
 
     t = pa.types
     if t.is_dictionary(kind):

@@ -225,7 +225,7 @@ def renew_leases(now: float | None = None) -> None:
         try:
             if store.exists(data_dir):
                 _own(store, data_dir, Lease(lease.app_id, now, lease.keep))
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever its file system raises: the other leases must not suffer
             with _owned.lock:
                 _owned.retries[store, data_dir] = now + _RETRY_S
 

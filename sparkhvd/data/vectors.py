@@ -34,7 +34,7 @@ def split_vectors(df: Any, is_vector: Sequence[bool]) -> Any:
     """
     if not any(is_vector):
         return df
-    from pyspark.sql import functions as F
+    from pyspark.sql import functions as F  # noqa: N812 - its usual name
 
     columns = []
     for name, splits in zip(df.columns, is_vector, strict=True):

@@ -1,1 +1,19 @@
-""""""
+"""Load the compiled library and call it: the only package that knows ctypes. Knows no torch and no Spark.
+
+Threads: every method of `Engine` may be called from any thread; waiting releases the GIL. The engine's own threads run no Python.
+
+Memory: the engine reads and writes the caller's memory from the start of an operation until its end; a `Work` keeps alive
+what it was given.
+
+Failure: every status of the library becomes one exception of `sparkhvd.errors`, with the library's own text. After the loss of a rank
+all operations fail, and the engine can only be closed.
+
+Each module imports only those above it:
+
+    memfd     memory files, by the kernel's own numbers
+    library   the C header in ctypes
+    stacks    the stacks of this process's threads, on another rank's request
+    work      operations as they cross into the library: `Call`, `Work`, `Output`, `Buffer`
+    counters  counters of an engine, as a table and in Prometheus' text format
+    engine    `Engine`
+"""

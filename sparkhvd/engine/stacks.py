@@ -39,7 +39,7 @@ _process = _Process()
 
 
 def _after_fork() -> None:
-    global _process
+    global _process  # noqa: PLW0603 - the parent's lock may be held by a thread that is not here
     _process = _Process(_process.inherited | frozenset(_process.pipes))
 
 

@@ -122,10 +122,10 @@ class TorchEstimator(
             report = self._launch(request, spec)
         return self._collect(request, spec, data, report, widths), report.results[0].epoch
 
-    def fitMultiple(
+    def fitMultiple(  # noqa: N802 - Spark's name
         self,
         dataset: DataFrame,
-        paramMaps: Sequence[dict[Param[Any], Any]],
+        paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803
     ) -> Iterator[tuple[int, TorchModel]]:
         """Fit with each of several param maps; they share the materialized data.
 
@@ -321,19 +321,16 @@ class TorchEstimator(
 
     def write(self) -> MLWriter:
         """A writer: `estimator.write().overwrite().save(path)`."""
-
         return EstimatorWriter(self)
 
     @classmethod
     def read(cls) -> MLReader[TorchEstimator]:
         """A reader: `TorchEstimator.read().load(path)`."""
-
         return EstimatorReader(cls)
 
     @classmethod
     def load(cls, path: str, *, trust: bool = False) -> TorchEstimator:
         """Load a saved estimator; `trust` as in `TorchModel.load`."""
-
         loaded: TorchEstimator = EstimatorReader(cls, trusted=trust).load(path)
         return loaded
 

@@ -68,13 +68,13 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Seconds of the fit's phases: materialize, launch, train."""
         return dict(self._require_fitted().timings)
 
-    def getModel(self) -> torch.nn.Module:
+    def getModel(self) -> torch.nn.Module:  # noqa: N802 - Horovod's name
         """A copy of the trained module, in eval mode."""
         return copy.deepcopy(self._require_fitted().module).eval()
 
     # -- Horovod's names -----------------------------------------------------------------------------
 
-    def setModel(self, module: torch.nn.Module) -> TorchModel:
+    def setModel(self, module: torch.nn.Module) -> TorchModel:  # noqa: N802
         """Predict with a copy of another module that takes the same columns; returns this object.
 
         Raises:
@@ -96,30 +96,30 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         self._fitted = replace(fitted, module=own, widths=widths)
         return self
 
-    def getHistory(self) -> list[dict[str, Any]]:
+    def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802
         """The same as `history`."""
         return self.history
 
-    def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:
+    def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:  # noqa: N802
         """Replace the records of the epochs; returns this object."""
         records = [dict(record) for record in history]
         self._fitted = replace(self._require_fitted(), history=records)
         return self
 
-    def getRunId(self) -> str:
+    def getRunId(self) -> str:  # noqa: N802
         """Name of the run in the store: what `keep_checkpoints` lets stay of it is under `runs/<run_id>`."""
         return self._require_fitted().run_id
 
-    def setRunId(self, run_id: str) -> TorchModel:
+    def setRunId(self, run_id: str) -> TorchModel:  # noqa: N802
         """Say another name of the run; nothing in the store is renamed. Returns this object."""
         self._fitted = replace(self._require_fitted(), run_id=run_id)
         return self
 
-    def getFeatureColumns(self) -> list[str]:
+    def getFeatureColumns(self) -> list[str]:  # noqa: N802
         """The columns that `transform` reads: `feature_cols`, or those of the training."""
         return self._sources(self._require_fitted())
 
-    def getLabelColumns(self) -> list[str]:
+    def getLabelColumns(self) -> list[str]:  # noqa: N802
         """The labels after which output columns are named: `label_cols`, or those of the training."""
         return list(self._get("label_cols") or self._require_fitted().labels)
 
@@ -358,13 +358,11 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def write(self) -> MLWriter:
         """A writer: `model.write().overwrite().save(path)`."""
-
         return ModelWriter(self)
 
     @classmethod
     def read(cls) -> MLReader[TorchModel]:
         """A reader: `TorchModel.read().load(path)`."""
-
         return ModelReader(cls)
 
     @classmethod
@@ -380,7 +378,6 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         Raises:
             UntrustedError: the file holds code and nobody trusts it.
         """
-
         loaded: TorchModel = ModelReader(cls, trusted=trust).load(path)
         return loaded
 

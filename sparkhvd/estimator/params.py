@@ -199,17 +199,17 @@ class TorchParams(Params):
     def _example(self) -> str:
         return "model" if self.hasParam("model") else "feature_cols"
 
-    def setParams(self, *positional: Any, **keywords: Any) -> Any:
+    def setParams(self, *positional: Any, **keywords: Any) -> Any:  # noqa: N802 - Spark's name
         """Set several Params by keyword; returns this object."""
         self._set_keywords(positional, keywords)
         return self
 
-    def explainParams(self) -> str:
+    def explainParams(self) -> str:  # noqa: N802 - Spark's name
         """One line per Param; Horovod's Params without effect only where they are set."""
         shown = [p for p in self.params if p.name not in NO_EFFECT or self.isSet(p)]
         return "\n".join(self.explainParam(p) for p in shown)
 
-    def explainParam(self, param: str | Param[Any]) -> str:
+    def explainParam(self, param: str | Param[Any]) -> str:  # noqa: N802 - Spark's name
         """Name, meaning, default and current value of a Param on one line; a model is shown by its size."""
         resolved = self._resolveParam(param)
         values = []
@@ -265,16 +265,16 @@ class PredictParams(TorchParams):
         _any,
         "null, NaN, infinity, out of range: 'error', 'skip', or a dict from column to a number",
     )
-    outputCols = _p("outputCols", _columns, "output columns; default <label>__output")
-    predictionCol = _p(
+    outputCols = _p("outputCols", _columns, "output columns; default <label>__output")  # noqa: N815 - Spark's
+    predictionCol = _p(  # noqa: N815 - Spark's name
         "predictionCol",
         TypeConverters.toString,
         "column for the class or value as a double; '' = none",
     )
-    probabilityCol = _p(
+    probabilityCol = _p(  # noqa: N815 - Spark's name
         "probabilityCol", TypeConverters.toString, "column for a vector of probabilities; '' = none"
     )
-    rawPredictionCol = _p(
+    rawPredictionCol = _p(  # noqa: N815 - Spark's name
         "rawPredictionCol",
         TypeConverters.toString,
         "column for the model's output as a vector; '' = none",

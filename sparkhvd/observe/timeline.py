@@ -84,10 +84,10 @@ def start(
     try:
         if engine.rank == 0:
             engine.start_timeline(path, mark_cycles=mark_cycles)
-            _recordings[engine] = _Recording(path, open(path, "rb"))
+            _recordings[engine] = _Recording(path, open(path, "rb"))  # noqa: SIM115 - closed by stop()
         else:
             # Without a name, so that nothing stays behind, whatever happens to the process.
-            file = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")
+            file = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")  # noqa: SIM115 - closed by stop()
             _recordings[engine] = _Recording(path, file)
             engine.start_timeline(f"/proc/self/fd/{file.fileno()}", mark_cycles=mark_cycles)
     except (OSError, SparkhvdError) as error:
@@ -252,7 +252,7 @@ def _gather(engine: Engine, file: IO[bytes], opened: contextlib.ExitStack) -> li
     files: list[IO[bytes]] = []
     if engine.rank == 0:
         for _ in range(engine.size):
-            made = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")
+            made = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")  # noqa: SIM115 - entered below
             files.append(opened.enter_context(made))
     while True:
         parts = _exchange(engine, file.read(chunk))

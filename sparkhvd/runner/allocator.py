@@ -51,7 +51,7 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it was changed.
     """
-    environ = os.environ
+    environ = os.environ  # noqa: TID251 - glibc's own variables
     # It has been read; the processes that the user starts are not ours.
     others = [one for one in environ.pop(_TUNABLES, "").split(":") if one and one != _NO_CACHE]
     if others:

@@ -230,7 +230,7 @@ def _enter(prologue: Prologue) -> None:
     if prologue.keep_freed_memory:
         allocator.keep_freed_memory()
     variables = {**thread_variables(prologue.num_threads), **prologue.env}
-    os.environ.update(variables)
+    os.environ.update(variables)  # noqa: TID251 - OpenMP's, and the user's own
     if prologue.sys_path:
         sys.path[:] = prologue.sys_path
     if prologue.cwd:
@@ -297,7 +297,7 @@ def _install(prologue: Prologue, frame: JobFrame) -> None:
     from sparkhvd.settings import JobSettings, RankSettings
 
     env, gpu = _visible(frame, prologue.cuda_library)
-    os.environ.update(env)
+    os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
     settings = RankSettings(JobSettings.from_json(frame.settings))
     job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)
@@ -340,7 +340,7 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
     except SystemExit as e:
         report = _report_of_exit(e)
         result = _dump_result(None) if report["kind"] == "ok" else b""
-    except BaseException as e:
+    except BaseException as e:  # noqa: BLE001 - door: whatever the function raises becomes data
         report = _report_of(e)
     report["started_at"] = started_at
     report["run_s"] = time.monotonic() - started
@@ -358,9 +358,9 @@ def _call(program: bytes) -> Any:
     pid = os.getpid()
     try:
         # The driver's closure: this process exists to run it.
-        fn, args, kwargs = pickle.loads(program)
+        fn, args, kwargs = pickle.loads(program)  # noqa: S301
         value = fn(*args, **kwargs)
-    except BaseException as e:
+    except BaseException as e:  # noqa: BLE001 - door: whatever the function raises becomes data
         if os.getpid() != pid:
             _end_forked(e)
         raise
@@ -390,7 +390,7 @@ class _UnpicklableResultError(TypeError):
 def _dump_result(value: Any) -> bytes:
     try:
         return _dumps(value)
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - as above
         kind = type(value)
         raise _UnpicklableResultError(
             f"the function returned a {kind.__module__}.{kind.__qualname__}, which cannot be pickled "
@@ -439,7 +439,7 @@ def _is_consequence(error: BaseException) -> bool:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - as above
         return f"(its message cannot be shown: {type(e).__name__})"
 
 
@@ -450,7 +450,7 @@ def _traceback_of(error: BaseException) -> str:
         frames = frames.tb_next
     try:
         return "".join(traceback.format_exception(type(error), error, frames))
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - as above
         return f"{type(error).__name__} (its traceback cannot be shown: {type(e).__name__})"
 
 

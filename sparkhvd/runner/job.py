@@ -288,7 +288,7 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
             rows = plan.shim.collect(stage, tag, description)
     except SparkhvdError:  # Spark itself is gone
         raise
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text says why
         return _failure(plan, attempt, job_id, e)
     return _report(plan, attempt, rows, submitted_at)
 

@@ -62,7 +62,7 @@ def _unpicklable(
     for name, value in parts:
         try:
             dump_program(len, (value,), {})
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - the question is only whether it pickles
             return (
                 f"{name}, a {type(value).__module__}.{type(value).__qualname__}, cannot be pickled, so it "
                 f"cannot travel to the ranks ({type(e).__name__}: {e}). Create it inside fn."
@@ -207,4 +207,4 @@ def reserved_port(address: str) -> Iterator[int]:
 
 def load_result(data: bytes) -> Any:
     """A rank's result; it came through Spark or through this process's own pipe."""
-    return pickle.loads(data)
+    return pickle.loads(data)  # noqa: S301

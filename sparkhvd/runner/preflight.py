@@ -384,7 +384,7 @@ def write_token(
     path = token_path(run_dir, attempt, rank)
     try:
         shared.write_bytes(path, _token(job_id, rank))
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - a store may raise anything; all of it means "cannot write"
         return f"cannot write {path} in {describe_shared(shared)}: {type(e).__name__}: {e}"
     return ""
 
@@ -399,7 +399,7 @@ def check_tokens(
         try:
             found: bytes | None = shared.read_bytes(path)
             why = "has other contents"
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - as above: all of it means "cannot read"
             found, why = None, f"cannot be read ({type(e).__name__}: {e})"
         if found != _token(job_id, owner):
             who = "the driver" if owner is None else f"rank {owner} on host {hosts[owner]}"

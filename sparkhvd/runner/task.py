@@ -142,7 +142,7 @@ def run_task(
         pass
     barrier = BarrierTaskContext.get()
     spec = TaskSpec.from_json(text)
-    files: SharedFiles | None = pickle.loads(shared) if shared else None
+    files: SharedFiles | None = pickle.loads(shared) if shared else None  # noqa: S301 - the driver's closure
     rank = barrier.partitionId()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
@@ -185,7 +185,7 @@ def _run_rank(
                 trainer = stack.enter_context(Trainer(rank, prologue, program, _log))
             if rank == 0:
                 port = stack.enter_context(launching.reserved_port(address))
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - every rank must reach the gathering, or the others would wait there
             error = f"{type(e).__name__}: {e}"
         if files is not None and not error:
             error = preflight.write_token(files, spec.run_dir, spec.attempt, rank, spec.job_id)

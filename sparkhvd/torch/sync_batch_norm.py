@@ -199,7 +199,7 @@ class _Normalize(torch.autograd.Function):
     """Normalize with given statistics, which the gradient takes as functions of all ranks' inputs."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102 - what the class says
         ctx: Any,
         input: Tensor,
         weight: Tensor | None,
@@ -217,7 +217,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: D102
         input, weight, mean, variance, total = ctx.saved_tensors
         eps, group = ctx.arguments
         gradient = gradient.contiguous(memory_format=_format(input))

@@ -23,6 +23,7 @@ from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.torch.gradients.powersgd import PowerSGD
+from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.class_mean import ClassMean
 from sparkhvd.training.metrics import Metric, StateMetric
 from sparkhvd.training.modules.architecture import (
@@ -34,7 +35,6 @@ from sparkhvd.training.modules.architecture import (
 )
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
 from sparkhvd.training.schedulers import describe_scheduler, is_plain, plain
-from sparkhvd.training.user_code.check import UserCode
 
 __all__ = [
     "PROGRAM_NAME",
@@ -140,7 +140,7 @@ def _unpicklable(program: Program) -> tuple[str, Any]:
     for name, value in parts.items():
         try:
             cloudpickle.dumps(value)
-        except Exception:
+        except Exception:  # noqa: BLE001 - which part fails is the question
             names = {
                 "losses": "loss",
                 "compression": "gradient_compression",

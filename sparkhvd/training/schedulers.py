@@ -51,7 +51,7 @@ def describe_scheduler(
     before = [dict(group) for group in trial.param_groups]
     try:
         scheduler = make_scheduler(function, trial, _SOME_STEPS)
-    except Exception:
+    except Exception:  # noqa: BLE001 - it will say so in the ranks
         return {"function": getattr(function, "__qualname__", type(function).__qualname__)}
     # Where OneCycleLR and its like keep their arguments.
     written = {
@@ -93,7 +93,7 @@ def _factors(function: Callable[[int], Any]) -> list[float | None]:
     for number in _MOVES:
         try:
             found.append(float(function(number)))
-        except Exception:
+        except Exception:  # noqa: BLE001, PERF203 - a table that is too short
             found.append(None)
     return found
 

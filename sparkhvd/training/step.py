@@ -35,7 +35,7 @@ from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.to_device import Mover
 from sparkhvd.training.together import fail_together
 from sparkhvd.training.user_code.logs import Logs
-from sparkhvd.training.user_code.train_step import UserStep
+from sparkhvd.training.user_step import UserStep
 
 __all__ = ["Step"]
 
@@ -269,7 +269,7 @@ class Step:
                 raise
             except InvalidArgumentError as e:
                 problem, cause = str(e), e
-            except Exception as e:
+            except Exception as e:  # noqa: BLE001 - raised again below, on every rank
                 shapes = (f"{n} {v.shape} {v.dtype}" for n, v in batch.columns.items())
                 problem = (
                     f"model or loss raised {type(e).__name__}: {e} (columns: {', '.join(shapes)})"

@@ -53,11 +53,11 @@ from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
 from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
 from sparkhvd.training.together import seed_everything
+from sparkhvd.training.train_fn import TrainFnContext, run_train_fn
 from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
 from sparkhvd.training.user_code.context import Moment
 from sparkhvd.training.user_code.logs import Logs
-from sparkhvd.training.user_code.train_fn import TrainFnContext, run_train_fn
-from sparkhvd.training.user_code.train_step import StepContext, UserStep
+from sparkhvd.training.user_step import StepContext, UserStep
 
 __all__ = ["train"]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torchmetrics
 from pyspark.ml.functions import array_to_vector
-from pyspark.sql import functions as F
+from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 

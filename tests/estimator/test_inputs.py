@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from pyspark.ml.linalg import Vectors, VectorUDT
-from pyspark.sql import functions as F
-from pyspark.sql import types as T
+from pyspark.sql import functions as F  # noqa: N812 - everyone's name
+from pyspark.sql import types as T  # noqa: N812 - everyone's name
 from torch import Tensor, nn
 
 from sparkhvd import InvalidArgumentError, Store
@@ -81,7 +81,7 @@ class Everything(nn.Module):
         self.nested = nn.Linear(6, 1)
         self.level = nn.Embedding(2, 1)
 
-    def forward(
+    def forward(  # noqa: D102
         self, image: Tensor, words: Tensor, wide: Tensor, nested: Tensor, level: Tensor
     ) -> Tensor:
         assert image.shape[1:] == (1, SIDE, SIDE)

@@ -14,7 +14,7 @@ from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import ParamGridBuilder, TrainValidationSplit
-from pyspark.sql import functions as F
+from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
 
 import sparkhvd.torch as hvd

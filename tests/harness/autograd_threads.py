@@ -42,7 +42,7 @@ class Recomputed(torch.autograd.Function):
             return run(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
             found = ctx.run(x)

@@ -275,7 +275,7 @@ class FakeDevice:
         try:
             with torch.no_grad():
                 self._functions[number]()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised by the next `synchronize`
             self.errors.append(error)
         # Whoever enqueues lets it go: this thread must not have the last reference.
         self._spent.append(number)

@@ -180,7 +180,7 @@ def main() -> None:
     try:
         with Engine(rendezvous.connect(), settings) as engine:
             talk.say(body(engine, talk))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - it is the outcome
         if os.getpid() != parent:
             raise
         text = traceback.format_exc()

@@ -45,7 +45,7 @@ def run_threads(
     def run(index: int) -> None:
         try:
             outcomes[index] = functions[index]()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is the outcome
             outcomes[index] = error
 
     threads = [

@@ -106,7 +106,7 @@ def main() -> None:
             return
         with Engine(rendezvous.connect(), settings) as engine:
             talk.say(body(engine, talk))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - it is the outcome
         if os.getpid() != parent:
             raise
         message = {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__}

@@ -398,7 +398,7 @@ def run_here(session: SparkSession, body: str, folder: Path) -> str:
     """Run a program in this process with a session; returns what it printed."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(_with_folder(body, folder), {"__name__": "__main__", "spark": session})
+        exec(_with_folder(body, folder), {"__name__": "__main__", "spark": session})  # noqa: S102
     return printed.getvalue()
 
 

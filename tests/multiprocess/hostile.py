@@ -439,7 +439,7 @@ class Bystanders:
                     if rank == 0:
                         self.operations = number + 2
                     time.sleep(0.001)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - told at the end
             self.errors.append(f"rank {rank}: {error!r}")
 
     def _sockets(self, rank: int, end: socket.socket) -> list[int]:

@@ -15,7 +15,7 @@ from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
-from pyspark.sql import functions as F
+from pyspark.sql import functions as F  # noqa: N812 - everyone's name
 from torch import nn
 
 from sparkhvd import Store, TorchEstimator, TorchModel, trust

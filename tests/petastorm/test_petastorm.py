@@ -12,19 +12,19 @@ from torch import nn
 
 petastorm = pytest.importorskip("petastorm", reason="runs where petastorm is: make test-oldest")
 
-from petastorm.codecs import (
+from petastorm.codecs import (  # noqa: E402 - after importorskip
     CompressedImageCodec,
     CompressedNdarrayCodec,
     NdarrayCodec,
     ScalarCodec,
 )
-from petastorm.etl.dataset_metadata import materialize_dataset
-from petastorm.unischema import Unischema, UnischemaField, dict_to_spark_row
-from pyspark.sql import types as T
+from petastorm.etl.dataset_metadata import materialize_dataset  # noqa: E402
+from petastorm.unischema import Unischema, UnischemaField, dict_to_spark_row  # noqa: E402
+from pyspark.sql import types as T  # noqa: E402, N812 - everyone's name
 
-from sparkhvd import InvalidArgumentError, Store
-from sparkhvd.estimator import pad
-from tests.estimator.fits import estimator
+from sparkhvd import InvalidArgumentError, Store  # noqa: E402
+from sparkhvd.estimator import pad  # noqa: E402
+from tests.estimator.fits import estimator  # noqa: E402
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -83,12 +83,12 @@ class Everything(nn.Module):
         super().__init__()
         self.head = nn.Linear(6 + 4 + 1 + 3 + 1, 1)
 
-    def forward(
+    def forward(  # noqa: D102
         self,
         number: torch.Tensor,
         matrix: torch.Tensor,
         packed: torch.Tensor,
-        any: torch.Tensor,
+        any: torch.Tensor,  # noqa: A002 - the column's name
         image: torch.Tensor,
         weight: torch.Tensor,
     ) -> torch.Tensor:

@@ -27,7 +27,7 @@ _TASKS = 64
 
 
 @dataclass(frozen=True)
-class pad:
+class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
     """A collate function that fills rows up with a value.
 
     Attributes:

@@ -32,7 +32,7 @@ def together(calls: Sequence[Callable[[], None]]) -> None:
                 return
             try:
                 call()
-            except BaseException as e:
+            except BaseException as e:  # noqa: BLE001 - it is raised below
                 errors.append(e)
 
     # Daemons, because a read may never return.

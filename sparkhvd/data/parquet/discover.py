@@ -80,7 +80,7 @@ class ParquetDataset:
     @cached_property
     def schema(self) -> Any:
         """The columns as a Spark StructType; those of folders last, as in Spark."""
-        from pyspark.sql import types as T
+        from pyspark.sql import types as T  # noqa: N812 - everyone's name
 
         names = self.partition_columns
         fields = [

@@ -107,7 +107,7 @@ class Loading:
                     self._values = read_rows(source, self._names, self._rows)
                     if self._shuffle:
                         self._order = permutation(count_of(self._rows), self._seed, 0)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the reader meets it too, and knows the rank and the step
             self._values = None
 
 

@@ -493,7 +493,7 @@ class _Prefetch:
                     return
             self._has_all = True
             failure = InternalError("The reader ran out of rows before the epoch's end.")
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - a door: the consumer raises it
             failure = error
         while not self._stopping.is_set():
             try:

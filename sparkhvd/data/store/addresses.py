@@ -208,7 +208,7 @@ def _is_quoted(url: str) -> bool:
     """
     try:
         parts = urlsplit(url)
-        parts.port
+        parts.port  # noqa: B018 - it raises
     except ValueError:
         return False
     after = url.partition("//")[2][len(parts.netloc) :]

@@ -95,7 +95,7 @@ class Sink(io.RawIOBase):
 def local_output(target: str, temporary: str) -> Iterator[Sink]:
     """A file of a local folder: `temporary` while it is written, then `target`."""
     # Nothing is flushed to the device: a store outlives processes, and a lost machine loses the run anyway.
-    sink = Sink(open(temporary, "wb"))
+    sink = Sink(open(temporary, "wb"))  # noqa: SIM115
     try:
         yield sink
         sink.is_whole = True
@@ -192,7 +192,7 @@ def _move(filesystem: pafs.FileSystem, source: str, target: str) -> None:
     except BaseException as e:
         try:
             filesystem.move(older, target)
-        except Exception:
+        except Exception:  # noqa: BLE001 - drivers of fsspec raise what they like
             raise OSError(f"{e}; what was there before is now {older}") from e
         raise
     with contextlib.suppress(Exception):

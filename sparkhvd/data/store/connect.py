@@ -213,7 +213,7 @@ class RemoteStore(Store):
                 f"{how}had not answered after {limit_s:g} s. Look whether a task slot is free and whether the store "
                 "answers, or wait longer with start_timeout or SPARKHVD_START_TIMEOUT_S."
             ) from self._cause(e)
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - classic and Connect raise their own
             first = self.hide(str(e)).strip().partition("\n")[0]
             raise StoreError(
                 f"{how}failed: {type(e).__name__}: {first}. Look whether the session and its executors are alive."
@@ -288,7 +288,7 @@ def _is_seen(spark: Any, store: Store, make: bool) -> bool:
     remote.ask(_prove, token, content, make)
     try:
         found = store.read_bytes(token)
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever a client without credentials or network meets
         found = b""
     if found == content:
         store.delete(token)
@@ -412,7 +412,7 @@ def _answer(
             data = json.dumps({"value": value}).encode() if part == _ANSWER else bytes(value)
             yield _row(part, data)
             part += 1
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - it is raised again by the client
         known = next((k.__name__ for k in type(e).__mro__ if k.__name__ in _ERRORS), "StoreError")
         text = (
             str(e) if isinstance(e, SparkhvdError) else f"{type(e).__name__}: {e} (on an executor)"

@@ -165,7 +165,7 @@ def _rows(data: bytes, separator: bytes) -> Iterator[bytes]:
 
 
 def _read_table(spark: Any, folder: str, path: str) -> None:
-    from pyspark.sql import functions as F
+    from pyspark.sql import functions as F  # noqa: N812 - everyone's name
 
     table = spark.read.format("binaryFile").load(folder)
     lengths = [row.length for row in table.select("length").collect()]

@@ -294,7 +294,7 @@ class Store:
                 yield sink
         except SparkhvdError:
             raise
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
             cause = e if sink is None or sink.is_whole else sink.error
             if cause is None:  # the caller's own
                 raise
@@ -470,14 +470,14 @@ class Store:
             return addresses.open_filesystem(self._address, self._options)
         except SparkhvdError:
             raise
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
             raise self._error("opened", "", e) from self._cause(e)
 
     @property
     def _root(self) -> str:
         if self._address.root is not None:
             return self._address.root
-        self._fs
+        self._fs  # noqa: B018 - opens it
         root: str = self._opened.root
         return root
 
@@ -505,7 +505,7 @@ class Store:
             if self._cause(e) is not None:
                 raise
             raise type(e)(self.hide(str(e))) from None
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - drivers of fsspec raise what they like
             raise self._error(doing, path, e) from self._cause(e)
 
     def _error(self, doing: str, path: str, cause: Exception, place: str = "") -> StoreError:
@@ -566,7 +566,7 @@ class Store:
             self.delete(probe)
         except InvalidArgumentError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - as above
             cause = error.__cause__ if isinstance(error, StoreError) and error.__cause__ else error
             raise InvalidArgumentError(
                 f"Store.create({self.url!r}): the place cannot be written: {type(cause).__name__}: "

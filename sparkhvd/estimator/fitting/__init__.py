@@ -1,1 +1,15 @@
-""""""
+"""Fit: from the Params and a DataFrame to the ranks' task, on the driver.
+
+Everything is checked before the first Spark job.
+
+Each module imports only those above it:
+
+    cluster           ranks, GPUs and settings that the session gives
+    inputs            columns of the data, checked and made ready
+    options           Params of the training loop
+    runs              runs of the store, and what may go on from them
+    request           a fit as it was asked for
+    progress          epochs, shown while the ranks train
+    cross_validation  fits that share their data
+    on_parquet        `fit_on_parquet`
+"""

@@ -37,7 +37,7 @@ class ParquetTable:
     """Parquet that others wrote, in the place of a DataFrame: it has columns and a session, and ranks read it as it is."""
 
     dataset: ParquetDataset
-    sparkSession: Any
+    sparkSession: Any  # noqa: N815 - as of a DataFrame
 
     @property
     def schema(self) -> Any:

@@ -34,7 +34,7 @@ class FitOnParquet:
 
     if TYPE_CHECKING:  # of the estimator
 
-        def copy(self, extra: Any = None) -> Any: ...
+        def copy(self, extra: Any = None) -> Any: ...  # noqa: D102
 
     def fit_on_parquet(
         self,

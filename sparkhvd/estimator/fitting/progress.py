@@ -168,7 +168,7 @@ class EpochReporter:
         if self._progress is not None:
             try:
                 self._progress(record)
-            except Exception as e:
+            except Exception as e:  # noqa: BLE001 - the user's function must not end the training
                 self._progress = None
                 warnings.warn(
                     f"progress raised {type(e).__name__}: {e}; it is not called any more.",

@@ -29,6 +29,7 @@ from sparkhvd.training.building import (
     check_compression,
     given_loss,
 )
+from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.modules.architecture import light_copy
 from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
@@ -39,7 +40,6 @@ from sparkhvd.training.program import (
     dump_program,
     resolve_losses,
 )
-from sparkhvd.training.user_code.check import UserCode, check_user_code
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

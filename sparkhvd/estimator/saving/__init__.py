@@ -1,1 +1,10 @@
-""""""
+"""Save and load estimators and models.
+
+What JSON and weights cannot hold is pickled, and a pickle runs only where somebody has said that its place is trusted.
+
+Each module imports only those above it:
+
+    trust        which files may run code
+    encoding     values of Params as JSON and files
+    persistence  Spark ML's writers and readers
+"""

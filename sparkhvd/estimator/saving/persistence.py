@@ -64,7 +64,7 @@ class _Writer(MLWriter):
         super().__init__()
         self.instance = instance
 
-    def _handleOverwrite(self, path: str) -> None:
+    def _handleOverwrite(self, path: str) -> None:  # noqa: N802 - overrides Spark's
         if not SparkShim(self.sparkSession).is_connect:
             super()._handleOverwrite(path)
             return
@@ -81,7 +81,7 @@ class _Writer(MLWriter):
                 self._handleOverwrite(path)
             self._write(path, encoded)
 
-    def saveImpl(self, path: str) -> None:
+    def saveImpl(self, path: str) -> None:  # noqa: N802 - overrides Spark's
         """Write everything below `path`, which must not exist."""
         with self._encoded(path) as encoded:
             self._write(path, encoded)

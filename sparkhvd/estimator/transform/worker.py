@@ -121,7 +121,7 @@ _cache = ModelCache(KEPT_MODELS)
 
 def load_spec(carried: Any) -> PredictSpec:
     """Return the spec that the driver pickled, from the bytes that came with Spark's function."""
-    spec: PredictSpec = pickle.loads(bytes_of(carried))
+    spec: PredictSpec = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's closure
     return spec
 
 

@@ -83,7 +83,7 @@ def count_beside(library: str, env: Mapping[str, str]) -> int:
         library: the driver's library; "" for `LIBRARY`.
         env: variables that the other process has besides those of this one.
     """
-    inherited = os.environ
+    inherited = os.environ  # noqa: TID251 - the other process inherits the environment of this one
     try:
         done = subprocess.run(
             [sys.executable, "-I", __file__, library],
@@ -151,11 +151,11 @@ def _answer(library: str, view: Mapping[str, str | None], fd: int) -> NoReturn:
     try:
         try:
             for name, value in view.items():
-                os.environ.pop(name, None)
+                os.environ.pop(name, None)  # noqa: TID251 - CUDA's own, in a process that only asks CUDA
                 if value is not None:
-                    os.environ[name] = value
+                    os.environ[name] = value  # noqa: TID251 - as above
             answer = {"uuids": cuda_uuids(library), "error": ""}
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - the answer is why there is none
             answer = {"uuids": [], "error": str(e) or type(e).__name__}
         os.write(fd, json.dumps(answer).encode())
     finally:

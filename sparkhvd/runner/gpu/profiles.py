@@ -71,7 +71,7 @@ def plan_gpus(
         return plan, given
     try:
         return plan, shim.profile(plan.profile.cpus, plan.profile.gpus)
-    except Exception as e:
+    except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own: this master takes no profiles
         refused = f"Spark takes no resource profile here ({_first_line(e)})"
         return decide.decide(conf, use_gpu, refused=refused), None
 

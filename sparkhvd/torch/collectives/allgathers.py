@@ -238,7 +238,7 @@ class Allgather(torch.autograd.Function):
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, process_set, first, rows = ctx.arguments
         average = allreduce(gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set)
         return average.narrow(0, first, rows), None, None
@@ -248,7 +248,7 @@ class GroupedAllgather(torch.autograd.Function):
     """As `Allgather`, for several tensors."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         handle, rows = start_grouped_allgather(tensors, name, process_set, is_awaited=True)
@@ -259,7 +259,7 @@ class GroupedAllgather(torch.autograd.Function):
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, process_set, own = ctx.arguments
         averages = grouped_allreduce(
             gradients, name=name, op=ReduceOp.AVERAGE, process_set=process_set

@@ -342,7 +342,7 @@ class GroupedAllreduce(torch.autograd.Function):
     """The gradient of a sum over ranks is the sum of the ranks' gradients, with the same factors."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any,
         name: str | None,
         op: ReduceOp,
@@ -361,7 +361,7 @@ class GroupedAllreduce(torch.autograd.Function):
         return (result,) if single else tuple(result)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, op, prescale, postscale, process_set, single = ctx.arguments
         check_linear("allreduce", op)
         # Not `start_allreduce`: with create_graph=True the gradient has a gradient too.

@@ -139,7 +139,7 @@ class Alltoall(torch.autograd.Function):
     """The gradient of rows goes back to where they came from."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any,
         tensor: Tensor,
         splits: Tensor | Sequence[int] | None,
@@ -154,7 +154,7 @@ class Alltoall(torch.autograd.Function):
         return output, received
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, process_set, received, rows = ctx.arguments
         gradient, _ = alltoall(gradients[0], received, name, process_set)
         unsent = rows - gradient.shape[0]  # rows behind the last split

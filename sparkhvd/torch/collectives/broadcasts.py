@@ -137,7 +137,7 @@ class Broadcast(torch.autograd.Function):
     """The gradient is the average of the ranks' gradients on the root, zero elsewhere (as in Horovod)."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
     ) -> Tensor:
         ctx.arguments = (gradient_name(name), process_set, root_rank)
@@ -145,7 +145,7 @@ class Broadcast(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, process_set, root_rank = ctx.arguments
         average = allreduce(gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set)
         if context().engine.topology.rank != root_rank:

@@ -73,7 +73,7 @@ class DeviceGather:
                 self._has_begun = True
                 self._work, self._outcome = self._begin(self._rows)
                 del self._begin, self._rows  # and what they keep alive
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whoever waits gets it
                 self._has_begun = True
                 self._error = error
             return True

@@ -201,7 +201,7 @@ class GroupedReducescatter(torch.autograd.Function):
     """The gradient is the ranks' gradients joined, with the same factors; with Sum times their number."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: D102
         ctx: Any,
         name: str | None,
         op: ReduceOp,
@@ -220,7 +220,7 @@ class GroupedReducescatter(torch.autograd.Function):
         return (result,) if single else tuple(result)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         name, op, factor, process_set = ctx.arguments
         check_linear("reducescatter", op)
         if op is ReduceOp.SUM:

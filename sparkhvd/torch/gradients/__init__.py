@@ -1,1 +1,20 @@
-""""""
+"""Reduce gradients in buckets.
+
+Hooks of autograd fill buckets; a complete bucket is one operation of the engine, reduced in place where that is possible. `reducer`
+runs the cycle from the first gradient of a backward pass to reduced gradients in `.grad`, and says when each part happens.
+
+Each module imports only those above it:
+
+    backward_end      the end of the outermost backward pass
+    agreement         parameters and options compared between ranks
+    layout            tensors in flat memory, and their parts
+    registered_views  gradients as views of registered memory
+    dense             a bucket of dense gradients
+    sharded           a bucket of which each rank gets its part
+    cuda              a bucket on a GPU
+    sparse            a bucket of sparse gradients
+    cuda_sharded      the same, of which each rank gets its part
+    powersgd          low-rank gradients with error feedback
+    plan              which gradients share a bucket
+    reducer           the cycle
+"""

@@ -41,7 +41,7 @@ __all__ = ["DistributedOptimizer"]
 _Made = TypeVar("_Made", bound=torch.optim.Optimizer)
 
 
-def DistributedOptimizer(
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: type[Compressor] | Compressor = Compression.none,

@@ -121,7 +121,7 @@ class Saver:
             num_epochs = self._spec.num_checkpoints
             self._checkpoints.save(checkpoint, keep=keep, num_epochs=num_epochs)
             self._cadence.written(time.monotonic() - taken)
-        except BaseException as e:
+        except BaseException as e:  # noqa: BLE001 - raised by `wait`
             done.set_exception(e)
         else:
             done.set_result(None)

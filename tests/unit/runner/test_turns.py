@@ -43,7 +43,7 @@ class Launch:
                         self._is_lost.wait(20)
                         self._is_lost.clear()
                     self.is_running.clear()
-        except BaseException as e:
+        except BaseException as e:  # noqa: BLE001 - the test looks at it
             self.error = e
 
     def lose(self) -> None:

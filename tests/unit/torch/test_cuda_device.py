@@ -25,7 +25,7 @@ class FakeTorchCuda:
     def default_stream(self, ordinal: int) -> str:
         return f"default of {ordinal}"
 
-    def ExternalStream(self, handle: int, device: int) -> str:
+    def ExternalStream(self, handle: int, device: int) -> str:  # noqa: N802 - torch's name
         return f"{handle:#x} of {device}" if handle else "a new one"
 
 

@@ -299,7 +299,7 @@ class Whole(torch.autograd.Function):
         return ctx.found.detach()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         return None, *torch.autograd.grad(ctx.found, ctx.parameters, gradients, allow_unused=True)
 
 
@@ -337,7 +337,7 @@ class ToGpu(torch.autograd.Function):
         return gpu.tensor(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         return gradients[0].cpu(), None
 
 

@@ -159,7 +159,7 @@ class Halving(hvd.Compression.fp16):
 
 def test_a_compression_of_the_users_own() -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
-    body = lambda gpu: weights(sharded(gpu, OPTIMIZERS["Adam"], compression=Halving)[0])
+    body = lambda gpu: weights(sharded(gpu, OPTIMIZERS["Adam"], compression=Halving)[0])  # noqa: E731
     for found in on_gpus(2, body, settings=SMALL):
         assert float((found - expected).abs().max()) < 1e-10
 

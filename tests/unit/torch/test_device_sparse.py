@@ -29,7 +29,7 @@ class Lookup(torch.autograd.Function):
         return weight.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
         (gradient,) = gradients
         if isinstance(gradient, FakeTensor):
             place = gradient.gpu.tensor(ctx.index[None])

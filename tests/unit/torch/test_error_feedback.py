@@ -188,7 +188,7 @@ def test_a_gradient_of_low_rank_comes_through_whole() -> None:
 def test_after_a_gradient_of_zeros_it_goes_on() -> None:
     def body() -> Any:
         compression = hvd.Compression.powersgd(rank=2)
-        scale = lambda step, rank: 0.0 if step < 2 else 1.0
+        scale = lambda step, rank: 0.0 if step < 2 else 1.0  # noqa: E731
         return random_gradients(compression, [(40, 30)], 5, scale)
 
     for _, (got,), state in on_ranks(2, body):

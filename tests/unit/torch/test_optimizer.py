@@ -824,7 +824,7 @@ def test_ranks_with_different_parameters_get_an_error_that_shows_both(kind: Any)
         if odd and kind == "count":
             named.append(("more", nn.Parameter(torch.ones(1))))
         factor = 2.0 if odd and kind == "factor" else 1.0
-        _optimizer = hvd.DistributedOptimizer(
+        _optimizer = hvd.DistributedOptimizer(  # noqa: F841 - its hooks live as long as it does
             torch.optim.SGD([p for _, p in named], lr=0.1),
             named_parameters=named,
             gradient_predivide_factor=factor,

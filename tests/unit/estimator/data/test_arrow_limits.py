@@ -9,8 +9,8 @@ import pytest
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
-from pyspark.sql import types as T
+from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
+from pyspark.sql import types as T  # noqa: N812 - Spark's own custom
 
 from sparkhvd.data.arrow_limits import (
     BYTES_KEY,

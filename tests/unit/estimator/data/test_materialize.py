@@ -11,8 +11,8 @@ import pytest
 from pyspark import TaskContext
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
-from pyspark.sql import types as T
+from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
+from pyspark.sql import types as T  # noqa: N812
 
 from sparkhvd.data.columns.schema import DataSchema, check_schema
 from sparkhvd.data.manifest import Manifest

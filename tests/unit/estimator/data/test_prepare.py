@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 
 from sparkhvd.data import reuse
 from sparkhvd.data.columns.schema import check_schema

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from pyspark.ml.linalg import VectorUDT
-from pyspark.sql import types as T
+from pyspark.sql import types as T  # noqa: N812 - Spark's own custom
 
 from sparkhvd.data.columns.schema import DataSchema, check_schema, dtype_name
 from sparkhvd.errors import InvalidArgumentError

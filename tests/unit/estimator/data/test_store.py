@@ -138,7 +138,7 @@ def test_deleting_the_whole_store_is_refused(store: Store) -> None:
 
 def test_a_file_appears_whole_or_not_at_all(store: Store, tmp_path: Path) -> None:
     store.write_bytes("runs/a", b"old")
-    with pytest.raises(RuntimeError, match="midway"), store.open_output("runs/a") as sink:
+    with pytest.raises(RuntimeError, match="midway"), store.open_output("runs/a") as sink:  # noqa: PT012
         sink.write(b"half")
         assert store.read_bytes("runs/a") == b"old"
         assert store.list("runs") == ["runs/a"]
@@ -254,7 +254,7 @@ def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
                 remove_directory(store, f"data/k/{name}")
                 if ended.is_set():
                     return
-        except Exception as e:
+        except Exception as e:  # noqa: BLE001 - the thread's outcome
             lost.append(repr(e))
         finally:
             ended.set()

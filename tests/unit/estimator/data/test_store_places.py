@@ -46,7 +46,7 @@ def test_a_mount_that_neither_appends_nor_seeks_holds_a_store(
         store.write_bytes("runs/r/a", b"one" * 1000)
         store.write_bytes("runs/r/a", b"two")
         assert store.read_bytes("runs/r/a") == b"two"
-        with pytest.raises(RuntimeError), store.open_output("runs/r/a") as sink:
+        with pytest.raises(RuntimeError), store.open_output("runs/r/a") as sink:  # noqa: PT012
             sink.write(b"half")
             raise RuntimeError("midway")
         assert store.read_bytes("runs/r/a") == b"two"

@@ -22,13 +22,13 @@ from sparkhvd.data.packed import write_packed
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.torch.context import use_engine
+from sparkhvd.training.check_user_code import check_user_code
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program, dump_program, resolve_losses, store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
-from sparkhvd.training.user_code.check import check_user_code
 from sparkhvd.training.user_code.transformations import transformed_by
 from tests.harness.ranks import run_ranks
 

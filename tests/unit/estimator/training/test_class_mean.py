@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812 - everyone's name
 
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.store.store import Store

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils.rnn import pack_sequence
 
 from sparkhvd.data.columns.features import Argument, InputBinding
@@ -26,7 +26,7 @@ from sparkhvd.training.checkpoints.rank_state import load_rng
 from sparkhvd.training.class_mean import ClassMean
 from sparkhvd.training.device import agree, choose_device
 from sparkhvd.training.to_device import Mover, move_losses, move_optimizer, moved, to_cpu
-from sparkhvd.training.user_code.train_step import batch_tensors
+from sparkhvd.training.user_step import batch_tensors
 from tests.harness.ranks import RanksFailed, run_ranks
 from tests.unit.estimator.training.ranks import Case
 

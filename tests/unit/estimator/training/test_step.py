@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from sparkhvd.data.reading.sampler import split_validation
 from sparkhvd.data.store.store import Store

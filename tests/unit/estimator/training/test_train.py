@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
@@ -303,7 +303,7 @@ def test_a_first_batch_that_does_not_fit_stops_all_ranks(
 
 def test_a_loss_of_class_indices_may_have_as_many_classes_as_rows(store: Store) -> None:
     model = linear(outputs=32)
-    loss = lambda output, label: nn.functional.cross_entropy(output, label.abs().long())
+    loss = lambda output, label: nn.functional.cross_entropy(output, label.abs().long())  # noqa: E731
     result = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss).train(2)
     assert result.epoch == 1
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional as F  # noqa: N812
 
 import sparkhvd.torch as hvd
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.estimator import Callback
+from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.early_stopping import Monitor
 from sparkhvd.training.program import Program, dump_program
-from sparkhvd.training.user_code.check import UserCode, check_user_code
 from tests.harness.ranks import RanksFailed
 from tests.harness.waiting import wait_until
 from tests.unit.estimator.training.ranks import RUN_DIR, Case, assert_close, linear, without_times

@@ -89,7 +89,7 @@ class UserStep:
         functions = self.functions
         return (functions.train_step if is_training else functions.validation_step) is not None
 
-    def forward(
+    def forward(  # noqa: D102
         self, model: Any, columns: Mapping[str, Any], num_rows: int, *, is_training: bool
     ) -> Forward:
         """Run the user's function on at least one row.

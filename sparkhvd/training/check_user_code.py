@@ -8,8 +8,8 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.user_code.callbacks import Callback, check_callbacks
-from sparkhvd.training.user_code.train_step import check_signature, check_step_function
 from sparkhvd.training.user_code.transformations import Transformations, resolve_transformations
+from sparkhvd.training.user_step import check_signature, check_step_function
 
 __all__ = ["UserCode", "check_user_code"]
 

@@ -28,16 +28,16 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.reading.reader import Batch, Reader
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.batches import Data
+from sparkhvd.training.check_user_code import UserCode
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.module_state import broadcast_module_state
 from sparkhvd.training.checkpoints.resume import TrainingState
 from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.together import seed_everything
-from sparkhvd.training.user_code.check import UserCode
 from sparkhvd.training.user_code.context import Context, Moment
-from sparkhvd.training.user_code.train_step import batch_tensors
 from sparkhvd.training.user_code.transformations import Transformations
+from sparkhvd.training.user_step import batch_tensors
 
 __all__ = ["Loader", "TrainFnContext", "run_train_fn"]
 
