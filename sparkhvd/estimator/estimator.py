@@ -129,7 +129,7 @@ class TorchEstimator(
     ) -> Iterator[tuple[int, TorchModel]]:
         """Fit with each of several param maps; they share the materialized data.
 
-        Data that no plan names (see `prepare`) go when the last of the models is there, or the iterator is dropped.
+        Data that no plan names (see `reuse`) go when the last of the models is there, or the iterator is dropped.
         A `run_id` gets the index of the param map: `mine-0`, `mine-1`; with the second DataFrame and this run_id, as in
         the second fold of a CrossValidator, `mine-fold2-0`, `mine-fold2-1`. `data_key` is not used: a CrossValidator
         calls this once per fold, with other rows each time.

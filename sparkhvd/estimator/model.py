@@ -156,7 +156,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
 
         is_vector = vector_columns(dataset.schema)
-        # Pickled here, so that a large model is not written to a file with each call; see `carrying`.
+        # Pickled here, so that a large model is not written to a file with each call; see `payload`.
         spec_bytes = kept_carried(SparkShim(dataset.sparkSession), cloudpickle().dumps(spec))
         fields = [
             *dataset.schema.fields,

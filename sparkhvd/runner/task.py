@@ -102,7 +102,7 @@ def make_task(
     """The function for `mapInArrow`.
 
     It is a closure on plain data, so it pickles by value and starts even where this package is not installed. It holds
-    the job's key: `program` is carried, see `carrying`, so that it stays below the size at which pyspark writes a
+    the job's key: `program` is carried, see `payload`, so that it stays below the size at which pyspark writes a
     function to a file.
     """
     text = spec.to_json()

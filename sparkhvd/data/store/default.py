@@ -25,7 +25,7 @@ _temporary = TemporaryFolders()
 def default_store(spark: Any, given: Any = None) -> Store:
     """The store given (also as a path or URL), else the conf's, else a temporary folder on a local master.
 
-    For a Spark Connect session that is the store as this client reaches it, see `remote_store`.
+    For a Spark Connect session that is the store as this client reaches it, see `connect`.
 
     Raises:
         InvalidArgumentError: there is none, and the master is not local; or it cannot be written.

@@ -8,7 +8,7 @@ Layout below the store's root:
 
 A file appears whole or not at all (`writing.py`). What the store refuses is a `StoreError` that names it; no message
 and no `repr` holds a password, key or token (`addresses.py`). How a Spark Connect client uses a store that it cannot
-see: `remote_store.py`.
+see: `connect.py`.
 """
 
 from __future__ import annotations

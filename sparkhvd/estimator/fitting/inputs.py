@@ -198,7 +198,7 @@ def prepare_inputs(
 ) -> FitData:
     """Materialize the DataFrame, and the second one if `validation` is one; or reuse what there is.
 
-    One `data_key` names both; `scope` is the fit, or the fits of a fold, see `prepare`. Of Parquet only a list of its
+    One `data_key` names both; `scope` is the fit, or the fits of a fold, see `reuse`. Of Parquet only a list of its
     files is written, into the run's folder.
 
     Raises:

@@ -9,7 +9,7 @@ A saved directory lies wholly where Spark resolves its path, because Spark write
 What decides where a fit writes needs trust, too: paths among an estimator's settings, and its store. An estimator that
 nobody trusts is loaded without its store, with a warning; so is a model, which uses one only to share large weights.
 
-What JSON can name: `encoding.py`. How the files get where Spark resolves the path: `files.py`.
+What JSON can name: `encoding.py`. How the files get where Spark resolves the path: `data.store.spark_files`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gradients in buckets, submitted from autograd's hooks while backward still runs.
 
-A bucket is reduced as one operation: `dense_gradients` (a gather list over the gradients' own memory),
-`sparse_gradients`, `powersgd`. `bucket_plan` decides which parameters are together, this file when a bucket is submitted.
+A bucket is reduced as one operation: `dense` (a gather list over the gradients' own memory),
+`sparse`, `powersgd`. `plan` decides which parameters are together, this file when a bucket is submitted.
 
 **Threads.** Hooks run on autograd's threads (for CPU parameters the thread that called `backward`, for those on a GPU
 a thread of autograd's own, so with both there are two at a time, each with buckets of its own), everything else on the

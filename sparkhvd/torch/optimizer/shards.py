@@ -1,7 +1,7 @@
 """Which part of each parameter a rank steps, and how the parts of all ranks become whole again.
 
 A **cut** parameter is divided as `reducescatter` divides rows: of its n elements, in the order of its memory, each of
-N ranks has n // N, and the first n % N ranks one more (on a GPU several are divided together, see `device_shards`).
+N ranks has n // N, and the first n % N ranks one more (on a GPU several are divided together, see `cuda_shards`).
 That suits optimizers that treat every element by itself. Others (Muon looks at a matrix, Adafactor at rows and columns)
 get **whole** parameters, each with one owner.
 """
