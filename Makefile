@@ -151,8 +151,8 @@ test-python: env stand-in $(CLASSES)
 
 # The oldest pyspark, pyarrow and numpy that are supported, in an environment of their own; petastorm needs these, too.
 OLDEST_ENV := build/oldest-env
-OLDEST_TESTS := tests/oldest tests/petastorm tests/unit/estimator/data/test_dataset.py tests/unit/estimator/data/test_parquet.py \
-  tests/unit/estimator/data/test_packed.py
+OLDEST_TESTS := tests/oldest tests/petastorm tests/pure/data/test_parquet_discover.py tests/pure/data/test_parquet_source.py \
+  tests/pure/data/test_packed.py
 
 $(OLDEST_ENV)/.stamp: tools/oldest_env.sh | $(PACKAGES)
 	@tools/oldest_env.sh $(PY) $(OLDEST_ENV) || test $$? -eq 3

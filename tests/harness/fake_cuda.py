@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from sparkhvd.engine.engine import Buffer, Engine
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.context import use_engine as use_plain_engine
+from tests.harness.paths import ROOT
 
-BUILD = Path(__file__).parents[2] / "build" / "native"
+BUILD = ROOT / "build" / "native"
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 NUM_GPUS = 8
 # How long what was enqueued may take to run when a test has ended.

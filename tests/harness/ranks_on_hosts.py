@@ -1,6 +1,6 @@
 """Ranks on the hosts of `tests.harness.netns`, as processes.
 
-    with two_hosts() as (a, b), ranks_on([a, b], "tests.engine.bodies:add") as ranks:
+    with two_hosts() as (a, b), ranks_on([a, b], "tests.ranks.engine.bodies:add") as ranks:
         assert [rank.expect() for rank in ranks] == [[3.0] * 3] * 2
 
 They are those of `rank_processes`, except that each binds its listener itself, inside its namespace.
@@ -19,16 +19,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from sparkhvd.engine.engine import Engine
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.settings import Settings
 from tests.harness.netns import Host
+from tests.harness.paths import ROOT
 from tests.harness.rank_process import DEADLINE_S, RankProcess, Talk
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class HostRank(RankProcess):

@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.harness import jvm
+from tests.harness.paths import ROOT
 from tests.harness.processes import TAG, TAG_VARIABLE, free_port, wait_for_port
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Set when the plugin loads, before any JVM starts: the JVM, its Python workers and the trainers inherit it.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

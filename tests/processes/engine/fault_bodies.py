@@ -1,0 +1,250 @@
+"""What ranks run while something goes wrong; each is called as fn(engine, talk)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparkhvd import rendezvous
+from sparkhvd.engine.engine import Engine
+from sparkhvd.errors import CollectiveError
+from sparkhvd.rendezvous import sockets
+from tests.harness.rank_process import Talk
+from tests.ranks.engine.arrays import allgather, allreduce, broadcast
+
+
+def one_round(engine: Engine, number: int) -> None:
+    """One operation of several kinds, each compared with what it must be."""
+    size, rank = engine.size, engine.rank
+    total = size * (size + 1) / 2
+    assert (allreduce(engine, f"big {number}", np.full(300_001, rank + 1.0)) == total).all()
+    assert (allreduce(engine, f"small {number}", np.full(3, rank + 1.0)) == total).all()
+    joined, rows = allgather(engine, f"rows {number}", np.full((rank + 1, 501), rank, np.int32))
+    assert rows == tuple(range(1, size + 1))
+    assert (joined[:, 0] == np.repeat(np.arange(size), rows)).all()
+    root = number % size
+    assert (broadcast(engine, f"copy {number}", np.full(50_001, rank), root) == root).all()
+    engine.barrier(name=f"all {number}").wait()
+
+
+def work_until_lost(engine: Engine, talk: Talk) -> Any:
+    """Round after round, until another rank's end ends this one."""
+    talk.say("running")
+    number = 0
+    while True:
+        one_round(engine, number)
+        number += 1
+
+
+def work_until_told(engine: Engine, talk: Talk) -> Any:
+    """Round after round until rank 0 is told to stop; says how many, and the longest."""
+    talk.say("running")
+    told = threading.Event()
+    if engine.rank == 0:
+        threading.Thread(target=lambda: (talk.hear(), told.set()), daemon=True).start()
+    number, longest = 0, 0.0
+    while True:
+        began = time.monotonic()
+        one_round(engine, number)
+        wish = allreduce(engine, f"stop {number}", np.array([float(told.is_set())]))
+        longest = max(longest, time.monotonic() - began)
+        number += 1
+        if wish[0]:
+            return {"rounds": number, "longest_s": longest}
+
+
+def connections() -> Iterator[socket.socket]:
+    """A copy of every connected socket of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as sock:
+                    sock.getpeername()
+                    yield sock
+
+
+def lose_a_connection(engine: Engine, talk: Talk) -> Any:
+    """One connection of rank 1 breaks in the middle of the work, though both of its processes live."""
+    if engine.rank == 1:
+
+        def cut() -> None:
+            time.sleep(0.2)
+            for sock in connections():
+                sock.shutdown(socket.SHUT_RDWR)
+                return
+
+        threading.Thread(target=cut, daemon=True).start()
+    return work_until_lost(engine, talk)
+
+
+def fork_while_working(engine: Engine, talk: Talk) -> Any:
+    """Children are forked in the middle of operations that another thread waits for, and outlive their parent."""
+    stop = threading.Event()
+
+    def fork() -> None:
+        while not stop.wait(0.05):
+            child = os.fork()
+            if child == 0:
+                time.sleep(4)
+                os._exit(0)
+
+    threading.Thread(target=fork, daemon=True).start()
+    return work_until_lost(engine, talk)
+
+
+def train_with_forked_loaders(engine: Engine, talk: Talk) -> Any:
+    """Batches come from a DataLoader's forked workers, which live on through an epoch."""
+    import torch
+
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(64.0)),
+        batch_size=4,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    number = 0
+    while True:
+        for (batch,) in loader:
+            result = allreduce(engine, f"batch {number}", batch.numpy())
+            assert (result == engine.size * batch.numpy()).all()
+            if number == 20:
+                talk.say("running")
+            number += 1
+
+
+def stop_inside_a_reduce(engine: Engine, talk: Talk) -> Any:
+    """The last rank is stopped in the middle of a reduce. The others time out and meet again without it.
+
+    What they then hold must not change, whatever the stopped rank still does when it goes on.
+    """
+    (meeting,) = sockets._open_rendezvous
+    survivors = engine.size - 1
+    talk.say("running")
+    number = 0
+    reason = ""
+    while not reason:
+        try:
+            allreduce(engine, f"step {number}", np.full(1_000_000, engine.rank + 1.0))
+            number += 1
+        except CollectiveError as error:
+            reason = str(error)
+    engine.shutdown()
+    if engine.rank == survivors:
+        return reason
+    talk.say(reason)
+    job = replace(
+        meeting.job, size=survivors, attempt=1, endpoints=meeting.job.endpoints[:survivors]
+    )
+    again = rendezvous.SocketRendezvous(job, meeting._listener, meeting.settings)
+    with Engine(again.connect(), again.settings) as second:
+        seed = random.Random(second.rank).randrange(2**32)
+        buffers = [np.random.default_rng(seed + i).integers(0, 99, 100_000) for i in range(20)]
+        copies = [buffer.copy() for buffer in buffers]
+        sums = [allreduce(second, f"sum {i}", buffer) for i, buffer in enumerate(buffers)]
+        kept = [total.copy() for total in sums]
+        talk.say("met again")
+        talk.hear()  # the stopped rank goes on, and ends
+        unchanged = all((a == b).all() for a, b in zip(buffers + sums, copies + kept, strict=True))
+        for step in range(50):
+            one_round(second, step)
+    return unchanged
+
+
+def limited(limit: str) -> list[float]:
+    """A job under a limit of this process; called by run_local."""
+    import torch
+
+    import sparkhvd.torch as hvd
+
+    if limit == "memlock 0":
+        drop_capabilities()  # root may lock whatever the limit says
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+    elif limit == "64 descriptors":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    elif limit.startswith("group "):
+        Path(limit.removeprefix("group "), "cgroup.procs").write_text(str(os.getpid()))
+    hvd.init()
+    shared = "memfd:sparkhvd" in Path("/proc/self/maps").read_text()
+    results = [
+        float(shared),
+        float(hvd.allreduce(torch.full((300_001,), hvd.rank() + 1.0), op=hvd.Sum).sum()),
+        float(hvd.allgather(torch.full((hvd.rank() + 1, 7), hvd.rank() + 1.0)).sum()),
+        float(hvd.broadcast(torch.full((100_000,), hvd.rank() + 1.0), 2).sum()),
+    ]
+    hvd.shutdown()
+    return results
+
+
+def killed_in_the_middle() -> None:
+    """The last rank kills itself while the memory of the host is mapped and in use."""
+    import torch
+
+    import sparkhvd.torch as hvd
+    from tests.harness import faults
+
+    hvd.init()
+    for step in range(100):
+        if step == 5 and hvd.rank() == hvd.size() - 1:
+            faults.kill_self()
+        hvd.allreduce(torch.ones(300_000), name="x")
+
+
+def drop_capabilities() -> None:
+    """This thread, and those it starts, may no more than any user."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this thread
+    if libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def too_few_descriptors(engine: Engine, talk: Talk) -> Any:
+    """Generations in which rank 1 has room for 0, 1, 2, ... descriptors; how each ended here."""
+    (meeting,) = sockets._open_rendezvous
+    engine.shutdown()
+    limit = 200
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    endings = []
+    for room in range(talk.hear()):
+        fill: list[int] = []
+        try:
+            while engine.rank == 1 and len(os.listdir("/proc/self/fd")) - 1 < limit - room:
+                fill.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:  # the listing needs one itself
+            for _ in range(room):
+                os.close(fill.pop())
+        try:
+            with Engine(meeting.connect(), meeting.settings) as again:
+                one_round(again, 0)
+            endings.append("")
+        except Exception as error:  # noqa: BLE001 - told to the test
+            endings.append(f"{type(error).__name__}: {error}")
+        for descriptor in fill:
+            os.close(descriptor)
+    return endings
+
+
+def too_little_memory(engine: Engine, talk: Talk) -> Any:
+    """Rank 1 has no room for the result of an allgather."""
+    engine.barrier(name="start").wait()
+    rows = np.ones(8 << 20, np.float64)  # 64 MiB each
+    if engine.rank == 1:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20),) * 2)
+    talk.say("running")
+    allgather(engine, "rows", rows)
+    return "done"

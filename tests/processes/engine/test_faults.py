@@ -1,0 +1,144 @@
+"""Ranks that are killed, stopped, cut off or forked at any moment: who is named, how soon, and what goes on."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import signal
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from sparkhvd.settings import Settings
+from tests.harness.processes import is_alive
+from tests.harness.rank_process import RankProcess, rank_processes
+from tests.harness.soak import SOAK, amount
+
+BODIES = "tests.processes.engine.fault_bodies"
+SEED = secrets.randbelow(2**32) if SOAK else 7
+WITHIN_S = 2.0
+
+
+def ending(rank: RankProcess, timeout_s: float = 30) -> dict[str, Any]:
+    """How a rank ended; what it said before is skipped."""
+    while True:
+        message = rank._said.get(timeout=timeout_s)
+        if "error" in message:
+            return message
+        assert "value" in message, f"rank {rank.rank} ended without a word"
+
+
+def assert_named(rank: RankProcess, lost: int, kinds: tuple[str, ...] = ("PeerLostError",)) -> None:
+    error = ending(rank)
+    assert error["kind"] in kinds, error
+    assert f"rank {lost}" in error["text"].lower(), error
+
+
+@pytest.mark.timeout(120 if not SOAK else 3600)
+@pytest.mark.parametrize("tcp_only", [False, True])
+def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
+    dice = random.Random(f"{SEED} {tcp_only}")
+    for _ in range(amount(2, 100)):
+        lost, starts_first, delay = dice.randrange(3), dice.random() < 0.7, dice.random() * 0.3
+        with rank_processes(f"{BODIES}:work_until_lost", 3, tcp_only=tcp_only) as ranks:
+            if starts_first:  # else while they import, meet or map
+                for rank in ranks:
+                    assert rank.expect() == "running"
+            time.sleep(delay)
+            ranks[lost].kill(signal.SIGKILL)
+            began = time.monotonic()
+            for rank in ranks:
+                if rank.rank != lost:
+                    assert_named(rank, lost)
+            if starts_first:
+                assert time.monotonic() - began < WITHIN_S
+
+
+def test_stopped_rank_is_waited_for_and_goes_on() -> None:
+    """5 s are neither a loss nor a stall. Both ways of a job, at the same time."""
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(rank_processes(f"{BODIES}:work_until_told", 3, tcp_only=tcp_only))
+            for tcp_only in (False, True)
+        ]
+        for ranks in jobs:
+            assert [rank.expect() for rank in ranks] == ["running"] * 3
+        time.sleep(0.3)
+        for ranks in jobs:
+            ranks[1].kill(signal.SIGSTOP)
+        time.sleep(5)
+        for ranks in jobs:
+            ranks[1].kill(signal.SIGCONT)
+        time.sleep(0.3)
+        for ranks in jobs:
+            ranks[0].tell("stop")
+            reports = [rank.expect() for rank in ranks]
+            assert len({report["rounds"] for report in reports}) == 1
+            assert reports[0]["rounds"] > 2
+            assert 4.5 < reports[0]["longest_s"] < 10
+
+
+@pytest.mark.parametrize("tcp_only", [False, True])
+def test_broken_connection_ends_every_rank_and_names_its_ends(tcp_only: bool) -> None:
+    with rank_processes(f"{BODIES}:lose_a_connection", 3, tcp_only=tcp_only) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "running"
+        began = time.monotonic()
+        errors = [ending(rank) for rank in ranks]
+        assert time.monotonic() - began < 0.2 + WITHIN_S
+        for error in errors:
+            assert error["kind"] == "PeerLostError", error
+            assert "is lost: its connection" in error["text"], error
+        # Whatever end noticed first, the connection was one of rank 1.
+        assert all("rank 1" in error["text"].lower() for error in errors), errors
+
+
+@pytest.mark.parametrize("body", ["fork_while_working", "train_with_forked_loaders"])
+def test_killed_rank_is_named_though_its_forked_children_live(body: str) -> None:
+    with rank_processes(f"{BODIES}:{body}", 3) as ranks:
+        for rank in ranks:
+            assert rank.expect(90) == "running"  # torch is imported, and loaders are started
+        time.sleep(0.5)
+        assert all(is_alive(rank.pid) for rank in ranks)
+        ranks[2].kill(signal.SIGKILL)
+        began = time.monotonic()
+        for rank in ranks[:2]:
+            assert_named(rank, 2)
+        assert time.monotonic() - began < WITHIN_S
+
+
+@pytest.mark.parametrize("tcp_only", [False, True])
+def test_rank_that_was_stopped_in_a_reduce_changes_nothing_of_the_next_generation(
+    tcp_only: bool,
+) -> None:
+    settings = Settings(stall_shutdown_s=1, stall_warning_s=0, connect_timeout_s=20)
+    body = f"{BODIES}:stop_inside_a_reduce"
+    with rank_processes(body, 3, tcp_only=tcp_only, settings=settings) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "running"
+        time.sleep(0.3)
+        ranks[2].kill(signal.SIGSTOP)
+        began = time.monotonic()
+        for rank in ranks[:2]:
+            reason = rank.expect()
+            assert "rank 2" in reason, reason
+        # 5 s more where the rank that is stopped is not the coordinator's own business.
+        assert time.monotonic() - began < 1 + 5 + WITHIN_S
+        assert [rank.expect() for rank in ranks[:2]] == ["met again"] * 2
+        ranks[2].kill(signal.SIGCONT)
+        assert "rank" in ranks[2].expect()  # it hears that the others have given up
+        for rank in ranks[:2]:
+            rank.tell("look")
+        assert [rank.expect() for rank in ranks[:2]] == [True, True]
+
+
+def test_rank_without_memory_for_a_result_says_so_on_every_rank() -> None:
+    with rank_processes(f"{BODIES}:too_little_memory", 2) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "running"
+        for rank in ranks:
+            error = ending(rank)
+            assert "rank 1" in error["text"].lower(), error
+            assert "memory" in error["text"] or "bad_alloc" in error["text"], error

@@ -1,0 +1,155 @@
+"""Bodies of rank processes that leave and meet again; called as fn(engine, talk)."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparkhvd import rendezvous
+from sparkhvd.engine.engine import Engine
+from sparkhvd.errors import CollectiveError
+from sparkhvd.rendezvous import in_process, sockets
+from sparkhvd.settings import Settings
+from tests.harness.rank_process import Talk
+from tests.harness.ranks import run_threads
+from tests.ranks.engine.arrays import allreduce, start_allreduce
+
+OPERATIONS = 5
+WARM_UP = 50
+LOOKS = 5
+
+
+def usage() -> dict[str, int]:
+    """What this process holds: bytes of memory, descriptors, threads and lines of /proc/self/maps."""
+    gc.collect()
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        # Without pages of files, which the kernel drops and fetches as it likes.
+        "rss": int(status["RssAnon"].split()[0]) * 1024,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+    }
+
+
+class Least:
+    """The least of what this process held whenever somebody looked."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+    def look(self) -> None:
+        now = usage()
+        self.held = {what: min(now[what], self.held.get(what, now[what])) for what in now}
+
+
+def is_told_to_stop() -> bool:
+    return bool(select.select([sys.stdin], [], [], 0)[0])
+
+
+def one_generation(meeting: rendezvous.SocketRendezvous, *, stop: bool) -> bool:
+    """Meets, works and leaves; returns whether rank 0 wants to stop."""
+    with Engine(meeting.connect(), meeting.settings) as engine:
+        total = sum(range(1, engine.size + 1))
+        for step in range(OPERATIONS):
+            result = allreduce(engine, f"x {step}", np.full(70_001, engine.rank + 1.0))
+            assert (result == total).all()
+        wish = allreduce(engine, "stop", np.array([stop and engine.rank == 0]))
+        return bool(wish[0])
+
+
+def until_told(engine: Engine, talk: Talk) -> Any:
+    """Generation after generation until rank 0 is told to stop; says how many, and what they held and cost.
+
+    Says "met often" after six, and must not be told to stop before.
+    """
+    (meeting,) = sockets._open_rendezvous
+    engine.shutdown()
+    talk.say("met")
+    count = 0
+    slowest = 0.0
+    before = None
+    stop = False
+    while not stop:
+        began = time.monotonic()
+        stop = one_generation(meeting, stop=engine.rank == 0 and is_told_to_stop())
+        slowest = max(slowest, time.monotonic() - began)
+        count += 1
+        if count == 5:
+            before = usage()
+        if count == 6:
+            talk.say("met often")
+    return {"generations": count, "slowest_s": slowest, "before": before, "after": usage()}
+
+
+def initialize_and_shut_down(engine: Engine, talk: Talk) -> Any:
+    """hvd.init(), one operation and hvd.shutdown(), as often as the test says."""
+    import torch
+
+    import sparkhvd.torch as hvd
+
+    (meeting,) = sockets._open_rendezvous
+    engine.shutdown()
+    del engine
+    rendezvous.install(meeting)
+    count = talk.hear()
+    before, after = Least(), Least()
+    for number in range(count + WARM_UP):
+        hvd.init()
+        assert float(hvd.allreduce(torch.ones(3), op=hvd.Sum)[0]) == hvd.size()
+        hvd.shutdown()
+        if number < WARM_UP <= number + LOOKS:  # whatever is made once is there
+            before.look()
+        if number + LOOKS >= count + WARM_UP:
+            after.look()
+    rendezvous.install(None)
+    return {"generations": count, "before": before.held, "after": after.held}
+
+
+def end(engine: Engine, how: str) -> None:
+    """Ends a rank with an operation in flight that nobody else has submitted."""
+    work, _ = start_allreduce(engine, f"never finished {engine.rank}", np.ones(1000))
+    if how == "abort":
+        engine.abort("on purpose")
+    elif how == "vanish":  # without a word: what a finalizer does
+        del work
+    engine.shutdown()
+
+
+def main() -> None:
+    """`python -m tests.processes.generations <how> <count>`: ranks as threads, which end `how`."""
+    how, count = sys.argv[1], int(sys.argv[2])
+    settings = Settings(connect_timeout_s=20, slot_bytes=4096)
+    meetings = in_process(3, [0, 0, 1], settings)
+
+    def rank(number: int) -> None:
+        engine = Engine(meetings[number].connect(), settings)
+        assert allreduce(engine, "x", np.ones(3))[0] == 3
+        end(engine, how)
+
+    # The heap takes some hundred generations to reach the size that it then swings about, by 2 MB up and down; so
+    # the least of several looks counts, at the beginning and at the end.
+    warm_up, window = max(WARM_UP, count // 10), max(10, count // 10)
+    before, after = Least(), Least()
+    for number in range(warm_up + count + 1):
+        if (number - warm_up) % (window // 10) == 0 and warm_up <= number <= warm_up + window:
+            before.look()
+        if (number - warm_up) % (window // 10) == 0 and number >= warm_up + count - window:
+            after.look()
+        outcomes = run_threads([lambda r=r: rank(r) for r in range(3)])
+        # Who is still in its operation hears of those who have left.
+        assert all(o is None or isinstance(o, CollectiveError) for o in outcomes), outcomes
+        del outcomes
+    print(json.dumps({"before": before.held, "after": after.held}))
+
+
+if __name__ == "__main__":
+    main()

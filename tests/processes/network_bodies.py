@@ -1,0 +1,83 @@
+"""What ranks between two hosts run; each is called as fn(engine, talk)."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sparkhvd.engine.engine import DType, Engine, ReduceOp
+from sparkhvd.errors import PeerLostError
+from tests.harness.rank_process import Talk
+from tests.ranks.engine.arrays import (
+    allgather,
+    allreduce,
+    broadcast,
+    dtype_of,
+    expected,
+    random_array,
+)
+
+# One element, less and more than a part of the exchange (256 KiB), and several parts with a rest.
+SIZES = (1, 1_000, 400_007)
+TYPES = (DType.FLOAT32, DType.FLOAT16, DType.INT64)
+
+
+def collectives(engine: Engine, talk: Talk) -> Any:
+    """Rounds of all collectives, compared with NumPy; returns the hosts as the engine sees them."""
+    for number in range(talk.hear()):
+        for size in SIZES:
+            for dtype in TYPES:
+                label = f"{number}/{size}/{dtype.name}"
+                inputs = [
+                    random_array(dtype, (size,), seed=1000 * number + rank)
+                    for rank in range(engine.size)
+                ]
+                own = inputs[engine.rank]
+                got = allreduce(engine, f"sum {label}", own)
+                want = expected(dtype_of(own), ReduceOp.SUM, inputs)
+                # The order of addends is the ranks' inside a host, then the hosts': equal up to rounding.
+                close = (
+                    {"rtol": 1e-2, "atol": 2e-2}
+                    if dtype == DType.FLOAT16
+                    else {"rtol": 1e-5, "atol": 1e-5}
+                )
+                np.testing.assert_allclose(got, want, **close, err_msg=label)
+                root = number % engine.size
+                got = broadcast(engine, f"broadcast {label}", own, root)
+                np.testing.assert_array_equal(got, inputs[root], err_msg=label)
+                rows = [values[: max(0, size - rank)] for rank, values in enumerate(inputs)]
+                joined, _ = allgather(engine, f"gather {label}", rows[engine.rank])
+                np.testing.assert_array_equal(joined, np.concatenate(rows), err_msg=label)
+        engine.barrier(name=f"round {number}").wait()
+    return list(engine.topology.hosts)
+
+
+def keep_busy(engine: Engine, talk: Talk) -> Any:
+    """Bytes are always on the way."""
+
+    def run() -> None:
+        for step in itertools.count():
+            allreduce(engine, f"step {step}", np.ones(300_000, np.float32))
+
+    return until_a_rank_is_lost(engine, talk, run)
+
+
+def wait_in_silence(engine: Engine, talk: Talk) -> Any:
+    """Every rank waits for the others in an operation of its own, so that nothing is on the way."""
+    name = f"only rank {engine.rank}"
+    return until_a_rank_is_lost(engine, talk, lambda: allreduce(engine, name, np.ones(10)))
+
+
+def until_a_rank_is_lost(engine: Engine, talk: Talk, run: Callable[[], Any]) -> Any:
+    """When, by the clock of this machine, and what the error says; leaving the engine takes time of its own."""
+    engine.barrier(name="start").wait()
+    talk.say("running")
+    try:
+        run()
+    except PeerLostError as error:
+        return {"at": time.monotonic(), "text": str(error)}
+    raise AssertionError("no rank was lost")

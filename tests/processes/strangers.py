@@ -1,0 +1,173 @@
+"""Whoever reaches a port without the key: `python -m tests.processes.strangers` with JSON on standard input.
+
+Input: `endpoints` (as `Endpoint.to_dict` writes them), `messages` (how many to send at least), `until` (a file;
+go on until it exists, however many that are), `seed`, and `recorded`: what an eavesdropper has of handshakes,
+each a rank, a hello and a proof in hex. Output, as JSON: how many
+messages and connections there were, how many listeners answered, and `believed`: connections that were not
+closed after a lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import struct
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from sparkhvd.rendezvous import Endpoint
+from sparkhvd.rendezvous.listener import unix_address
+
+# The public part of the handshake: whoever reads the source knows it.
+HELLO = struct.Struct("!8sIIB32s")
+NOTICE = struct.Struct("!8sIIBI32s")
+REPLY_BYTES = 64
+HELD_OPEN = 150
+
+Conversation = Generator[None, None, None]
+
+
+class Strangers:
+    """Many conversations at once, none of which knows the key."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.endpoints = [Endpoint.from_dict(e) for e in plan["endpoints"]]
+        self.recorded = [(r, bytes.fromhex(h), bytes.fromhex(p)) for r, h, p in plan["recorded"]]
+        self.dice = random.Random(plan["seed"])
+        self.messages = self.connections = self.answers = self.believed = self.refused = 0
+
+    def run(self, messages: int, until: Path) -> dict[str, int]:
+        """Send that many messages, and more until the file exists; then let go of everything."""
+        open_ones: list[Conversation] = []
+        while self.messages < messages or not until.exists():
+            open_ones.append(self.talk())
+            for index in [-1, *(self.dice.randrange(len(open_ones)) for _ in range(3))]:
+                with contextlib.suppress(StopIteration, OSError, IndexError):
+                    next(open_ones[index])
+                    continue
+                with contextlib.suppress(IndexError):
+                    open_ones.pop(index)
+            if len(open_ones) > HELD_OPEN:
+                open_ones.pop(0).close()
+        time.sleep(0.2)
+        for conversation in open_ones:
+            with contextlib.suppress(StopIteration, OSError):
+                next(conversation)
+            conversation.close()
+        counts = ("messages", "connections", "answers", "believed", "refused")
+        return {name: getattr(self, name) for name in counts}
+
+    def dial(self, endpoint: Endpoint) -> socket.socket:
+        is_unix = bool(endpoint.unix_name) and self.dice.random() < 0.5
+        sock = socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET)
+        try:
+            if is_unix:
+                sock.setblocking(False)
+                sock.connect(unix_address(endpoint.unix_name))
+            else:
+                sock.settimeout(0.05)  # a full backlog does not answer
+                sock.connect((endpoint.address, endpoint.port))
+            sock.setblocking(False)
+        except OSError:
+            self.refused += 1
+            sock.close()
+            raise
+        self.connections += 1
+        return sock
+
+    def send(self, sock: socket.socket, data: bytes) -> None:
+        self.messages += 1
+        sock.send(data)
+
+    def hello(self) -> bytes:
+        """One that has the right form, and at times the right contents."""
+        dice = self.dice
+        rank = dice.choice((0, 1, 2, 3, 2**32 - 1))
+        generation = dice.choice((0, 1, dice.randrange(40), 2**32 - 1))
+        magic = b"sparkhvd" if dice.random() < 0.9 else dice.randbytes(8)
+        return HELLO.pack(magic, rank, generation, dice.choice((0, 0, 1, 255)), dice.randbytes(32))
+
+    def talk(self) -> Conversation:
+        """One connection; yields where it would have to wait."""
+        dice = self.dice
+        rank = dice.randrange(len(self.endpoints))
+        move = dice.choice(
+            ("garbage", "hellos", "notices", "lie", "lie", "reset", "loris", "flood")
+        )
+        with self.dial(self.endpoints[rank]) as sock:
+            if move == "garbage":
+                for _ in range(dice.randint(1, 10)):
+                    self.send(sock, dice.randbytes(dice.randint(1, 300)))
+            elif move == "hellos":
+                for _ in range(dice.randint(1, 10)):
+                    self.send(sock, self.hello())
+                yield
+            elif move == "notices":
+                for _ in range(dice.randint(1, 5)):
+                    fields = [dice.choice((0, 1, 2, 2**32 - 1)) for _ in range(3)]
+                    self.send(
+                        sock,
+                        NOTICE.pack(
+                            b"sparkhvn",
+                            fields[0],
+                            fields[1],
+                            dice.randrange(256),
+                            fields[2],
+                            dice.randbytes(32),
+                        ),
+                    )
+            elif move == "reset":
+                self.send(sock, self.hello()[: dice.randint(1, 48)])
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            elif move == "loris":
+                for byte in self.hello():
+                    self.send(sock, bytes([byte]))
+                    yield
+            elif move == "flood":
+                for _ in range(5):
+                    self.send(sock, dice.randbytes(1 << 16))
+            else:
+                yield from self.lie(sock, rank)
+
+    def lie(self, sock: socket.socket, rank: int) -> Conversation:
+        """Says hello as a rank that is expected, and answers the challenge with what it has."""
+        known = [(h, p) for r, h, p in self.recorded if r == rank]
+        if not known:  # no rank is above the last one
+            return
+        hello, proof = self.dice.choice(known)
+        self.send(sock, hello)
+        reply = b""
+        while len(reply) < REPLY_BYTES:
+            try:
+                part = sock.recv(REPLY_BYTES - len(reply))
+            except BlockingIOError:
+                yield
+                continue
+            if not part:
+                return
+            reply += part
+        self.answers += 1
+        self.send(sock, self.dice.choice((proof, reply[32:], self.dice.randbytes(32), reply[:32])))
+        until = time.monotonic() + 5
+        while time.monotonic() < until:
+            try:
+                # Closed, and not a byte that only a rank may see.
+                self.believed += bool(sock.recv(1))
+                return
+            except BlockingIOError:
+                yield
+        self.believed += 1
+
+
+def main() -> None:
+    plan = json.load(sys.stdin)
+    print(json.dumps(Strangers(plan).run(plan["messages"], Path(plan["until"]))))
+
+
+if __name__ == "__main__":
+    main()

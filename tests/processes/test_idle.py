@@ -1,0 +1,69 @@
+"""What an engine costs while nothing happens: CPU time of the whole process, all its threads."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparkhvd.engine.engine import Engine
+from tests.harness.rank_process import Talk, rank_processes
+from tests.harness.soak import amount
+from tests.ranks.engine.arrays import allreduce
+
+SECONDS = amount(2, 60)
+WINDOWS = 5
+MAX_IDLE = 0.002  # of one core
+MAX_IDLE_WAKES = 10  # a second
+# A wait comes back to Python twenty times a second, so that Ctrl-C works.
+MAX_WAITING = 0.01
+
+
+def resting_cost(seconds: float) -> dict[str, float]:
+    """CPU time of this process, as the share of a core, and how often its threads wake in a second.
+
+    The share is the median of windows: what an engine does at rest, it does in each of them. Time that the
+    machine's host takes from it is charged to the process as well, and falls into one.
+    """
+    wakes, began = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw, time.monotonic()
+    shares = [share_of_a_core(lambda: time.sleep(seconds / WINDOWS)) for _ in range(WINDOWS)]
+    wakes = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - wakes
+    return {"share": statistics.median(shares), "wakes": wakes / (time.monotonic() - began)}
+
+
+def share_of_a_core(work: Callable[[], object]) -> float:
+    """CPU time of this process per second of `work()`."""
+    cpu, began = time.process_time(), time.monotonic()
+    work()
+    return (time.process_time() - cpu) / (time.monotonic() - began)
+
+
+def rest(engine: Engine, talk: Talk) -> Any:
+    """Work, then nothing in flight; then rank 0 waits again and again for a rank that comes late."""
+    for number in range(50):
+        allreduce(engine, f"work {number}", np.ones(20_000, np.float32))
+    engine.barrier(name="rested").wait()
+    time.sleep(0.1)  # the last operation's threads go to sleep
+    idle = resting_cost(SECONDS)
+    waiting = []
+    for window in range(WINDOWS):
+        engine.barrier(name=f"before wait {window}").wait()
+        if engine.rank == 1:
+            time.sleep(SECONDS / WINDOWS)
+        waiting.append(share_of_a_core(lambda: allreduce(engine, "late", np.ones(3))))
+    return {"idle": idle, "waiting": statistics.median(waiting)}
+
+
+@pytest.mark.parametrize("tcp_only", [False, True])
+def test_idle_and_waiting_engines_use_no_cpu(tcp_only: bool) -> None:
+    with rank_processes(f"{__name__}:rest", 2, tcp_only=tcp_only) as ranks:
+        first, second = (rank.expect(30 + 3 * SECONDS) for rank in ranks)
+    for rank in (first, second):
+        assert rank["idle"]["share"] < MAX_IDLE, (first, second)
+        assert rank["idle"]["wakes"] < MAX_IDLE_WAKES, (first, second)
+    assert first["waiting"] < MAX_WAITING, first

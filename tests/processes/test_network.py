@@ -1,0 +1,72 @@
+"""Ranks on two hosts, which are network namespaces joined by a cable."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+
+from sparkhvd.settings import Settings
+from tests.harness.netns import two_hosts, why_not
+from tests.harness.ranks_on_hosts import ranks_on
+from tests.harness.soak import amount
+
+BODIES = "tests.processes.network_bodies"
+HOST_LOSS_S = 3.0
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_results_are_those_of_numpy(per_host: int) -> None:
+    with two_hosts() as (a, b):
+        hosts = [a] * per_host + [b] * per_host
+        with ranks_on(hosts, f"{BODIES}:collectives") as ranks:
+            for rank in ranks:
+                rank.tell(amount(1, 30))
+            seen = [rank.expect(amount(30, 600)) for rank in ranks]
+    assert seen == [[0] * per_host + [1] * per_host] * len(hosts)
+
+
+def test_hosts_with_ipv6_alone() -> None:
+    with two_hosts(ipv6_only=True) as (a, b):
+        for host in (a, b):
+            addresses = json.loads(host.run("ip", "-json", "-4", "address"))
+            assert not any(device.get("addr_info") for device in addresses), addresses
+        with ranks_on([a, b], f"{BODIES}:collectives") as ranks:
+            for rank in ranks:
+                rank.tell(1)
+            assert [rank.expect() for rank in ranks] == [[0, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "per_host", "pause_s"),
+    [("keep_busy", 1, 0.3), ("wait_in_silence", 2, 0.0), ("wait_in_silence", 1, 0.3)],
+)
+def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_s: float) -> None:
+    settings = Settings(host_loss_s=HOST_LOSS_S, connect_timeout_s=20)
+    with two_hosts() as (a, b):
+        hosts = [a] * per_host + [b] * per_host
+        with ranks_on(hosts, f"{BODIES}:{body}", settings=settings) as ranks:
+            for rank in ranks:
+                assert rank.expect() == "running"
+            time.sleep(pause_s)
+            began = time.monotonic()
+            a.set_cable("down")
+            for rank in ranks:
+                lost = rank.expect()
+                took = lost["at"] - began
+                assert HOST_LOSS_S - 1 < took < HOST_LOSS_S + 1, (rank.rank, took)
+                assert lost_rank(lost["text"]) // per_host != rank.rank // per_host, (
+                    rank.rank,
+                    lost,
+                )
+
+
+def lost_rank(text: str) -> int:
+    """The rank that the error is about."""
+    found = re.search(r"rank (\d+) is lost", text, re.IGNORECASE)
+    assert found, text
+    return int(found[1])

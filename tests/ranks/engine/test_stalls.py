@@ -1,0 +1,131 @@
+"""Who is waited for, and where that rank is: what the coordinator's warning says."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from sparkhvd.settings import Settings
+from tests.harness.rank_process import DEADLINE_S, RankProcess, rank_processes
+from tests.harness.soak import SOAK
+from tests.ranks.engine.observe_bodies import LATE_S
+
+BODIES = "tests.ranks.engine.observe_bodies"
+SETTINGS = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4)
+
+
+def run_late(ranks: list[RankProcess], reason: str) -> None:
+    for rank in ranks:
+        rank.tell(reason)
+    for rank in ranks:
+        assert rank.expect() == "done"
+
+
+@pytest.mark.parametrize("tcp_only", [False, True])
+@pytest.mark.parametrize("reason", ["sleeping_here", "holding_the_gil_here", "computing_here"])
+def test_warning_names_the_missing_rank_and_shows_where_it_is(
+    reason: str, tcp_only: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with rank_processes(
+        f"{BODIES}:one_rank_is_late", 2, settings=SETTINGS, tcp_only=tcp_only
+    ) as ranks:
+        run_late(ranks, reason)
+    told = capfd.readouterr().err
+    assert "sparkhvd warning: barrier('late'): waiting for rank 1 since 0." in told
+    assert "sparkhvd warning: rank 1 is here:\n" in told
+    assert f"in {reason}\n" in told
+    assert "in one_rank_is_late\n" in told
+    assert "rank 0 is here" not in told
+
+
+def test_late_coordinator_shows_its_own_stack(capfd: pytest.CaptureFixture[str]) -> None:
+    with rank_processes(f"{BODIES}:coordinator_is_late", 2, settings=SETTINGS) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "done"
+    told = capfd.readouterr().err
+    assert "waiting for rank 0 since 0." in told
+    assert "sparkhvd warning: rank 0 is here:\n" in told
+    assert "in coordinator_is_late\n" in told
+
+
+def test_signal_that_the_program_uses_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    target = "tests.ranks.engine.own_signal_bodies:one_rank_is_late"
+    with rank_processes(target, 2, settings=SETTINGS) as ranks:
+        run_late(ranks, "sleeping_here")
+    told = capfd.readouterr()
+    assert "sparkhvd warning: rank 1 is here:\n(no stack: " in told.err
+    assert "mine" not in told.out + told.err
+
+
+def test_rank_survives_when_its_handler_was_taken_away(capfd: pytest.CaptureFixture[str]) -> None:
+    target = f"{BODIES}:late_rank_has_lost_its_handler"
+    with rank_processes(target, 2, settings=SETTINGS) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "done"
+    told = capfd.readouterr().err
+    assert "(no stack: the handler of signal 44 was replaced after the engine had started)" in told
+
+
+def test_no_stack_is_taken_where_the_setting_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    settings = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4, stack_signal=0)
+    with rank_processes(f"{BODIES}:one_rank_is_late", 2, settings=settings) as ranks:
+        run_late(ranks, "sleeping_here")
+    told = capfd.readouterr().err
+    assert "rank 1 is here:\n(no stack: " in told
+    assert "in sleeping_here" not in told
+
+
+def wait_for(text: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """What was printed until `text` came."""
+    told = ""
+    deadline = time.monotonic() + DEADLINE_S
+    while text not in told and time.monotonic() < deadline:
+        time.sleep(0.02)
+        told += capfd.readouterr().err
+    return told
+
+
+def test_stopped_rank_is_told_from_one_that_is_busy(capfd: pytest.CaptureFixture[str]) -> None:
+    with rank_processes(f"{BODIES}:say_running_and_wait", 2, settings=SETTINGS) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "running"
+        ranks[1].kill(signal.SIGSTOP)
+        told = wait_for("has not even answered", capfd)
+        ranks[1].kill(signal.SIGCONT)
+        told += wait_for("rank 1 is here", capfd)
+        ranks[1].tell("go on")
+        for rank in ranks:
+            assert rank.expect() == "done"
+    told += capfd.readouterr().err
+    assert "rank 1 has not even answered the request for its stack" in told
+    # Once when it went on; who asks again later gets another answer.
+    answers = told.split("has not even answered")[1].split("waiting for")[0]
+    assert answers.count("sparkhvd warning: rank 1 is here:\n") == 1
+
+
+def test_rank_that_comes_too_late_is_an_error_on_every_rank() -> None:
+    settings = Settings(connect_timeout_s=DEADLINE_S, stall_shutdown_s=LATE_S / 3)
+    with rank_processes(f"{BODIES}:one_rank_comes_too_late", 2, settings=settings) as ranks:
+        for rank in ranks:
+            assert "barrier('late'): rank 1 did not submit it within 0." in rank.expect()
+
+
+@pytest.mark.skipif(not SOAK, reason="two signs of life take 18 s; make soak has it")
+def test_join_outlasts_a_busy_coordinator_but_not_a_stopped_one(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    settings = Settings(connect_timeout_s=DEADLINE_S, stall_shutdown_s=0.5)
+    patience_s = settings.stall_shutdown_s + 5
+    with rank_processes(f"{BODIES}:join_a_busy_rank", 2, settings=settings) as ranks:
+        assert [rank.expect() for rank in ranks] == ["busy", "joining"]
+        began = time.monotonic()
+        time.sleep(1.3 * patience_s)  # asked once, answered
+        ranks[0].kill(signal.SIGSTOP)
+        stopped_s = time.monotonic() - began
+        found = ranks[1].expect(3 * patience_s)
+        ranks[0].kill(signal.SIGCONT)
+    assert "join('join'): rank 0, which coordinates, has not answered within 5.5 s" in found["text"]
+    assert stopped_s < found["seconds"] < stopped_s + 2 * patience_s + 2
+    assert "is here" not in capfd.readouterr().err

@@ -1,0 +1,52 @@
+"""The real libnccl without a GPU: what it exports, its configuration, its errors, and which copy is taken."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.soak.nccl.programs import conformity
+from tools.nccl_libraries import RELEASES, Release
+
+OLDEST, MIDDLE, NEWEST = RELEASES
+
+
+def library_of(release: Release) -> str:
+    if not release.library.exists():
+        pytest.skip(release.why_missing())
+    return str(release.library)
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
+def test_library_is_what_the_engine_expects_of_its_release(release: Release) -> None:
+    library = library_of(release)
+    done = conformity("--no-device", "--nccl-library", library)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == [f"version {release.code}", f"file {library}"]
+    assert lines[2].startswith("symbols ")
+    assert lines[3] == "unique ids differ"
+    # An error of CUDA and not of an argument: the configuration was understood.
+    assert lines[4].startswith("without a GPU: ncclCommInitRankConfig failed: unhandled cuda error")
+
+
+def test_the_copy_that_the_process_has_loaded_wins_over_candidates() -> None:
+    loaded, candidate = library_of(OLDEST), library_of(NEWEST)
+    done = conformity("--no-device", "--loaded", loaded, "--nccl-candidate", candidate)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[:2] == [f"version {OLDEST.code}", f"file {loaded}"]
+
+
+def test_a_named_library_wins_over_the_copy_that_is_loaded() -> None:
+    loaded, named = library_of(OLDEST), library_of(MIDDLE)
+    done = conformity("--no-device", "--loaded", loaded, "--nccl-library", named)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[:2] == [f"version {MIDDLE.code}", f"file {named}"]
+
+
+def test_candidates_are_tried_in_order() -> None:
+    first, second = library_of(MIDDLE), library_of(NEWEST)
+    candidates = ("/nowhere/libnccl.so.2", first, second)
+    arguments = [word for path in candidates for word in ("--nccl-candidate", path)]
+    done = conformity("--no-device", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[0] == f"version {MIDDLE.code}"

@@ -1,0 +1,399 @@
+"""Bad input: a clear error at the earliest moment that can know it. Only the last group starts a Spark job."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import sparkhvd.torch as hvd
+from sparkhvd import (
+    InvalidArgumentError,
+    PreflightError,
+    RankError,
+    Settings,
+    Store,
+    TorchEstimator,
+)
+from tests.spark.estimator.fits import estimator, mlp
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.create(tmp_path / "store")
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    rows = [([1.0, 2.0], 1.0, "a", 1)] * 10
+    return spark.createDataFrame(rows, "x array<double>, y double, text string, k int")
+
+
+MODEL = mlp(2)
+OTHER = mlp(2)
+
+
+class Unpicklable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.lock = threading.Lock()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def __deepcopy__(self, memo: Any) -> Unpicklable:
+        return self
+
+
+UNPICKLABLE = Unpicklable()
+LOCK = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"model": None}, "model is required: give the torch.nn.Module to train."),
+        ({"model": "net"}, "model is 'net'; it must be a torch.nn.Module."),
+        (
+            {"model": nn.ReLU()},
+            "model has no parameter that requires a gradient: nothing to train.",
+        ),
+        (
+            {"model": nn.Sequential(nn.LazyLinear(2))},
+            "model: parameter '0.weight' has no shape yet. Run the lazy module on one batch before fit.",
+        ),
+        (
+            {"optimizer": None},
+            "optimizer is required: give an optimizer over model.parameters(), or a function of the parameters, for "
+            "example torch.optim.Adam.",
+        ),
+        (
+            {"optimizer": torch.optim.SGD(OTHER.parameters(), lr=0.1)},
+            "optimizer: parameter group 0 holds a parameter of shape (6, 2) that the model does not have: it is tied to "
+            "another model. Build it "
+            "from this model's parameters(), or give a function of the parameters.",
+        ),
+        (
+            {"optimizer": torch.optim.LBFGS},
+            "optimizer is LBFGS, which evaluates the loss several times per step; fit evaluates it once. Give another "
+            "optimizer, or write the loop yourself with sparkhvd.runner.run.",
+        ),
+        (
+            {"optimizer": 0.1},
+            "optimizer is 0.1; it must be a torch.optim.Optimizer or a function of the model's parameters.",
+        ),
+        (
+            {"optimizer": list},
+            "optimizer: calling it with the model's parameters gave [Parameter containing",
+        ),
+        (
+            {"loss": None},
+            "loss is required: give a function of (output, label), for example torch.nn.MSELoss().",
+        ),
+        (
+            {"loss": nn.MSELoss},
+            "loss is <class 'torch.nn.modules.loss.MSELoss'>; it must be a function of (output, label). Give an "
+            "instance: MSELoss().",
+        ),
+        (
+            {"loss": [nn.MSELoss(), nn.MSELoss()]},
+            "loss has 2 entries and label_cols 1. Give one loss, or one per label.",
+        ),
+        (
+            {"loss": nn.MSELoss(reduction="none")},
+            "loss is MSELoss with reduction='none', which gives no single number. Use reduction='mean'.",
+        ),
+        (
+            {"loss": max, "sample_weight_col": "k"},
+            "loss: sample_weight_col needs a loss that gives one value per row, and <built-in function max> has no "
+            "argument 'reduction'. Give a torch.nn loss, or a function of (output, label, reduction).",
+        ),
+        (
+            {"optimizer": lambda p: torch.optim.SGD(p, lr=-1.0)},
+            "optimizer: calling it with the model's parameters failed: ValueError: Invalid learning rate: -1.0. Give",
+        ),
+        (
+            {"loss": nn.CrossEntropyLoss(), "label_dtypes": ["float32"]},
+            "label_cols names column 'y' of type double, but CrossEntropyLoss needs class indices.",
+        ),
+        (
+            {"feature_cols": ["k"], "model": nn.Linear(1, 1)},
+            "model: forward failed on two rows of zeros (k (2,); argument = 'k' (int64)): RuntimeError:",
+        ),
+        ({"label_cols": None}, "label_cols is required: name the columns with the labels."),
+        (
+            {"feature_cols": None},
+            "feature_cols is required: name the columns that become the model's input.",
+        ),
+        (
+            {"feature_cols": ["X"]},
+            "feature_cols[0] names column 'X', which the DataFrame does not have. Did you mean 'x'? Its columns are: "
+            "'x', 'y', 'text', 'k'.",
+        ),
+        (
+            {"label_cols": ["text"]},
+            "label_cols[0] names column 'text' of type string, which cannot become a tensor.",
+        ),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1."),
+        ({"epochs": -1}, "epochs is -1; it must be at least 1."),
+        ({"max_retries": -1}, "max_retries is -1; it must be at least 0."),
+        ({"gradient_clip_norm": 0.0}, "gradient_clip_norm is 0.0; it must be more than 0."),
+        ({"validation": 1.5}, "validation is 1.5. A fraction must be at least 0 and less than 1,"),
+        (
+            {"restore_best": True},
+            "restore_best needs validation rows to tell which epoch is best. Set validation, for example 0.1, or name "
+            "another number of the history as monitor.",
+        ),
+        (
+            {"loss_weights": [0.5, 0.5]},
+            "loss_weights has 2 numbers and label_cols 1 columns. Give one per label.",
+        ),
+        (
+            {"metrics": ["f1"]},
+            "metrics names 'f1', which is not built in. Give one of accuracy, mse, mae, or a function of (output, "
+            "label).",
+        ),
+        (
+            {"metrics": {"loss": "mse"}},
+            "metrics: the name 'loss' is taken. Give a dict from other names to functions.",
+        ),
+        (
+            {"model": UNPICKLABLE, "optimizer": torch.optim.SGD},
+            "model cannot be sent to the ranks: pickling Unpicklable(",
+        ),
+        (
+            {"loss": lambda output, label, lock=LOCK: (output - label).mean()},
+            "loss cannot be sent to the ranks: pickling (<function",
+        ),
+        (
+            {"store": 3},
+            "store is 3; it must be a Store, for example Store.create('/shared/folder').",
+        ),
+        (
+            {"run_id": "../x"},
+            "run_id is '../x'; it names a folder and may hold letters, digits, '.', '_' and '-'.",
+        ),
+        (
+            {"model": lambda: mlp(2), "optimizer": torch.optim.SGD(MODEL.parameters(), lr=0.1)},
+            "optimizer is an instance of SGD, which holds the parameters of one model, and model is a function",
+        ),
+        ({"model": lambda: 3}, "model: the function returned 3; it must return a torch.nn.Module."),
+        (
+            {"model": nn.Linear},
+            "model: calling the function failed: TypeError: Linear.__init__() missing 2 required",
+        ),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0; it must be 0 or more."),
+        (
+            {"weight_decay": 0.1, "optimizer": lambda p: torch.optim.Rprop(p)},
+            "weight_decay is given, and Rprop has no 'weight_decay' to set. Leave it out.",
+        ),
+        (
+            {"lr_scaling": "square"},
+            "lr_scaling is 'square'; it must be 'linear', or not given: then learning rates are used as given.",
+        ),
+        (
+            {"loss_constructors": [nn.MSELoss]},
+            "loss and loss_constructors are both given. Give one of them.",
+        ),
+        (
+            {"loss": None, "loss_constructors": [lambda rate: rate]},
+            "loss_constructors: calling <function",
+        ),
+        (
+            {"gradient_compression": "fp16"},
+            "gradient_compression: compression='fp16' has no compress() and decompress().",
+        ),
+        ({"settings": {}}, "settings is {}; it must be a sparkhvd.Settings."),
+        (
+            {"inputs": {"z": "x"}},
+            "inputs names the argument 'z', which forward does not take.",
+        ),
+    ],
+)
+def test_wrong_params_are_named_before_any_job(
+    df: DataFrame, store: Store, options: dict[str, Any], message: str
+) -> None:
+    given = {
+        "model": MODEL,
+        "optimizer": torch.optim.SGD,
+        "loss": nn.MSELoss(),
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "num_proc": 2,
+        "store": store,
+    }
+    fit = TorchEstimator(**{**given, **options})
+    tracker = df.sparkSession.sparkContext.statusTracker()
+    jobs = tracker.getJobIdsForGroup()
+    with pytest.raises(InvalidArgumentError) as failed:
+        fit.fit(df)
+    assert str(failed.value).startswith(message)
+    assert tracker.getJobIdsForGroup() == jobs
+
+
+def test_a_gpu_that_no_rank_has_is_an_error_that_says_what_was_found(
+    df: DataFrame, store: Store
+) -> None:
+    fit = estimator(mlp(2), store, use_gpu=True)
+    fit.setSettings(Settings(cuda_library="/nowhere/libcuda.so.1"))
+    # A torch that could use none is found out before the question whether there is one.
+    found = (
+        r"sees no GPU.*: /nowhere/libcuda\.so\.1: cannot open shared"
+        if torch.version.cuda
+        else "has torch .*, which is built without CUDA"
+    )
+    with pytest.raises(PreflightError, match=rf"use_gpu is True, and rank 0 on host \S+ {found}"):
+        fit.fit(df)
+
+
+def test_too_many_ranks_are_an_error_before_any_job(df: DataFrame, store: Store) -> None:
+    with pytest.raises(
+        PreflightError, match=r"num_proc=3: the application can run 2 barrier tasks"
+    ):
+        estimator(mlp(2), store, num_proc=3).fit(df)
+    assert store.list("data") == []
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (
+            nn.Linear(3, 1),
+            {},
+            "model: forward failed on two rows of zeros (x (2, 2); ",
+        ),
+        (
+            nn.Sequential(nn.Linear(2, 1), nn.Flatten(0)),
+            {"label_cols": ["y", "k"]},
+            "model: forward returned 1 outputs and label_cols has 2 columns ('y', 'k'). Return one tensor per label "
+            "column, in the same order.",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_named_before_any_rank(
+    df: DataFrame, store: Store, model: nn.Module, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as failed:
+        estimator(model, store, **options).fit(df)
+    assert str(failed.value).startswith(message)
+
+
+class Ranked(nn.Module):
+    """A module that runs on ranks alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + 0.0 * hvd.rank()
+
+
+def test_a_model_that_only_ranks_can_run_is_trained_by_them(df: DataFrame, store: Store) -> None:
+    with pytest.warns(UserWarning, match="NotInitializedError.*only ranks have"):
+        model = estimator(Ranked(), store, num_proc=1).fit(df)
+    assert model.transform(df).columns[-1] == "y__output"
+    assert dict(model.transform(df).dtypes)["y__output"] == "double"
+
+
+def test_an_integer_label_of_an_own_loss_names_label_dtypes(df: DataFrame, store: Store) -> None:
+    fit = estimator(
+        mlp(2),
+        store,
+        num_proc=1,
+        label_cols=["k"],
+        loss=lambda output, label: nn.functional.huber_loss(output, label),  # fails in backward
+    )
+    with pytest.raises(RankError, match=r"Found dtype Long .*give label_dtypes=\{'k': 'float32'\}"):
+        fit.fit(df)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"validation": "none"},
+            "validation: column 'none' marks none of 10 rows. A row with true, or a number above 0, is a validation row.",
+        ),
+        (
+            {"validation": "all"},
+            "validation: column 'all' marks all 10 rows, so none is left to train on.",
+        ),
+        (
+            {"drop_last": True, "validation": 0.2},
+            "drop_last leaves out a step that is not full, and the 8 training rows are less than one full step of "
+            "num_proc * batch_size * accumulate = 16 rows. Lower batch_size, or set drop_last=False.",
+        ),
+        (
+            {"loss": nn.CrossEntropyLoss(), "label_cols": ["half"], "model": mlp(2, 2)},
+            "The data cannot be used for training:\n  column 'half' (double): 10 of 10 rows hold a number that is not "
+            "whole, but it is to be stored as int64.",
+        ),
+    ],
+)
+def test_splits_and_classes_that_cannot_be_are_named_before_any_rank(
+    df: DataFrame, store: Store, options: dict[str, Any], message: str
+) -> None:
+    more = df.selectExpr("*", "false AS none", "1 AS all", "y / 2 AS half")
+    model = options.get("model", mlp(2))
+    with pytest.raises(InvalidArgumentError) as failed:
+        estimator(model, store, **{k: v for k, v in options.items() if k != "model"}).fit(more)
+    assert str(failed.value).startswith(message)
+
+
+def test_bad_values_are_named_before_any_rank(spark: SparkSession, store: Store) -> None:
+    rows = [([1.0, float("nan")], 1.0), ([1.0, 2.0], None), ([1.0], 2.0)]
+    df = spark.createDataFrame(rows, "x array<double>, y double")
+    with pytest.raises(InvalidArgumentError) as failed:
+        estimator(mlp(2), store).fit(df)
+    assert "'x'" in str(failed.value)
+    assert "'y'" in str(failed.value)
+
+
+def test_a_first_batch_that_does_not_fit_shows_both_shapes(df: DataFrame, store: Store) -> None:
+    with pytest.raises(RankError) as failed:
+        estimator(mlp(2, outputs=3), store).fit(df)
+    assert store.list("runs") == []  # it has no run_id, and no checkpoint to go on from
+    text = str(failed.value)
+    assert "InvalidArgumentError: The first batch, on rank " in text
+    assert "3)" in text
+    assert "(5,)" in text
+
+
+def test_transform_names_columns_that_do_not_fit(
+    spark: SparkSession, df: DataFrame, store: Store
+) -> None:
+    model = estimator(mlp(2), store, num_proc=1).fit(df)
+    with pytest.raises(
+        InvalidArgumentError, match="names column 'x', which the DataFrame does not"
+    ):
+        model.transform(df.drop("x"))
+    with pytest.raises(InvalidArgumentError, match="column 'y__output', which exists already"):
+        model.transform(model.transform(df))
+    with pytest.raises(InvalidArgumentError, match="does not say how probabilities follow"):
+        model.copy().setProbabilityCol("p").transform(df)
+    with pytest.raises(InvalidArgumentError, match="column 'x' is of type double; the model was"):
+        model.transform(df.selectExpr("y AS x"))
+    wrong = [([1.0, 2.0, 3.0],)], [([1.0, None],)], [([1.0, float("nan")],)], [([1.0, -np.inf],)]
+    said = (
+        "column 'x' has 3 elements per row in a batch; the model was trained with 2.",
+        "column 'x' is null, or has a null element, in 1 rows of a batch.",
+        "column 'x' is NaN in 1 rows of a batch.",
+        "column 'x' is infinite in 1 rows of a batch, for example -inf.",
+    )
+    for rows, message in zip(wrong, said, strict=True):
+        with pytest.raises(Exception, match="InvalidArgumentError") as failed:
+            model.transform(spark.createDataFrame(rows, "x array<double>")).collect()
+        assert message in str(failed.value)
+    assert np.isfinite(model.transform(df).first().y__output)

@@ -1,0 +1,171 @@
+"""A rank dies during `fit`: who is named, how soon, what stays readable, and that a relaunch changes no bit."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from sparkhvd import RankError, Store
+from sparkhvd.runner import context
+from sparkhvd.training.checkpoints.files import Checkpoints
+from tests.harness import faults
+from tests.harness.processes import wait_for_no_trainers
+from tests.spark.estimator.fits import estimator
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+LIMIT_S = 10.0
+
+
+@pytest.fixture(autouse=True)
+def no_trainer_is_left() -> Iterator[None]:
+    yield
+    assert wait_for_no_trainers() == set()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def df(spark: SparkSession) -> DataFrame:
+    data = [([float(i % 5), float(i % 3)], float(i % 7)) for i in range(40)]
+    return spark.createDataFrame(data, "x array<double>, y double")
+
+
+class DyingStore(Store):
+    """Kills rank 1 when its trainer unpickles it: before `init`."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        place = context()
+        if place is not None and place.rank == 1:
+            die(state["url"].removeprefix("file://"))
+        super().__setstate__(state)
+
+
+class Dying(nn.Module):
+    """Kills rank 1 in the second epoch, at the moment asked for; at most once if a marker is kept."""
+
+    def __init__(self, moment: str, folder: Path, *, once: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        with torch.no_grad():
+            self.layer.weight.fill_(0.1)
+            self.layer.bias.fill_(0.0)
+        self.moment = moment
+        self.folder = str(folder)
+        self.once = once
+        self.steps = self.validations = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.environ.get("RANK") == "1":
+            self.steps += self.training
+            self.validations += not self.training
+            # An epoch has two training steps and one of validation.
+            if self.moment == "step" and self.steps == 4:
+                self.die()
+            if self.moment == "validation" and self.validations == 2:
+                self.die()
+            if self.moment == "exit" and self.steps == 4:
+                faults.kill_at_exit()
+        return self.layer(x)
+
+    def die(self) -> None:
+        if not (self.once and (Path(self.folder) / "died").exists()):
+            die(self.folder)
+
+
+def die(folder: str) -> None:
+    (Path(folder) / "died").write_text(str(time.time()))
+    faults.kill_self()
+
+
+@pytest.mark.parametrize("moment", ["before init", "step", "validation", "exit"])
+def test_a_killed_rank_is_named_in_time(folder: Path, df: DataFrame, moment: str) -> None:
+    place = folder / moment.replace(" ", "-")
+    store: Store = Store.create(place)
+    if moment == "before init":
+        store = DyingStore(store.url)
+    run_id = moment.replace(" ", "-")
+    fit = estimator(
+        Dying(moment, place),
+        store,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+        validation=0.2,
+        epochs=2,
+        run_id=run_id,
+    )
+    with pytest.raises(RankError) as failed:
+        fit.fit(df)
+    ended = time.time()
+    died = place / "died"
+    if died.exists():
+        assert ended - float(died.read_text()) < LIMIT_S
+    assert (failed.value.rank, failed.value.exit) == (1, "signal SIGKILL")
+    assert str(failed.value).startswith("Rank 1 of 2 on host ")
+    checkpoints = Checkpoints(store, f"runs/{run_id}")
+    expected = {"before init": 0, "step": 1, "validation": 1, "exit": 2}[moment]
+    assert checkpoints.latest_epoch() == expected
+    if expected:
+        saved = checkpoints.latest()
+        assert saved is not None
+        assert saved.epoch == expected
+        assert "layer.weight" in saved.model
+
+
+def test_a_relaunched_fit_equals_an_undisturbed_one_bit_by_bit(
+    folder: Path, df: DataFrame, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = folder / "relaunch"
+    store = Store.create(place)
+    options: dict[str, Any] = {
+        "optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
+        "validation": 0.2,
+        "epochs": 3,
+        "data_key": "d",
+        "max_retries": 1,
+        "verbose": 1,
+    }
+    disturbed = estimator(Dying("step", place, once=True), store, **options).fit(df)
+    assert (place / "died").exists()
+    captured = capsys.readouterr()
+    text = captured.out + captured.err
+    assert "Relaunching (1 of 1)" in text
+    assert [line[:9] for line in text.splitlines() if line.startswith("epoch")] == [
+        "epoch 1/3",
+        "epoch 2/3",
+        "epoch 3/3",
+    ]
+    whole = estimator(Dying("never", place), store, **options).fit(df)
+    for name, value in whole.getModel().state_dict().items():
+        assert torch.equal(value, disturbed.getModel().state_dict()[name])
+    assert [r["loss"] for r in whole.history] == [r["loss"] for r in disturbed.history]
+
+
+def test_a_new_fit_goes_on_where_a_killed_one_stopped(folder: Path, df: DataFrame) -> None:
+    place = folder / "resumed"
+    store = Store.create(place)
+    options: dict[str, Any] = {
+        "optimizer": lambda p: torch.optim.Adam(p, lr=0.01),
+        "validation": 0.2,
+        "epochs": 3,
+    }
+    killed = estimator(Dying("step", place, once=True), store, run_id="killed", **options)
+    with pytest.raises(RankError):
+        killed.fit(df)
+    assert Checkpoints(store, "runs/killed").latest_epoch() == 1
+    resumed = killed.fit(df)
+    whole = estimator(Dying("never", place), store, **options).fit(df)
+    for name, value in whole.getModel().state_dict().items():
+        assert torch.equal(value, resumed.getModel().state_dict()[name])
+    assert [r["loss"] for r in whole.history] == [r["loss"] for r in resumed.history]

@@ -1,0 +1,65 @@
+"""What earlier versions saved loads, and gives what it gave then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from sparkhvd import TorchEstimator, TorchModel, UntrustedError
+from sparkhvd.estimator.saving.persistence import FORMAT_VERSION
+from tests.spark.estimator.saved_models import FIXTURES, Scaled, data, estimators, outputs
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.spark
+
+FOLDERS = sorted(FIXTURES.glob("saved_model_v*"))
+
+
+def test_this_format_has_its_fixture() -> None:
+    assert f"saved_model_v{FORMAT_VERSION}" in [folder.name for folder in FOLDERS]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_models_of_earlier_versions_predict_the_same(spark: SparkSession, folder: Path) -> None:
+    expected = json.loads((folder / "expected.json").read_text())
+    with pytest.raises(UntrustedError, match=r"tests\.estimator\.saved_models\.Scaled"):
+        TorchModel.load(f"{folder}/own_model")
+    for name in ("plain", "own"):
+        model = TorchModel.load(f"{folder}/{name}_model", trust=name == "own")
+        found = outputs(model, data(spark))
+        assert len(found) == len(expected[name]) == 12
+        for row, before in zip(found, expected[name], strict=True):
+            for value, other in zip(row, before, strict=True):
+                np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+        assert model.history[0]["epoch"] == 1
+        (weights,) = (folder / f"{name}_model" / "weights").iterdir()
+        model.getModel().load_state_dict(torch.load(weights, weights_only=True))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_estimators_of_earlier_versions_come_back(spark: SparkSession, folder: Path) -> None:
+    for name, now in estimators().items():
+        found = TorchEstimator.load(f"{folder}/{name}_estimator", trust=name == "own")
+        for param in ("feature_cols", "label_cols", "batch_size", "random_seed", "metrics"):
+            assert found._get(param) == now._get(param)
+        assert found.getLoss() is now.getLoss() or repr(found.getLoss()) == repr(now.getLoss())
+    plain = TorchEstimator.load(f"{folder}/plain_estimator")
+    assert plain.getLoss().label_smoothing == 0.1
+    assert plain.getOptimizer().param_groups[0]["betas"] == (0.8, 0.9)
+    assert plain.getOptimizer().param_groups[0]["params"][0] is next(plain.getModel().parameters())
+    for mine, theirs in zip(
+        estimators()["plain"].getModel().parameters(), plain.getModel().parameters(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    with pytest.raises(UntrustedError):
+        TorchEstimator.load(f"{folder}/own_estimator")
+    own = TorchEstimator.load(f"{folder}/own_estimator", trust=True)
+    assert type(own.getModel()) is Scaled
+    assert own.getOptimizer() is torch.optim.SGD
