@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from sparkhvd.torch.compressors import BF16Compressor, FP16Compressor, NoneCompressor
+from sparkhvd.torch.compressors import (
+    BF16Compressor,
+    Compressor,
+    FP16Compressor,
+    NoneCompressor,
+)
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 
-__all__ = ["Compression"]
+__all__ = [
+    "BF16Compressor",
+    "Compression",
+    "Compressor",
+    "FP16Compressor",
+    "NoneCompressor",
+]
 
 
 class Compression:
