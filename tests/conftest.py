@@ -35,10 +35,20 @@ SETTLE_S = 10.0
 FOREIGN_VARIABLES = ("PYTEST_", "PYSPARK_", "SPARK_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 
 
+# Folders by what their tests need; each is a marker of the tests in it.
+TIERS = {
+    "pure": "one process, and no rank in it",
+    "ranks": "ranks that are threads of the test's process",
+    "processes": "processes, sockets and servers",
+    "spark": "Spark sessions",
+    "soak": "long; `make soak` runs it. With an argument: where its behaviour is tested on every run",
+}
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "spark: needs a Spark session (slow to start)")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    for tier, meaning in TIERS.items():
+        config.addinivalue_line("markers", f"{tier}: {meaning}")
     config.addinivalue_line(
         "markers", "leaks(reason): the police let this test leave things behind"
     )
@@ -53,6 +63,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(
             functools.partial(shutil.rmtree, os.environ["TMPDIR"], ignore_errors=True)
         )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give every test the marker of its tier, and leave out what only `make soak` runs."""
+    from tests.harness.soak import SOAK  # a plugin: not before it is registered
+
+    for item in items:
+        tier = item.path.relative_to(config.rootpath / "tests").parts[0]
+        if tier in TIERS:
+            item.add_marker(tier)
+    if SOAK:
+        return
+    left_out = [
+        item
+        for item in items
+        if (marker := item.get_closest_marker("soak")) is not None and marker.args
+    ]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 def pytest_collection_finish() -> None:
@@ -126,6 +156,7 @@ def police(request: pytest.FixtureRequest) -> Iterator[None]:
     uses_spark = (
         gateway_port() is not None
         or request.node.get_closest_marker("spark") is not None
+        or request.node.get_closest_marker("soak") is not None
         or any("spark" in name or "cluster" in name for name in request.fixturenames)
     )
     deadline = time.monotonic() + SETTLE_S

@@ -16,6 +16,7 @@ from tests.gpu.parts import SKIPPED, failure, finish, parts, passed
 from tests.gpu.ranks import Crew
 from tests.harness.fake_cuda import is_built
 from tests.harness.processes import wait_until_gone
+from tests.harness.soak import soak
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_stand_in = pytest.mark.skipif(not is_built(), reason="the stand-in is not built")
@@ -28,7 +29,6 @@ def make_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(540)
 @pytest.mark.skipif(bool(machine.why_not()), reason=f"needs a GPU: {machine.why_not()}")
 def test_all_checks_on_a_gpu(tmp_path: Path) -> None:
@@ -36,6 +36,7 @@ def test_all_checks_on_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@soak("ranks/torch/test_device_*")
 @needs_stand_in
 @pytest.mark.timeout(540)
 def test_all_checks_and_figures_on_the_stand_in(

@@ -1,8 +1,10 @@
-"""How long a test runs: a short leg by default, the long one under `make soak`."""
+"""What runs only under `make soak`, and how long the rest runs there."""
 
 from __future__ import annotations
 
 import os
+
+import pytest
 
 SOAK = os.environ.get("SPARKHVD_TEST_SOAK", "") not in ("", "0")
 
@@ -10,3 +12,8 @@ SOAK = os.environ.get("SPARKHVD_TEST_SOAK", "") not in ("", "0")
 def amount(short: int, long: int | None = None) -> int:
     """Examples, rounds or seconds of a test: `short`, or under `make soak` `long` (default 20 times that)."""
     return (20 * short if long is None else long) if SOAK else short
+
+
+def soak(covered_by: str) -> pytest.MarkDecorator:
+    """Mark a test that only `make soak` runs; `covered_by` says where its behaviour is tested on every run."""
+    return pytest.mark.soak(covered_by)

@@ -24,6 +24,7 @@ import pytest
 from tests.harness import jvm
 from tests.harness.paths import ROOT
 from tests.harness.processes import TAG, TAG_VARIABLE, free_port, wait_for_port
+from tests.harness.soak import soak
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -362,7 +363,19 @@ def unseen_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unseen]:
 MODES = ("local", "local-cluster", "standalone", "connect", "connect-unseen")
 
 
-@pytest.fixture(params=MODES)
+# Modes of which the others show nothing but the master's own part.
+_SOAK_MODES = {
+    "standalone": "runner/test_masters: test_standalone",
+    "connect-unseen": "test_unseen_store: a client trains on files that only executors see",
+}
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(mode, marks=soak(_SOAK_MODES[mode]) if mode in _SOAK_MODES else ())
+        for mode in MODES
+    ]
+)
 def spark_mode(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[Callable[[str, Path], str]]:

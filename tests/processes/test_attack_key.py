@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparkhvd.runner import run_local
-from tests.harness.soak import SOAK
+from tests.harness.soak import soak
 from tests.harness.spark import run_on, standalone_cluster
 from tests.processes.key_search import forms_of, hunt
 
@@ -52,16 +52,12 @@ def search_after(output: str, tmp_path: Path) -> None:
         assert not any(form in data for form in forms_of(key)), path
 
 
-@pytest.mark.spark
-@pytest.mark.slow
 def test_key_of_a_spark_job_is_nowhere(tmp_path: Path) -> None:
     search_after(run_on("local[2]", SCRIPT, tmp_path), tmp_path)
 
 
-@pytest.mark.spark
-@pytest.mark.slow
 @pytest.mark.timeout(450)
-@pytest.mark.skipif(not SOAK, reason="three more JVMs take a minute; make soak has it")
+@soak("test_key_of_a_spark_job_is_nowhere, here")  # three more JVMs take a minute
 def test_key_of_a_job_on_a_cluster_is_nowhere(tmp_path: Path) -> None:
     with standalone_cluster(tmp_path) as master:
         output = run_on(master, SCRIPT, tmp_path, timeout_s=400)

@@ -9,7 +9,7 @@ import pytest
 
 from sparkhvd.settings import Settings
 from tests.harness.rank_process import DEADLINE_S, RankProcess, rank_processes
-from tests.harness.soak import SOAK
+from tests.harness.soak import soak
 from tests.ranks.engine.observe_bodies import LATE_S
 
 BODIES = "tests.ranks.engine.observe_bodies"
@@ -112,7 +112,7 @@ def test_rank_that_comes_too_late_is_an_error_on_every_rank() -> None:
             assert "barrier('late'): rank 1 did not submit it within 0." in rank.expect()
 
 
-@pytest.mark.skipif(not SOAK, reason="two signs of life take 18 s; make soak has it")
+@soak("one sign of life, in the tests before it")  # two signs of life take 18 s
 def test_join_outlasts_a_busy_coordinator_but_not_a_stopped_one(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

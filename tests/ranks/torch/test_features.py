@@ -89,7 +89,6 @@ def compiled_training(backend: str, distributed: bool, **options: Any) -> tuple[
     return learn(fast, optimizer, distributed), stats["unique_graphs"]
 
 
-@pytest.mark.slow
 def test_compiled_models() -> None:
     model = MLP.build()
     expected = learn(model, sgd(model.parameters()), False)

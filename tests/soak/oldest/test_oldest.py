@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [
-    pytest.mark.spark,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         not pyspark.__version__.startswith("3.5."),

@@ -54,7 +54,6 @@ def run(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(960)  # a compiler beside other tests
 def test_wheel_serves_every_python_and_links_to_nothing_of_torch(checkout: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]

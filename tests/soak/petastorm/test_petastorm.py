@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 # Importing torch and OpenCV in every process of Spark takes long on a busy machine.
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 ROWS = 37
 SIDE = 6

@@ -25,6 +25,7 @@ from sparkhvd.data.store.run_lock import hold
 from sparkhvd.estimator import Callback
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import soak
 from tests.harness.waiting import wait_until
 from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process
 
@@ -208,6 +209,7 @@ def test_what_shapes_the_training_reaches_the_ranks(
         assert torch.equal(value, saved[name])
 
 
+@soak("pure/data/test_reader")
 def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: Store) -> None:
     """Rows beyond `shuffle_bytes` come in another order, unless all of them are to be in memory."""
     df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
@@ -224,6 +226,7 @@ def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: 
     assert store.list("runs") == []  # of fits without a run_id
 
 
+@soak("pure/data/test_reader_kinds")
 def test_validation_rows_have_decoder_threads_of_their_own(
     spark: SparkSession, store: Store, tmp_path: Path
 ) -> None:

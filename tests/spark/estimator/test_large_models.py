@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.soak import amount
+from tests.harness.soak import amount, soak
 from tests.harness.spark import run_on
 
 pytestmark = pytest.mark.spark
@@ -70,6 +70,7 @@ BODY = """
 """
 
 
+@soak("pure/training/test_weights")
 @pytest.mark.timeout(900)
 def test_a_model_larger_than_the_drivers_heap(tmp_path: Path) -> None:
     body = BODY.format(mib=MIB, store=str(tmp_path / "store"), path=str(tmp_path / "saved"))

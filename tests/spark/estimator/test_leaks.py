@@ -14,7 +14,7 @@ import pytest
 
 from sparkhvd import Store
 from tests.harness.processes import TRAINER, children, find, wait_for_no_trainers
-from tests.harness.soak import amount
+from tests.harness.soak import amount, soak
 from tests.spark.estimator.fits import estimator, mlp
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def descriptors(pid: int) -> int:
         return 0
 
 
+@soak("the leak check around every test; processes/test_leaks")
 def test_fits_in_a_row_leave_nothing_behind(spark: SparkSession, tmp_path: Path) -> None:
     df = spark.createDataFrame(
         [([float(i), float(i % 3)], float(i % 5)) for i in range(40)], "x array<double>, y double"

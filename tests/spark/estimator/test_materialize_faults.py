@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.soak import soak
 from tests.harness.spark import run_on, standalone_cluster
 
 # Executors are killed and come again; on a machine that does other things too this may take long.
@@ -94,6 +95,7 @@ def test_killed_writers_neither_repeat_nor_lose_rows(tmp_path: Path) -> None:
     assert "ExecutorLostFailure" in output
 
 
+@soak("test_killed_writers_neither_repeat_nor_lose_rows, here")
 def test_an_outrun_attempt_does_not_count(tmp_path: Path) -> None:
     body = """
     data = Path(FOLDER, "speculation/store/data/k/app")
@@ -124,6 +126,7 @@ def test_an_outrun_attempt_does_not_count(tmp_path: Path) -> None:
     assert "DONE" in output
 
 
+@soak("test_killed_writers_neither_repeat_nor_lose_rows, here")
 def test_a_writer_that_outlives_its_materialization_takes_its_file_back(tmp_path: Path) -> None:
     body = """
     def failing(batches):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import soak
 from tests.harness.spark import run_here, run_on
 
 if TYPE_CHECKING:
@@ -114,6 +115,9 @@ print("WEIGHTS", digest(model.getModel()))
 """
 
 
+@soak(
+    "test_faults here: a relaunched fit equals an undisturbed one; runner/test_faults: a killed executor"
+)
 def test_a_fit_outlives_its_executor_and_ends_with_the_same_weights(
     spark: SparkSession, tmp_path: Path
 ) -> None:

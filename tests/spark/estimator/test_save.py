@@ -17,6 +17,7 @@ from torch import nn
 import sparkhvd
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError, Store, TorchEstimator, TorchModel, UntrustedError
+from tests.harness.soak import soak
 from tests.harness.spark import run_on
 from tests.spark.estimator.fits import estimator, fitted, mlp
 
@@ -328,6 +329,7 @@ CONNECT = """
 """
 
 
+@soak("test_modes[connect] saves and loads")
 @pytest.mark.timeout(430)
 def test_the_same_works_over_connect(tmp_path: Path) -> None:
     body = CONNECT.format(store=str(tmp_path / "store"), path=str(tmp_path / "saved"))

@@ -20,6 +20,7 @@ from torch import nn
 import sparkhvd.torch as hvd
 from sparkhvd import Store, TorchEstimator
 from sparkhvd.estimator import Callback, pad
+from tests.harness.soak import soak
 from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process, only_data
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def store(tmp_path: Path) -> Store:
     return Store.create(tmp_path / "store")
 
 
+@soak("test_fit: cross-validation and param maps")
 def test_a_train_validation_split_chooses_for_a_pipeline(spark: SparkSession, store: Store) -> None:
     generator = np.random.default_rng(1)
     points = generator.standard_normal((80, 2))
@@ -134,6 +136,7 @@ def test_each_row_of_a_source_that_differs_each_time_is_in_one_part(
     assert sorted(parts["training"] + parts["validation"]) == sorted(values["y"].tolist())
 
 
+@soak("ranks/training/test_compiling")
 def test_a_compiled_model_trains_alike(spark: SparkSession, store: Store) -> None:
     df = spark.range(32).select(
         F.array(F.sin("id"), F.cos("id")).alias("x"), F.sin("id").alias("y")
@@ -163,6 +166,7 @@ class Notes(Callback):
         record["note"] = f"epoch {ctx.epoch}"
 
 
+@soak("test_save, pure/estimator/test_encoding")
 def test_an_estimator_with_everything_at_once_comes_back(
     spark: SparkSession, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from tests.harness.mounts import tmpfs, unmount
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.sequential_mount import sequential_mount
 from tests.harness.servers import S3, SECRET, cable
+from tests.harness.soak import soak
 from tests.harness.spark import run_on
 from tests.spark.estimator.fits import assert_same_weights, estimator, mlp
 
@@ -64,6 +65,7 @@ def test_fit_through_fsspec(df: DataFrame, expected: nn.Module, ftp: str) -> Non
     trained_alike(df, Store.create(f"{ftp}/store"), expected)
 
 
+@soak("pure/data/test_store_places")
 @pytest.mark.usefixtures("mounts")
 def test_fit_on_a_mount_that_neither_appends_nor_seeks(
     df: DataFrame, expected: nn.Module, tmp_path: Path
@@ -136,6 +138,7 @@ def test_a_store_that_fills_up_during_a_fit(df: DataFrame, tmp_path: Path) -> No
         disturbed(df, store, fill, emptied, "cannot be written (runs/r/")
 
 
+@soak("a store that fills up during a fit, here; pure/data/test_store_places")
 @pytest.mark.usefixtures("mounts")
 def test_a_store_that_vanishes_during_a_fit(df: DataFrame, tmp_path: Path) -> None:
     with tmpfs(tmp_path / "behind", 1 << 22) as behind:
@@ -157,6 +160,7 @@ def test_a_store_that_vanishes_during_a_fit(df: DataFrame, tmp_path: Path) -> No
             unmount(place)
 
 
+@soak("a store that fills up during a fit, here")
 def test_a_server_that_goes_during_a_fit(df: DataFrame, s3: S3) -> None:
     with cable(s3.port) as line:
         url = "s3://bucket/cut"
@@ -261,6 +265,7 @@ def test_a_secret_inside_base64_is_found(before: int) -> None:
     assert not holds_secret(base64.b64encode(b"x" * before + SECRET[:-2].encode()))
 
 
+@soak("pure/data/test_store")
 def test_credentials_are_in_no_log_plan_or_file(tmp_path: Path, s3: S3, ftp: str) -> None:
     """In nothing that a fit prints, writes to the store, saves, or that Spark shows in its UI (its event log).
 

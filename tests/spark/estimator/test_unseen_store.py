@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.servers import S3, SECRET
+from tests.harness.soak import soak
 from tests.harness.spark import Unseen, hiding
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
@@ -139,6 +140,7 @@ def test_a_client_reaches_all_of_a_store_that_it_does_not_see(
     assert "Store.create was called before the Spark Connect session" in output
 
 
+@soak("test_a_client_trains_on_files_that_only_executors_see, here; pure/estimator/test_runs")
 def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
@@ -190,6 +192,7 @@ print("AGAIN", store.exists("a"))
 """
 
 
+@soak("test_a_client_trains_on_files_that_only_executors_see, here")
 def test_a_store_that_no_slot_is_free_to_ask_is_an_error_in_time(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:
@@ -232,6 +235,7 @@ first.join(200), second.join(200)
 """
 
 
+@soak("pure/runner/test_admission")
 def test_a_fit_waits_for_an_earlier_one_of_the_same_client(
     unseen_store: Unseen, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from sparkhvd import InvalidArgumentError, Store
 from sparkhvd.data.reuse import release
 from sparkhvd.training.modules.weights import CLOSURE_BYTES
+from tests.harness.soak import soak
 from tests.harness.spark import run_on
 from tests.harness.waiting import wait_until
 from tests.spark.estimator.fits import estimator, fitted, mlp
@@ -55,6 +56,7 @@ def assert_right(rows: list[Any], module: nn.Module, count: int = 20) -> None:
         assert row.y__output == pytest.approx(expected(module, row.k), rel=1e-4, abs=1e-5)
 
 
+@soak("test_a_worker_loads_a_model_once, here; pure/training/test_weights")
 def test_large_weights_outlive_the_model_cleaning_and_another_fit(
     df: DataFrame, tmp_path: Path
 ) -> None:
@@ -236,6 +238,7 @@ CLUSTER = """
 """
 
 
+@soak("test_a_worker_loads_a_model_once, here")
 @pytest.mark.timeout(430)
 def test_executors_need_not_see_the_load_path(tmp_path: Path) -> None:
     store, path = str(tmp_path / "store"), str(tmp_path / "saved")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.soak import soak
 from tests.harness.spark import ROOT, standalone_cluster
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -84,6 +85,7 @@ def test_digits_trains_and_reports_when_started_by_plain_python(on_local: Outcom
     check(on_local)
 
 
+@soak("estimator/test_modes: the same weights in every mode")
 @pytest.mark.parametrize("option", ["--master", "--remote"], ids=["local-cluster", "connect"])
 def test_digits_gives_equal_weights_in_executor_processes(
     option: str, on_local: Outcome, tmp_path: Path
@@ -94,6 +96,7 @@ def test_digits_gives_equal_weights_in_executor_processes(
     assert outcome.weights == on_local.weights
 
 
+@soak("estimator/test_modes; runner/test_masters[standalone]")
 def test_digits_gives_equal_weights_when_submitted_to_a_standalone_cluster(
     on_local: Outcome, tmp_path: Path
 ) -> None:

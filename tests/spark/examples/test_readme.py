@@ -5,15 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.harness.spark import ROOT, run_script
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.spark
-@pytest.mark.slow
 def test_readme_examples_run_as_they_stand(tmp_path: Path) -> None:
     # The second block goes on in the first one's session, as the page reads.
     script = tmp_path / "readme.py"

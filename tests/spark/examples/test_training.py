@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.soak import soak
 from tests.harness.spark import ROOT, run_script
 
 PAGE = (ROOT / "docs" / "training.md").read_text()
 BLOCKS = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 
 
-@pytest.mark.spark
-@pytest.mark.slow
+@soak("test_readme here; ranks/training/test_user_code")
 @pytest.mark.timeout(300)  # five fits
 def test_the_examples_of_the_page_run_one_after_the_other(tmp_path: Path) -> None:
     assert list(BLOCKS) == ["declarative", "train_step", "train_fn", "callbacks", "transformations"]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.soak import soak
 from tests.harness.spark import ROOT
 
 NOTEBOOK = ROOT / "notebooks" / "quickstart.ipynb"
 
 
-@pytest.mark.spark
-@pytest.mark.slow
+@soak("pure/estimator/test_progress, examples/test_readme")
 @pytest.mark.timeout(500)
 def test_quickstart_notebook_runs_with_live_progress_and_plots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ import pytest
 
 from tests.harness.fake_driver import fake_driver
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import soak
 from tests.harness.spark import run_on
 
 # A JVM for each process of Spark; on a machine that does other things too this may take long.
@@ -56,6 +57,7 @@ def body(folder: Path, text: str) -> str:
     return PREAMBLE.format(driver=fake_driver(folder)) + text
 
 
+@soak("pure/runner/test_gpus")
 def test_three_gpus_that_tasks_take_by_halves_make_three_ranks(tmp_path: Path) -> None:
     script = """echo '{"name": "gpu", "addresses": ["0", "1", "2"]}'"""
     conf = conf_of(tmp_path, script, 3, **{"spark.task.resource.gpu.amount": "0.5"})
@@ -88,6 +90,7 @@ print("FOUR")
     assert wait_for_no_trainers() == set()
 
 
+@soak("test_gpus: a local master gives GPUs by local rank; pure/runner/test_gpus")
 def test_executors_with_a_gpu_each_on_one_host(tmp_path: Path) -> None:
     """Each worker's script prints another address, as on a host whose GPUs are split among workers."""
     script = (
@@ -140,6 +143,7 @@ print("REFUSED")
     assert "REFUSED" in output.splitlines(), output
 
 
+@soak("pure/estimator/test_transform_gpu, pure/runner/test_gpus")
 @pytest.mark.parametrize("remote", [False, True], ids=["classic", "connect"])
 def test_tasks_of_transform_get_gpus_that_the_conf_gives_no_task(
     tmp_path: Path, remote: bool

@@ -14,6 +14,7 @@ from sparkhvd.runner.gpu import profiles
 from sparkhvd.settings import Settings
 from tests.harness.fake_driver import fake_driver, uuid_of
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import soak
 from tests.harness.spark import run_on
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ def check(output: str, *more: str) -> None:
     assert wait_for_no_trainers() == set()
 
 
+@soak("pure/runner/test_gpus, pure/runner/test_gpu_agreement")
 @SLOW
 def test_ranks_of_one_executor_get_a_gpu_each_from_fractions(tmp_path: Path) -> None:
     output = run_on(
@@ -210,6 +212,7 @@ def test_ranks_of_one_executor_get_a_gpu_each_from_fractions(tmp_path: Path) -> 
     check(output, "FIT WITHOUT CUDA", "TRANSFORM")
 
 
+@soak("pure/runner/test_gpus")
 @SLOW
 def test_connect_and_an_executor_that_sees_some_of_the_gpus(tmp_path: Path) -> None:
     """Addresses count in the CUDA_VISIBLE_DEVICES of the executor, which stays its own."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.processes import TRAINER, find, wait_for_no_trainers, wait_until_gone
+from tests.harness.soak import soak
 from tests.harness.spark import run_on, standalone_cluster, started_script, write_script
 
 pytestmark = pytest.mark.spark
@@ -119,6 +120,7 @@ def test_standalone(tmp_path: Path) -> None:
         check(run_on(master, PROGRAM, tmp_path, conf=conf, timeout_s=400))
 
 
+@soak("estimator/test_modes[connect]")
 @SLOW
 def test_connect(tmp_path: Path) -> None:
     check(run_on("local-cluster[2,1,1024]", PROGRAM, tmp_path, remote=True, timeout_s=400))
@@ -153,6 +155,7 @@ def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
         assert wait_until_gone(find("sleep 300"), 10) == set()
 
 
+@soak("test_standalone, here")
 def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
     # As a user writes it: Spark then names the host, and the name must become an address.
     program = """
@@ -205,6 +208,7 @@ def test_workers_without_the_package_are_named_with_their_python(tmp_path: Path)
     assert "which has no module sparkhvd" in output
 
 
+@soak("pure/runner/test_preflight")
 @SLOW
 def test_too_little_memory_for_python_is_refused_with_the_conf_to_set(tmp_path: Path) -> None:
     """The limit passes from Spark's Python worker to the trainer, in which torch could not be imported."""
