@@ -1,8 +1,9 @@
 # Build, test, measure. `make env` is what everything else stands on; CONTRIBUTING.md says more.
 #
 #   make demo     train on handwritten digits with two Spark tasks
-#   make test     lint, C++ tests, Python tests, those with the oldest pyspark (what .ci/run runs)
-#   make soak     the same with the long legs
+#   make quick    an answer in two minutes: lint, and the cheapest tests of everything
+#   make test     lint, C++ tests, Python tests (what .ci/run runs)
+#   make soak     everything, with the long legs; also by parts: make soak-help
 #   make wheel    the wheels, into dist/
 #   make fuzz     bytes of a peer through libFuzzer, where there is clang
 #   make gpu      what one GPU can show, where there is one: checks and figures, one table each
@@ -18,9 +19,9 @@ VENV ?= .venv
 # CPU builds: make env TORCH_INDEX=<address>.
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
-# How long the Python tests may take before they are stopped: twice what they need on a machine that does other
+# How long the Python tests may take before they are stopped: four times what they need on a machine that does other
 # things too. A single test that hangs is stopped by its own timeout.
-TEST_TIMEOUT_S ?= 4200
+TEST_TIMEOUT_S ?= 2700
 # Test files that run at a time. Many tests wait for Spark or for a deadline; 0 runs all in one process.
 TEST_JOBS ?= 2
 PYTEST_FLAGS ?=
@@ -49,7 +50,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time: the machine's cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: wheel test-wheels test-aarch64 test-oldest test-nccl
+.PHONY: quick soak-python soak-packaging soak-help wheel test-wheels test-aarch64 test-oldest test-nccl
 .PHONY: env native stand-in test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -81,7 +82,17 @@ stand-in: $(NATIVE)
 java:
 	@tools/java.sh >/dev/null
 
-test: lint test-native test-races test-memory test-nccl test-python test-oldest
+test: lint test-native test-races test-memory test-python
+
+# A cross-section: what a change breaks most likely, on a checkout that is built.
+QUICK_TESTS := tests/test_architecture.py tests/pure tests/ranks/torch/test_like_ddp.py tests/ranks/torch/test_collectives.py \
+  tests/ranks/torch/test_context.py 'tests/spark/estimator/test_fit.py::test_fit_equals_one_process[64 rows array]'
+QUICK_FLAGS ?= --durations=5 --timeout=60
+
+quick: env stand-in $(CLASSES) lint
+	$(VENV)/bin/cmake --build build/native --target sparkhvd_tests
+	build/native/sparkhvd_tests operations frames ring memory tensors
+	@$(WITH_JAVA) $(PY) -m pytest -n $(TEST_JOBS) --dist worksteal $(QUICK_FLAGS) $(QUICK_TESTS)
 
 lint: $(PACKAGES)
 	$(VENV)/bin/ruff check .
@@ -101,7 +112,7 @@ test-native: $(NATIVE)
 # Real libraries of NCCL, from PyPI, without a GPU; kept in build/nccl, skipped where there is no index.
 test-nccl: stand-in
 	@$(PY) -m tools.nccl_libraries
-	$(PY) -m pytest $(PYTEST_FLAGS) tests/nccl
+	$(PY) -m pytest $(PYTEST_FLAGS) tests/soak/nccl
 
 # The C++ tests again, watched. The short legs look for data races where threads meet, and for memory and
 # undefined behaviour in what does not wait for clocks; the long one runs all of them, for both.
@@ -147,11 +158,11 @@ fuzz-if-clang:
 	@if test -n "$(CLANGXX)"; then $(MAKE) fuzz; else echo "fuzz: skipped, because there is no clang++ here"; fi
 
 test-python: env stand-in $(CLASSES)
-	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_FLAGS)
+	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(PY) -m pytest -n $(TEST_JOBS) --dist worksteal $(PYTEST_FLAGS)
 
 # The oldest pyspark, pyarrow and numpy that are supported, in an environment of their own; petastorm needs these, too.
 OLDEST_ENV := build/oldest-env
-OLDEST_TESTS := tests/oldest tests/petastorm tests/pure/data/test_parquet_discover.py tests/pure/data/test_parquet_source.py \
+OLDEST_TESTS := tests/soak/oldest tests/soak/petastorm tests/pure/data/test_parquet_discover.py tests/pure/data/test_parquet_source.py \
   tests/pure/data/test_packed.py
 
 $(OLDEST_ENV)/.stamp: tools/oldest_env.sh | $(PACKAGES)
@@ -184,13 +195,28 @@ demo: env
 	@mkdir -p demo-output
 	@$(WITH_JAVA) $(PY) examples/digits.py --plot demo-output/digits-loss.png
 
-# The long legs: more random examples, longer stress, sanitizers. Tests read the variable through
-# tests/harness/soak.py.
-soak: export SPARKHVD_TEST_SOAK := 1
-soak: TEST_TIMEOUT_S := 14400
-soak: TEST_JOBS := 0
-soak: PYTEST_FLAGS += --timeout=3600
-soak: test test-sanitizers fuzz-if-clang test-aarch64 test-wheels
+# The long legs: more random examples, longer stress, what `make test` leaves out, sanitizers, wheels, other machines. Each
+# part by itself: make soak-python. Tests read the variable through tests/harness/soak.py.
+SOAK_PARTS := soak-python soak-packaging test-nccl test-oldest test-sanitizers fuzz-if-clang test-aarch64 test-wheels
+soak soak-python soak-packaging: export SPARKHVD_TEST_SOAK := 1
+soak-python: TEST_TIMEOUT_S := 14400
+soak-python: TEST_JOBS := 0
+soak-python: PYTEST_FLAGS += --timeout=3600
+
+# Goes on behind a part that fails, and says at the end what it ran.
+soak: lint test-native
+	@failed=; for part in $(SOAK_PARTS); do \
+	  begin=$$SECONDS; if $(MAKE) $$part; then state=passed; else state=FAILED; failed=1; fi; \
+	  report+="$$(printf '%-16s %-6s %5d s' $$part $$state $$((SECONDS - begin)))"$$'\n'; \
+	done; echo "make soak ran:"; printf '%s' "$$report"; [ -z "$$failed" ]
+
+soak-python: test-python
+
+soak-packaging: env
+	$(PY) -m pytest --timeout=1200 $(PYTEST_FLAGS) tests/soak/packaging
+
+soak-help:
+	@echo "make soak, or one of its parts: $(SOAK_PARTS)"
 
 # Needs torch with CUDA, and neither Spark, Java nor a network: also without `make env`, on a machine with a bare Python
 # (docs/gpu_validation.md). Exit status 2 of the program, which make reports as an error: there is no GPU.

@@ -21,8 +21,6 @@ from sparkhvd.data.arrow_limits import (
 )
 from tests.harness.ranks import run_threads
 
-pytestmark = pytest.mark.spark
-
 KEYS = (BYTES_KEY, RECORDS_KEY)
 
 

@@ -24,8 +24,6 @@ from tests.harness.processes import peak_bytes
 from tests.harness.soak import amount
 from tests.harness.spark import run_on
 
-pytestmark = pytest.mark.spark
-
 DATA_DIR = "data/k/app"
 
 

@@ -33,8 +33,6 @@ from sparkhvd.errors import InvalidArgumentError
 from tests.harness.ranks import run_threads
 from tests.harness.spark import run_on
 
-pytestmark = pytest.mark.spark
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:

@@ -19,8 +19,6 @@ from tests.harness.spark import run_on
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
-
 CONF = {
     "spark.sparkhvd.num_proc": "1",
     "spark.sparkhvd.max_retries": "5",

@@ -25,8 +25,6 @@ from tests.spark.estimator.fits import estimator, mlp
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.spark
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:

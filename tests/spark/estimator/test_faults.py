@@ -22,7 +22,6 @@ from tests.spark.estimator.fits import estimator
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.spark
 LIMIT_S = 10.0
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from sparkhvd.training.user_code.callbacks import CallbackContext
 
-pytestmark = pytest.mark.spark
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:

@@ -26,8 +26,6 @@ from tests.spark.estimator.fits import assert_same_weights, estimator, mlp
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
-
 ROWS = 90
 LR = 0.05
 

@@ -23,8 +23,6 @@ from tests.spark.estimator.fits import estimator, mlp
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.spark
-
 DIMENSIONS = 10_000_000
 SIDE = 4
 LOOKUP = {"low": 0, "high": 1}

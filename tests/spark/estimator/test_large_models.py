@@ -9,8 +9,6 @@ import pytest
 from tests.harness.soak import amount, soak
 from tests.harness.spark import run_on
 
-pytestmark = pytest.mark.spark
-
 # A little above what travels with the program; in the long leg three times the heap, which is 1 GiB.
 MIB = amount(80, 3 << 10)
 

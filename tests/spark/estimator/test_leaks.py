@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 # On a machine that does other things too, a fit may take many seconds.
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 NUM_FITS = amount(5, 20)
 # Python workers, class loaders and pools come with the first fits.
 NUM_WARM_UP = 2

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 # Several JVMs start; on a machine that does other things too this may take long.
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 PRELUDE = """
 import hashlib, os, time

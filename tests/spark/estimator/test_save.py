@@ -24,8 +24,6 @@ from tests.spark.estimator.fits import estimator, fitted, mlp
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.spark
-
 
 class Mine(nn.Module):
     """A module of the user's own."""

@@ -17,8 +17,6 @@ from tests.spark.estimator.saved_models import FIXTURES, Scaled, data, estimator
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
-
 FOLDERS = sorted(FIXTURES.glob("saved_model_v*"))
 
 

@@ -26,7 +26,7 @@ from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [
-    pytest.mark.spark,
     pytest.mark.leaks("file systems keep their connections open"),
     pytest.mark.timeout(600),
 ]

@@ -31,8 +31,6 @@ from tests.spark.estimator.fits import fitted, mlp
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.spark
-
 # One unit in the last place of float32 numbers about 1: the order in which a matrix product adds depends on the
 # processor and on how many rows it has at once, and shows where a sum is near 0.
 ROUNDING = 1.2e-7

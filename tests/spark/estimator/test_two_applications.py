@@ -15,7 +15,7 @@ from tests.harness.spark import run_on, started_script, write_script
 from tests.harness.waiting import wait_until
 
 # Two JVMs start; on a machine that does other things too this may take long.
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 PROGRAM = """
 import torch

@@ -11,7 +11,7 @@ from tests.harness.servers import S3, SECRET
 from tests.harness.soak import soak
 from tests.harness.spark import Unseen, hiding
 
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 STORE = """
 import os, pickle, warnings

@@ -25,8 +25,6 @@ from tests.spark.estimator.fits import estimator, fitted, mlp
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-pytestmark = pytest.mark.spark
-
 SCHEMA = StructType([StructField("x", VectorUDT()), StructField("k", IntegerType())])
 
 

@@ -16,7 +16,7 @@ import pytest
 from tests.harness.soak import soak
 from tests.harness.spark import ROOT, standalone_cluster
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 EXAMPLE = ROOT / "examples" / "digits.py"
 EPOCHS = 12

@@ -34,7 +34,7 @@ from sparkhvd.settings import Settings
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.spark import ROOT, run_script
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.timeout(100)
 
 EXAMPLES = ROOT / "examples" / "torch"
 DDP_PAGE = (ROOT / "docs" / "coming_from_ddp.md").read_text()

@@ -19,7 +19,6 @@ from tests.harness.spark import run_on
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
 LIMIT_S = 10
 
 

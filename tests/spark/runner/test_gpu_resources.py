@@ -12,7 +12,7 @@ from tests.harness.soak import soak
 from tests.harness.spark import run_on
 
 # A JVM for each process of Spark; on a machine that does other things too this may take long.
-pytestmark = [pytest.mark.spark, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.timeout(420)
 
 PREAMBLE = """
 from sparkhvd.errors import PreflightError

@@ -20,7 +20,6 @@ from tests.harness.spark import run_on
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
 # Several JVMs start; on a machine that does other things too this may take long.
 SLOW = pytest.mark.timeout(420)
 

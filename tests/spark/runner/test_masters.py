@@ -14,7 +14,6 @@ from tests.harness.processes import TRAINER, find, wait_for_no_trainers, wait_un
 from tests.harness.soak import soak
 from tests.harness.spark import run_on, standalone_cluster, started_script, write_script
 
-pytestmark = pytest.mark.spark
 # Several JVMs start; on a machine that does other things too this may take long.
 SLOW = pytest.mark.timeout(450)
 

@@ -29,8 +29,6 @@ from tests.harness.waiting import wait_until
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-pytestmark = pytest.mark.spark
-
 
 @pytest.fixture(autouse=True)
 def no_trainer_is_left() -> Iterator[None]:
