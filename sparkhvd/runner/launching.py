@@ -18,6 +18,7 @@ from sparkhvd.settings import JobSettings, Settings
 from sparkhvd.topology import topology
 
 __all__ = [
+    "address_towards",
     "check_env",
     "choose_settings",
     "dump_call",
@@ -183,12 +184,16 @@ def own_address(host: str, hosts: Sequence[str]) -> str:
     address = str(found[0][4][0])
     elsewhere = [other for other in hosts if other != host]
     if elsewhere and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        # Debian maps a host's own name to 127.0.1.1: ask the routing table. A UDP connect sends nothing.
-        family, kind, _, _, to = socket.getaddrinfo(elsewhere[0], 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(to)
-            address = str(probe.getsockname()[0])
+        address = address_towards(elsewhere[0])  # Debian maps a host's own name to 127.0.1.1
     return address
+
+
+def address_towards(host: str) -> str:
+    """The numeric address of this host on its way to another, by the routing table."""
+    family, kind, _, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(to)  # UDP: sends nothing
+        return str(probe.getsockname()[0])
 
 
 @contextlib.contextmanager
