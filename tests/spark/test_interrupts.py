@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pyspark
 import pytest
 
 from tests.harness.processes import TRAINER, find, wait_for_no_trainers, wait_until_gone
@@ -57,8 +58,45 @@ for name, seconds in (("alone", 0.0), ("group", 4.5), ("stubborn", 0.0)):
     except KeyboardInterrupt:
         print("ENDED", name)
         open(os.path.join(FOLDER, f"{name}-ended"), "w").close()
-assert run(os.getenv, ("RANK",), num_proc=2, spark=spark) == ["0", "1"]
-print("ALL WELL")
+
+import torch
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.estimator import Callback
+from sparkhvd.estimator.training.checkpoint import Checkpoints
+
+class Waits(Callback):
+    def on_epoch_begin(self, ctx):
+        if ctx.epoch == 2 and not os.path.exists(os.path.join(FOLDER, "fit-ended")):
+            open(os.path.join(FOLDER, f"fit-ready{os.environ['RANK']}"), "w").close()
+            try:
+                time.sleep(300)
+            except KeyboardInterrupt:
+                open(os.path.join(FOLDER, f"fit-saved{os.environ['RANK']}"), "w").close()
+                raise
+
+df = spark.createDataFrame([([float(i)], float(i)) for i in range(16)], "x array<double>, y double")
+store = Store.create(os.path.join(FOLDER, "store"))
+model = torch.nn.Linear(1, 1)
+fit = TorchEstimator(
+    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.001), loss=torch.nn.MSELoss(), feature_cols=["x"],
+    label_cols=["y"], batch_size=4, epochs=2, num_proc=2, callbacks=[Waits()], store=store, run_id="a", verbose=0,
+)
+try:
+    fit.fit(df)
+except KeyboardInterrupt:
+    print("ENDED fit", Checkpoints(store, "runs/a").latest_position())
+    open(os.path.join(FOLDER, "fit-ended"), "w").close()
+print("EPOCHS", len(fit.fit(df).history))
+"""
+)
+
+_SUBMITTED = (
+    _SAVES
+    + """
+try:
+    run(saves, ("submitted", 3.0), num_proc=2, spark=spark)
+except KeyboardInterrupt:
+    open(os.path.join(FOLDER, "submitted-ended"), "w").close()
 """
 )
 
@@ -90,9 +128,28 @@ def test_ranks_save_and_nothing_is_left(tmp_path: Path) -> None:
         assert len(ranks) == 2
         assert wait_until_gone(ranks) == set()
         assert time.monotonic() - began < 1.5  # sooner than Spark kills its workers
+        _wait_for(tmp_path, "fit-ready", driver)
+        os.killpg(driver.pid, signal.SIGINT)
         output, _ = driver.communicate(timeout=120)
-    assert "ALL WELL" in output, output
+    # The checkpoint of the first epoch was perhaps still being written.
+    assert "ENDED fit (1, 0)" in output, output
+    assert "EPOCHS 2" in output, output
     assert wait_for_no_trainers() == set()
     assert wait_until_gone(find("sleep")) == set()
-    for name in ("alone", "group", "stubborn"):
+    for name in ("alone", "group", "stubborn", "fit"):
         assert all((tmp_path / f"{name}-saved{rank}").exists() for rank in range(2)), output
+
+
+def test_ranks_save_although_the_jvm_ends_at_once(tmp_path: Path) -> None:
+    """The JVM of spark-submit hears a terminal's Ctrl-C too, and takes Spark's Python workers with it."""
+    script = write_script(tmp_path / "driver.py", _SUBMITTED, master="local[2]")
+    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
+    with started_script(script, python=[str(submit)]) as driver:
+        _wait_for(tmp_path, "submitted-ready", driver)
+        ranks = find(TRAINER)
+        os.killpg(driver.pid, signal.SIGINT)
+        driver.wait(30)
+        assert wait_until_gone(ranks) == set()
+        assert wait_until_gone(find("sleep")) == set()
+        _wait_for(tmp_path, "submitted-saved", driver)
+        _wait_for(tmp_path, "submitted-ended", driver)
