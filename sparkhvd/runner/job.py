@@ -1,6 +1,6 @@
 """The driver's side: check, wait for slots, submit one barrier stage, collect, and relaunch what was lost.
 
-**Threads**: the caller's thread waits and can be interrupted by Ctrl-C; no signal handler is installed.
+**Threads**: the caller's thread waits and can be interrupted by Ctrl-C, which reaches the ranks first, see `interrupts`.
 **Ownership**: launches of one application share its slots in the order of their calls, see `turns`. **Shutdown**:
 whatever leaves `launch` early cancels the Spark job by its tag; the tasks end with it, and the trainers with them.
 """

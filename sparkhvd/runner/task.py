@@ -94,7 +94,7 @@ class TaskSpec:
         """The spec that `to_json` wrote."""
         data = json.loads(text)
         for name in ("requirements", "preload", "driver_at"):
-            data[name] = data[name] and tuple(data[name])
+            data[name] = None if data[name] is None else tuple(data[name])
         return cls(**data)
 
 
