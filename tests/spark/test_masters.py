@@ -82,7 +82,7 @@ def stays(folder):
 def press_ctrl_c(folder):
     while len(os.listdir(folder)) < 2:
         time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.killpg(0, signal.SIGINT)  # as a terminal does
 
 def left():
     tag = os.environ[TAG_VARIABLE]
