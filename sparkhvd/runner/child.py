@@ -463,14 +463,22 @@ def _peak_rss() -> int:
     return 0
 
 
-def end(status: int) -> NoReturn:
+def end(status: int, parent: int) -> NoReturn:
     """End this process as a script would, without taking the interpreter apart.
 
     With torch loaded that takes 0.3 s, and can do nothing but crash: what users rely on at exit has run by then.
+
+    Args:
+        status: exit status.
+        parent: the process that has started this one.
     """
     for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         with contextlib.suppress(Exception):
             step()
+    if (
+        os.getppid() != parent
+    ):  # which would have ended the others of the group; killed in the grace of an interrupt
+        os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(status)
 
 
@@ -489,4 +497,5 @@ def loader_variables(env: Mapping[str, str]) -> dict[str, str]:
 if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer
     spawning.pickle_main_by_value(_dumps)
 if __name__ == "__main__":
-    end(main(int(sys.argv[1]), int(sys.argv[2])))
+    started_by = os.getppid()
+    end(main(int(sys.argv[1]), int(sys.argv[2])), started_by)
