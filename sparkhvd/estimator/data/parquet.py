@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -121,10 +121,6 @@ class ParquetSource:
             if not column.is_fixed:
                 out[column.name] = joined(out[column.name], _empty(column))
         return out
-
-    def check(self, *_: object, **__: object) -> Generator[None, None, None]:
-        """Nothing is left to verify: pyarrow verifies every page that has a checksum when it decodes it."""
-        yield from ()
 
     def arrays(self, names: Sequence[str], rows: Rows | None = None) -> Iterator[Arrays]:
         """The named columns as Arrow arrays in the forms that Spark sends, piece by piece."""

@@ -9,7 +9,6 @@ Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import queue
 import threading
@@ -155,7 +154,6 @@ class Reader:
         )
         self.num_rows = count_of(self._rows)
         self._is_resident = fits_in_memory(self._rows, self._row_bytes, shuffle_bytes)
-        self._checks = self._source.check(self._names, rank=rank, size=size)
         self._window_rows = max(1, shuffle_bytes // max(1, self._row_bytes))
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(_CHUNK_BYTES, prefetch_bytes // 4)
@@ -226,7 +224,6 @@ class Reader:
         if self._stop(_STOP_S):
             if self._pool is not None:
                 self._pool.shutdown()
-            self._checks.close()
             self._source.close()
         self._resident = None
         self._buffers.clear()
@@ -319,17 +316,8 @@ class Reader:
                     chunk = self._functions.decode(self._columns, chunk, self._pool)
                 # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
                 yield chunk if self._is_resident else {n: _own(v) for n, v in chunk.items()}
-                # As many bytes as were handed out, so that a share of the ranks is verified when the epoch ends.
-                self._verify(len(part) * self._row_bytes // _CHUNK_BYTES + 1)
             # The next window is loaded when this one has gone, into its memory.
             del values, order, window
-        self._verify(None)
-
-    def _verify(self, steps: int | None) -> None:
-        """Verify some of this rank's share of data beyond memory, of which each read sees a small part; None: the rest."""
-        if not self._is_resident:
-            for _ in itertools.islice(self._checks, steps):
-                pass
 
     def _load(self, window: Window) -> tuple[dict[str, Any], Rows]:
         """Arrays that hold the window's rows, and the order in which to take them."""
