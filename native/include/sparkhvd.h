@@ -211,8 +211,8 @@ SPARKHVD_API int32_t sparkhvd_isa_available(int32_t isa);
 /* Continues the CRC-32 (as zlib's) of every block of a file over `size` bytes that lie together. `at` is where the
  * first of them lies in its block, below `block_bytes`; the blocks they are part of have `crcs`: 0 at the start of a
  * block, else what came before. `crcs` has (at + size + block_bytes - 1) / block_bytes numbers. */
-SPARKHVD_API void sparkhvd_crc32_blocks(const void* data, uint64_t size, uint64_t block_bytes, uint64_t at,
-                                        uint32_t* crcs);
+SPARKHVD_API void sparkhvd_crc32_blocks(const void* data, uint64_t size, uint64_t block_bytes,
+                                        uint64_t at, uint32_t* crcs);
 
 /* Starts an engine: maps the memory of the host's ranks and starts the progress thread. Collective: returns
  * once every rank has called it, or TIMEOUT / PEER_LOST naming the rank. */

@@ -20,6 +20,7 @@ from sparkhvd.estimator.data.parquet import ParquetSource
 from sparkhvd.estimator.data.reader import Batch, Reader
 from sparkhvd.estimator.data.sampler import Rows
 from sparkhvd.estimator.data.store import Store
+from sparkhvd.estimator.training.host_rows import HostRows
 from sparkhvd.estimator.training.spec import TrainSpec
 
 __all__ = ["Data", "StepPlan", "step_plans"]
@@ -240,6 +241,7 @@ def _reader(
     loading: Loading | None = None,
     pin_memory: bool = False,
 ) -> Reader:
+    sharing = HostRows("training rows" if is_training else "validation rows")
     return Reader(
         store,
         manifest,
@@ -257,4 +259,5 @@ def _reader(
         pin_memory=pin_memory,
         usable=usable,
         loading=loading,
+        sharing=sharing if sharing.is_shared else None,
     )
