@@ -11,7 +11,6 @@
 #include <cpuid.h>
 #include <immintrin.h>
 #elif defined(__aarch64__)
-#include <arm_acle.h>
 #include <sys/auxv.h>
 #endif
 
@@ -190,13 +189,17 @@ std::vector<Update> hardware_updates() {
 
 namespace {
 
-[[gnu::target("+crc")]] std::uint32_t update_armv8(std::uint32_t state, const std::byte* data,
-                                                   std::size_t size) noexcept {
+// Assembler, because compilers do not agree how a function says that it needs these.
+std::uint32_t update_armv8(std::uint32_t state, const std::byte* data, std::size_t size) noexcept {
   for (; size >= sizeof(std::uint64_t);
        data += sizeof(std::uint64_t), size -= sizeof(std::uint64_t)) {
-    state = __crc32d(state, load(data));
+    const std::uint64_t word = load(data);
+    __asm__(".arch_extension crc\n\tcrc32x %w0, %w0, %x1" : "+r"(state) : "r"(word));
   }
-  for (; size > 0; ++data, --size) state = __crc32b(state, static_cast<std::uint8_t>(*data));
+  for (; size > 0; ++data, --size) {
+    const auto byte = static_cast<std::uint32_t>(*data);
+    __asm__(".arch_extension crc\n\tcrc32b %w0, %w0, %w1" : "+r"(state) : "r"(byte));
+  }
   return state;
 }
 
