@@ -383,7 +383,9 @@ class TrainParams(HorovodParams, PredictParams):
     )
     shuffle = _p("shuffle", TypeConverters.toBoolean, "a new order of the rows each epoch")
     shuffle_bytes = _p(
-        "shuffle_bytes", _whole, "data up to this many bytes per rank are permuted uniformly"
+        "shuffle_bytes",
+        _whole,
+        "data up to this many bytes are held in memory and permuted uniformly",
     )
     inmemory_cache_all = _p(
         "inmemory_cache_all",

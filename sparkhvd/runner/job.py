@@ -93,7 +93,7 @@ class LaunchOptions:
     requirements: tuple[str, ...] = ()
     use_gpu: bool | None = None
     profile: ResourceProfile | None = None
-    early: Callable[[], object] | None = None
+    early: Callable[[int, int], object] | None = None
     is_alone: bool = False
 
     def __post_init__(self) -> None:

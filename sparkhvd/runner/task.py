@@ -272,12 +272,20 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
         keep_freed_memory=settings.keep_freed_memory,
         preload=list(spec.preload),
         early=spec.early,
+        neighbours=_neighbours(barrier),
         gpu_views=task.views(spec.gpu_mode),
         cuda_library=settings.cuda_library,
         spark_files=SparkFiles.getRootDirectory(),
         listener=listener.filenos(),
         endpoint=listener.endpoint().to_dict(),
     )
+
+
+def _neighbours(barrier: BarrierTaskContext) -> tuple[int, int]:
+    """(number among the tasks of this host, how many they are), as Spark names hosts."""
+    hosts = [host_of(info.address) for info in barrier.getTaskInfos()]
+    number = barrier.partitionId()
+    return hosts[:number].count(hosts[number]), hosts.count(hosts[number])
 
 
 def exchange_facts(barrier: BarrierTaskContext, mine: Mapping[str, Any]) -> list[dict[str, Any]]:

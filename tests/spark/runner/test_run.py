@@ -527,17 +527,17 @@ def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path
 
 
 def test_a_call_is_made_before_a_process_knows_its_rank(spark: SparkSession) -> None:
-    def early() -> None:
+    def early(number: int, count: int) -> None:
         import sys
 
         from sparkhvd.runner import context
 
-        os.environ["EARLY"] = f"{'torch' in sys.modules} {context()}"
+        os.environ["EARLY"] = f"{'torch' in sys.modules} {context()} {number} of {count}"
         raise RuntimeError("only a head start")
 
     options = job.LaunchOptions(early=early, requirements=("torch",))
     report = job.launch(spark, lambda: os.environ["EARLY"], (), {}, 2, options)
-    assert report.results == ["False None"] * 2
+    assert report.results == ["False None 0 of 2", "False None 1 of 2"]
 
 
 def test_options_are_data() -> None:
