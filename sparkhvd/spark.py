@@ -267,9 +267,12 @@ class SparkShim:
         self, stage: Any, tag: str, interrupt: Callable[[], None] | None
     ) -> list[Any]:
         future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
+        tags = self.session.getTags() if self.is_connect else ()
 
         def collects() -> None:
             try:
+                for inherited in tags:
+                    self.session.addTag(inherited)
                 future.set_result(stage.collect())
             except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
                 future.set_exception(e)
@@ -291,19 +294,12 @@ class SparkShim:
             thread.join(_CANCEL_WAIT_S if future.done() else 0)
 
     def _thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """A daemon thread whose jobs have the properties of this thread's."""
-        if not self.is_connect:
-            from pyspark import InheritableThread
+        """A daemon thread; on classic Spark its jobs have the properties of this thread's."""
+        if self.is_connect:
+            return threading.Thread(target=target, name=name, daemon=True)
+        from pyspark import InheritableThread
 
-            return InheritableThread(target, name=name, daemon=True)
-        tags = self.session.getTags()
-
-        def tagged() -> None:
-            for tag in tags:
-                self.session.addTag(tag)
-            target()
-
-        return threading.Thread(target=tagged, name=name, daemon=True)
+        return InheritableThread(target, name=name, daemon=True)
 
     def _has_died(self) -> bool:
         """Whether the driver's JVM answers no more."""

@@ -288,8 +288,9 @@ class TorchEstimator(
     ) -> TorchModel:
         """A TorchModel with the trained weights, this estimator's uid and its params."""
         result: TrainResult = report.results[0]
-        checkpoint = Checkpoints(request.store, spec.run_dir).load(result.epoch)
-        module = copy_with(request.program.model, checkpoint.model)
+        checkpoints = Checkpoints(request.store, spec.run_dir)
+        state = checkpoints.load_weights(checkpoints.path(result.epoch))
+        module = copy_with(request.program.model, state)
         for parameter in module.parameters():
             parameter.grad = None
         model = TorchModel()

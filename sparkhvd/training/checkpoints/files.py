@@ -17,6 +17,7 @@ first; the newest that is whole counts.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -279,21 +280,24 @@ class Checkpoints:
         return self._load_or_advise(self.path(epoch, step))
 
     def load_weights(self, path: str) -> dict[str, Any]:
-        """Return the model's state dict in a checkpoint file of any run, relative to the store; raises as `load`."""
-        return self._load_or_advise(path).model
+        """Return the model's state dict in a checkpoint file of any run, relative to the store; raises as `load`.
 
-    def _load_or_advise(self, path: str) -> Checkpoint:
+        Takes the model's size of memory: the optimizer's state, twice that with Adam, stays in the file.
+        """
+        return self._load_or_advise(path, is_mapped=True).model
+
+    def _load_or_advise(self, path: str, *, is_mapped: bool = False) -> Checkpoint:
         try:
-            return self._load(path)
+            return self._load(path, is_mapped=is_mapped)
         except _DamagedError as e:
             raise InvalidArgumentError(
                 f"{e} Restore it from a copy, or train anew with another run_id."
             ) from None
 
-    def _load(self, path: str) -> Checkpoint:
+    def _load(self, path: str, *, is_mapped: bool = False) -> Checkpoint:
         with self._opened(path) as file:
             self._check(path, file)
-            values = torch.load(file, weights_only=True)
+            values = _mapped(file) if is_mapped else torch.load(file, weights_only=True)
         version = values.pop("format_version")
         if version != FORMAT_VERSION:
             raise InvalidArgumentError(
@@ -373,6 +377,22 @@ def _sha256(file: IO[bytes], size: int) -> str:
         digest.update(piece)
         size -= len(piece)
     return digest.hexdigest()
+
+
+def _mapped(file: IO[bytes]) -> dict[str, Any]:
+    """Load a checkpoint whose tensors, but for the model's, stay in the file. It may be deleted afterwards."""
+    try:
+        values: dict[str, Any] = torch.load(
+            f"/proc/self/fd/{file.fileno()}", weights_only=True, mmap=True
+        )
+    except (
+        OSError,
+        RuntimeError,
+    ):  # not every system has such names, nor every file system mappings
+        return dict(torch.load(file, weights_only=True))
+    # Out of the mapping, and tied tensors as one: a file that is deleted on NFS takes mapped pages with it.
+    values["model"] = copy.deepcopy(values["model"])
+    return values
 
 
 def _words(position: Position) -> str:

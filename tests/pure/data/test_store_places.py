@@ -288,6 +288,9 @@ def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
         def __getattr__(self, name: str) -> object:
             return lambda *_: self
 
+        def getTags(self) -> set[str]:  # noqa: N802 - Spark's name
+            return set()
+
         def collect(self) -> list[dict[str, object]]:
             failed = {"error": "FileNotFoundError", "text": f"no {SECRET}"}
             return [{"part": -2, "data": json.dumps(failed).encode()}]
