@@ -1,11 +1,12 @@
 """How fast one rank reads shuffled batches of 32 float32 and a label, beside torch's DataLoader and a bare read.
 
-    .venv/bin/python benchmarks/reader.py [--rounds 3] [--rows 1000000] [--write] [--json PATH]
+    .venv/bin/python benchmarks/reader.py [--rounds 3] [--rows 1000000] [--checksums] [--write] [--json PATH]
 
 Files are written first, outside the clock. All sides go by turns and hand out torch tensors. "first" is a new reader's
 first epoch, with reading the files; "later" is its second. Sides that read the files in every epoch have only one kind.
 The bare read is pyarrow's of the very same files into Arrow, without batches and without an order. Targets: batches of
-256 >= 4 M rows/s, of 1,024 >= 10 M rows/s, of 8,192 >= half of the bare read.
+256 >= 4 M rows/s, of 1,024 >= 10 M rows/s, of 8,192 >= half of the bare read; and to verify checksums <= 5 % more CPU in
+the first epoch, which alone verifies.
 
 petastorm cannot live beside this torch and this Spark. Where its own environment exists (`make test-oldest` makes
 build/oldest-env, elsewhere: --petastorm PYTHON), its BatchedDataLoader reads the same plain files by turns with the other
@@ -15,6 +16,7 @@ sides, in a process there. Else it counts with what was measured once: 0.37 M ro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import subprocess
 import tempfile
@@ -33,6 +35,7 @@ from common import ROOT, Report, Target, spread
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
+from sparkhvd.data.packed.file import PackedFile
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 
@@ -46,6 +49,13 @@ BARE_SHARE = 0.5
 PETASTORM = 0.37
 PETASTORM_PYTHON = ROOT / "build" / "oldest-env" / "bin" / "python"
 PETASTORM_SIDE = "petastorm's BatchedDataLoader, plain Parquet, pyarrow 14"
+
+# Reading may take so many times the CPU for its checksums.
+CHECKSUM_SHARE = 1.05
+SIDES = (
+    ("sparkhvd, in memory", 1 << 30),
+    ("sparkhvd, beyond memory (windows of 16 MiB)", 16 << 20),
+)
 
 FEATURES = Column("features", "vector", "float32", (WIDTH,), "vector", "float32")
 LABEL = Column("label", "scalar", "int64", (), "bigint", "int64")
@@ -107,8 +117,8 @@ def rate(batches: Callable[[], Iterator[Any]], rows: int) -> float:
     return rows / (time.perf_counter() - began) / 1e6
 
 
-def ours(files: Files, batch: int, shuffle_bytes: int) -> tuple[float, float]:
-    """Rates of the first and a later epoch of a reader."""
+def ours(files: Files, batch: int, shuffle_bytes: int, epochs: int = 2) -> list[float]:
+    """Rates of a reader's epochs."""
     options = {"rank": 0, "size": 1, "batch_size": batch, "shuffle_bytes": shuffle_bytes}
     with Reader(files.store, files.manifest, **options) as reader:
 
@@ -117,7 +127,44 @@ def ours(files: Files, batch: int, shuffle_bytes: int) -> tuple[float, float]:
                 columns = one.columns
                 yield torch.from_numpy(columns["features"]), torch.from_numpy(columns["label"])
 
-        return rate(lambda: batches(0), files.rows), rate(lambda: batches(1), files.rows)
+        return [rate(lambda e=epoch: batches(e), files.rows) for epoch in range(epochs)]
+
+
+@contextlib.contextmanager
+def unverified() -> Iterator[None]:
+    """Files are read in here as if they had no checksums."""
+    read_sums = PackedFile._read_sums
+    setattr(PackedFile, "_read_sums", lambda *_, **__: None)  # noqa: B010 - mypy takes no assignment to a method
+    try:
+        yield
+    finally:
+        setattr(PackedFile, "_read_sums", read_sums)  # noqa: B010
+
+
+def cpu(files: Files, shuffle_bytes: int) -> float:
+    """CPU seconds of a reader's first epoch, in batches of 1,024."""
+    began = time.process_time()
+    ours(files, 1024, shuffle_bytes, epochs=1)
+    return time.process_time() - began
+
+
+def measure_checksums(report: Report, files: Files, rounds: int) -> None:
+    """What verifying costs: the first epoch's CPU with and without, in pairs whose order alternates."""
+    lines: list[list[Any]] = []
+    for name, shuffle_bytes in SIDES:
+        with_them, without = [], []
+        for number in range(2 * rounds):
+            for is_verified in (True, False) if number % 2 else (False, True):
+                with contextlib.nullcontext() if is_verified else unverified():
+                    (with_them if is_verified else without).append(cpu(files, shuffle_bytes))
+        report.raw[f"cpu, {name}"] = {"verified": with_them, "unverified": without}
+        ratios = [a / b for a, b in zip(with_them, without, strict=True)]
+        ratio = statistics.median(ratios)
+        target = Target("CPU", ratio, CHECKSUM_SHARE, False)
+        cells = [spread(values) for values in (with_them, without, ratios)]
+        lines.append([f"{name}, first epoch", *cells, [target]])
+    header = ["checksums", "CPU s with", "CPU s without", "ratio of the pairs", "target"]
+    report.table(header, lines)
 
 
 def peers(files: Files, batch: int) -> dict[str, float]:
@@ -190,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--checksums", action="store_true", help="only what verifying costs")
     parser.add_argument("--write", action="store_true", help="keep the table in docs/results/")
     parser.add_argument("--json", metavar="PATH", help="write the raw numbers there")
     parser.add_argument("--petastorm", type=Path, default=PETASTORM_PYTHON, metavar="PYTHON")
@@ -200,13 +248,14 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="sparkhvd-bench-") as folder:
         files = Files(folder, options.rows)
+        if options.checksums:
+            measure_checksums(report, files, options.rounds)
+            report.finish("benchmarks/reader.py --checksums", write=False, json_path=options.json)
+            return
         for number in range(options.rounds):
             found: dict[str, dict[str, float]] = {}
             for batch in BATCHES:
-                for name, shuffle_bytes in (
-                    ("sparkhvd, in memory", 1 << 30),
-                    ("sparkhvd, beyond memory (windows of 16 MiB)", 16 << 20),
-                ):
+                for name, shuffle_bytes in SIDES:
                     first, later = ours(files, batch, shuffle_bytes)
                     found.setdefault(f"{name}, first epoch", {})[str(batch)] = first
                     found.setdefault(f"{name}, later", {})[str(batch)] = later
@@ -221,7 +270,8 @@ def main() -> None:
                 print(f"round {number + 1}, {name}: {shown} M rows/s", flush=True)
                 for batch_name, value in values.items():
                     report.raw.setdefault(name, {}).setdefault(batch_name, []).append(value)
-    add_table(report, options.rows)
+        add_table(report, options.rows)
+        measure_checksums(report, files, options.rounds)
     report.note(
         "petastorm was measured in the same rounds, in its own environment (pyarrow 14, numpy 1.26); it cannot be imported "
         "beside this pyarrow."

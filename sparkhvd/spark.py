@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import signal
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.topology import address_towards
 
 __all__ = ["SparkShim", "active_session", "connect_session", "is_dataframe"]
 
@@ -59,6 +61,16 @@ class SparkShim:
         if self.is_connect:
             return str(self.session.conf.get("spark.app.id", "connect"))
         return str(self.session.sparkContext.applicationId)
+
+    def own_addresses(self) -> tuple[str, str]:
+        """Where this process can listen for executors, and what host they find it at."""
+        if self.is_connect:
+            # Towards the server; whether executors elsewhere come that way too is not known here.
+            address = address_towards(self.session.client.host.strip("[]"))
+            return address, address
+        host = self.session.conf.get("spark.driver.host")
+        own = self.session.conf.get("spark.driver.bindAddress", host)
+        return own.strip("[]"), host.strip("[]")
 
     def session_key(self) -> str:
         """What names the session: two objects of one session have one key."""
@@ -175,19 +187,33 @@ class SparkShim:
             with contextlib.suppress(Exception):  # the application may be over
                 context.setJobDescription(given)
 
-    def collect(self, stage: Any, tag: str, description: str = "") -> list[Any]:
+    def collect(
+        self,
+        stage: Any,
+        tag: str,
+        description: str = "",
+        interrupt: Callable[[], None] | None = None,
+    ) -> list[Any]:
         """The rows of a stage, whose job has this tag; whatever interrupts the wait cancels the job.
 
         Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and
-        leaves a broken one. So the main thread waits, and another one, with its Spark properties, calls.
+        leaves a broken one; a call of Connect takes its job with it. So the main thread waits, and another one, with its
+        Spark properties, calls.
+
+        Args:
+            stage: what to collect.
+            tag: of the job.
+            description: for Spark's UI.
+            interrupt: called at Ctrl-C before the job is cancelled.
         """
         with self.tagged(tag), self.described(description):
             try:
-                if self.is_connect or threading.current_thread() is not threading.main_thread():
+                if threading.current_thread() is not threading.main_thread():
                     rows: list[Any] = stage.collect()
                     return rows
-                return self._collect_beside(stage, tag)
-            except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
+                with _plain_interrupts():
+                    return self._collect_beside(stage, tag, interrupt)
+            except BaseException as e:  # noqa: BLE001 - raised again
                 self.cancel(tag)
                 if isinstance(e, Exception) and self._has_died():
                     raise SparkhvdError(
@@ -237,9 +263,9 @@ class SparkShim:
             if watcher.is_alive():
                 watcher.join(_CANCEL_WAIT_S)
 
-    def _collect_beside(self, stage: Any, tag: str) -> list[Any]:
-        from pyspark import InheritableThread
-
+    def _collect_beside(
+        self, stage: Any, tag: str, interrupt: Callable[[], None] | None
+    ) -> list[Any]:
         future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
 
         def collects() -> None:
@@ -248,10 +274,14 @@ class SparkShim:
             except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
                 future.set_exception(e)
 
-        thread = InheritableThread(collects, name="sparkhvd-collect", daemon=True)
+        thread = self._thread(collects, "sparkhvd-collect")
         thread.start()
         try:
             return future.result()
+        except KeyboardInterrupt:
+            if interrupt is not None and not future.done():
+                interrupt()
+            raise
         finally:
             # Interrupted if it is not done. Again and again: the job may not have been submitted yet.
             deadline = time.monotonic() + _CANCEL_WAIT_S
@@ -259,6 +289,21 @@ class SparkShim:
                 self.cancel(tag)
                 concurrent.futures.wait([future], _CANCEL_AGAIN_S)
             thread.join(_CANCEL_WAIT_S if future.done() else 0)
+
+    def _thread(self, target: Callable[[], None], name: str) -> threading.Thread:
+        """A daemon thread whose jobs have the properties of this thread's."""
+        if not self.is_connect:
+            from pyspark import InheritableThread
+
+            return InheritableThread(target, name=name, daemon=True)
+        tags = self.session.getTags()
+
+        def tagged() -> None:
+            for tag in tags:
+                self.session.addTag(tag)
+            target()
+
+        return threading.Thread(target=tagged, name=name, daemon=True)
 
     def _has_died(self) -> bool:
         """Whether the driver's JVM answers no more."""
@@ -279,6 +324,23 @@ class SparkShim:
                 self.session.interruptTag(tag)
             else:
                 self.session.sparkContext.cancelJobsWithTag(tag)
+
+
+@contextlib.contextmanager
+def _plain_interrupts() -> Iterator[None]:
+    """Let Ctrl-C only raise KeyboardInterrupt inside the block, and call pyspark's handler, which cancels all jobs, after it."""
+    given: Any = signal.getsignal(signal.SIGINT)
+    if not getattr(given, "__module__", "").startswith("pyspark."):
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        given(signal.SIGINT, None)
+        raise
+    finally:
+        signal.signal(signal.SIGINT, given)
 
 
 def active_session() -> Any:

@@ -1,13 +1,14 @@
-"""Who is where: from the host of every rank to local and cross ranks. Pure functions."""
+"""Place ranks on hosts: from the host of every rank to local and cross ranks, and the address of this one towards another."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["Topology", "topology"]
+__all__ = ["Topology", "address_towards", "topology"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,11 @@ def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
         cross_size=len(peers),
         hosts=indices,
     )
+
+
+def address_towards(host: str) -> str:
+    """The numeric address of this host on its way to another, by the routing table."""
+    family, kind, _, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(to)  # UDP: sends nothing
+        return str(probe.getsockname()[0])

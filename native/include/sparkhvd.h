@@ -9,8 +9,8 @@
  *   - structures begin with `struct_size`, set by the caller to sizeof; fields are only ever appended, and a
  *     field that a shorter caller does not know has the documented default;
  *   - only sparkhvd_run, sparkhvd_wait, sparkhvd_wait_stream, sparkhvd_engine_create,
- *     sparkhvd_engine_shutdown, sparkhvd_device_open, sparkhvd_timeline_start and sparkhvd_timeline_stop
- *     may block, the last two on the disk only.
+ *     sparkhvd_engine_shutdown, sparkhvd_device_open, sparkhvd_timeline_start, sparkhvd_timeline_stop and
+ *     sparkhvd_crc32_blocks may block: those of the timeline on the disk only, the last for as long as it reads.
  */
 #ifndef SPARKHVD_H_
 #define SPARKHVD_H_
@@ -207,6 +207,12 @@ SPARKHVD_API uint32_t sparkhvd_abi_version(void);
 SPARKHVD_API uint32_t sparkhvd_wire_version(void);
 /* 1 when the running CPU has the instruction set and this build has its kernels, else 0. */
 SPARKHVD_API int32_t sparkhvd_isa_available(int32_t isa);
+
+/* Continues the CRC-32 (as zlib's) of every block of a file over `size` bytes that lie together. `at` is where the
+ * first of them lies in its block, below `block_bytes`; the blocks they are part of have `crcs`: 0 at the start of a
+ * block, else what came before. `crcs` has (at + size + block_bytes - 1) / block_bytes numbers. */
+SPARKHVD_API void sparkhvd_crc32_blocks(const void* data, uint64_t size, uint64_t block_bytes,
+                                        uint64_t at, uint32_t* crcs);
 
 /* Starts an engine: maps the memory of the host's ranks and starts the progress thread. Collective: returns
  * once every rank has called it, or TIMEOUT / PEER_LOST naming the rank. */

@@ -6,8 +6,10 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <span>
 #include <string>
 
+#include "crc32.h"
 #include "engine.h"
 #include "error.h"
 #include "kernels/kernels.h"
@@ -170,6 +172,17 @@ uint32_t sparkhvd_abi_version(void) { return SPARKHVD_ABI_VERSION; }
 uint32_t sparkhvd_wire_version(void) { return SPARKHVD_WIRE_VERSION; }
 
 int32_t sparkhvd_isa_available(int32_t isa) { return sparkhvd::isa_available(isa) ? 1 : 0; }
+
+void sparkhvd_crc32_blocks(const void* data, uint64_t size, uint64_t block_bytes, uint64_t at,
+                           uint32_t* crcs) {
+  std::span<const std::byte> left(static_cast<const std::byte*>(data), size);
+  for (uint64_t room = block_bytes - at; !left.empty(); room = block_bytes) {
+    const std::size_t count = std::min<std::size_t>(room, left.size());
+    *crcs = sparkhvd::crc32(*crcs, left.first(count));
+    ++crcs;
+    left = left.subspan(count);
+  }
+}
 
 int32_t sparkhvd_engine_create(const sparkhvd_engine_options* options, sparkhvd_engine** engine,
                                char* error, size_t error_size) {

@@ -20,9 +20,9 @@ __all__ = [
     "Manifest",
 ]
 
-# 1 knew only rows of one size; what it wrote is read as ever.
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+# 1 knew only rows of one size, and 2 no checksums of blocks; what they wrote is read as ever.
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 # Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
 MANIFEST_NAME = "_manifest.json"
 # Lies beside data that a reader has found to be damaged: no fit uses them again.
@@ -124,7 +124,7 @@ class Manifest:
         if values["format_version"] not in READABLE_VERSIONS:
             raise InvalidArgumentError(
                 f"The data have format version {values['format_version']}, this sparkhvd reads "
-                f"{' and '.join(map(str, READABLE_VERSIONS))}. Materialize them again."
+                f"{', '.join(map(str, READABLE_VERSIONS))}. Materialize them again."
             )
         files = tuple(
             DataFile(

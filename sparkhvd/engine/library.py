@@ -214,6 +214,18 @@ FUNCTIONS: dict[str, Signature] = {
     "sparkhvd_abi_version": Signature(ctypes.c_uint32, ()),
     "sparkhvd_wire_version": Signature(ctypes.c_uint32, ()),
     "sparkhvd_isa_available": Signature(ctypes.c_int32, (ctypes.c_int32,)),
+    # Waits for nothing; releases the GIL because it reads megabytes.
+    "sparkhvd_crc32_blocks": Signature(
+        None,
+        (
+            ctypes.c_void_p,
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+            ctypes.c_uint64,
+            ctypes.POINTER(ctypes.c_uint32),
+        ),
+        may_block=True,
+    ),
     "sparkhvd_engine_create": Signature(
         ctypes.c_int32,
         (ctypes.POINTER(EngineOptions), _OUT_HANDLE, *_ERROR),

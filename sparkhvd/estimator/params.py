@@ -353,7 +353,7 @@ class TrainParams(HorovodParams, PredictParams):
     )
     shuffle_bytes = param(
         to_whole,
-        "data up to this many bytes per rank are permuted uniformly",
+        "data up to this many bytes are held in memory and permuted uniformly",
         default=1 << 30,
         group="data",
         check=at_least(1),

@@ -57,8 +57,9 @@ def run(
     that is this process's own, on a cluster it is the executor's log. There is no live channel from remote
     executors to the driver yet; what reaches it is the last 100 lines of a rank that failed (`RankError.log_tail`).
 
-    Ctrl-C cancels the Spark job. Spark kills its Python workers 2 to 4 s later without telling them, and the ranks end with them: what
-    is to survive must have been saved before.
+    Ctrl-C raises KeyboardInterrupt in `fn` on every rank, as with `run_local`, and then cancels the Spark job: `fn` has 5 s to save, then
+    it is killed; a second Ctrl-C kills it at once. That holds for a launch from the main thread whose executors reach the driver (docs/training.md).
+    A job that is cancelled in Spark (its UI, `cancelJobGroup`) or loses its executor ends without notice.
 
     Args:
         fn: any function that pickles; also from a notebook cell, `__main__` or a `--py-files` module.

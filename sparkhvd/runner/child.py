@@ -64,6 +64,7 @@ class Prologue:
         keep_freed_memory: whether the process keeps what it frees, for its next allocations.
         preload: modules to import while the ranks find each other; a failure is ignored here.
         early: what to call before that, see `early_call`; "" for nothing.
+        neighbours: (number of this process among those that Spark says are on its host, how many they are).
         gpu_views: variables (None: unset) with which the process is to say which GPUs it sees, one answer for each, as
             its first frame; none for no question.
         cuda_library: of CUDA's driver; "" for the system's.
@@ -79,6 +80,7 @@ class Prologue:
     keep_freed_memory: bool = False
     preload: list[str] = field(default_factory=list)
     early: str = ""
+    neighbours: tuple[int, int] = (0, 1)
     gpu_views: list[dict[str, str | None]] = field(default_factory=list)
     cuda_library: str = ""
     spark_files: str = ""
@@ -164,8 +166,8 @@ def dump_program(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return _dumps((fn, args, kwargs))
 
 
-def early_call(fn: Callable[[], object] | None) -> str:
-    """A call without arguments as text for `Prologue.early`; "" for None."""
+def early_call(fn: Callable[[int, int], object] | None) -> str:
+    """A call with `Prologue.neighbours` as text for `Prologue.early`; "" for None."""
     return "" if fn is None else base64.b64encode(cloudpickle().dumps(fn)).decode()
 
 
@@ -198,7 +200,7 @@ def main(spec_fd: int, result_fd: int) -> int:
     first = _FirstFrame(result_fd)
     if prologue.gpu_views:  # before anything starts a thread
         probe.ask(prologue.cuda_library, prologue.gpu_views, first.send)
-    _begin(prologue.early)
+    _begin(prologue)
     _preload(prologue.preload)
     payload = read_frame(spec_fd)
     if payload is None:
@@ -259,11 +261,11 @@ class _FirstFrame:
                 write_frame(self._fd, payload)
 
 
-def _begin(early: str) -> None:
-    if early:
+def _begin(prologue: Prologue) -> None:
+    if prologue.early:
         # A head start: who needs what it has begun finds out what went wrong.
         with contextlib.suppress(Exception):
-            cloudpickle().loads(base64.b64decode(early))()
+            cloudpickle().loads(base64.b64decode(prologue.early))(*prologue.neighbours)
 
 
 def _preload(modules: list[str]) -> None:
@@ -463,14 +465,22 @@ def _peak_rss() -> int:
     return 0
 
 
-def end(status: int) -> NoReturn:
+def end(status: int, parent: int) -> NoReturn:
     """End this process as a script would, without taking the interpreter apart.
 
     With torch loaded that takes 0.3 s, and can do nothing but crash: what users rely on at exit has run by then.
+
+    Args:
+        status: exit status.
+        parent: the process that has started this one.
     """
     for step in (threading._shutdown, atexit._run_exitfuncs, _flush):  # type: ignore[attr-defined]
         with contextlib.suppress(Exception):
             step()
+    if (
+        os.getppid() != parent
+    ):  # which would have ended the others of the group; killed in the grace of an interrupt
+        os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(status)
 
 
@@ -489,4 +499,5 @@ def loader_variables(env: Mapping[str, str]) -> dict[str, str]:
 if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer
     spawning.pickle_main_by_value(_dumps)
 if __name__ == "__main__":
-    end(main(int(sys.argv[1]), int(sys.argv[2])))
+    started_by = os.getppid()
+    end(main(int(sys.argv[1]), int(sys.argv[2])), started_by)

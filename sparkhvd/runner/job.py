@@ -1,6 +1,6 @@
 """The driver's side: check, wait for slots, submit one barrier stage, collect, and relaunch what was lost.
 
-**Threads**: the caller's thread waits and can be interrupted by Ctrl-C; no signal handler is installed.
+**Threads**: the caller's thread waits and can be interrupted by Ctrl-C, which reaches the ranks first, see `interrupts`.
 **Ownership**: launches of one application share its slots in the order of their calls, see `admission`. **Shutdown**:
 whatever leaves `launch` early cancels the Spark job by its tag; the tasks end with it, and the trainers with them.
 """
@@ -8,6 +8,7 @@ whatever leaves `launch` early cancels the Spark job by its tag; the tasks end w
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import os
 import secrets
@@ -24,6 +25,7 @@ from sparkhvd.runner.admission import Turn, turn
 from sparkhvd.runner.child import cloudpickle, early_call
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
+from sparkhvd.runner.interrupts import Interrupter
 from sparkhvd.runner.outcomes import (
     Kind,
     Outcome,
@@ -91,7 +93,7 @@ class LaunchOptions:
     requirements: tuple[str, ...] = ()
     use_gpu: bool | None = None
     profile: ResourceProfile | None = None
-    early: Callable[[], object] | None = None
+    early: Callable[[int, int], object] | None = None
     is_alone: bool = False
 
     def __post_init__(self) -> None:
@@ -257,16 +259,17 @@ def _no_progress(error: SparkhvdError, losses: int, progress: object) -> Sparkhv
 def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
     """Run one barrier stage to its end."""
     options = plan.options
-    job_id = secrets.token_hex(8)
+    job_id, key = secrets.token_hex(8), secrets.token_hex(32)
     if options.shared is not None and options.run_dir is not None:
         problem = preflight.write_token(options.shared, options.run_dir, attempt, None, job_id)
         if problem:
             raise PreflightError(f"The driver {problem}. Give a store that the driver can write.")
+    interrupter = Interrupter.listen(plan.shim, key, job_id, attempt, plan.size)
     spec = task.TaskSpec(
         size=plan.size,
         attempt=attempt,
         job_id=job_id,
-        key=secrets.token_hex(32),
+        key=key,
         settings=plan.settings.to_json(),
         env=dict(options.env),
         driver=preflight.rank_facts(()).to_dict(),
@@ -277,15 +280,17 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
         run_dir=options.run_dir or "",
         gpu_mode=plan.gpus.mode,
         needs_gpu=plan.gpus.is_required,
+        driver_at=None if interrupter is None else interrupter.address,
     )
     submitted_at = time.time()
     tag = f"sparkhvd-{job_id}"
     description = f"sparkhvd: {plan.size} ranks, attempt {attempt + 1}"
     try:
-        with carried(plan.shim, plan.program) as program:
+        with interrupter or contextlib.nullcontext(), carried(plan.shim, plan.program) as program:
             body = task.make_task(spec, program, plan.shared)
             stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
-            rows = plan.shim.collect(stage, tag, description)
+            interrupt = None if interrupter is None else interrupter.interrupt
+            rows = plan.shim.collect(stage, tag, description, interrupt)
     except SparkhvdError:  # Spark itself is gone
         raise
     except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text says why

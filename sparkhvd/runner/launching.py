@@ -15,7 +15,7 @@ from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner.child import JobFrame, dump_program
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.settings import JobSettings, Settings
-from sparkhvd.topology import topology
+from sparkhvd.topology import address_towards, topology
 
 __all__ = [
     "check_env",
@@ -183,11 +183,7 @@ def own_address(host: str, hosts: Sequence[str]) -> str:
     address = str(found[0][4][0])
     elsewhere = [other for other in hosts if other != host]
     if elsewhere and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        # Debian maps a host's own name to 127.0.1.1: ask the routing table. A UDP connect sends nothing.
-        family, kind, _, _, to = socket.getaddrinfo(elsewhere[0], 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(to)
-            address = str(probe.getsockname()[0])
+        address = address_towards(elsewhere[0])  # Debian maps a host's own name to 127.0.1.1
     return address
 
 

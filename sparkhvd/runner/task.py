@@ -23,6 +23,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.child import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
+from sparkhvd.runner.interrupts import InterruptWatch
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, root_cause
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
@@ -63,6 +64,7 @@ class TaskSpec:
         run_dir: where outcomes go in the shared files; "" for none.
         gpu_mode: where a rank's GPU comes from: of `gpus.Mode`.
         needs_gpu: whether a rank without a GPU is an error.
+        driver_at: host and port of the driver for `InterruptWatch`; None where there is none.
     """
 
     size: int
@@ -79,6 +81,7 @@ class TaskSpec:
     run_dir: str
     gpu_mode: str = decide.Mode.FREE
     needs_gpu: bool = False
+    driver_at: tuple[str, int] | None = None
 
     def __repr__(self) -> str:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
@@ -91,8 +94,8 @@ class TaskSpec:
     def from_json(cls, text: str) -> TaskSpec:
         """The spec that `to_json` wrote."""
         data = json.loads(text)
-        for name in ("requirements", "preload"):
-            data[name] = tuple(data[name])
+        for name in ("requirements", "preload", "driver_at"):
+            data[name] = None if data[name] is None else tuple(data[name])
         return cls(**data)
 
 
@@ -183,6 +186,9 @@ def _run_rank(
                     "CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES")
                 )
                 trainer = stack.enter_context(Trainer(rank, prologue, program, _log))
+            if spec.driver_at is not None:
+                watch = InterruptWatch(spec.driver_at, spec.key, spec.job_id, spec.attempt, trainer)
+                stack.enter_context(watch)
             if rank == 0:
                 port = stack.enter_context(launching.reserved_port(address))
         except Exception as e:  # noqa: BLE001 - every rank must reach the gathering, or the others would wait there
@@ -266,12 +272,20 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
         keep_freed_memory=settings.keep_freed_memory,
         preload=list(spec.preload),
         early=spec.early,
+        neighbours=_neighbours(barrier),
         gpu_views=task.views(spec.gpu_mode),
         cuda_library=settings.cuda_library,
         spark_files=SparkFiles.getRootDirectory(),
         listener=listener.filenos(),
         endpoint=listener.endpoint().to_dict(),
     )
+
+
+def _neighbours(barrier: BarrierTaskContext) -> tuple[int, int]:
+    """(number among the tasks of this host, how many they are), as Spark names hosts."""
+    hosts = [host_of(info.address) for info in barrier.getTaskInfos()]
+    number = barrier.partitionId()
+    return hosts[:number].count(hosts[number]), hosts.count(hosts[number])
 
 
 def exchange_facts(barrier: BarrierTaskContext, mine: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -93,6 +93,7 @@ class Trainer:
             threading.Lock()
         )  # guards _is_reaped: no signal to a number that is not ours
         self._is_reaped = False
+        self._holder: subprocess.Popen[bytes] | None = None
         self._grace_until: float | None = None
         self._is_forced = False
         self._on_end = on_end
@@ -200,10 +201,27 @@ class Trainer:
             if self._is_reaped or self._reported.is_set():
                 return
             if self._has_job:
+                self._hold_pipe()
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGINT)
                 return
         self.kill()
+
+    def _hold_pipe(self) -> None:
+        """Let the trainer keep its time to save when this process is killed meanwhile, as a JVM that ends does to its workers.
+
+        The end of its pipe kills it, and that comes when the last process that holds the other side is gone.
+        """
+        if self._holder is None:
+            with contextlib.suppress(OSError):
+                self._holder = subprocess.Popen(
+                    ["sleep", f"{INTERRUPT_GRACE_S:g}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[self._spec],
+                    start_new_session=True,
+                )
 
     def give_up(self, when: str) -> None:
         """Kill the trainer and say so in its output."""
@@ -258,6 +276,9 @@ class Trainer:
             self.kill()
         self._reaper.join()
         os.close(self._spec)
+        if self._holder is not None:
+            self._holder.kill()
+            self._holder.wait()
 
     # --- the threads
 

@@ -20,6 +20,7 @@ Each module imports only those above it:
     building         the same where the user gave functions
     spec             what a rank gets and returns
     losses           the loss of a global batch
+    host_rows        rows that the ranks of a host read once and share
     batches          a rank's batches of an epoch
     device           the rank's device
     precision        mixed precision

@@ -20,6 +20,7 @@ from sparkhvd.data.reading.preload import Loading, begun
 from sparkhvd.data.reading.reader import Batch, Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.host_rows import HostRows
 from sparkhvd.training.spec import TrainSpec
 
 __all__ = ["Data", "StepPlan", "step_plans"]
@@ -240,6 +241,7 @@ def _reader(
     loading: Loading | None = None,
     pin_memory: bool = False,
 ) -> Reader:
+    sharing = HostRows("training rows" if is_training else "validation rows")
     return Reader(
         store,
         manifest,
@@ -257,4 +259,5 @@ def _reader(
         pin_memory=pin_memory,
         usable=usable,
         loading=loading,
+        sharing=sharing if sharing.is_shared else None,
     )

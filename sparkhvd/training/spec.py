@@ -119,7 +119,7 @@ class TrainSpec:
         """Which rows of `data_dir` are training rows: a subset of `Reader`."""
         return "train" if self.has_validation and self.validation_dir is None else "all"
 
-    def early(self) -> Callable[[], None] | None:
+    def early(self) -> Callable[[int, int], None] | None:
         """What a rank's process can begin with before it knows who it is: to read materialized training rows."""
         if self.data_store is not None:
             return None

@@ -128,7 +128,11 @@ def write_script(
 
 @contextlib.contextmanager
 def started_script(
-    path: Path, *args: str, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    path: Path,
+    *args: str,
+    env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
+    python: Sequence[str] = (sys.executable,),
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a script as its own process group with this checkout on its path; ends the group on exit."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
@@ -137,7 +141,7 @@ def started_script(
         filter(None, [str(ROOT), environ.get("PYTHONPATH", "")])
     )
     process = subprocess.Popen(
-        [*prefix, sys.executable, str(path), *args],
+        [*prefix, *python, str(path), *args],
         cwd=path.parent,
         env=environ,
         stdout=subprocess.PIPE,

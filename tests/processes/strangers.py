@@ -1,8 +1,8 @@
 """Whoever reaches a port without the key: `python -m tests.processes.strangers` with JSON on standard input.
 
 Input: `endpoints` (as `Endpoint.to_dict` writes them), `messages` (how many to send at least), `until` (a file;
-go on until it exists, however many that are), `seed`, and `recorded`: what an eavesdropper has of handshakes,
-each a rank, a hello and a proof in hex. Output, as JSON: how many
+go on until it exists and a liar was answered, however many that are), `within_s` (end after that in any case), `seed`, and
+`recorded`: what an eavesdropper has of handshakes, each a rank, a hello and a proof in hex. Output, as JSON: how many
 messages and connections there were, how many listeners answered, and `believed`: connections that were not
 closed after a lie.
 """
@@ -41,10 +41,16 @@ class Strangers:
         self.dice = random.Random(plan["seed"])
         self.messages = self.connections = self.answers = self.believed = self.refused = 0
 
-    def run(self, messages: int, until: Path) -> dict[str, int]:
-        """Send that many messages, and more until the file exists; then let go of everything."""
+    def run(self, messages: int, until: Path, within_s: float) -> dict[str, int]:
+        """Send that many messages, and more until the file exists and a liar was answered; then let go of everything.
+
+        Listeners answer only while the ranks meet, and on a busy machine all messages may be sent between two meetings.
+        """
         open_ones: list[Conversation] = []
-        while self.messages < messages or not until.exists():
+        deadline = time.monotonic() + within_s
+        while (
+            self.messages < messages or not self.answers or not until.exists()
+        ) and time.monotonic() < deadline:
             open_ones.append(self.talk())
             for index in [-1, *(self.dice.randrange(len(open_ones)) for _ in range(3))]:
                 with contextlib.suppress(StopIteration, OSError, IndexError):
@@ -166,7 +172,7 @@ class Strangers:
 
 def main() -> None:
     plan = json.load(sys.stdin)
-    print(json.dumps(Strangers(plan).run(plan["messages"], Path(plan["until"]))))
+    print(json.dumps(Strangers(plan).run(plan["messages"], Path(plan["until"]), plan["within_s"])))
 
 
 if __name__ == "__main__":

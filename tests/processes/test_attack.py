@@ -341,6 +341,7 @@ def test_job_meets_works_and_meets_again_under_the_fire_of_strangers(
             "endpoints": [endpoint.to_dict() for endpoint in job.endpoints],
             "messages": MESSAGES_OF_STRANGERS // 2,
             "until": str(tmp_path / "met often"),
+            "within_s": 3400 if SOAK else 90,
             "seed": SEED,
             "recorded": recorded_handshakes(job),
         }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import zlib
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,6 +18,14 @@ from sparkhvd.data.arrow_types import VERIFIED
 from sparkhvd.data.columns.ragged import keep_mask
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import DAMAGED_NAME
+from sparkhvd.data.packed.blocks import (
+    BLOCK_BYTES,
+    TRAILER_BYTES,
+    Crcs,
+    add_blocks,
+    decode,
+    table_bytes,
+)
 from sparkhvd.data.packed.layout import (
     CHECKSUMS_KEY,
     MAGIC,
@@ -30,13 +38,13 @@ from sparkhvd.errors import InvalidArgumentError, StoreError
 
 __all__ = ["Checked", "PackedFile"]
 
-# Pages whose checksums were right: (path, row group, Parquet column).
-Checked = set[tuple[str, int, int]]
-# What is read only for its checksum comes in pieces of this size.
-_PIECE_BYTES = 1 << 20
-# Most footers are shorter, so that one request gets them.
+# By path, (blocks,) whether a block's checksum was right.
+Checked = dict[str, npt.NDArray[np.bool_]]
+# What is verified right after it was read is still in the CPU's cache.
+_PIECE_BYTES = 512 << 10
+# Most footers are shorter, with the checksums before them, so that one request gets them.
 _END_BYTES = 64 << 10
-# More than a page header takes up to its checksum.
+# More than a page header takes up to its sizes.
 _HEADER_BYTES = 32
 
 
@@ -46,17 +54,13 @@ class _Chunk:
 
     Attributes:
         offset: where its values start in the file; None if they must be decoded.
-        size: their bytes.
-        crc: of them, as the page's header has it; None if it has none.
     """
 
     offset: int | None
-    size: int = 0
-    crc: int | None = None
 
 
 class PackedFile:
-    """One open file. A read of most of a page verifies its checksum, once."""
+    """One open file. Whatever is read has been verified, once: a block is read whole until its checksum was right."""
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class PackedFile:
         Args:
             store: where it is.
             path: in the store.
-            checked: pages that need not be verified, to which others are added.
+            checked: blocks that need not be verified, to which others are added.
             footer_crc: CRC-32 of its end, see `DataFile`; None if it is not known.
 
         Raises:
@@ -78,11 +82,11 @@ class PackedFile:
         """
         self.path = path
         self._store = store
-        self._checked: Checked = set() if checked is None else checked
         local = store.local_path(path)
         # Whether several threads may read from it at a time.
         self.is_shared = store.shares_files
         self._source = pa.OSFile(local) if local is not None else store.open_input(path)
+        self._end = b""
         # Of what must be decoded.
         self._decoding = threading.Lock()
         try:
@@ -97,8 +101,13 @@ class PackedFile:
                 raise self.damaged(f"its footer cannot be read ({e})") from e
             raise
         self._description = json.loads((self.metadata.metadata or {}).get(METADATA_KEY, b"null"))
-        is_own = footer_crc is not None and self._description is not None
-        self._has_checksums = is_own and self._description.get(CHECKSUMS_KEY, False)
+        # Where another program has written the file anew, it has kept the description and not the checksums.
+        self._sums: Crcs | None = None
+        if self._description is not None and self._description.get(CHECKSUMS_KEY):
+            self._read_sums(len(end), is_own=footer_crc is not None)
+        self._checked = np.zeros(0 if self._sums is None else len(self._sums), np.bool_)
+        if checked is not None:
+            self._checked = checked.setdefault(path, self._checked)
         self._chunks: dict[tuple[int, int], _Chunk] = {}
         self._decoded: tuple[int, pa.Table] | None = None
         self._page: tuple[tuple[int, int], Array] | None = None
@@ -114,18 +123,32 @@ class PackedFile:
 
     def _read_end(self) -> bytes:
         """The end of the file from its footer on, if it looks like Parquet."""
-        size = self._source.size()
-
-        def last(count: int) -> bytes:
-            self._source.seek(max(0, size - count))
-            content: bytes = self._source.read(count)
-            return content
-
-        end = last(_END_BYTES)
+        end = self._last(_END_BYTES)
         if end[-len(MAGIC) :] != MAGIC:
             return end
         count = int.from_bytes(end[-len(MAGIC) - 4 : -len(MAGIC)], "little") + 4 + len(MAGIC)
-        return (end if count <= len(end) else last(count))[-count:]
+        return self._last(count)
+
+    def _last(self, count: int) -> bytes:
+        """The last bytes of the file; what was read before is not read again."""
+        size = self._source.size()
+        count = min(count, size)
+        if count > len(self._end):
+            self._source.seek(size - count)
+            self._end = self._source.read(count)
+        return self._end[len(self._end) - count :]
+
+    def _read_sums(self, footer_bytes: int, *, is_own: bool) -> None:
+        """Read the checksums before the footer, which are there for sure if the file is our own."""
+        table = None
+        size = table_bytes(self._last(footer_bytes + TRAILER_BYTES)[:TRAILER_BYTES])
+        if size is not None and size + footer_bytes <= self._source.size():
+            table = decode(self._last(footer_bytes + size)[:size])
+        if table is not None:
+            self._summed_bytes, self._sums = table
+        elif is_own:
+            raise self.damaged("its checksums are not what was written")
+        self._end = b""
 
     def close(self) -> None:
         """Close it and forget what was decoded."""
@@ -152,7 +175,7 @@ class PackedFile:
                 ]
             return
         flat = out.reshape(-1).view(np.uint8)
-        self._read_part(flat, (row_group, index), chunk, start * row_bytes)
+        self._read_at(flat, chunk.offset + start * row_bytes, (row_group, index))
 
     def read_page(self, out: Array, row_group: int, index: int, offset: int) -> None:
         """Fill `out` (bytes) with a BYTE_ARRAY column's page from `offset`: lengths and values, as they lie there."""
@@ -162,76 +185,66 @@ class PackedFile:
                 self._page = ((row_group, index), self._decode_page(row_group, index))
             out[:] = self._page[1][offset : offset + len(out)]
             return
-        self._read_part(out, (row_group, index), chunk, offset)
+        self._read_at(out, chunk.offset + offset, (row_group, index))
 
-    def check(self, row_group: int, index: int, row_bytes: int | None) -> Iterator[None]:
-        """Verify a page's checksum if it has one and no read has, one piece at each step of the iterator.
-
-        Args:
-            row_group: of the file.
-            index: of the Parquet column.
-            row_bytes: bytes of each row; None of a BYTE_ARRAY column.
-
-        Raises:
-            StoreError: the page is damaged.
-        """
-        key = row_group, index
-        chunk = self._chunks.get(key) or self._locate(row_group, index, row_bytes)
-        if chunk.offset is not None and chunk.crc is not None and not self._is_checked(key):
-            crc = 0
-            for piece in self._pieces(chunk, 0, chunk.size):
-                crc = zlib.crc32(piece, crc)
-                yield
-            self._compare(key, chunk, crc)
-
-    def _is_checked(self, key: tuple[int, int]) -> bool:
-        return (self.path, *key) in self._checked
-
-    def _read_part(self, out: Array, key: tuple[int, int], chunk: _Chunk, start: int) -> None:
-        """Fill `out` from a byte of a page; where that is most of the page, its rest is read for the checksum."""
-        assert chunk.offset is not None
-        is_most = 2 * len(out) >= chunk.size and chunk.crc is not None
-        if not is_most or self._is_checked(key):
-            self._read_at(out, chunk.offset + start)
+    def _read_at(self, out: Array, offset: int, where: tuple[int, int]) -> None:
+        """Fill `out` (bytes) from `offset`, a part of a column of a row group; of a remote file, beside other threads."""
+        if not len(out):
             return
-        crc = 0
-        for piece in self._pieces(chunk, 0, start):
-            crc = zlib.crc32(piece, crc)
-        self._read_at(out, chunk.offset + start)
-        crc = zlib.crc32(out.data, crc)
-        for piece in self._pieces(chunk, start + len(out), chunk.size):
-            crc = zlib.crc32(piece, crc)
-        self._compare(key, chunk, crc)
-
-    def _pieces(self, chunk: _Chunk, start: int, stop: int) -> Iterator[memoryview]:
-        """Some bytes of a page, piece by piece."""
-        assert chunk.offset is not None
-        for at in range(start, stop, _PIECE_BYTES):
-            piece = np.empty(min(_PIECE_BYTES, stop - at), np.uint8)
-            self._read_at(piece, chunk.offset + at)
-            yield piece.data
-
-    def _compare(self, key: tuple[int, int], chunk: _Chunk, crc: int) -> None:
-        if crc != chunk.crc:
-            name = self.metadata.schema.column(key[1]).name
+        end = offset + len(out)
+        low, high = offset // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+        if self._sums is None or self._checked[low:high].all():
+            self._fill(out, offset)
+            return
+        new = np.flatnonzero(~self._checked[low:high])
+        first, last = low + int(new[0]), low + int(new[-1]) + 1
+        begin, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._summed_bytes)
+        before = np.empty(max(0, offset - begin), np.uint8)
+        after = np.empty(max(0, stop - end), np.uint8)
+        at = offset - len(before)
+        whole: Array | None = None
+        step = _PIECE_BYTES
+        parts = [before, *(out[i : i + step] for i in range(0, len(out), step)), after]
+        if self.is_shared:  # one request
+            whole = self._request(len(before) + len(out) + len(after), at)
+            out[:] = whole[len(before) : len(before) + len(out)]
+            parts = [whole]
+        found = np.zeros(last - first, np.uint32)
+        for part in parts:
+            if whole is None and len(part):
+                self._fill(part, at)
+            kept = part[max(0, begin - at) : max(0, stop - at)]
+            if len(kept):
+                number, within = divmod(max(at, begin) - begin, BLOCK_BYTES)
+                add_blocks(found[number:], kept, within)
+            at += len(part)
+        expected = self._sums[first:last]
+        if found.tobytes() != expected.tobytes():  # quicker than numpy on few
+            wrong = int(np.flatnonzero(found != expected)[0])
+            name = self.metadata.schema.column(where[1]).name
             raise self.damaged(
-                f"column {name!r} of row group {key[0]} has the checksum {crc:08x}, and had {chunk.crc:08x} when it was "
-                "written"
+                f"the block at byte {(first + wrong) * BLOCK_BYTES} with column {name!r} of row group {where[0]} has the "
+                f"checksum {found[wrong]:08x}, and had {expected[wrong]:08x} when it was written"
             )
-        self._checked.add((self.path, *key))
+        self._checked[first:last] = True
 
-    def _read_at(self, out: Array, offset: int) -> None:
-        """Fill `out` (bytes) from `offset`; of a remote file, beside other threads that do so."""
+    def _fill(self, out: Array, offset: int) -> None:
+        """Fill `out` (bytes) from `offset`."""
         if self.is_shared:
-            content = self._source.read_at(out.nbytes, offset)
-            got = len(content)
-            if got == out.nbytes:
-                out[:] = np.frombuffer(content, np.uint8)
-        else:
-            self._source.seek(offset)
-            got = self._source.readinto(out.data)
-        if got != out.nbytes:
-            raise self.damaged(f"it ended early: {got} of {out.nbytes} bytes were there")
+            out[:] = self._request(out.nbytes, offset)
+            return
+        self._source.seek(offset)
+        self._check_length(self._source.readinto(out.data), out.nbytes)
+
+    def _request(self, count: int, offset: int) -> Array:
+        """Some bytes from `offset` as they came, read-only; threads may ask at the same time."""
+        content = np.frombuffer(self._source.read_at(count, offset), np.uint8)
+        self._check_length(len(content), count)
+        return content
+
+    def _check_length(self, got: int, expected: int) -> None:
+        if got != expected:
+            raise self.damaged(f"it ended early: {got} of {expected} bytes were there")
 
     def _locate(self, row_group: int, index: int, row_bytes: int | None = None) -> _Chunk:
         """Find a page; its rows have `row_bytes` each, or lengths of their own."""
@@ -241,13 +254,12 @@ class PackedFile:
         is_plain = set(column.encodings) <= {"PLAIN", "RLE"} and not column.has_dictionary_page
         is_required = self.metadata.schema.column(index).max_definition_level == 0
         if column.compression == "UNCOMPRESSED" and is_plain and is_required:
-            header = self._source.read_at(_HEADER_BYTES, column.data_page_offset)
-            size, crc = _page_header(header)
+            header = np.empty(min(_HEADER_BYTES, column.total_compressed_size), np.uint8)
+            self._read_at(header, column.data_page_offset, (row_group, index))
+            size = _page_bytes(header.tobytes())
             header_bytes = column.total_compressed_size - size
             if 0 < header_bytes <= 256 and row_bytes in (None, size // max(group.num_rows, 1)):
-                chunk = _Chunk(column.data_page_offset + header_bytes, size, crc)
-        if self._has_checksums and chunk.crc is None:
-            raise self.damaged(f"the header of column {index} of row group {row_group} is none")
+                chunk = _Chunk(column.data_page_offset + header_bytes)
         self._chunks[row_group, index] = chunk
         return chunk
 
@@ -285,28 +297,18 @@ class PackedFile:
         return flat[column.offset * width :][: len(column) * width].reshape(len(column), width)
 
 
-def _page_header(header: bytes) -> tuple[int, int | None]:
-    """Bytes and CRC-32 of a page's values as its header has them: -1 if it is no plain data page, None without a CRC.
+def _page_bytes(header: bytes) -> int:
+    """Bytes of a page's values as its header has them; -1 if it is no plain data page.
 
-    The header is Thrift compact: field 1 (int32 type, 0 = DATA_PAGE), 2 and 3 (int32 sizes, without and with
-    compression), perhaps 4 (int32 CRC), zigzag varints.
+    The header is Thrift compact: field 1 (int32 type, 0 = DATA_PAGE), then 2 (int32 size before compression), zigzag
+    varints.
     """
     if header[:3] != b"\x15\x00\x15":
-        return -1, None
-    size, at = _varint(header, 3)
-    if header[at : at + 1] == b"\x15":
-        at = _varint(header, at + 1)[1]
-        if header[at : at + 1] == b"\x15":
-            return size, _varint(header, at + 1)[0] & 0xFFFFFFFF
-    return size, None
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The zigzag varint at a place, and where it ends."""
+        return -1
     value = shift = 0
-    for byte in data[at:]:
+    for byte in header[3:]:
         value |= (byte & 0x7F) << shift
-        shift, at = shift + 7, at + 1
+        shift += 7
         if byte < 0x80:
             break
-    return (value >> 1) ^ -(value & 1), at
+    return (value >> 1) ^ -(value & 1)

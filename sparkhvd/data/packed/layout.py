@@ -27,8 +27,8 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 METADATA_KEY = b"sparkhvd"
-# In what that describes: whether every page has a checksum.
-CHECKSUMS_KEY = "page_checksums"
+# In what that describes: whether blocks have checksums, see `blocks`.
+CHECKSUMS_KEY = "block_checksums"
 # A Parquet file begins with it, and ends with its footer, the footer's length (4 bytes) and it again.
 MAGIC = b"PAR1"
 # A page's size is an int32 in Parquet; one row group must stay below it in every column.

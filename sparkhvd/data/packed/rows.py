@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class RowSource:
         rows = [f.row_groups[g] for f, g in self._groups]
         self._ends = np.cumsum(rows, dtype=np.int64) if rows else np.empty(0, dtype=np.int64)
         self._files = {f.path: f for f in manifest.files}
-        self._checked: Checked = set()
+        self._checked: Checked = {}
         self._open: OpenFiles[str, PackedFile] = OpenFiles(self._open_file)
 
     def close(self) -> None:
@@ -79,48 +79,6 @@ class RowSource:
     def examples(self, count: int) -> Rows:
         """Numbers of the first `count` rows, or of all if there are fewer."""
         return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
-
-    def check(
-        self, names: Sequence[str], rows: Rows | None = None, *, rank: int = 0, size: int = 1
-    ) -> Generator[None, None, None]:
-        """Verify pages that no read has verified, about a MiB at each step of the iterator.
-
-        Args:
-            names: columns whose pages are meant.
-            rows: ascending row numbers; the row groups that hold them are meant. None means all.
-            rank: of the ranks that share the work; each takes other row groups.
-            size: how many they are.
-
-        Raises:
-            StoreError: a page is damaged.
-        """
-        count = len(self._groups)
-        groups = range(count)
-        if rows is not None:
-            groups = np.unique(np.searchsorted(self._ends, rows, side="right")).tolist()
-        opened: PackedFile | None = None  # reads between two steps may close what they share
-        try:
-            for group in groups[rank::size]:
-                file, row_group = self._groups[group]
-                for index, row_bytes in self._pages(names):
-                    if (file.path, row_group, index) in self._checked:
-                        continue
-                    if opened is None or opened.path != file.path:
-                        if opened is not None:
-                            opened.close()
-                        opened = self._open_file(file.path)
-                    yield from opened.check(row_group, index, row_bytes)
-        finally:
-            if opened is not None:
-                opened.close()
-
-    def _pages(self, names: Sequence[str]) -> Iterator[tuple[int, int | None]]:
-        """(number, bytes of a row, or None of a BYTE_ARRAY column) of the Parquet columns of some columns."""
-        for column in (self._columns[name] for name in names):
-            if column.row_bytes:
-                yield self._index[column.name], column.row_bytes
-            for part in range(len(payload_types(column))):
-                yield self._index[column.name] + 1 + part, None
 
     # -- rows of one length --------------------------------------------------------------------------
 

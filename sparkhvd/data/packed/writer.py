@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from sparkhvd.data.columns.ragged import Values
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import FORMAT_VERSION, DataFile
+from sparkhvd.data.packed.blocks import SummingSink
 from sparkhvd.data.packed.layout import (
     CHECKSUMS_KEY,
     MAGIC,
@@ -48,7 +49,7 @@ class PackedWriter:
         described = {
             "format_version": FORMAT_VERSION,
             "columns": [asdict(c) for c in columns],
-            CHECKSUMS_KEY: "write_page_checksum" in parameters,  # not in pyarrow 14
+            CHECKSUMS_KEY: True,
         }
         fields = [parquet_fields(c) for c in columns]
         self._schema = pa.schema(
@@ -67,11 +68,10 @@ class PackedWriter:
         # Newer pyarrow ends a page after 20,000 rows unless told otherwise.
         if "max_rows_per_page" in parameters:
             options["max_rows_per_page"] = 2**31 - 1
-        if described[CHECKSUMS_KEY]:
-            options["write_page_checksum"] = True
         self._written: list[pq.FileMetaData] = []
+        self._sink = SummingSink(sink)
         self._writer = pq.ParquetWriter(
-            sink, self._schema, metadata_collector=self._written, **options
+            self._sink, self._schema, metadata_collector=self._written, **options
         )
         self._fixed_bytes = sum(c.row_bytes for c in columns)
         self._group_bytes = max(row_group_bytes, 1)
@@ -99,8 +99,9 @@ class PackedWriter:
                 self._flush()
 
     def close(self) -> tuple[int, ...]:
-        """Write what is pending and the footer; return the rows of each row group."""
+        """Write what is pending, the checksums and the footer; return the rows of each row group."""
         self._flush()
+        self._sink.write_table()
         self._writer.close()
         return tuple(self.row_groups)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -121,10 +121,6 @@ class ParquetSource:
                 out[column.name] = joined(out[column.name], _empty(column))
         return out
 
-    def check(self, *_: object, **__: object) -> Generator[None, None, None]:
-        """Nothing is left to verify: pyarrow verifies every page that has a checksum when it decodes it."""
-        yield from ()
-
     def arrays(self, names: Sequence[str], rows: Rows | None = None) -> Iterator[Arrays]:
         """The named columns as Arrow arrays in the forms that Spark sends, piece by piece."""
         for _, arrays in self._pieces(names, rows):
@@ -223,7 +219,8 @@ class ParquetSource:
         at = 0
         while at < count:
             row = at if wanted is None else int(wanted[at])
-            start, arrays = self._piece(number, tuple(names), row)
+            last = count - 1 if wanted is None else int(wanted[-1])
+            start, arrays = self._piece(number, tuple(names), row, last)
             stop = start + len(arrays[names[0]])
             end = stop if wanted is None else int(np.searchsorted(wanted, stop))
             chosen = (
@@ -232,8 +229,10 @@ class ParquetSource:
             yield row, {name: _taken(array, chosen) for name, array in arrays.items()}
             at = end
 
-    def _piece(self, number: int, names: tuple[str, ...], row: int) -> tuple[int, Arrays]:
-        """A decoded piece that has a row of a file, and its first row's number there."""
+    def _piece(
+        self, number: int, names: tuple[str, ...], row: int, last: int
+    ) -> tuple[int, Arrays]:
+        """A decoded piece that has a row of a file, of which others up to `last` will follow; and its first row's number."""
         ends = self._group_ends[number]
         group = int(np.searchsorted(ends, row, side="right"))
         begin = int(ends[group - 1]) if group else 0
@@ -242,7 +241,12 @@ class ParquetSource:
         if running is None or not running.serves(number, names, row, begin):
             self._pass = running = None
             running = _Pass(
-                self._open.get(number), number, names, group, begin, self._piece_rows(names)
+                self._open.get(number),
+                number,
+                names,
+                range(group, int(np.searchsorted(ends, last, side="right")) + 1),
+                begin,
+                self._piece_rows(names),
             )
             self._pass = running
         return running.piece(row)
@@ -295,15 +299,14 @@ class _File:
     def close(self) -> None:
         self._source.close()
 
-    def span(self, group: int) -> list[int]:
-        """The row group and those after it that are decoded in one pass."""
-        total, last = 0, group
-        for number in range(group, self.metadata.num_row_groups):
+    def span(self, groups: Sequence[int]) -> list[int]:
+        """The first of these row groups, and those after it that are decoded in the same pass."""
+        total = 0
+        for count, number in enumerate(groups):
             total += self.metadata.row_group(number).total_byte_size
-            if number > group and total > _SPAN_BYTES:
-                break
-            last = number
-        return list(range(group, last + 1))
+            if count and total > _SPAN_BYTES:
+                return list(groups[:count])
+        return list(groups)
 
     def batches(self, groups: list[int], names: list[str], rows: int) -> Iterator[pa.RecordBatch]:
         """The columns of row groups in pieces of some rows."""
@@ -327,13 +330,19 @@ class _Pass:
     """Decoding some row groups of a file from front to back; keeps the piece it came to."""
 
     def __init__(
-        self, file: _File, number: int, names: tuple[str, ...], group: int, begin: int, rows: int
+        self,
+        file: _File,
+        number: int,
+        names: tuple[str, ...],
+        wanted: Sequence[int],
+        begin: int,
+        rows: int,
     ) -> None:
         self._number, self._names = number, names
-        self._path, self._group = file.file.path, group
+        self._path, self._group = file.file.path, wanted[0]
         self._partition = dict(file.file.partition)
         stored = [name for name in names if name not in self._partition]
-        groups = file.span(group)
+        groups = file.span(wanted)
         self._end = begin + sum(file.file.row_groups[g] for g in groups)
         self._rows = rows
         self._batches = file.batches(groups, stored, rows) if stored else iter(())

@@ -1,7 +1,7 @@
 """Training rows on their way into memory before the reader is there.
 
-A rank imports torch for seconds before it can do anything else. Meanwhile a thread of the same process reads the rows
-that it will train on, if they fit in memory, and permutes their numbers for the first epoch. `begin` starts the
+A rank imports torch for seconds before it can do anything else. Meanwhile a thread of the same process reads its part of the
+rows, if they fit in memory, and permutes their numbers for the first epoch. The ranks of a host then put their parts together. `begin` starts the
 thread, `begun` finds it again, and a `Reader` takes its rows if they are just those that it would read itself. It is
 a head start and nothing else: where reading fails or finds other rows, the reader does it again and says what is wrong.
 """
@@ -9,7 +9,8 @@ a head start and nothing else: where reading fails or finds other rows, the read
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from sparkhvd.data.columns.ragged import Rows
 from sparkhvd.data.manifest import PACKED, Manifest
@@ -25,7 +26,23 @@ from sparkhvd.data.reading.subset import (
 )
 from sparkhvd.data.store.store import Store
 
-__all__ = ["Loading", "begin", "begun"]
+__all__ = ["Loading", "Sharing", "begin", "begun"]
+
+
+class Sharing(Protocol):
+    """The ranks of a host that hold rows once.
+
+    Attributes:
+        part: (number, count) of this rank's part of the rows.
+    """
+
+    part: tuple[int, int]
+
+    def gather(
+        self, values: Mapping[str, Any] | None, error: BaseException | None = None
+    ) -> dict[str, Any] | None:
+        """All parts after one another, on all ranks; None if they cannot be shared. Raises `error`, or another rank's."""
+
 
 # At most one entry: a trainer process begins once, before it knows its rank.
 _begun: list[Loading] = []
@@ -44,6 +61,7 @@ class Loading:
         seed: int,
         shuffle: bool,
         shuffle_bytes: int,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
         """Begin to read; the arguments are those of `Reader`.
 
@@ -55,8 +73,10 @@ class Loading:
             seed: decides the split and the order.
             shuffle: whether the first epoch will need a permutation.
             shuffle_bytes: nothing is read where the rows are more than this.
+            part: (number, count) of the part of the rows that this process reads, see `part_of`.
         """
         self.place = store, data_dir
+        self.part = part
         self._subset, self._validation, self._seed = subset, validation, seed
         self._shuffle, self._shuffle_bytes = shuffle, shuffle_bytes
         self._names: list[str] = []
@@ -104,16 +124,24 @@ class Loading:
                     source, manifest, self._subset, validation=self._validation, seed=self._seed
                 )
                 if fits_in_memory(self._rows, manifest.row_bytes(self._names), self._shuffle_bytes):
-                    self._values = read_rows(source, self._names, self._rows)
+                    self._values = read_rows(source, self._names, self._rows, self.part)
                     if self._shuffle:
                         self._order = permutation(count_of(self._rows), self._seed, 0)
         except Exception:  # noqa: BLE001 - the reader meets it too, and knows the rank and the step
             self._values = None
 
 
-def begin(store: Store, data_dir: str, **options: Any) -> None:
-    """Begin to read, for `begun` of this process; the arguments are those of `Loading`."""
-    _begun[:] = [Loading(store, data_dir, **options)]
+def begin(store: Store, data_dir: str, number: int, count: int, **options: Any) -> None:
+    """Begin to read, for `begun` of this process.
+
+    Args:
+        store: as for `Loading`.
+        data_dir: as for `Loading`.
+        number: of this process among those on its host.
+        count: how many there are; each reads its part.
+        **options: as for `Loading`.
+    """
+    _begun[:] = [Loading(store, data_dir, part=(number, count), **options)]
 
 
 def begun(store: Store, data_dir: str) -> Loading | None:

@@ -9,7 +9,6 @@ Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import queue
 import threading
@@ -26,7 +25,7 @@ from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.ragged import Ragged, Rows, SparseRows, take
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import PACKED, Manifest
-from sparkhvd.data.reading.preload import Loading
+from sparkhvd.data.reading.preload import Loading, Sharing
 from sparkhvd.data.reading.sampler import Plan, Window, cuts, epoch_plan, permutation
 from sparkhvd.data.reading.source import open_source
 from sparkhvd.data.reading.subset import (
@@ -103,6 +102,7 @@ class Reader:
         pin_memory: bool = False,
         usable: Rows | None = None,
         loading: Loading | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """Open the data for one rank; reads nothing but what decides the subset.
 
@@ -129,7 +129,9 @@ class Reader:
             pin_memory: put batches into page-locked memory, from which a GPU copies beside its work. Needs CUDA. Columns
                 that a decoder or collate function makes are where it makes them.
             usable: ascending numbers of the rows that count, see `usable_rows`; None means all.
-            loading: rows that are being read already; those of another subset are not used.
+            loading: rows that are being read already; those of another subset or part are not used.
+            sharing: the ranks of this host, which read rows that fit in memory together and hold them once. All ranks
+                then begin their first epoch, or `prepare` it.
 
         Raises:
             InvalidArgumentError: an argument is out of range, a decoder fails on the first row, or the subset cannot be told apart.
@@ -143,6 +145,7 @@ class Reader:
         self._store = store
         self._source = open_source(store, manifest)
         self._loading = loading
+        self._sharing = sharing
         self._functions = functions or RowFunctions()
         self._columns = self._seen_columns()
         self._batch_row_bytes = max(self._row_bytes, sum(map(_batch_bytes, self._columns)))
@@ -155,7 +158,6 @@ class Reader:
         )
         self.num_rows = count_of(self._rows)
         self._is_resident = fits_in_memory(self._rows, self._row_bytes, shuffle_bytes)
-        self._checks = self._source.check(self._names, rank=rank, size=size)
         self._window_rows = max(1, shuffle_bytes // max(1, self._row_bytes))
         self._prefetch_bytes = prefetch_bytes
         self._chunk_bytes = min(_CHUNK_BYTES, prefetch_bytes // 4)
@@ -226,7 +228,6 @@ class Reader:
         if self._stop(_STOP_S):
             if self._pool is not None:
                 self._pool.shutdown()
-            self._checks.close()
             self._source.close()
         self._resident = None
         self._buffers.clear()
@@ -310,6 +311,8 @@ class Reader:
         steps = max(1, self._chunk_bytes // max(1, self._batch_row_bytes * self._batch_size))
         chunk_rows = steps * self._batch_size
         last = plan.last_counts[self._rank] if plan.last_counts else 0
+        if self._is_resident and self._sharing is not None:
+            self._hold()  # with the others, also where this rank has no rows of this epoch
         for window in plan.windows(self._rank, start_step):
             values, order = self._load(window)
             for start, stop in cuts(len(order), chunk_rows, last):
@@ -319,35 +322,44 @@ class Reader:
                     chunk = self._functions.decode(self._columns, chunk, self._pool)
                 # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
                 yield chunk if self._is_resident else {n: _own(v) for n, v in chunk.items()}
-                # As many bytes as were handed out, so that a share of the ranks is verified when the epoch ends.
-                self._verify(len(part) * self._row_bytes // _CHUNK_BYTES + 1)
             # The next window is loaded when this one has gone, into its memory.
             del values, order, window
-        self._verify(None)
-
-    def _verify(self, steps: int | None) -> None:
-        """Verify some of this rank's share of data beyond memory, of which each read sees a small part; None: the rest."""
-        if not self._is_resident:
-            for _ in itertools.islice(self._checks, steps):
-                pass
 
     def _load(self, window: Window) -> tuple[dict[str, Any], Rows]:
         """Arrays that hold the window's rows, and the order in which to take them."""
         if self._is_resident:
-            if self._resident is None:
-                self._resident = self._read_all()
-                self._source.close()
-            return self._resident, window.row_numbers()
+            return self._hold(), window.row_numbers()
         assert window.rows is not None
         values = self._source.read(self._names, window.rows, self._buffers.empty)
         order = window.order if window.order is not None else np.arange(len(window.rows))
         return values, order
 
+    def _hold(self) -> dict[str, Any]:
+        """All rows, read once."""
+        if self._resident is None:
+            self._resident = self._read_all()
+            self._source.close()
+        return self._resident
+
     def _read_all(self) -> dict[str, Any]:
+        if self._sharing is None:
+            return self._read_part((0, 1))
+        mine: dict[str, Any] | None = None
+        error: BaseException | None = None
+        try:
+            mine = self._read_part(self._sharing.part)
+        except BaseException as e:  # noqa: BLE001 - the others wait: it is raised when they know
+            error = e
+        values = self._sharing.gather(mine, error)
+        return self._read_part((0, 1)) if values is None else values
+
+    def _read_part(self, part: tuple[int, int]) -> dict[str, Any]:
         loading, self._loading = self._loading, None
-        values = loading.take(self._names, self._rows, _READ_S) if loading is not None else None
+        values = None
+        if loading is not None and loading.part == part:
+            values = loading.take(self._names, self._rows, _READ_S)
         if values is None:
-            values = read_rows(self._source, self._names, self._rows)
+            values = read_rows(self._source, self._names, self._rows, part)
         return values
 
     def _queue_length(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from sparkhvd.data.buffers import Empty, fresh
@@ -15,7 +15,7 @@ __all__ = ["Source", "open_source"]
 
 
 class Source(Protocol):
-    """Reads rows by number; not for several threads at once.
+    """Reads rows by number, verified where there are checksums; not for several threads at once.
 
     Attributes:
         block_edges: row numbers where pieces begin that are best read as one, and the number of rows at the end; None
@@ -35,18 +35,6 @@ class Source(Protocol):
             names: columns to read.
             rows: ascending row numbers; None means all.
             empty: makes the arrays.
-        """
-
-    def check(
-        self, names: Sequence[str], rows: Rows | None = None, *, rank: int = 0, size: int = 1
-    ) -> Generator[None, None, None]:
-        """Verify checksums that reads have not, a little at each step of the iterator.
-
-        Args:
-            names: columns to verify.
-            rows: ascending row numbers near which to verify; None means everywhere.
-            rank: of the ranks that share the work.
-            size: how many they are.
         """
 
     def examples(self, count: int) -> Rows:

@@ -18,6 +18,7 @@ __all__ = [
     "column_names",
     "count_of",
     "fits_in_memory",
+    "part_of",
     "read_rows",
     "same_rows",
     "select_rows",
@@ -85,13 +86,26 @@ def count_of(rows: Rows | int) -> int:
     return rows if isinstance(rows, int) else len(rows)
 
 
-def read_rows(source: Source, names: Sequence[str], rows: Rows | int) -> dict[str, Any]:
-    """The arrays of these columns and rows, as `Source.read` gives them, verified."""
+def read_rows(
+    source: Source, names: Sequence[str], rows: Rows | int, part: tuple[int, int] = (0, 1)
+) -> dict[str, Any]:
+    """The arrays of these columns and rows, or of a part of the rows, as `Source.read` gives them."""
     numbers = None if isinstance(rows, int) else rows
-    values = source.read(names, numbers)
-    for _ in source.check(names, numbers):
-        pass
-    return values
+    return source.read(names, numbers if part == (0, 1) else part_of(source, rows, *part))
+
+
+def part_of(source: Source, rows: Rows | int, number: int, count: int) -> Rows:
+    """Ascending row numbers of one of `count` parts of a selection; cut where the source's pieces begin, if it has some."""
+    total = count_of(rows)
+    edges = source.block_edges
+    cuts = []
+    for wanted in (total * number // count, total * (number + 1) // count):
+        if edges is not None:
+            places = edges if isinstance(rows, int) else np.searchsorted(rows, edges)
+            wanted = int(places[np.argmin(np.abs(places - wanted))])
+        cuts.append(wanted)
+    chosen = np.arange(*cuts, dtype=np.int64)
+    return chosen if isinstance(rows, int) else rows[cuts[0] : cuts[1]]
 
 
 def same_rows(a: Any, b: Any) -> bool:

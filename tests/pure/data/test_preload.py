@@ -108,6 +108,25 @@ def test_rows_of_another_subset_are_not_taken(
     assert batches_of(store, manifest, only, columns=["id", "x"], **options) == expected
 
 
+def test_the_processes_of_a_host_read_a_part_each(store: Store, has_column: bool) -> None:
+    options = options_of(has_column)
+    whole = Loading(store, DATA_DIR, **options)
+    whole._thread.join(20)
+    rows = whole._rows
+    expected = whole.take(["x", "id"], rows, 20)
+    assert expected is not None
+    parts = []
+    for number in range(3):
+        loading = Loading(store, DATA_DIR, part=(number, 3), **options)
+        found = loading.take(["x", "id"], rows, 20)
+        assert found is not None
+        parts.append(found)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), values)
+    sizes = [len(p["id"]) for p in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
 def test_what_cannot_be_read_is_the_readers_error(store: Store, has_column: bool) -> None:
     manifest, options = Manifest.load(store, DATA_DIR), options_of(has_column)
     options["subset"] = "all"
@@ -120,7 +139,7 @@ def test_what_cannot_be_read_is_the_readers_error(store: Store, has_column: bool
 def test_a_process_finds_what_it_began_once(store: Store, has_column: bool) -> None:
     elsewhere = pickle.loads(pickle.dumps(store))
     options = options_of(has_column)
-    begin(elsewhere, DATA_DIR, **options)
+    begin(elsewhere, DATA_DIR, 0, 1, **options)
     loading = begun(store, DATA_DIR)
     assert loading is not None
     assert begun(store, DATA_DIR) is None
@@ -128,7 +147,7 @@ def test_a_process_finds_what_it_began_once(store: Store, has_column: bool) -> N
     assert batches_of(store, manifest, loading, **options) == batches_of(
         store, manifest, None, **options
     )
-    begin(store, "data/other/app", **options)
+    begin(store, "data/other/app", 0, 1, **options)
     assert begun(store, DATA_DIR) is None
 
 

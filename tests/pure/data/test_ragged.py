@@ -386,7 +386,6 @@ def test_a_flipped_bit_is_found_or_changes_no_value(tmp_path: Path) -> None:
         try:
             with RowSource(store, manifest) as source:
                 values = source.read(names)
-                assert list(source.check(names)) == []  # what is read whole is verified
         except (StoreError, OSError, ValueError):
             num_found += 1
         else:

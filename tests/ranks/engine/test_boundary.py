@@ -29,6 +29,7 @@ C_TYPES = {
     "char*": ctypes.c_char_p,
     "void*": ctypes.c_void_p,
     "int32_t*": ctypes.POINTER(ctypes.c_int32),
+    "uint32_t*": ctypes.POINTER(ctypes.c_uint32),
     "int64_t*": ctypes.POINTER(ctypes.c_int64),
     "char**": ctypes.POINTER(ctypes.c_char_p),
     "sparkhvd_device_options*": ctypes.POINTER(library.DeviceOptions),

@@ -391,7 +391,7 @@ def test_rows_that_the_process_has_begun_to_read_are_trained_on(store: Store) ->
     case = Case(store, model, torch.optim.SGD(model.parameters(), lr=0.1), options={"epochs": 2})
     early = case.spec().early()
     assert early is not None
-    early()
+    early(0, 1)
     preload._begun[0]._thread.join(20)
     manifest = Manifest.load(store, DATA_DIR)
     for file in manifest.files:

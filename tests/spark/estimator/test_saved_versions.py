@@ -27,7 +27,7 @@ def test_this_format_has_its_fixture() -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_models_of_earlier_versions_predict_the_same(spark: SparkSession, folder: Path) -> None:
     expected = json.loads((folder / "expected.json").read_text())
-    with pytest.raises(UntrustedError, match=r"tests\.estimator\.saved_models\.Scaled"):
+    with pytest.raises(UntrustedError, match=r"tests\.spark\.estimator\.saved_models\.Scaled"):
         TorchModel.load(f"{folder}/own_model")
     for name in ("plain", "own"):
         model = TorchModel.load(f"{folder}/{name}_model", trust=name == "own")

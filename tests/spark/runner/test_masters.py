@@ -74,12 +74,15 @@ with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as threads:
 def stays(folder):
     subprocess.Popen(["sleep", "300"])
     open(os.path.join(folder, os.environ["RANK"]), "w").close()
-    time.sleep(300)
+    try:
+        time.sleep(300)
+    except KeyboardInterrupt:
+        open(os.path.join(folder, "saved" + os.environ["RANK"]), "w").close()
 
 def press_ctrl_c(folder):
     while len(os.listdir(folder)) < 2:
         time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGINT)
+    os.killpg(0, signal.SIGINT)  # as a terminal does
 
 def left():
     tag = os.environ[TAG_VARIABLE]
@@ -90,7 +93,7 @@ with tempfile.TemporaryDirectory() as folder:
     try:
         run(stays, (folder,), num_proc=2, spark=spark)
     except KeyboardInterrupt:
-        print("INTERRUPTED")
+        print("INTERRUPTED", sorted(os.listdir(folder)))
 deadline = time.monotonic() + 15
 while left() and time.monotonic() < deadline:
     time.sleep(0.05)
@@ -102,7 +105,8 @@ print("ALL WELL")
 
 
 def check(output: str) -> None:
-    for line in ("PARENTS 2", "RANK ERROR", "TOO MANY", "SIDE BY SIDE", "INTERRUPTED", "ALL WELL"):
+    saved = "INTERRUPTED ['0', '1', 'saved0', 'saved1']"
+    for line in ("PARENTS 2", "RANK ERROR", "TOO MANY", "SIDE BY SIDE", saved, "ALL WELL"):
         assert line in output, output
     assert wait_for_no_trainers() == set()
 

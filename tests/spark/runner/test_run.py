@@ -342,21 +342,21 @@ def test_a_run_id_may_be_used_again_after_a_failure_that_was_mended(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     """What the first launch wrote must not be taken for what the ranks of the second say."""
-    options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a", verbose=0)
+    options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a", max_retries=0)
     with pytest.raises(RankError, match="ZeroDivisionError"):
         job.launch(spark, lambda: 1 // int(os.environ["RANK"]), (), {}, 2, options)
 
-    def lose_rank_1_once() -> int:
-        here = context()
-        assert here is not None
-        if here.attempt == 0 and here.rank == 1:
+    def lose_rank_1(ended: Path) -> None:
+        if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        if here.attempt == 0:
-            time.sleep(60)
-        return here.attempt
+        while not ended.exists():  # rank 0 has nothing to say of its own
+            time.sleep(0.05)
 
-    report = job.launch(spark, lose_rank_1_once, (), {}, 2, options)
-    assert (report.results, report.attempts) == ([1, 1], 2)
+    with pytest.raises(RankError) as raised:
+        job.launch(spark, lose_rank_1, (tmp_path / "ended",), {}, 2, options)
+    (tmp_path / "ended").touch()
+    # What `is_retryable` calls a loss: with retries it would have been launched again.
+    assert (raised.value.rank, raised.value.exit) == (1, "signal SIGKILL")
 
 
 def here_and_print() -> int:
@@ -527,17 +527,17 @@ def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path
 
 
 def test_a_call_is_made_before_a_process_knows_its_rank(spark: SparkSession) -> None:
-    def early() -> None:
+    def early(number: int, count: int) -> None:
         import sys
 
         from sparkhvd.runner import context
 
-        os.environ["EARLY"] = f"{'torch' in sys.modules} {context()}"
+        os.environ["EARLY"] = f"{'torch' in sys.modules} {context()} {number} of {count}"
         raise RuntimeError("only a head start")
 
     options = job.LaunchOptions(early=early, requirements=("torch",))
     report = job.launch(spark, lambda: os.environ["EARLY"], (), {}, 2, options)
-    assert report.results == ["False None"] * 2
+    assert report.results == ["False None 0 of 2", "False None 1 of 2"]
 
 
 def test_options_are_data() -> None:

@@ -1,0 +1,207 @@
+"""Pass Ctrl-C on from the driver to the ranks of a barrier stage.
+
+Spark tells a task nothing when its job is cancelled: it kills the task's Python worker 2 to 4 s later. So every task
+keeps a connection to a port of the driver, on which nothing is said until the driver is interrupted. Only then the driver
+accepts the connections and answers their hellos. That answer, which only who has the attempt's key can give, is the
+interrupt. The task says when its trainer has ended, and waits until all have: the first task that ends would let Spark
+kill the others.
+
+**Best effort**: a driver that executors cannot reach, or a task that is killed first, leaves what Spark does.
+**Threads**: none on the driver; one daemon thread per task. **Shutdown**: the driver's end of a connection closed during
+an interrupt means that there is no time left to save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Generator
+
+from sparkhvd.rendezvous import Endpoint, Job
+from sparkhvd.rendezvous.handshake import HELLO, Turn, answer, introduce
+from sparkhvd.rendezvous.loop import Loop, Task, Wait, read
+from sparkhvd.runner.trainer import INTERRUPT_GRACE_S, Trainer
+from sparkhvd.spark import SparkShim
+
+__all__ = ["InterruptWatch", "Interrupter"]
+
+# How long a task tries to reach the driver, beside its work.
+_CONNECT_S = 10.0
+# How long a connection may take to show that it is a task's.
+_HANDSHAKE_S = 2.0
+# How long ranks may take, beyond their grace, to be killed and to say so.
+_MARGIN_S = 2.0
+# How long a task whose trainer was interrupted waits for the driver, which lets go of all of them together.
+_RELEASE_S = INTERRUPT_GRACE_S + _MARGIN_S
+# The longest that a selector waits, in whole days.
+_FOREVER_S = 24.0 * 86400
+_POLL_S = 0.05
+_FIRST = Turn(0, 0)
+_ENDED = b"\1"
+
+
+def _pair(key: str, job_id: str, attempt: int, rank: int) -> Job:
+    """The driver (0) and any task (1) as two ranks that show each other that they know the attempt's key."""
+    # A key of its own: no proof between ranks is one here.
+    own = hmac.digest(bytes.fromhex(key), b"sparkhvd interrupt", "sha256")
+    return Job(own, job_id, attempt, rank, 2, (Endpoint("", 0, "", ""),) * 2)
+
+
+class Interrupter:
+    """The driver's end: a listening socket, at which tasks wait. A context manager."""
+
+    def __init__(self, listening: socket.socket, host: str, job: Job, size: int) -> None:
+        self._listening = listening
+        self._job = job
+        self._size = size
+        self._num_ended = 0
+        self._held: list[socket.socket] = []
+        self.address = (host, int(listening.getsockname()[1]))
+
+    @classmethod
+    def listen(
+        cls, shim: SparkShim, key: str, job_id: str, attempt: int, size: int
+    ) -> Interrupter | None:
+        """Listen for the tasks of an attempt; None where Ctrl-C does not come to this thread or there is no address.
+
+        Args:
+            shim: says where executors reach this process.
+            key: of the attempt, in hex.
+            job_id: of the attempt.
+            attempt: 0 for the first launch.
+            size: number of ranks.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return None
+        # Without it, Ctrl-C does what Spark does; no reason not to train.
+        with contextlib.suppress(Exception):
+            own, host = shim.own_addresses()
+            family = socket.getaddrinfo(own, 0, type=socket.SOCK_STREAM)[0][0]
+            listening = socket.create_server((own, 0), family=family, backlog=socket.SOMAXCONN)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            listening.setblocking(False)
+            return cls(listening, host, _pair(key, job_id, attempt, 0), size)
+        return None
+
+    def interrupt(self) -> None:
+        """Interrupt the ranks and wait for their end; whatever leaves it early has those that are left killed."""
+        loop = Loop()
+        until = time.monotonic() + INTERRUPT_GRACE_S + _MARGIN_S
+        try:
+            with contextlib.suppress(OSError):  # BlockingIOError: that was the last one
+                while True:
+                    sock, _ = self._listening.accept()
+                    self._held.append(sock)
+                    sock.setblocking(False)
+                    loop.start(self._end(sock, until))
+            loop.run(lambda: self._num_ended >= self._size or loop.is_idle())
+        finally:
+            loop.close()
+            for sock in self._held:
+                sock.close()
+
+    def _end(self, sock: socket.socket, until: float) -> Task:
+        """Interrupt one rank and wait for its end. Its connection stays open: it waits for the others."""
+        with contextlib.suppress(OSError):  # a stranger, or a task that is gone
+            known_until = time.monotonic() + _HANDSHAKE_S
+            hello = yield from read(sock, HELLO.size, known_until)
+            if (yield from answer(self._job, _FIRST, hello, sock, known_until)) is None:
+                sock.close()
+                return
+            with contextlib.suppress(OSError):
+                yield from read(sock, len(_ENDED), until)
+            self._num_ended += 1
+
+    def __enter__(self) -> Interrupter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
+
+
+class InterruptWatch:
+    """A task's end: interrupts the trainer when the driver says so. A context manager.
+
+    Leaving the block, the caller waits for the driver if the trainer was interrupted.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], key: str, job_id: str, attempt: int, trainer: Trainer
+    ) -> None:
+        """Connect and watch in a thread.
+
+        Args:
+            address: `Interrupter.address`.
+            key: of the attempt, in hex.
+            job_id: of the attempt.
+            attempt: 0 for the first launch.
+            trainer: which to interrupt.
+        """
+        self._address = address
+        self._job = _pair(key, job_id, attempt, 1)
+        self._trainer = trainer
+        self._sock: socket.socket | None = None
+        self._is_over = threading.Event()
+        self._is_interrupted = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sparkhvd-interrupt", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        with (
+            contextlib.suppress(OSError),  # the driver cannot be reached, or is gone
+            socket.create_connection(self._address, _CONNECT_S) as sock,
+        ):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._sock = sock
+            if self._is_over.is_set():
+                return
+            loop = Loop()
+            try:
+                loop.start(self._introduce(sock))
+                loop.run(loop.is_idle)
+            finally:
+                loop.close()
+            if self._is_interrupted.is_set():
+                self._interrupt(sock)
+
+    def _introduce(self, sock: socket.socket) -> Generator[Wait, None, None]:
+        if (yield from introduce(self._job, 0, _FIRST, sock, time.monotonic() + _FOREVER_S)):
+            self._is_interrupted.set()
+
+    def _interrupt(self, sock: socket.socket) -> None:
+        self._trainer.interrupt()
+        until = time.monotonic() + INTERRUPT_GRACE_S
+        while not self._trainer.wait(_POLL_S):
+            if _is_closed(sock):
+                self._trainer.kill()
+                return
+            if time.monotonic() > until:
+                self._trainer.give_up(f"{INTERRUPT_GRACE_S:.0f} s after it was interrupted")
+                break
+        self._trainer.wait(_MARGIN_S)
+        sock.settimeout(_RELEASE_S)
+        sock.sendall(_ENDED)
+        sock.recv(1)
+
+    def __enter__(self) -> InterruptWatch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        if self._is_interrupted.is_set():
+            self._thread.join(INTERRUPT_GRACE_S + _MARGIN_S + _RELEASE_S)
+        elif self._sock is not None:
+            with contextlib.suppress(OSError):  # the thread has closed it
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    try:
+        return not sock.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True

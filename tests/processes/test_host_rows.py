@@ -1,0 +1,200 @@
+"""Rows that fit in memory, read once and held once by the ranks of a host: real processes over real files."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sparkhvd.data.columns.ragged import Ragged, SparseRows
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.packed import write_packed
+from sparkhvd.data.parquet.discover import open_dataset, read_manifest
+from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import RankError
+from sparkhvd.runner import run_local
+from sparkhvd.settings import Settings
+
+DATA_DIR = "data/k/app"
+ROWS = 60_000
+X = Column("x", "vector", "float32", (64,), "vector", "float32")
+ID = Column("id", "scalar", "int64", (), "bigint", "int64")
+TOKENS = Column("tokens", "ragged", "int32", (-1,), "array<int>", "int32")
+SPARSE = Column("sparse", "sparse", "float64", (900,), "vector", "float64")
+
+
+def make(folder: Path) -> Manifest:
+    """Rows of every kind in four files."""
+    store = Store.create(folder)
+    rng = np.random.default_rng(0)
+    files = []
+    total = 0
+    for i, part in enumerate(np.array_split(np.arange(ROWS), 4)):
+        lengths = rng.integers(0, 20, len(part))
+        count = int(lengths.sum())
+        total += count
+        tokens = Ragged.from_lengths(rng.integers(0, 1000, count).astype(np.int32), lengths)
+        indices = Ragged.from_lengths(rng.integers(0, 900, count).astype(np.int32), lengths)
+        values = {
+            "x": rng.random((len(part), 64), dtype=np.float32),
+            "id": part,
+            "tokens": tokens,
+            "sparse": SparseRows(indices, Ragged.from_lengths(rng.random(count), lengths), 900),
+        }
+        path = f"{DATA_DIR}/part-{i}.parquet"
+        columns = (X, TOKENS, SPARSE, ID)
+        files.append(write_packed(store, path, columns, values, row_group_bytes=4 << 20))
+    schema = DataSchema((X, TOKENS, SPARSE), (ID,))
+    sizes = {"tokens": total * 4, "sparse": total * 12}
+    manifest = Manifest(tuple(files), schema, ROWS, variable_bytes=sizes)
+    manifest.save(store, DATA_DIR)
+    return manifest
+
+
+def digest_of(batch: Batch) -> bytes:
+    found = hashlib.sha256()
+    for name, value in sorted(batch.columns.items()):
+        parts = [value] if isinstance(value, np.ndarray) else []
+        for one in [value.indices, value.values] if isinstance(value, SparseRows) else [value]:
+            if isinstance(one, Ragged):
+                parts += [one.gathered(), one.lengths]
+        found.update(name.encode())
+        for part in parts:
+            found.update(np.ascontiguousarray(part).tobytes())
+    return found.digest()
+
+
+def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> dict[str, Any]:
+    """What one rank reads in two epochs, and what it costs."""
+    import sparkhvd.torch as hvd
+    from sparkhvd.training.host_rows import HostRows
+
+    def number(path: str, key: str) -> int:
+        lines = Path(path).read_text().splitlines()
+        return int(next(line for line in lines if line.startswith(key)).split()[1])
+
+    hvd.init()
+    sharing = HostRows("rows") if is_shared else None
+    before = number("/proc/self/io", "rchar:")
+    with Reader(
+        Store(folder),
+        manifest,
+        rank=hvd.rank(),
+        size=hvd.size(),
+        batch_size=64,
+        sharing=sharing,
+        **options,
+    ) as reader:
+        batches = [digest_of(batch) for epoch in (0, 1) for batch in reader.epoch(epoch)]
+        read = number("/proc/self/io", "rchar:") - before
+        # Nobody gives his mapping back before all have looked.
+        hvd.barrier()
+        shared = number("/proc/self/smaps_rollup", "Pss_Shmem:") << 10
+        hvd.barrier()
+    return {"batches": batches, "read": read, "shared": shared}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("host-rows") / "store"
+    make(folder)
+    return folder
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("subset", ["all", "train"])
+def test_the_ranks_of_a_host_read_and_hold_rows_once(folder: Path, size: int, subset: str) -> None:
+    manifest = Manifest.load(Store(str(folder)), DATA_DIR)
+    options = {"subset": subset, "validation": 0.2 if subset == "train" else None, "seed": 5}
+    alone, together = (
+        run_local(epochs, (str(folder), manifest, is_shared), options, num_proc=size)
+        for is_shared in (False, True)
+    )
+    assert [r["batches"] for r in together] == [r["batches"] for r in alone]
+    num_bytes = sum(f.stat().st_size for f in folder.glob(f"{DATA_DIR}/*.parquet"))
+    assert sum(r["read"] for r in alone) > (0.95 if subset == "all" else 0.75) * size * num_bytes
+    assert sum(r["read"] for r in together) <= 1.1 * num_bytes
+    held = [sum(r["shared"] for r in ranks) for ranks in (alone, together)]
+    assert held[1] - held[0] <= 1.2 * num_bytes
+
+
+def test_parquet_of_others_is_divided_at_its_row_groups(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    for i in range(3):
+        table = pa.table({name: rng.random(400_000) for name in ("x", "y")})
+        pq.write_table(table, tmp_path / f"{i}.parquet", row_group_size=100_000)
+    x = Column("x", "scalar", "float64", (), "double", "float64")
+    y = Column("y", "scalar", "float64", (), "double", "float64")
+    manifest = read_manifest(open_dataset(tmp_path), DataSchema((x,), (y,)))
+    alone, together = (
+        run_local(epochs, (str(tmp_path), manifest, is_shared), {}, num_proc=2)
+        for is_shared in (False, True)
+    )
+    assert [r["batches"] for r in together] == [r["batches"] for r in alone]
+    num_bytes = sum(f.stat().st_size for f in tmp_path.iterdir())
+    assert sum(r["read"] for r in together) <= 1.1 * num_bytes
+
+
+def test_fewer_rows_than_ranks(tmp_path: Path) -> None:
+    store = Store.create(tmp_path)
+    file = write_packed(store, "data/one.parquet", [ID], {"id": np.arange(2)})
+    manifest = Manifest((file,), DataSchema((), (ID,)), 2)
+    results = run_local(epochs, (str(tmp_path), manifest, True), {}, num_proc=3)
+    assert [len(r["batches"]) for r in results] == [2, 2, 2]
+
+
+def test_a_part_that_cannot_be_read_ends_all_ranks(folder: Path, tmp_path: Path) -> None:
+    manifest = make(tmp_path)
+    (tmp_path / manifest.files[-1].path).unlink()
+    with pytest.raises(RankError, match=r"FileNotFoundError.*part-3"):
+        run_local(epochs, (str(tmp_path), manifest, True), {}, num_proc=2)
+
+
+def test_ranks_that_cannot_share_memory_read_all_rows_each(folder: Path) -> None:
+    manifest = Manifest.load(Store(str(folder)), DATA_DIR)
+    alone = run_local(epochs, (str(folder), manifest, False), {}, num_proc=2)
+    settings = Settings(shared_memory=False)
+    found = run_local(epochs, (str(folder), manifest, True), {}, num_proc=2, settings=settings)
+    assert [r["batches"] for r in found] == [r["batches"] for r in alone]
+
+
+def read_and_die(folder: str, manifest: Manifest) -> None:
+    import sparkhvd.torch as hvd
+    from sparkhvd.training.host_rows import HostRows
+
+    hvd.init()
+    with Reader(
+        Store(folder), manifest, rank=hvd.rank(), size=2, batch_size=64, sharing=HostRows("rows")
+    ) as reader:
+        for batch in reader.epoch(0):
+            if batch.step == 3 and hvd.rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.barrier()
+
+
+def test_a_killed_rank_leaves_no_memory_behind(folder: Path) -> None:
+    manifest = Manifest.load(Store(str(folder)), DATA_DIR)
+    names = set(os.listdir("/dev/shm"))
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_local(read_and_die, (str(folder), manifest), {}, num_proc=2)
+    assert set(os.listdir("/dev/shm")) <= names
+    mapped = [p for p in Path("/proc").glob("[0-9]*/maps") if _maps_rows(p)]
+    assert mapped == []
+
+
+def _maps_rows(path: Path) -> bool:
+    """Whether a child of this process maps memory of an engine."""
+    try:
+        parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+        return parent == os.getpid() and "memfd:sparkhvd" in path.read_text()
+    except OSError:
+        return False

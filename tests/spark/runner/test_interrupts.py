@@ -1,0 +1,155 @@
+"""Ctrl-C in a Spark driver: every rank gets KeyboardInterrupt and time to save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pyspark
+import pytest
+
+from tests.harness.processes import TRAINER, find, wait_for_no_trainers, wait_until_gone
+from tests.harness.spark import started_script, write_script
+from tests.harness.waiting import wait_until
+
+# A JVM starts; on a machine that does other things too this may take long.
+pytestmark = [pytest.mark.timeout(300)]
+
+# Rank 0 waits in a collective; rank 1 needs all but the whole time, more than Spark leaves a task that it has cancelled.
+_SAVES = """
+from sparkhvd import Settings, rendezvous
+from sparkhvd.engine.engine import Engine
+from sparkhvd.runner import run
+
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+
+def saves(name, seconds=0.0):
+    import subprocess
+    def note(what):
+        open(os.path.join(FOLDER, f"{name}-{what}{os.environ['RANK']}"), "w").close()
+
+    met = rendezvous.current()
+    subprocess.Popen(["sleep", "300"])
+    with Engine(met.connect(), Settings()) as engine:
+        engine.barrier(name="all").wait()
+        while True:
+            try:
+                note("ready")
+                if met.rank == 0:
+                    engine.barrier(name="nobody else comes").wait()
+                time.sleep(300)
+            except KeyboardInterrupt:
+                note("interrupted")
+                time.sleep(seconds * met.rank)
+                note("saved")
+                if name != "stubborn":
+                    raise
+"""
+
+_RUNS = (
+    _SAVES
+    + """
+for name, seconds in (("alone", 0.0), ("group", 4.5), ("stubborn", 0.0)):
+    try:
+        run(saves, (name, seconds), num_proc=2, spark=spark)
+    except KeyboardInterrupt:
+        print("ENDED", name)
+        open(os.path.join(FOLDER, f"{name}-ended"), "w").close()
+
+import torch
+from sparkhvd import Store, TorchEstimator
+from sparkhvd.estimator import Callback
+from sparkhvd.training.checkpoints.files import Checkpoints
+
+class Waits(Callback):
+    def on_epoch_begin(self, ctx):
+        if ctx.epoch == 2 and not os.path.exists(os.path.join(FOLDER, "fit-ended")):
+            open(os.path.join(FOLDER, f"fit-ready{os.environ['RANK']}"), "w").close()
+            try:
+                time.sleep(300)
+            except KeyboardInterrupt:
+                open(os.path.join(FOLDER, f"fit-saved{os.environ['RANK']}"), "w").close()
+                raise
+
+df = spark.createDataFrame([([float(i)], float(i)) for i in range(16)], "x array<double>, y double")
+store = Store.create(os.path.join(FOLDER, "store"))
+model = torch.nn.Linear(1, 1)
+fit = TorchEstimator(
+    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.001), loss=torch.nn.MSELoss(), feature_cols=["x"],
+    label_cols=["y"], batch_size=4, epochs=2, num_proc=2, callbacks=[Waits()], store=store, run_id="a", verbose=0,
+)
+try:
+    fit.fit(df)
+except KeyboardInterrupt:
+    print("ENDED fit", Checkpoints(store, "runs/a").latest_position())
+    open(os.path.join(FOLDER, "fit-ended"), "w").close()
+print("EPOCHS", len(fit.fit(df).history))
+"""
+)
+
+_SUBMITTED = (
+    _SAVES
+    + """
+try:
+    run(saves, ("submitted", 3.0), num_proc=2, spark=spark)
+except KeyboardInterrupt:
+    open(os.path.join(FOLDER, "submitted-ended"), "w").close()
+"""
+)
+
+
+def _wait_for(folder: Path, name: str, driver: subprocess.Popen[str]) -> None:
+    files = [folder / name] if name.endswith("ended") else [folder / f"{name}{r}" for r in (0, 1)]
+    wait_until(
+        lambda: all(map(Path.exists, files)) or driver.poll() is not None, name, within_s=120
+    )
+    assert all(map(Path.exists, files)), driver.stdout and driver.stdout.read()
+
+
+def test_ranks_save_and_nothing_is_left(tmp_path: Path) -> None:
+    """The driver alone is interrupted, then its process group as a terminal does it, then one that ends only at the second."""
+    script = write_script(tmp_path / "driver.py", _RUNS, master="local[2]")
+    with started_script(script) as driver:
+        _wait_for(tmp_path, "alone-ready", driver)
+        os.kill(driver.pid, signal.SIGINT)
+        _wait_for(tmp_path, "alone-ended", driver)
+        _wait_for(tmp_path, "group-ready", driver)
+        os.killpg(driver.pid, signal.SIGINT)
+        _wait_for(tmp_path, "group-ended", driver)
+        _wait_for(tmp_path, "stubborn-ready", driver)
+        ranks = find(TRAINER)
+        os.kill(driver.pid, signal.SIGINT)
+        _wait_for(tmp_path, "stubborn-saved", driver)
+        began = time.monotonic()
+        os.kill(driver.pid, signal.SIGINT)
+        assert len(ranks) == 2
+        assert wait_until_gone(ranks) == set()
+        assert time.monotonic() - began < 1.5  # sooner than Spark kills its workers
+        _wait_for(tmp_path, "fit-ready", driver)
+        os.killpg(driver.pid, signal.SIGINT)
+        output, _ = driver.communicate(timeout=120)
+    # The checkpoint of the first epoch was perhaps still being written.
+    assert "ENDED fit (1, 0)" in output, output
+    assert "EPOCHS 2" in output, output
+    assert wait_for_no_trainers() == set()
+    assert wait_until_gone(find("sleep")) == set()
+    for name in ("alone", "group", "stubborn", "fit"):
+        assert all((tmp_path / f"{name}-saved{rank}").exists() for rank in range(2)), output
+
+
+def test_ranks_save_although_the_jvm_ends_at_once(tmp_path: Path) -> None:
+    """The JVM of spark-submit hears a terminal's Ctrl-C too, and takes Spark's Python workers with it."""
+    script = write_script(tmp_path / "driver.py", _SUBMITTED, master="local[2]")
+    submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
+    with started_script(script, python=[str(submit)]) as driver:
+        _wait_for(tmp_path, "submitted-ready", driver)
+        ranks = find(TRAINER)
+        os.killpg(driver.pid, signal.SIGINT)
+        driver.wait(30)
+        assert wait_until_gone(ranks) == set()
+        assert wait_until_gone(find("sleep")) == set()
+        _wait_for(tmp_path, "submitted-saved", driver)
+        _wait_for(tmp_path, "submitted-ended", driver)
