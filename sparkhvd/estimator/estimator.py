@@ -22,16 +22,16 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.cross_validation import FoldModels
 from sparkhvd.estimator.fitting.inputs import FitData, prepare_inputs, reader_packages
 from sparkhvd.estimator.fitting.on_parquet import FitOnParquet
-from sparkhvd.estimator.fitting.options import FINGERPRINTED, describe_result
+from sparkhvd.estimator.fitting.options import describe_result
 from sparkhvd.estimator.fitting.progress import EpochReporter, poll_interval, report_skipped
 from sparkhvd.estimator.fitting.request import Request, bind_features, check_request, try_model
 from sparkhvd.estimator.fitting.runs import Folds
 from sparkhvd.estimator.model import TorchModel
-from sparkhvd.estimator.params import TrainParams, with_signature
+from sparkhvd.estimator.param_table import rows_of, with_signature
+from sparkhvd.estimator.params import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
 from sparkhvd.spark import SparkShim
-from sparkhvd.training.building import OVERRIDES
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules.architecture import copy_with
 from sparkhvd.training.modules.fitted import Fitted
@@ -47,6 +47,9 @@ from sparkhvd.training.user_code.transformations import (
 if TYPE_CHECKING:
     from pyspark.ml.param import Param
     from pyspark.sql import DataFrame
+    from typing_extensions import Unpack
+
+    from sparkhvd.estimator.keywords import EstimatorKeywords
 
 __all__ = ["TorchEstimator"]
 
@@ -66,7 +69,7 @@ class TorchEstimator(
     module and the optimizer given are not modified. Arguments and their meaning: `explainParams()`.
     """
 
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
+    def __init__(self, *positional: Any, **keywords: Unpack[EstimatorKeywords]) -> None:
         super().__init__()
         self._scope: Scope | None = None  # what the fits of a fitMultiple share
         self._folds = Folds()  # copies have the same
@@ -227,8 +230,7 @@ class TorchEstimator(
 
     def _fingerprint(self, request: Request, data: FitData) -> str:
         """What two fits must share so that one can go on where the other stopped."""
-        names = ("batch_size", "shuffle", "drop_last", "validation", *OVERRIDES, *FINGERPRINTED)
-        values = {name: self._get(name) for name in names}
+        values = {n: self._get(n) for n, row in rows_of(type(self)).items() if row.fingerprint}
         if data.validation is not None:
             values["validation"] = "a DataFrame"
         facts = {

@@ -20,7 +20,8 @@ from sparkhvd.data.columns.schema import RAW_TYPES, Column, check_schema
 from sparkhvd.data.store.default import default_store
 from sparkhvd.data.vectors import split_vectors, vector_columns
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.params import PredictParams, with_signature
+from sparkhvd.estimator.param_table import with_signature
+from sparkhvd.estimator.params import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
 from sparkhvd.estimator.transform.worker import Output, PredictSpec
 from sparkhvd.runner.child import cloudpickle
@@ -35,6 +36,9 @@ from sparkhvd.training.modules.weights import Weights, store_weights
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
     from pyspark.sql import DataFrame, SparkSession
+    from typing_extensions import Unpack
+
+    from sparkhvd.estimator.keywords import ModelKeywords
 
 __all__ = ["TorchModel"]
 
@@ -53,7 +57,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         timings: seconds of the fit's phases: materialize, launch, train.
     """
 
-    def __init__(self, *positional: Any, **keywords: Any) -> None:
+    def __init__(self, *positional: Any, **keywords: Unpack[ModelKeywords]) -> None:
         super().__init__()
         self._fitted: Fitted | None = None
         self._set_keywords(positional, keywords)

@@ -1,317 +1,192 @@
-"""Every Spark ML Param of the estimator and its model, one per line, with type and meaning.
+"""Every Spark ML Param of the estimator and its model: one row each.
 
-To add one: a line here, and the place that uses it. Getters, setters, keyword arguments and `explainParams` come
-from the line.
+To add one that the ranks get as it is: a row here with `to_ranks=True`, and a field of `TrainSpec`.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.param import TypeConverters
 
-from sparkhvd.data.store.addresses import secrets_of
-from sparkhvd.data.store.store import Store
-from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.names import ACCESSORS, ALIASES, ELSEWHERE, NO_EFFECT
+from sparkhvd.estimator.param_table import (
+    NOT_SEEN,
+    OF_THE_OPTIMIZER,
+    TorchParams,
+    above,
+    accessors,
+    at_least,
+    one_of,
+    param,
+)
+from sparkhvd.estimator.param_types import (
+    any_value,
+    to_columns,
+    to_dtypes,
+    to_function,
+    to_inputs,
+    to_mapping,
+    to_shapes,
+    to_store,
+    to_whole,
+)
 
-__all__ = ["HorovodParams", "PredictParams", "TorchParams", "TrainParams", "short_repr"]
-
-T = TypeVar("T", bound=type)
-
-
-# --- type converters: what they raise becomes "Invalid param value given for param ..." -----------------------
-
-
-def _columns(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else TypeConverters.toListString(value)
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: [int(n) for n in shape] for name, shape in value.items()}
-    if isinstance(value, str) or not isinstance(value, Sequence):
-        raise TypeError("expected a list with one shape per column, such as [[-1, 28, 28]]")
-    for shape in value:
-        if isinstance(shape, str) or not isinstance(shape, Sequence):
-            raise TypeError(f"expected one shape per column, such as [[-1, 28]], not {value}")
-    return [[int(n) for n in shape] for shape in value]
-
-
-def _inputs(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError("expected a dict from argument names to column names")
-    return {k: v if isinstance(v, str) else list(v) for k, v in value.items()}
-
-
-def _dtypes(value: Any) -> Any:
-    from sparkhvd.data.columns.schema import dtype_name
-
-    def name(dtype: Any) -> str | None:
-        try:
-            return None if dtype is None else dtype_name(dtype)
-        except InvalidArgumentError as e:
-            raise TypeError(str(e)) from e  # Spark adds the name of the param to a TypeError
-
-    if isinstance(value, Mapping):
-        return {column: name(dtype) for column, dtype in value.items()}
-    return [name(dtype) for dtype in value]
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise TypeError("expected a dict")
-    return dict(value)
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool):
-        raise TypeError("expected a whole number")
-    return TypeConverters.toInt(value)
-
-
-def _function(value: Any) -> Callable[..., Any]:
-    if not callable(value):
-        raise TypeError("expected a function")
-    return value  # type: ignore[no-any-return]  # what callable() narrows to
-
-
-def _any(value: Any) -> Any:
-    return value
-
-
-def _store(value: Any) -> Any:
-    """As given, but no password of a URL stays text, which `explainParams` and a saved estimator would show."""
-    if isinstance(value, (str, PathLike)) and secrets_of(text := str(fspath(value)), {}):
-        return Store(text)
-    return value
-
-
-def _p(name: str, convert: Callable[[Any], Any], doc: str) -> Param[Any]:
-    return Param(Params._dummy(), name, doc, typeConverter=convert)
-
-
-# --- getters, setters and keyword arguments from the Params ---------------------------------------------------
-
-
-def camel_case(name: str) -> str:
-    """The name as it stands in getters and setters: "batch_size" -> "BatchSize", "outputCols" -> "OutputCols"."""
-    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
-
-
-def _own_params(cls: type) -> list[Param[Any]]:
-    return [value for value in vars(cls).values() if isinstance(value, Param)]
-
-
-def accessors(cls: T) -> T:
-    """Give a class `getX()` and `setX(value)` for each Param that it declares; `setX` returns the object.
-
-    Horovod's and Spark's names of these Params get theirs too; a name of Spark's is also an attribute that is the
-    Param. Where Spark has one column and the Param a list, Spark's getter gives the one column.
-    """
-    for param in _own_params(cls):
-        _accessors(cls, param, camel_case(param.name))
-        for other, name in ACCESSORS.items():
-            if name == param.name:
-                _accessors(cls, param, other)
-        for alias, name in ALIASES.items():
-            if name == param.name:
-                _accessors(cls, param, camel_case(alias), is_alias=True)
-                doc = f"Spark ML's name of the Param `{name}`."
-                setattr(cls, alias, property(operator.attrgetter(name), doc=doc))
-    return cls
-
-
-def _accessors(cls: type, param: Param[Any], camel: str, *, is_alias: bool = False) -> None:
-    name = param.name
-
-    def get(self: Any) -> Any:
-        value = self._get(name)
-        return value[0] if is_alias and isinstance(value, list) and len(value) == 1 else value
-
-    def put(self: Any, value: Any) -> Any:
-        if value is None:
-            self.clear(self.getParam(name))
-            return self
-        return self._set(**{name: value})
-
-    for prefix, function, doc in (
-        ("get", get, f"The value of `{name}`, or None: {param.doc}."),
-        ("set", put, f"Set `{name}` (None clears it): {param.doc}. Returns this object."),
-    ):
-        function.__name__ = f"{prefix}{camel}"
-        function.__qualname__ = f"{cls.__name__}.{function.__name__}"
-        function.__doc__ = doc
-        if not hasattr(cls, function.__name__):
-            setattr(cls, function.__name__, function)
-
-
-class TorchParams(Params):
-    """What estimator and model share: keyword arguments and readable explanations."""
-
-    if TYPE_CHECKING:  # the accessors are made from the Params
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def _set_keywords(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        """Set Params from keyword arguments; None means "not given".
-
-        Raises:
-            TypeError: an argument is positional, unknown or given under two names.
-        """
-        if positional:
-            raise TypeError(
-                f"{type(self).__name__}() takes keyword arguments only, and got {short_repr(positional[0])} without "
-                f"a name. Write for example {type(self).__name__}({self._example()}=...)."
-            )
-        values: dict[str, Any] = {}
-        for given, value in keywords.items():
-            name = self._param_name(given)
-            if value is None:
-                continue
-            if name in values:
-                other = next(n for n in keywords if n != given and self._param_name(n) == name)
-                raise TypeError(
-                    f"{type(self).__name__}(): {other!r} and {given!r} are names of the same param, {name!r}. Give one."
-                )
-            values[name] = value
-        self._set(**values)
-
-    def _param_name(self, given: str) -> str:
-        names = [p.name for p in self.params]
-        camel = {camel_case(n)[:1].lower() + camel_case(n)[1:]: n for n in names}
-        name = given if given in names else ALIASES.get(given, camel.get(given, ""))
-        if name not in names:
-            known = difflib.get_close_matches(given, names, n=1)
-            hint = f" Did you mean {known[0]!r}?" if known else ""
-            hint = f" {ELSEWHERE[given]}" if given in ELSEWHERE else hint
-            raise TypeError(
-                f"{type(self).__name__}() got an unexpected keyword argument {given!r}.{hint}"
-            )
-        return name
-
-    def _example(self) -> str:
-        return "model" if self.hasParam("model") else "feature_cols"
-
-    def setParams(self, *positional: Any, **keywords: Any) -> Any:  # noqa: N802 - Spark's name
-        """Set several Params by keyword; returns this object."""
-        self._set_keywords(positional, keywords)
-        return self
-
-    def explainParams(self) -> str:  # noqa: N802 - Spark's name
-        """One line per Param; Horovod's Params without effect only where they are set."""
-        shown = [p for p in self.params if p.name not in NO_EFFECT or self.isSet(p)]
-        return "\n".join(self.explainParam(p) for p in shown)
-
-    def explainParam(self, param: str | Param[Any]) -> str:  # noqa: N802 - Spark's name
-        """Name, meaning, default and current value of a Param on one line; a model is shown by its size."""
-        resolved = self._resolveParam(param)
-        values = []
-        if resolved in self._defaultParamMap:
-            values.append(f"default: {short_repr(self._defaultParamMap[resolved])}")
-        if resolved in self._paramMap:
-            values.append(f"current: {short_repr(self._paramMap[resolved])}")
-        return f"{resolved.name}: {resolved.doc} ({', '.join(values) or 'undefined'})"
-
-    def _set(self, **values: Any) -> Any:
-        """None clears a Param, also where it comes from a param map."""
-        for name in [name for name, value in values.items() if value is None]:
-            self.clear(self.getParam(name))
-        return super()._set(**{n: value for n, value in values.items() if value is not None})
-
-    def _get(self, name: str) -> Any:
-        """The value of a Param, or None if it has none."""
-        return self.getOrDefault(name) if self.isDefined(name) else None
-
-
-def with_signature(cls: T) -> T:
-    """Show a class's Params as its keyword arguments, for `help()` and editors."""
-    params = [v for v in (getattr(cls, n) for n in dir(cls)) if isinstance(v, Param)]
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # read by inspect.signature
-        [inspect.Parameter(p.name, keyword, default=None) for p in params]
-    )
-    return cls
+__all__ = ["HorovodParams", "PredictParams", "TrainParams"]
 
 
 @accessors
 class PredictParams(TorchParams):
     """What decides how columns enter the model and how its outputs leave."""
 
-    feature_cols = _p("feature_cols", _columns, "columns that become the model's input")
-    label_cols = _p("label_cols", _columns, "columns with the labels, one per output of the model")
-    input_shapes = _p(
-        "input_shapes", _shapes, "shape of one row of each column, each an argument of forward"
+    feature_cols = param(
+        to_columns,
+        "columns that become the model's input",
+        group="data",
+        aliases=("featuresCol",),
+        accessors=("FeatureColumns",),
     )
-    inputs = _p("inputs", _inputs, "argument name of forward -> column or list of columns")
-    feature_dtypes = _p("feature_dtypes", _dtypes, "torch dtype by feature column")
-    decoders = _p(
-        "decoders",
-        _mapping,
+    label_cols = param(
+        to_columns,
+        "columns with the labels, one per output of the model",
+        group="data",
+        aliases=("labelCol",),
+        accessors=("LabelColumns", "LabelColoumns"),
+    )
+    input_shapes = param(
+        to_shapes,
+        "shape of one row of each column, each an argument of forward",
+        group="data",
+        fingerprint=True,
+    )
+    inputs = param(
+        to_inputs,
+        "argument name of forward -> column or list of columns",
+        group="data",
+        fingerprint=True,
+    )
+    feature_dtypes = param(to_dtypes, "torch dtype by feature column", group="data")
+    decoders = param(
+        to_mapping,
         "column -> function of a bytes, str or array (or dict) -> number or array",
+        group="data",
     )
-    collate_fn = _p("collate_fn", _mapping, "column -> function of a batch's rows -> model's input")
-    sparse_cols = _p(
-        "sparse_cols", _columns, "vector columns kept sparse; default those above 65,536 dimensions"
+    collate_fn = param(
+        to_mapping,
+        "column -> function of a batch's rows -> model's input",
+        group="data",
     )
-    handle_invalid = _p(
-        "handle_invalid",
-        _any,
+    sparse_cols = param(
+        to_columns,
+        "vector columns kept sparse; default those above 65,536 dimensions",
+        group="data",
+        annotation="str | Sequence[str]",
+    )
+    handle_invalid = param(
+        any_value,
         "null, NaN, infinity, out of range: 'error', 'skip', or a dict from column to a number",
+        default="error",
+        group="data",
+        annotation="str | Mapping[str, str | float]",
     )
-    outputCols = _p("outputCols", _columns, "output columns; default <label>__output")  # noqa: N815 - Spark's
-    predictionCol = _p(  # noqa: N815 - Spark's name
-        "predictionCol",
+    outputCols = param(to_columns, "output columns; default <label>__output", group="data")
+    predictionCol = param(
         TypeConverters.toString,
         "column for the class or value as a double; '' = none",
+        default="",
+        group="data",
     )
-    probabilityCol = _p(  # noqa: N815 - Spark's name
-        "probabilityCol", TypeConverters.toString, "column for a vector of probabilities; '' = none"
+    probabilityCol = param(
+        TypeConverters.toString,
+        "column for a vector of probabilities; '' = none",
+        default="",
+        group="data",
     )
-    rawPredictionCol = _p(  # noqa: N815 - Spark's name
-        "rawPredictionCol",
+    rawPredictionCol = param(
         TypeConverters.toString,
         "column for the model's output as a vector; '' = none",
+        default="",
+        group="data",
     )
-    use_gpu = _p(
-        "use_gpu",
+    use_gpu = param(
         TypeConverters.toBoolean,
         "a GPU per rank, and in transform; default where Spark gives tasks GPUs",
+        group="cluster",
     )
-    output_fn = _p("output_fn", _function, "the model's output -> (rows, classes) probabilities")
-    store = _p("store", _store, "Store where data, checkpoints and weights live")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._setDefault(
-            handle_invalid="error", predictionCol="", probabilityCol="", rawPredictionCol=""
-        )
+    output_fn = param(
+        to_function,
+        "the model's output -> (rows, classes) probabilities",
+        group="model",
+    )
+    store = param(
+        to_store,
+        "Store where data, checkpoints and weights live",
+        group="data",
+        annotation="Store | str | PathLike[str]",
+    )
 
 
 @accessors
 class HorovodParams(TorchParams):
     """Params of Horovod that have no effect here; setting one warns, once per estimator and its copies."""
 
-    backend = _p("backend", _any, "no effect")
-    partitions_per_process = _p("partitions_per_process", _any, "no effect")
-    reader_pool_type = _p("reader_pool_type", _any, "no effect")
-    mp_start_method = _p("mp_start_method", _any, "no effect")
-    tensorflow_dataset_prefetch_buffer_size = _p(
-        "tensorflow_dataset_prefetch_buffer_size", _any, "no effect"
+    backend = param(
+        any_value,
+        "no effect",
+        no_effect="give num_proc, and variables as spark.executorEnv.NAME in Spark's configuration",
     )
-    shuffle_buffer_size = _p("shuffle_buffer_size", _any, "no effect")
-    continuous_cols = _p("continuous_cols", _any, "no effect")
-    categorical_cols = _p("categorical_cols", _any, "no effect")
-    data_module = _p("data_module", _any, "no effect")
-    compress_sparse_cols = _p("compress_sparse_cols", _any, "no effect")
-    transformation_edit_fields = _p("transformation_edit_fields", _any, "no effect")
-    transformation_removed_fields = _p("transformation_removed_fields", _any, "no effect")
+    partitions_per_process = param(
+        any_value,
+        "no effect",
+        no_effect="rows are shared out evenly whatever the partitions are; repartition the DataFrame to write with more tasks",
+    )
+    reader_pool_type = param(any_value, "no effect", no_effect="data are read by threads")
+    mp_start_method = param(
+        any_value,
+        "no effect",
+        no_effect="ranks are always processes of their own",
+    )
+    tensorflow_dataset_prefetch_buffer_size = param(
+        any_value,
+        "no effect",
+        no_effect="batches are always read ahead",
+    )
+    shuffle_buffer_size = param(
+        any_value,
+        "no effect",
+        accessors=("ShufflingBufferSize",),
+        no_effect="give shuffle_bytes",
+    )
+    continuous_cols = param(
+        any_value,
+        "no effect",
+        no_effect="give feature_cols, and inputs={...} to pass columns by name",
+    )
+    categorical_cols = param(
+        any_value,
+        "no effect",
+        no_effect="give feature_cols, and inputs={...} to pass columns by name",
+    )
+    data_module = param(
+        any_value,
+        "no effect",
+        no_effect="batches come from the materialized data; read them yourself in a function for sparkhvd.runner.run",
+    )
+    compress_sparse_cols = param(
+        any_value,
+        "no effect",
+        no_effect="how a sparse vector is stored follows from the column",
+    )
+    transformation_edit_fields = param(
+        any_value,
+        "no effect",
+        no_effect="shapes follow from the data",
+    )
+    transformation_removed_fields = param(
+        any_value,
+        "no effect",
+        no_effect="only the columns that the model needs are read",
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,9 +195,10 @@ class HorovodParams(TorchParams):
     def _set(self, **values: Any) -> Any:
         """Set Params; warns about those without effect."""
         for name, value in values.items():
-            if name in NO_EFFECT and value is not None and name not in self._warned:
+            instead = self._row(name).no_effect
+            if instead and value is not None and name not in self._warned:
                 self._warned.add(name)
-                warnings.warn(f"{name} has no effect in sparkhvd: {NO_EFFECT[name]}.", stacklevel=4)
+                warnings.warn(f"{name} has no effect in sparkhvd: {instead}.", stacklevel=4)
         return super()._set(**values)
 
 
@@ -330,206 +206,392 @@ class HorovodParams(TorchParams):
 class TrainParams(HorovodParams, PredictParams):
     """What a fit takes besides."""
 
-    model = _p("model", _any, "torch.nn.Module to train, or a function that makes one")
-    optimizer = _p(
-        "optimizer", _any, "optimizer over the model's parameters, or a function of parameters"
+    model = param(
+        any_value,
+        "torch.nn.Module to train, or a function that makes one",
+        group="model",
+        annotation="nn.Module | Callable[..., nn.Module]",
     )
-    loss = _p(
-        "loss", _any, "(output, label) -> scalar mean or (scalar mean, weight); or one per label"
+    optimizer = param(
+        any_value,
+        "optimizer over the model's parameters, or a function of parameters",
+        group="model",
+        annotation="Optimizer | Callable[..., Any]",
     )
-    loss_constructors = _p(
-        "loss_constructors", _any, "functions that return the loss; instead of loss"
+    loss = param(
+        any_value,
+        "(output, label) -> scalar mean or (scalar mean, weight); or one per label",
+        group="model",
+        annotation="Callable[..., Any] | Sequence[Callable[..., Any]]",
     )
-    learning_rate = _p(
-        "learning_rate", TypeConverters.toFloat, "of all groups of the optimizer; default theirs"
+    loss_constructors = param(
+        any_value,
+        "functions that return the loss; instead of loss",
+        group="model",
+        annotation="Callable[..., Any] | Sequence[Callable[..., Any]]",
     )
-    weight_decay = _p(
-        "weight_decay", TypeConverters.toFloat, "of all groups of the optimizer; default theirs"
+    learning_rate = param(
+        TypeConverters.toFloat,
+        "of all groups of the optimizer; default theirs",
+        group="model",
+        fingerprint=True,
+        train_fn=OF_THE_OPTIMIZER,
+        aliases=("stepSize",),
     )
-    lr_scaling = _p(
-        "lr_scaling", TypeConverters.toString, "'linear' multiplies learning rates by num_proc"
+    weight_decay = param(
+        TypeConverters.toFloat,
+        "of all groups of the optimizer; default theirs",
+        group="model",
+        fingerprint=True,
+        train_fn=OF_THE_OPTIMIZER,
     )
-    gradient_compression = _p(
-        "gradient_compression", _any, "of hvd.Compression: how gradients travel"
+    lr_scaling = param(
+        TypeConverters.toString,
+        "'linear' multiplies learning rates by num_proc",
+        group="model",
+        fingerprint=True,
+        train_fn=OF_THE_OPTIMIZER,
     )
-    loss_weights = _p("loss_weights", TypeConverters.toListFloat, "factor of each label's loss")
-    sample_weight_col = _p(
-        "sample_weight_col", TypeConverters.toString, "column with a weight per row"
+    gradient_compression = param(
+        any_value,
+        "of hvd.Compression: how gradients travel",
+        group="model",
+        train_fn=OF_THE_OPTIMIZER,
     )
-    label_shapes = _p("label_shapes", _shapes, "shape of one row of each label column")
-    label_dtypes = _p("label_dtypes", _dtypes, "torch dtype by label column")
-    metrics = _p(
-        "metrics",
-        _any,
+    loss_weights = param(
+        TypeConverters.toListFloat,
+        "factor of each label's loss",
+        group="model",
+        fingerprint=True,
+        train_fn=NOT_SEEN,
+    )
+    sample_weight_col = param(
+        TypeConverters.toString,
+        "column with a weight per row",
+        group="data",
+        aliases=("weightCol",),
+    )
+    label_shapes = param(
+        to_shapes,
+        "shape of one row of each label column",
+        group="data",
+        fingerprint=True,
+    )
+    label_dtypes = param(to_dtypes, "torch dtype by label column", group="data")
+    metrics = param(
+        any_value,
         "'accuracy', 'mse', 'mae', functions of (output, label) or torchmetrics; or a dict",
+        default=[],
+        group="model",
+        annotation="Any",
+        train_fn=NOT_SEEN,
     )
-    batch_size = _p("batch_size", _whole, "rows per rank and step")
-    val_batch_size = _p("val_batch_size", _whole, "rows per rank and step of validation")
-    epochs = _p("epochs", _whole, "passes over the data")
-    num_proc = _p("num_proc", _whole, "number of ranks; default every GPU or task slot")
-    validation = _p(
-        "validation",
-        _any,
+    batch_size = param(
+        to_whole,
+        "rows per rank and step",
+        default=32,
+        group="training",
+        check=at_least(1),
+        fingerprint=True,
+    )
+    val_batch_size = param(
+        to_whole,
+        "rows per rank and step of validation",
+        group="training",
+        check=at_least(1),
+    )
+    epochs = param(
+        to_whole,
+        "passes over the data",
+        default=1,
+        group="training",
+        check=at_least(1),
+        aliases=("maxIter",),
+    )
+    num_proc = param(
+        to_whole,
+        "number of ranks; default every GPU or task slot",
+        group="cluster",
+        aliases=("numTrainWorkers",),
+    )
+    validation = param(
+        any_value,
         "fraction of the rows, column that is true for validation rows, or DataFrame",
+        group="data",
+        annotation="float | str | DataFrame",
+        fingerprint=True,
+        aliases=("validationIndicatorCol",),
     )
-    reader = _p(
-        "reader",
+    reader = param(
         TypeConverters.toString,
         "of fit_on_parquet: 'pyarrow', or 'petastorm' for data sets that it encoded",
+        default="pyarrow",
+        group="data",
     )
-    num_workers = _p("num_workers", _whole, "threads per rank that run decoders")
-    val_reader_num_workers = _p(
-        "val_reader_num_workers", _whole, "the same for validation; default num_workers"
+    num_workers = param(
+        to_whole,
+        "threads per rank that run decoders",
+        default=1,
+        group="data",
+        check=at_least(1),
+        aliases=("train_reader_num_workers",),
+        accessors=("TrainReaderNumWorker",),
     )
-    shuffle = _p("shuffle", TypeConverters.toBoolean, "a new order of the rows each epoch")
-    shuffle_bytes = _p(
-        "shuffle_bytes",
-        _whole,
+    val_reader_num_workers = param(
+        to_whole,
+        "the same for validation; default num_workers",
+        group="data",
+        check=at_least(1),
+        accessors=("ValReaderNumWorker",),
+    )
+    shuffle = param(
+        TypeConverters.toBoolean,
+        "a new order of the rows each epoch",
+        default=True,
+        group="data",
+        fingerprint=True,
+    )
+    shuffle_bytes = param(
+        to_whole,
         "data up to this many bytes are held in memory and permuted uniformly",
+        default=1 << 30,
+        group="data",
+        check=at_least(1),
     )
-    inmemory_cache_all = _p(
-        "inmemory_cache_all",
+    inmemory_cache_all = param(
         TypeConverters.toBoolean,
         "keep all data in memory, whatever they take",
+        default=False,
+        group="data",
+        accessors=("InMemoryCacheAll",),
     )
-    drop_last = _p(
-        "drop_last", TypeConverters.toBoolean, "leave out the last step if it is not full"
+    drop_last = param(
+        TypeConverters.toBoolean,
+        "leave out the last step if it is not full",
+        default=False,
+        group="data",
+        fingerprint=True,
     )
-    random_seed = _p("random_seed", _whole, "decides split, order and dropout; default random")
-    gradient_clip_norm = _p(
-        "gradient_clip_norm", TypeConverters.toFloat, "largest norm of all gradients together"
+    random_seed = param(
+        to_whole,
+        "decides split, order and dropout; default random",
+        group="training",
+        aliases=("seed",),
     )
-    gradient_clip_value = _p(
-        "gradient_clip_value", TypeConverters.toFloat, "largest absolute value in a gradient"
+    gradient_clip_norm = param(
+        TypeConverters.toFloat,
+        "largest norm of all gradients together",
+        group="training",
+        check=above(0),
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
     )
-    accumulate = _p("accumulate", _whole, "batches per rank whose gradients make one step")
-    precision = _p("precision", TypeConverters.toString, "'32', 'bf16-mixed' or '16-mixed'")
-    lr_scheduler = _p(
-        "lr_scheduler", _function, "(optimizer) or (optimizer, total_steps) -> scheduler"
+    gradient_clip_value = param(
+        TypeConverters.toFloat,
+        "largest absolute value in a gradient",
+        group="training",
+        check=above(0),
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
     )
-    lr_scheduler_interval = _p(
-        "lr_scheduler_interval", TypeConverters.toString, "it moves after each 'epoch' or 'step'"
+    accumulate = param(
+        to_whole,
+        "batches per rank whose gradients make one step",
+        default=1,
+        group="training",
+        check=at_least(1),
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
+        aliases=("backward_passes_per_step",),
     )
-    train_steps_per_epoch = _p(
-        "train_steps_per_epoch", _whole, "at most so many steps per epoch; default all rows"
+    precision = param(
+        TypeConverters.toString,
+        "'32', 'bf16-mixed' or '16-mixed'",
+        default="32",
+        group="model",
+        check=one_of("32", "bf16-mixed", "16-mixed"),
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
     )
-    validation_steps_per_epoch = _p(
-        "validation_steps_per_epoch", _whole, "the same for batches of validation"
+    lr_scheduler = param(
+        to_function,
+        "(optimizer) or (optimizer, total_steps) -> scheduler",
+        group="training",
+        train_fn=OF_THE_OPTIMIZER,
     )
-    monitor = _p(
-        "monitor",
+    lr_scheduler_interval = param(
+        TypeConverters.toString,
+        "it moves after each 'epoch' or 'step'",
+        default="epoch",
+        group="training",
+        check=one_of("epoch", "step"),
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
+    )
+    train_steps_per_epoch = param(
+        to_whole,
+        "at most so many steps per epoch; default all rows",
+        group="training",
+        check=at_least(1),
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
+    )
+    validation_steps_per_epoch = param(
+        to_whole,
+        "the same for batches of validation",
+        group="training",
+        check=at_least(1),
+        to_ranks=True,
+        train_fn=NOT_SEEN,
+    )
+    monitor = param(
         TypeConverters.toString,
         "key of the history that tells the best epoch; default val_loss, else loss",
+        group="training",
     )
-    monitor_mode = _p("monitor_mode", TypeConverters.toString, "'min' or 'max' of it is best")
-    return_model = _p(
-        "return_model", TypeConverters.toString, "weights of the 'last' or the 'best' epoch"
+    monitor_mode = param(
+        TypeConverters.toString,
+        "'min' or 'max' of it is best",
+        default="min",
+        group="training",
     )
-    restore_best = _p("restore_best", TypeConverters.toBoolean, "the same as return_model='best'")
-    early_stopping = _p(
-        "early_stopping",
-        _mapping,
+    return_model = param(
+        TypeConverters.toString,
+        "weights of the 'last' or the 'best' epoch",
+        group="training",
+    )
+    restore_best = param(
+        TypeConverters.toBoolean,
+        "the same as return_model='best'",
+        default=False,
+        group="training",
+    )
+    early_stopping = param(
+        to_mapping,
         "dict with patience, min_delta, monitor, mode: end when it stops improving",
+        group="training",
+        annotation="Mapping[str, Any]",
+        train_fn=NOT_SEEN,
     )
-    terminate_on_nan = _p(
-        "terminate_on_nan",
+    terminate_on_nan = param(
         TypeConverters.toBoolean,
         "end with an error at a loss that is no number",
+        default=False,
+        group="training",
+        to_ranks=True,
+        train_fn=NOT_SEEN,
     )
-    compile = _p("compile", TypeConverters.toBoolean, "run the model through torch.compile")
-    train_step = _p(
-        "train_step", _any, "(model, batch, ctx) -> loss of a batch; instead of forward and loss"
+    compile = param(
+        TypeConverters.toBoolean,
+        "run the model through torch.compile",
+        default=False,
+        group="model",
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
     )
-    validation_step = _p(
-        "validation_step", _any, "(model, batch, ctx) -> loss of a validation batch"
+    train_step = param(
+        any_value,
+        "(model, batch, ctx) -> loss of a batch; instead of forward and loss",
+        group="model",
+        annotation="Callable[..., Any]",
+        train_fn=NOT_SEEN,
     )
-    train_fn = _p("train_fn", _any, "(ctx): the whole training loop")
-    train_minibatch_fn = _p("train_minibatch_fn", _any, "Horovod's: give train_step")
-    callbacks = _p("callbacks", _any, "sparkhvd.estimator.Callback objects")
-    transformation_fn = _p(
-        "transformation_fn", _any, "a dict of one row's values in and out, before training"
+    validation_step = param(
+        any_value,
+        "(model, batch, ctx) -> loss of a validation batch",
+        group="model",
+        annotation="Callable[..., Any]",
+        train_fn=NOT_SEEN,
     )
-    batch_transform_fn = _p(
-        "batch_transform_fn", _any, "a dict of arrays of a batch in and out, before training"
+    train_fn = param(
+        any_value,
+        "(ctx): the whole training loop",
+        group="model",
+        annotation="Callable[..., Any]",
     )
-    verbose = _p("verbose", _whole, "0 prints nothing; 1 prints a line per epoch")
-    progress = _p("progress", _function, "called on the driver with each epoch's record")
-    run_id = _p(
-        "run_id", TypeConverters.toString, "name of the run in the store; an unfinished one resumes"
+    train_minibatch_fn = param(any_value, "Horovod's: give train_step", group="model")
+    callbacks = param(
+        any_value,
+        "sparkhvd.estimator.Callback objects",
+        group="model",
+        annotation="Sequence[Callback]",
+        train_fn=NOT_SEEN,
     )
-    warm_start = _p(
-        "warm_start",
+    transformation_fn = param(
+        any_value,
+        "a dict of one row's values in and out, before training",
+        group="data",
+        annotation="Callable[..., Any]",
+    )
+    batch_transform_fn = param(
+        any_value,
+        "a dict of arrays of a batch in and out, before training",
+        group="data",
+        annotation="Callable[..., Any]",
+    )
+    verbose = param(
+        to_whole,
+        "0 prints nothing; 1 prints a line per epoch",
+        default=1,
+        group="cluster",
+    )
+    progress = param(to_function, "called on the driver with each epoch's record", group="cluster")
+    run_id = param(
+        TypeConverters.toString,
+        "name of the run in the store; an unfinished one resumes",
+        group="training",
+    )
+    warm_start = param(
         TypeConverters.toBoolean,
         "a finished run_id trains `epochs` more epochs from its weights",
+        default=False,
+        group="training",
     )
-    checkpoint_interval_s = _p(
-        "checkpoint_interval_s",
+    checkpoint_interval_s = param(
         TypeConverters.toFloat,
         "at most so many seconds of steps are repeated after a loss; also saved after each epoch",
+        default=300.0,
+        group="training",
+        check=above(0),
     )
-    keep_checkpoints = _p(
-        "keep_checkpoints",
-        _whole,
+    keep_checkpoints = param(
+        to_whole,
         "epochs whose checkpoints stay after the fit; 0: nothing of the run; not given: 1 with a run_id, else 0",
+        group="training",
+        check=at_least(0),
     )
-    settings = _p("settings", _any, "sparkhvd.Settings of the engine")
-    max_retries = _p("max_retries", _whole, "relaunches after a lost process, executor or host")
-    start_timeout = _p(
-        "start_timeout", TypeConverters.toFloat, "longest wait for task slots in seconds"
+    settings = param(
+        any_value,
+        "sparkhvd.Settings of the engine",
+        group="cluster",
+        annotation="Settings",
     )
-    data_key = _p(
-        "data_key",
+    max_retries = param(
+        to_whole,
+        "relaunches after a lost process, executor or host",
+        default=2,
+        group="cluster",
+    )
+    start_timeout = param(
+        TypeConverters.toFloat,
+        "longest wait for task slots in seconds",
+        group="cluster",
+    )
+    data_key = param(
         TypeConverters.toString,
         "equal keys mean equal data: reuse what was materialized",
+        group="data",
     )
-    keep_data = _p(
-        "keep_data", TypeConverters.toBoolean, "keep materialized data until Store.clean()"
+    keep_data = param(
+        TypeConverters.toBoolean,
+        "keep materialized data until Store.clean()",
+        default=False,
+        group="data",
     )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._setDefault(
-            batch_size=32,
-            epochs=1,
-            metrics=[],
-            reader="pyarrow",
-            num_workers=1,
-            shuffle=True,
-            shuffle_bytes=1 << 30,
-            inmemory_cache_all=False,
-            drop_last=False,
-            restore_best=False,
-            accumulate=1,
-            precision="32",
-            lr_scheduler_interval="epoch",
-            monitor_mode="min",
-            terminate_on_nan=False,
-            compile=False,
-            verbose=1,
-            max_retries=2,
-            warm_start=False,
-            checkpoint_interval_s=300.0,
-            keep_data=False,
-        )
-
-
-def short_repr(value: Any, limit: int = 80) -> str:
-    """A value on one short line: a module by class and size, an optimizer by class, a function by name."""
-    if isinstance(value, type):
-        return f"<{value.__module__}.{value.__qualname__}>"
-    if hasattr(value, "parameters") and hasattr(value, "state_dict"):
-        # A lazy module's parameters have no size yet.
-        count = sum(0 if hasattr(p, "materialize") else p.numel() for p in value.parameters())
-        return f"<{type(value).__name__}: {count:,} parameters>"
-    if hasattr(value, "param_groups"):
-        groups = len(value.param_groups)
-        return f"<{type(value).__name__}: {groups} parameter group{'s' * (groups != 1)}>"
-    if callable(value) and hasattr(value, "__qualname__"):
-        return f"<{value.__module__}.{value.__qualname__}>"
-    if isinstance(value, Mapping):
-        text = "{" + ", ".join(f"{k!r}: {short_repr(v, limit)}" for k, v in value.items()) + "}"
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        text = "[" + ", ".join(short_repr(v, limit) for v in value) + "]"
-    else:
-        text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."

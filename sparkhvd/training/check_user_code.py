@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
@@ -12,36 +13,6 @@ from sparkhvd.training.user_code.transformations import Transformations, resolve
 from sparkhvd.training.user_step import check_signature, check_step_function
 
 __all__ = ["UserCode", "check_user_code"]
-
-# Params that a loop of the user's own does not see.
-_NOT_WITH_TRAIN_FN = (
-    "train_step",
-    "validation_step",
-    "callbacks",
-    "metrics",
-    "loss_weights",
-    "precision",
-    "gradient_clip_norm",
-    "gradient_clip_value",
-    "accumulate",
-    "backward_passes_per_step",
-    "early_stopping",
-    "terminate_on_nan",
-    "lr_scheduler_interval",
-    "train_steps_per_epoch",
-    "validation_steps_per_epoch",
-    "compile",
-)
-
-
-# Params that act on the estimator's optimizer.
-_OF_THE_OPTIMIZER = (
-    "learning_rate",
-    "weight_decay",
-    "lr_scaling",
-    "lr_scheduler",
-    "gradient_compression",
-)
 
 
 @dataclass(frozen=True)
@@ -88,8 +59,14 @@ class UserCode:
         return names
 
 
-def check_user_code(params: Mapping[str, Any]) -> UserCode:
-    """The user's code among the params that were set to something else than their default.
+def check_user_code(
+    params: Mapping[str, Any], with_train_fn: Mapping[str, str] = MappingProxyType({})
+) -> UserCode:
+    """Check the user's code among the params that were set to something else than their default.
+
+    Args:
+        params: their values by name.
+        with_train_fn: what a `train_fn` makes of a param: "not seen", or "of the optimizer".
 
     Raises:
         InvalidArgumentError: a function does not take what it is given, an object is no callback, or a param would
@@ -107,7 +84,7 @@ def check_user_code(params: Mapping[str, Any]) -> UserCode:
         check_signature("train_fn", params["train_fn"], ("ctx",))
     callbacks = check_callbacks(params.get("callbacks"))
     resolve_transformations(params.get("transformation_fn"), params.get("batch_transform_fn"))
-    _check_effect(params)
+    _check_effect(params, with_train_fn)
     names = (
         "train_step",
         "validation_step",
@@ -118,15 +95,17 @@ def check_user_code(params: Mapping[str, Any]) -> UserCode:
     return UserCode(callbacks=callbacks, **{name: params.get(name) for name in names})
 
 
-def _check_effect(params: Mapping[str, Any]) -> None:
+def _check_effect(params: Mapping[str, Any], with_train_fn: Mapping[str, str]) -> None:
     if "train_fn" in params:
-        ignored = [name for name in _NOT_WITH_TRAIN_FN if name in params]
+        ignored = [n for n, seen in with_train_fn.items() if seen == "not seen" and n in params]
         if ignored:
             raise InvalidArgumentError(
                 f"train_fn is the whole training loop, so these params would have no effect: {', '.join(ignored)}. "
                 "Leave them out and do it in train_fn, or use train_step."
             )
-        ignored = [name for name in _OF_THE_OPTIMIZER if name in params]
+        ignored = [
+            n for n, seen in with_train_fn.items() if seen == "of the optimizer" and n in params
+        ]
         if ignored and "optimizer" not in params:
             raise InvalidArgumentError(
                 f"train_fn is given without optimizer, so these params would have no effect: {', '.join(ignored)}. Give "

@@ -9,61 +9,29 @@ from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
-from sparkhvd.training.precision import PRECISIONS, check_precision
+from sparkhvd.training.precision import check_precision
 
-__all__ = ["FINGERPRINTED", "describe_result", "training_options"]
-
-# Params that two fits must share so that one can go on where the other stopped.
-FINGERPRINTED = (
-    "inputs",
-    "input_shapes",
-    "label_shapes",
-    "precision",
-    "accumulate",
-    "gradient_clip_norm",
-    "gradient_clip_value",
-    "lr_scheduler_interval",
-    "loss_weights",
-    "train_steps_per_epoch",
-    "compile",
-)
-
-_PASSED_ON = (
-    "precision",
-    "accumulate",
-    "gradient_clip_norm",
-    "gradient_clip_value",
-    "lr_scheduler_interval",
-    "train_steps_per_epoch",
-    "validation_steps_per_epoch",
-    "terminate_on_nan",
-    "compile",
-)
+__all__ = ["describe_result", "training_options"]
 
 
 def training_options(
-    get: Callable[[str], Any], *, model: nn.Module, metric_names: Sequence[str]
+    get: Callable[[str], Any],
+    to_ranks: Mapping[str, Any],
+    *,
+    model: nn.Module,
+    metric_names: Sequence[str],
 ) -> dict[str, Any]:
     """Fields of `TrainSpec`, from Params.
 
     Args:
         get: the value of a Param by name, or None.
+        to_ranks: fields of `TrainSpec` that are Params as they are.
         model: the module to train.
         metric_names: of the fit's metrics, as they begin in the history.
 
     Raises:
         InvalidArgumentError: a value is out of range, or two Params contradict each other.
     """
-    for name in ("accumulate", "train_steps_per_epoch", "validation_steps_per_epoch"):
-        value = get(name)
-        if value is not None and value < 1:
-            raise InvalidArgumentError(f"{name} is {value}; it must be at least 1.")
-    for name in ("gradient_clip_norm", "gradient_clip_value"):
-        value = get(name)
-        if value is not None and not value > 0:
-            raise InvalidArgumentError(f"{name} is {value}; it must be more than 0.")
-    _check_choice("precision", get("precision"), tuple(PRECISIONS))
-    _check_choice("lr_scheduler_interval", get("lr_scheduler_interval"), ("epoch", "step"))
     check_precision(get("precision"), model)
     has_validation = bool(get("validation"))
     if get("validation_steps_per_epoch") is not None and not has_validation:
@@ -79,7 +47,7 @@ def training_options(
         "monitor", get("monitor") or default, get("monitor_mode"), known, any_name=logs
     )
     return {
-        **{name: get(name) for name in _PASSED_ON},
+        **to_ranks,
         "monitor": monitor,
         "return_best": _returns_best(get, has_validation),
         "early_stopping": _early_stopping(get("early_stopping"), monitor, known, any_name=logs),

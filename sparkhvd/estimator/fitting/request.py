@@ -22,6 +22,7 @@ from sparkhvd.estimator.fitting.cluster import Cluster, Given, resolve_cluster
 from sparkhvd.estimator.fitting.inputs import check_inputs, row_functions
 from sparkhvd.estimator.fitting.options import training_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
+from sparkhvd.estimator.param_table import rows_of
 from sparkhvd.estimator.params import TrainParams
 from sparkhvd.training.building import (
     Overrides,
@@ -44,17 +45,7 @@ from sparkhvd.training.program import (
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["Request", "bind_features", "check_request", "try_model"]
-
-# Params that are numbers, and the least that each may be.
-_AT_LEAST = {
-    "batch_size": 1,
-    "num_workers": 1,
-    "val_reader_num_workers": 1,
-    "val_batch_size": 1,
-    "epochs": 1,
-    "shuffle_bytes": 1,
-}
+__all__ = ["Request", "bind_features", "check_request", "to_ranks", "train_fn_effects", "try_model"]
 
 
 @dataclass(frozen=True)
@@ -125,7 +116,7 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
         InvalidArgumentError: something is wrong.
     """
     get = params._get
-    _check_numbers(params)
+    params._check_values()
     model, user, overrides = _check_model(params)
     labels = _required(params, "label_cols", "the columns with the labels")
     _required(params, "feature_cols", "the columns that become the model's input")
@@ -144,7 +135,9 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
         user=user,
     )
     num_checkpoints = _num_checkpoints(params)
-    options = training_options(get, model=model, metric_names=[m.name for m in program.metrics])
+    options = training_options(
+        get, to_ranks(params), model=model, metric_names=[m.name for m in program.metrics]
+    )
     loss_weights = _loss_weights(params, len(labels))
     pickled, sha256 = dump_program(replace(program, model=get("model")))
     spark = dataset.sparkSession
@@ -177,22 +170,10 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
     )
 
 
-def _check_numbers(params: TrainParams) -> None:
-    for name, least in _AT_LEAST.items():
-        value = params._get(name)
-        if value is not None and value < least:
-            raise InvalidArgumentError(f"{name} is {value}; it must be at least {least}.")
-    interval = params._get("checkpoint_interval_s")
-    if interval is not None and not interval > 0:
-        raise InvalidArgumentError(f"checkpoint_interval_s is {interval}; it must be more than 0.")
-
-
 def _num_checkpoints(params: TrainParams) -> int:
     given = params._get("keep_checkpoints")
     if given is None:
         return 1 if params._get("run_id") else 0
-    if given < 0:
-        raise InvalidArgumentError(f"keep_checkpoints is {given}; it must be at least 0.")
     if not given and params.getOrDefault("warm_start"):
         raise InvalidArgumentError(
             "keep_checkpoints is 0, which deletes the run when its model is there, and warm_start trains further from a run "
@@ -208,6 +189,16 @@ def _required(params: TrainParams, name: str, meaning: str) -> list[str]:
     return list(value)
 
 
+def to_ranks(params: TrainParams) -> dict[str, Any]:
+    """Fields of `TrainSpec` that are Params as they are."""
+    return {n: params._get(n) for n, row in rows_of(type(params)).items() if row.to_ranks}
+
+
+def train_fn_effects(params: TrainParams) -> dict[str, str]:
+    """Params that a `train_fn` does not see, or sees by way of the optimizer."""
+    return {name: row.train_fn for name, row in rows_of(type(params)).items() if row.train_fn}
+
+
 def _changed(params: TrainParams) -> dict[str, Any]:
     """The params with another value than their default."""
     set_params = {p.name: value for p, value in params._paramMap.items()}
@@ -219,7 +210,7 @@ def _check_model(params: TrainParams) -> tuple[torch.nn.Module, UserCode, Overri
     """The module, the user's code, and what Params change of the optimizer."""
     given, optimizer = params._get("model"), params._get("optimizer")
     model = check_model(build_model(given))
-    user = check_user_code(_changed(params))
+    user = check_user_code(_changed(params), train_fn_effects(params))
     overrides = Overrides.of(params._get)
     if user.train_fn is None or optimizer is not None:
         check_optimizer(optimizer, given, model)

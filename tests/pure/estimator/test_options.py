@@ -11,14 +11,19 @@ from torch import nn
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.estimator import TorchEstimator
 from sparkhvd.estimator.fitting.options import training_options
+from sparkhvd.estimator.fitting.request import to_ranks
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.spec import TrainSpec
 
 
 def options(dtype: torch.dtype = torch.float32, **params: Any) -> dict[str, Any]:
     estimator = TorchEstimator(**params)
+    estimator._check_values()
     return training_options(
-        estimator._get, model=nn.Linear(2, 1).to(dtype), metric_names=["accuracy", "f1"]
+        estimator._get,
+        to_ranks(estimator),
+        model=nn.Linear(2, 1).to(dtype),
+        metric_names=["accuracy", "f1"],
     )
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +17,16 @@ from pyspark.ml.tuning import ParamGridBuilder
 from torch import nn
 
 from sparkhvd import Settings, TorchEstimator, TorchModel
-from sparkhvd.estimator.names import ACCESSORS, ALIASES, ELSEWHERE, NO_EFFECT
-from sparkhvd.estimator.params import TrainParams, camel_case, short_repr
+from sparkhvd.estimator.param_table import ELSEWHERE, camel_case, rows_of, short_repr
+from sparkhvd.estimator.params import TrainParams
+from tests.harness.paths import ROOT
+from tools import keywords
 
 NAMES = [p.name for p in TorchEstimator().params]
+ROWS = rows_of(TorchEstimator)
+ALIASES = {alias: name for name, row in ROWS.items() for alias in row.aliases}
+ACCESSORS = {camel: name for name, row in ROWS.items() for camel in row.accessors}
+NO_EFFECT = {name: row.no_effect for name, row in ROWS.items() if row.no_effect}
 without_effect = pytest.mark.filterwarnings("ignore:.* has no effect in sparkhvd")
 
 
@@ -255,3 +265,38 @@ def test_none_in_a_param_map_clears() -> None:
     copied = estimator.copy({estimator.epochs: None, estimator.feature_cols: None})
     assert (copied.getEpochs(), copied.getFeatureCols()) == (1, None)
     assert estimator.getEpochs() == 3
+
+
+def test_a_param_is_not_set_by_assignment() -> None:
+    estimator = TorchEstimator(epochs=2)
+    for wrong in ("epochs", "batchsize", "featurecols"):
+        with pytest.raises(AttributeError, match=r"is a Param\. Call set"):
+            setattr(estimator, wrong, 3)
+    assert estimator.getEpochs() == 2
+    assert estimator.epochs is estimator.getParam("epochs")
+    estimator.note = "an attribute of the user's own"
+
+
+def test_types_of_keyword_arguments_are_those_of_the_table() -> None:
+    assert ast.dump(ast.parse(keywords.FILE.read_text())) == ast.dump(
+        ast.parse(keywords.source())
+    ), "Write them anew: python -m tools.keywords"
+
+
+def test_type_checkers_refuse_wrong_names_and_types(tmp_path: Path) -> None:
+    lines = {
+        "TorchEstimator(batch_size=3, epochs=2, feature_cols='x', labelCol='y')": "",
+        "TorchEstimator(batch_sise=3)": "batch_sise",
+        "TorchEstimator(epochs='many')": "epochs",
+        "TorchModel(epochs=1)": "epochs",
+    }
+    program = tmp_path / "program.py"
+    program.write_text("from sparkhvd import TorchEstimator, TorchModel\n" + "\n".join(lines))
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", str(program)]
+    found = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+    ).stdout
+    errors = [line for line in found.splitlines() if ": error: " in line]
+    assert [int(line.split(":")[1]) for line in errors] == [3, 4, 5], found
+    for line, name in zip(errors, ["batch_sise", "epochs", "epochs"], strict=True):
+        assert name in line

@@ -7,10 +7,14 @@ import re
 import pytest
 
 from sparkhvd import TorchEstimator, TorchModel
-from sparkhvd.estimator.names import ACCESSORS, ALIASES, NO_EFFECT
+from sparkhvd.estimator.param_table import rows_of
 from tests.harness.paths import ROOT
 
 PAGE = ROOT / "docs" / "params.md"
+ROWS = rows_of(TorchEstimator)
+ALIASES = {alias: name for name, row in ROWS.items() for alias in row.aliases}
+ACCESSORS = {camel: name for name, row in ROWS.items() for camel in row.accessors}
+NO_EFFECT = {name: row.no_effect for name, row in ROWS.items() if row.no_effect}
 
 # Params of horovod.spark.torch.TorchEstimator 0.28, and of horovod.spark.lightning what is here too.
 HOROVODS = set(

@@ -16,9 +16,11 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import sparkhvd.torch as hvd
+from sparkhvd import TorchEstimator
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.estimator import Callback
+from sparkhvd.estimator.fitting.request import train_fn_effects
 from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.early_stopping import Monitor
@@ -673,7 +675,7 @@ def three(model: Any, batch: Any, ctx: Any) -> None: ...
         ({"train_fn": three}, "train_fn must take (ctx): missing a required argument: 'batch'."),
         (
             {"train_fn": one, "callbacks": [Broken()], "metrics": ["mse"], "epochs": 3},
-            "train_fn is the whole training loop, so these params would have no effect: callbacks, metrics. Leave them "
+            "train_fn is the whole training loop, so these params would have no effect: metrics, callbacks. Leave them "
             "out and do it in train_fn, or use train_step.",
         ),
         (
@@ -699,7 +701,7 @@ def three(model: Any, batch: Any, ctx: Any) -> None: ...
 )
 def test_params_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{re.escape(message)}$"):
-        check_user_code(params)
+        check_user_code(params, train_fn_effects(TorchEstimator()))
 
 
 def test_what_cannot_be_pickled_is_named_by_its_param() -> None:

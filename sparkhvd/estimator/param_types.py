@@ -1,0 +1,114 @@
+"""Type converters of Params: Spark makes "Invalid param value given for param ..." of the TypeErrors that they raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike, fspath
+from typing import Any
+
+from pyspark.ml.param import TypeConverters
+
+from sparkhvd.data.store.addresses import secrets_of
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = [
+    "ANNOTATIONS",
+    "any_value",
+    "to_columns",
+    "to_dtypes",
+    "to_function",
+    "to_inputs",
+    "to_mapping",
+    "to_shapes",
+    "to_store",
+    "to_whole",
+]
+
+
+def to_columns(value: Any) -> list[str]:
+    """Convert one name, or names, to a list of names."""
+    return [value] if isinstance(value, str) else TypeConverters.toListString(value)
+
+
+def to_shapes(value: Any) -> Any:
+    """Convert shapes of one row per column, in order or by name."""
+    if isinstance(value, Mapping):
+        return {name: [int(n) for n in shape] for name, shape in value.items()}
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError("expected a list with one shape per column, such as [[-1, 28, 28]]")
+    for shape in value:
+        if isinstance(shape, str) or not isinstance(shape, Sequence):
+            raise TypeError(f"expected one shape per column, such as [[-1, 28]], not {value}")
+    return [[int(n) for n in shape] for shape in value]
+
+
+def to_inputs(value: Any) -> dict[str, Any]:
+    """Convert a dict from arguments of `forward` to columns."""
+    if not isinstance(value, Mapping):
+        raise TypeError("expected a dict from argument names to column names")
+    return {k: v if isinstance(v, str) else list(v) for k, v in value.items()}
+
+
+def to_dtypes(value: Any) -> Any:
+    """Convert dtypes, in order or by column, to their names."""
+    from sparkhvd.data.columns.schema import dtype_name
+
+    def name(dtype: Any) -> str | None:
+        try:
+            return None if dtype is None else dtype_name(dtype)
+        except InvalidArgumentError as e:
+            raise TypeError(str(e)) from e  # Spark adds the name of the param to a TypeError
+
+    if isinstance(value, Mapping):
+        return {column: name(dtype) for column, dtype in value.items()}
+    return [name(dtype) for dtype in value]
+
+
+def to_mapping(value: Any) -> dict[str, Any]:
+    """Convert a mapping to a dict."""
+    if not isinstance(value, Mapping):
+        raise TypeError("expected a dict")
+    return dict(value)
+
+
+def to_whole(value: Any) -> int:
+    """Convert a whole number; a bool is none."""
+    if isinstance(value, bool):
+        raise TypeError("expected a whole number")
+    return TypeConverters.toInt(value)
+
+
+def to_function(value: Any) -> Callable[..., Any]:
+    """Require something callable."""
+    if not callable(value):
+        raise TypeError("expected a function")
+    return value  # type: ignore[no-any-return]  # what callable() narrows to
+
+
+def any_value(value: Any) -> Any:
+    """Take any value."""
+    return value
+
+
+def to_store(value: Any) -> Any:
+    """As given, but no password of a URL stays text, which `explainParams` and a saved estimator would show."""
+    if isinstance(value, (str, PathLike)) and secrets_of(text := str(fspath(value)), {}):
+        return Store(text)
+    return value
+
+
+# Python types of the values that a converter takes, for type checkers.
+ANNOTATIONS: dict[Any, str] = {
+    to_columns: "str | Sequence[str]",
+    to_shapes: "Sequence[Sequence[int]] | Mapping[str, Sequence[int]]",
+    to_inputs: "Mapping[str, str | Sequence[str]]",
+    to_dtypes: "Sequence[Any] | Mapping[str, Any]",
+    to_mapping: "Mapping[str, Any]",
+    to_whole: "int",
+    to_function: "Callable[..., Any]",
+    TypeConverters.toFloat: "float",
+    TypeConverters.toString: "str",
+    TypeConverters.toBoolean: "bool",
+    TypeConverters.toListFloat: "Sequence[float]",
+}
