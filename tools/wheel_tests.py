@@ -40,6 +40,10 @@ class Missing(Exception):
     """Something that the machine lacks; the message says what to do."""
 
 
+# Of the engine: they need no torch.
+TESTS = ("tests/ranks/engine", "tests/processes/engine")
+
+
 def python_of(version: str) -> str:
     """An interpreter of `version`: on PATH, or one of pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
@@ -65,9 +69,10 @@ def copy_tests() -> Path:
     copy = WORK / "tests"
     shutil.rmtree(copy, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__")
-    for part in ("tests/engine", "tests/harness", "native/include"):
+    for part in (*TESTS, "tests/harness", "native/include"):
         shutil.copytree(ROOT / part, copy / part, ignore=ignore)
-    for part in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml"):
+    packages = {Path(part).parent / "__init__.py" for part in TESTS}
+    for part in ("tests/__init__.py", "tests/conftest.py", "pyproject.toml", *packages):
         shutil.copy2(ROOT / part, copy / part)
     return copy
 
@@ -91,7 +96,7 @@ def run_under(version: str, tests: Path, arguments: list[str]) -> bool:
     print(f"Python {version}: kernels {done.stdout.strip()}{done.stderr}", flush=True)
     if done.returncode != 0:
         return False
-    pytest = [python, "-m", "pytest", "-q", "--durations=0", "--durations-min=5", "tests/engine"]
+    pytest = [python, "-m", "pytest", "-q", "--durations=0", "--durations-min=5", *TESTS]
     limit = ["timeout", "--kill-after=30", str(TIMEOUT_S)]
     return (
         subprocess.run([*limit, *pytest, *arguments], cwd=tests, env=clean, check=False).returncode
