@@ -52,7 +52,7 @@ def saves(name, seconds=0.0):
 _RUNS = (
     _SAVES
     + """
-for name, seconds in (("alone", 0.0), ("group", 4.5), ("stubborn", 0.0)):
+for name, seconds in (("alone", 0.0), ("group", 3.5), ("stubborn", 0.0)):
     try:
         run(saves, (name, seconds), num_proc=2, spark=spark)
     except KeyboardInterrupt:
