@@ -154,7 +154,7 @@ def write_input(spark: Any, folder: str, case: Case, rows: int) -> str:
 
 def schema_of(df: Any, case: Case) -> Any:
     """What `fit` would make of the columns."""
-    from sparkhvd.data.columns.schema import check_schema
+    from sparkhvd.data.columns.check import check_schema
 
     decoders = ["image"] if not case.width else []
     features = [c for c in df.columns if c != "label"]

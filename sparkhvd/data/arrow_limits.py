@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkhvd.data.columns.schema import DENSE_WIDTH, NUMERIC_TYPES
+from sparkhvd.data.columns.check import NUMERIC_TYPES
+from sparkhvd.data.columns.schema import DENSE_WIDTH
 from sparkhvd.spark import SparkShim
 
 __all__ = ["BATCH_BYTES", "arrow_row_bytes", "bounded_batches", "warn_of_large_batches"]

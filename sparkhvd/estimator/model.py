@@ -15,8 +15,9 @@ from pyspark.sql.types import DoubleType, StructField, StructType
 
 from sparkhvd.data.arrow_limits import warn_of_large_batches
 from sparkhvd.data.columns import heads
+from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.schema import RAW_TYPES, Column, check_schema
+from sparkhvd.data.columns.schema import RAW_TYPES, Column
 from sparkhvd.data.store.default import default_store
 from sparkhvd.data.vectors import split_vectors, vector_columns
 from sparkhvd.errors import InvalidArgumentError

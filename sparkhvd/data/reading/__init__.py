@@ -5,9 +5,10 @@ no row is lost or seen twice. One thread reads ahead; the training thread waits 
 
 Each module imports only those above it:
 
-    sampler  rows of each rank and step
-    source   rows of a manifest's files by number
-    subset   training and validation rows, and whether they fit in memory
-    preload  rows that are read while torch is still imported
-    reader   batches of a rank
+    sampler   rows of each rank and step
+    source    rows of a manifest's files by number
+    subset    training and validation rows, and whether they fit in memory
+    preload   rows that are read while torch is still imported
+    prefetch  reading ahead in a thread
+    reader    batches of a rank
 """

@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import queue
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.ragged import Ragged, Rows, SparseRows, take
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import PACKED, Manifest
+from sparkhvd.data.reading import prefetch
 from sparkhvd.data.reading.preload import Loading, Sharing
 from sparkhvd.data.reading.sampler import Plan, Window, cuts, epoch_plan, permutation
 from sparkhvd.data.reading.source import open_source
@@ -45,10 +43,6 @@ __all__ = ["Batch", "Reader"]
 _CHUNK_BYTES = 1 << 20
 # Blocks of a shuffle beyond memory: long enough to read at the speed of the disk.
 _BLOCK_BYTES = 1 << 20
-# The longest wait for one chunk, which may be all the rows of a slow store; and, at the end of an epoch, for a thread
-# that is in a read which may never return (a mount whose server has gone).
-_READ_S = 3600.0
-_STOP_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -164,9 +158,9 @@ class Reader:
         self._resident: dict[str, Any] | None = None
         # Of the window; what is handed out are copies.
         self._buffers = Buffers()
-        self._running: _Prefetch | None = None
+        self._running: prefetch.Prefetch | None = None
         # The epoch and step that are prepared, and their thread.
-        self._prepared: tuple[int, int, _Prefetch] | None = None
+        self._prepared: tuple[int, int, prefetch.Prefetch] | None = None
         self.num_steps = self._plan(0).num_steps
         self.description = self._describe()
 
@@ -199,21 +193,21 @@ class Reader:
             raise InvalidArgumentError(
                 f"Step {start_step} does not exist: the epoch has {plan.num_steps} steps."
             )
-        prefetch: _Prefetch | None = None
+        running: prefetch.Prefetch | None = None
         if self._prepared is not None and (epoch, start_step) == self._prepared[:2]:
-            prefetch, self._prepared = self._prepared[2], None
-        if not self._stop(_READ_S):
+            running, self._prepared = self._prepared[2], None
+        if not self._stop(prefetch.READ_S):
             raise StoreError(
-                f"Rank {self._rank}: a read of {self._store.url} that was to end {_READ_S:g} s ago has not returned. "
+                f"Rank {self._rank}: a read of {self._store.url} that was to end {prefetch.READ_S:g} s ago has not returned. "
                 "Look at the store."
             )
-        if prefetch is None:
-            prefetch = _Prefetch(self._chunks(plan, start_step), self._queue_length())
-        self._running = prefetch
+        if running is None:
+            running = prefetch.Prefetch(self._chunks(plan, start_step), self._queue_length())
+        self._running = running
         try:
-            yield from self._batches(plan, prefetch, epoch, start_step, following)
+            yield from self._batches(plan, running, epoch, start_step, following)
         finally:
-            if prefetch.stop(_STOP_S) and self._running is prefetch:
+            if running.stop(prefetch.STOP_S) and self._running is running:
                 self._running = None
 
     def plan(self, epoch: int) -> Plan:
@@ -225,7 +219,7 @@ class Reader:
 
         A thread that is stuck in a read is left behind after a minute, with its files.
         """
-        if self._stop(_STOP_S):
+        if self._stop(prefetch.STOP_S):
             if self._pool is not None:
                 self._pool.shutdown()
             self._source.close()
@@ -274,7 +268,7 @@ class Reader:
     def _permute(self, epoch: int) -> Rows:
         order: Rows | None = None
         if self._loading is not None and epoch == 0 and self._is_resident:
-            order = self._loading.order(self.num_rows, self._seed, _READ_S)
+            order = self._loading.order(self.num_rows, self._seed, prefetch.READ_S)
         return permutation(self.num_rows, self._seed, epoch) if order is None else order
 
     def _block_edges(self, block_rows: int) -> Rows | None:
@@ -357,7 +351,7 @@ class Reader:
         loading, self._loading = self._loading, None
         values = None
         if loading is not None and loading.part == part:
-            values = loading.take(self._names, self._rows, _READ_S)
+            values = loading.take(self._names, self._rows, prefetch.READ_S)
         if values is None:
             values = read_rows(self._source, self._names, self._rows, part)
         return values
@@ -369,15 +363,15 @@ class Reader:
     # -- the caller's side ---------------------------------------------------------------------------
 
     def _batches(
-        self, plan: Plan, prefetch: _Prefetch, epoch: int, step: int, following: int | None
+        self, plan: Plan, running: prefetch.Prefetch, epoch: int, step: int, following: int | None
     ) -> Iterator[Batch]:
         while step < plan.num_steps:
             if plan.rows_per_rank(step)[self._rank] == 0:
                 yield Batch(self._no_rows(), 0, plan.rows_per_rank(step), step)
                 step += 1
                 continue
-            chunk = prefetch.get()
-            if following is not None and self._prepared is None and prefetch.is_nearly_empty:
+            chunk = running.get()
+            if following is not None and self._prepared is None and running.is_nearly_empty:
                 self._prepare(following)
             if isinstance(chunk, BaseException):
                 raise self._explain(chunk, epoch, step) from chunk
@@ -409,7 +403,7 @@ class Reader:
 
     def _prepare(self, epoch: int, start_step: int = 0) -> None:
         chunks = self._chunks(self._plan(epoch), start_step)
-        self._prepared = epoch, start_step, _Prefetch(chunks, self._queue_length())
+        self._prepared = epoch, start_step, prefetch.Prefetch(chunks, self._queue_length())
 
     def _stop(self, limit_s: float) -> bool:
         """Whether no thread is left."""
@@ -447,72 +441,6 @@ def _empty(column: Column) -> Any:
     if column.kind == "sparse":
         return SparseRows.empty(column.dtype, column.num_elements)
     return np.empty((0, *(column.row_shape or ())), column.row_dtype)
-
-
-class _Prefetch:
-    """Runs an iterator in a thread, at most `length` items ahead."""
-
-    def __init__(self, items: Iterator[dict[str, Any]], length: int) -> None:
-        self._items = items
-        self._queue: queue.Queue[dict[str, Any] | BaseException] = queue.Queue(maxsize=length)
-        self._length = length
-        self._has_all = False  # nothing is read any more
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sparkhvd-reader", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_nearly_empty(self) -> bool:
-        """Whether everything has been read, and at most half of the room for it is taken."""
-        return self._has_all and 2 * self._queue.qsize() <= self._length + 1
-
-    def get(self) -> dict[str, Any] | BaseException:
-        """The next item, or what the thread died of."""
-        deadline = time.monotonic() + _READ_S
-        while not self._stopping.is_set():
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return TimeoutError(f"nothing came for {_READ_S:g} s, from the store or a decoder")
-            try:
-                return self._queue.get(timeout=min(left, 1.0))
-            except queue.Empty:
-                continue
-        return InvalidArgumentError(
-            "This epoch of the data has ended, because another one was begun or the data were closed: iterate over one at "
-            "a time."
-        )
-
-    def stop(self, limit_s: float) -> bool:
-        """End the thread and wait for it, but not for ever; returns whether it has ended."""
-        self._stopping.set()
-        deadline = time.monotonic() + limit_s
-        while self._thread.is_alive() and time.monotonic() < deadline:
-            # A thread that waits for room in the queue goes on once there is some.
-            try:
-                self._queue.get_nowait()
-            except queue.Empty:
-                self._thread.join(0.05)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        failure: BaseException
-        try:
-            for item in self._items:
-                if self._stopping.is_set():
-                    return
-                self._queue.put(item)
-                if self._stopping.is_set():
-                    return
-            self._has_all = True
-            failure = InternalError("The reader ran out of rows before the epoch's end.")
-        except BaseException as error:  # noqa: BLE001 - a door: the consumer raises it
-            failure = error
-        while not self._stopping.is_set():
-            try:
-                self._queue.put(failure, timeout=0.05)
-            except queue.Full:
-                continue
-            return
 
 
 def _check(

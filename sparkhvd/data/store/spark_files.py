@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import os
 import shutil
 import tempfile
@@ -96,9 +97,9 @@ def _artifact(name: str, separator: bytes, batches: Iterator[RecordBatch]) -> It
     from pyspark import SparkFiles
 
     for _ in batches:
-        with open(SparkFiles.get(name), "rb") as file:
-            for row in _rows(file.read(), separator):
-                yield pa.record_batch([pa.array([row], pa.binary())], names=["data"])
+        with _mapped(SparkFiles.get(name)) as data:
+            for start, end in _rows(data, separator):
+                yield pa.record_batch([pa.array([data[start:end]], pa.binary())], names=["data"])
 
 
 @contextlib.contextmanager
@@ -147,20 +148,33 @@ def _local_path(spark: Any, path: str) -> str:
 
 def _separator(path: str) -> bytes:
     """What rows of a file are cut at: what makes the longest of them shortest."""
-    with open(path, "rb") as file:
-        data = file.read()
-    return min(_SEPARATORS, key=lambda separator: max(map(len, _rows(data, separator))))
+    with _mapped(path) as data:
+        longest = {s: max(end - start for start, end in _rows(data, s)) for s in _SEPARATORS}
+    return min(_SEPARATORS, key=lambda separator: longest[separator])
 
 
-def _rows(data: bytes, separator: bytes) -> Iterator[bytes]:
-    """The data without a separator between one row and the next."""
+@contextlib.contextmanager
+def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
+    """The bytes of a file, without a copy of them in memory."""
+    if not os.path.getsize(path):  # which cannot be mapped
+        yield b""
+        return
+    with (
+        open(path, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        yield data
+
+
+def _rows(data: mmap.mmap | bytes, separator: bytes) -> Iterator[tuple[int, int]]:
+    """Begin and end of each row; there is a separator between one and the next."""
     start = 0
     while True:
         end = data.find(separator, start + CHUNK_BYTES)
         if end < 0:
-            yield data[start:]
+            yield start, len(data)
             return
-        yield data[start:end]
+        yield start, end
         start = end + 1
 
 

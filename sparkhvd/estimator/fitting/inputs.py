@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.schema import DataSchema, check_schema
+from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.parquet.discover import ParquetDataset, fingerprint, read_manifest
 from sparkhvd.data.reading.source import open_source

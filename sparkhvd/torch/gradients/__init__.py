@@ -8,6 +8,7 @@ Each module imports only those above it:
     backward_end      the end of the outermost backward pass
     agreement         parameters and options compared between ranks
     layout            tensors in flat memory, and their parts
+    entry             a parameter whose gradients are reduced
     registered_views  gradients as views of registered memory
     dense             a bucket of dense gradients
     sharded           a bucket of which each rank gets its part

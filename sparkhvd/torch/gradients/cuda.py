@@ -32,9 +32,9 @@ from sparkhvd.torch.collectives.tensors import DTYPES
 from sparkhvd.torch.compressors import BUILT_IN
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device, copy_each
-from sparkhvd.torch.gradients.dense import (
+from sparkhvd.torch.gradients.dense import GradientBucket
+from sparkhvd.torch.gradients.entry import (
     Entry,
-    GradientBucket,
     ReduceOptions,
     drop_unused,
     owns_memory,

@@ -7,7 +7,7 @@ from torch import Tensor
 from sparkhvd.engine.engine import Call, ReduceOp, reducescatter_call
 from sparkhvd.torch.collectives.tensors import DTYPES
 from sparkhvd.torch.gradients.cuda import DeviceBucket
-from sparkhvd.torch.gradients.dense import ReduceOptions
+from sparkhvd.torch.gradients.entry import ReduceOptions
 from sparkhvd.torch.gradients.layout import Slices, flat, offsets_of
 
 __all__ = ["ShardedDeviceBucket"]

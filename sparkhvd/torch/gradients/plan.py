@@ -13,13 +13,8 @@ from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device
 from sparkhvd.torch.gradients.cuda import DeviceBucket, give_memory
 from sparkhvd.torch.gradients.cuda_sharded import ShardedDeviceBucket
-from sparkhvd.torch.gradients.dense import (
-    Bucket,
-    DenseBucket,
-    Entry,
-    ReduceOptions,
-    ViewBucket,
-)
+from sparkhvd.torch.gradients.dense import DenseBucket, ViewBucket
+from sparkhvd.torch.gradients.entry import Bucket, Entry, ReduceOptions
 from sparkhvd.torch.gradients.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.gradients.registered_views import GradientMemory
 from sparkhvd.torch.gradients.sharded import ShardedBucket

@@ -31,7 +31,7 @@ from sparkhvd.torch.compressors import Compressor
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device
 from sparkhvd.torch.gradients.cuda import await_streams
-from sparkhvd.torch.gradients.dense import (
+from sparkhvd.torch.gradients.entry import (
     Entry,
     Neighbours,
     ReduceOptions,

@@ -49,12 +49,7 @@ from sparkhvd.torch.cuda import Device, opened
 from sparkhvd.torch.gradients.agreement import Agreement
 from sparkhvd.torch.gradients.backward_end import BackwardEnd, after_backward
 from sparkhvd.torch.gradients.cuda import DeviceBucket
-from sparkhvd.torch.gradients.dense import (
-    Bucket,
-    Entry,
-    Parked,
-    ReduceOptions,
-)
+from sparkhvd.torch.gradients.entry import Bucket, Entry, Parked, ReduceOptions
 from sparkhvd.torch.gradients.plan import BucketPlanner
 from sparkhvd.torch.gradients.powersgd import LowRankBucket, PowerSGD
 from sparkhvd.torch.gradients.registered_views import GradientMemory, needed_bytes

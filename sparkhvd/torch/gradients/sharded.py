@@ -11,9 +11,9 @@ from sparkhvd.engine.engine import Engine, reducescatter_call
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compressors import NoneCompressor
-from sparkhvd.torch.gradients.dense import (
+from sparkhvd.torch.gradients.dense import GradientBucket
+from sparkhvd.torch.gradients.entry import (
     Entry,
-    GradientBucket,
     ReduceOptions,
     drop_unused,
     owns_memory,

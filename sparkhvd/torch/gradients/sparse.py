@@ -32,7 +32,7 @@ from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import view
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.gradients.cuda import await_streams
-from sparkhvd.torch.gradients.dense import (
+from sparkhvd.torch.gradients.entry import (
     Entry,
     ReduceOptions,
     require_same_place,

@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sparkhvd.data.columns.schema import Column, DataSchema, check_schema
+from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import RowSource, write_packed
 from sparkhvd.data.parquet.discover import open_dataset, read_manifest

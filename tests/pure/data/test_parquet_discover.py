@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sparkhvd.data.columns.schema import check_schema
+from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.parquet import discover
 from sparkhvd.data.parquet.discover import fingerprint, open_dataset, read_manifest
 from sparkhvd.data.parquet.source import ParquetSource

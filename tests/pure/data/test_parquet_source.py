@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sparkhvd.data.arrow_types import VERIFIED, plain
-from sparkhvd.data.columns.schema import check_schema
+from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.parquet import source as parquet
 from sparkhvd.data.parquet.discover import open_dataset, read_manifest
@@ -455,7 +455,7 @@ import sys
 from pathlib import Path
 from sparkhvd.data.parquet.discover import open_dataset, read_manifest
 from sparkhvd.data.reading.reader import Reader
-from sparkhvd.data.columns.schema import check_schema
+from sparkhvd.data.columns.check import (check_schema)
 
 def peak_bytes():
     # Not getrusage's, which begins with what the parent had.

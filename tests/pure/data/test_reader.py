@@ -454,8 +454,8 @@ def test_a_read_that_never_returns_is_not_waited_for(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nobody writes to blocks who opens it, as a mount does whose server has gone."""
-    monkeypatch.setattr("sparkhvd.data.reading.reader._READ_S", 0.3)
-    monkeypatch.setattr("sparkhvd.data.reading.reader._STOP_S", 0.1)
+    monkeypatch.setattr("sparkhvd.data.reading.prefetch.READ_S", 0.3)
+    monkeypatch.setattr("sparkhvd.data.reading.prefetch.STOP_S", 0.1)
     manifest = make(store, [100])
     path = tmp_path / "store" / manifest.files[0].path
     path.unlink()
@@ -476,7 +476,7 @@ def test_a_read_that_never_returns_is_not_waited_for(
 def test_a_slow_read_that_another_epoch_began_is_waited_for(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkhvd.data.reading.reader._STOP_S", 0.1)
+    monkeypatch.setattr("sparkhvd.data.reading.prefetch.STOP_S", 0.1)
     manifest = make(store, [100])
     read = RowSource.read
 

@@ -10,7 +10,8 @@ import torch
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as T  # noqa: N812 - Spark's own custom
 
-from sparkhvd.data.columns.schema import DataSchema, check_schema, dtype_name
+from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.columns.schema import DataSchema, dtype_name
 from sparkhvd.errors import InvalidArgumentError
 
 FIELDS = {

@@ -14,7 +14,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 from pyspark.sql import types as T  # noqa: N812
 
-from sparkhvd.data.columns.schema import DataSchema, check_schema
+from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.materialize import materialize
 from sparkhvd.data.packed import RowSource, read_packed
@@ -230,7 +231,7 @@ def test_a_task_that_fails_once_writes_no_row_twice(tmp_path: Path) -> None:
     body = f"""
         from pathlib import Path
         import numpy as np
-        from sparkhvd.data.columns.schema import check_schema
+        from sparkhvd.data.columns.check import (check_schema)
         from sparkhvd.data.store.store import Store
         from sparkhvd.data.materialize import materialize
         from sparkhvd.data.packed import read_packed

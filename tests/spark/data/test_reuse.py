@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 
 from sparkhvd.data import reuse
-from sparkhvd.data.columns.schema import check_schema
+from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.manifest import DAMAGED_NAME
 from sparkhvd.data.packed import read_packed
 from sparkhvd.data.reuse import (
@@ -226,7 +226,7 @@ def test_values_of_partitions_in_a_catalog_are_part_of_the_plan(
 def test_kept_data_of_files_are_used_by_another_application(tmp_path: Path) -> None:
     body = f"""
         from sparkhvd.data.reuse import prepare
-        from sparkhvd.data.columns.schema import check_schema
+        from sparkhvd.data.columns.check import (check_schema)
         from sparkhvd.data.store.store import Store
         store = Store.create({str(tmp_path / "store")!r})
         source = {str(tmp_path / "source")!r}
@@ -500,7 +500,7 @@ def test_data_go_when_the_process_ends_and_connect_needs_a_key(tmp_path: Path) -
     root = str(tmp_path / "store")
     body = f"""
         from sparkhvd.data.reuse import plan_key, prepare
-        from sparkhvd.data.columns.schema import check_schema
+        from sparkhvd.data.columns.check import (check_schema)
         from sparkhvd.data.store.store import Store
         store = Store.create({root!r})
         df = spark.range(20).selectExpr("id", "id * 0.5D as label")

@@ -21,7 +21,7 @@ from pathlib import Path
 from pyspark import TaskContext
 from sparkhvd.data.materialize import materialize
 from sparkhvd.data.packed import read_packed
-from sparkhvd.data.columns.schema import check_schema
+from sparkhvd.data.columns.check import (check_schema)
 from sparkhvd.data.store.store import Store
 from tests.harness import faults
 
