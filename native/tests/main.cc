@@ -3,13 +3,19 @@
 
 #include "test.h"
 
+// Words are parts of a test's name; one that begins with ^ is its beginning.
+bool has_word(const std::string& name, const std::string& word) {
+  return word.starts_with('^') ? name.starts_with(word.substr(1))
+                               : name.find(word) != std::string::npos;
+}
+
 int main(int argc, char** argv) {
   const std::vector<std::string> wanted(argv + 1, argv + argc);
   int failed = 0;
   int run = 0;
   for (const auto& test : sparkhvd::test::cases()) {
     const bool is_wanted = wanted.empty() || std::ranges::any_of(wanted, [&](const auto& word) {
-                             return test.name.find(word) != std::string::npos;
+                             return has_word(test.name, word);
                            });
     if (!is_wanted) continue;
     ++run;
