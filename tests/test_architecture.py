@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.settings import markdown_table
+from tools import errors as errors_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sparkhvd"
@@ -305,6 +306,12 @@ def test_readme_settings_table_is_the_one_that_the_code_prints() -> None:
     assert found is not None, "README.md has no settings table"
     assert found[1].strip() == markdown_table(), (
         "README.md: put the output of sparkhvd.settings.markdown_table() between the markers"
+    )
+
+
+def test_page_of_errors_is_the_one_that_the_sources_give() -> None:
+    assert errors_page.FILE.read_text() == errors_page.page(), (
+        "Write it anew: python -m tools.errors"
     )
 
 
