@@ -99,7 +99,7 @@ def _text(node: ast.expr) -> str:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _text(node.left) + _text(node.right)
     if isinstance(node, ast.BinOp) and isinstance(node.left, ast.Constant):
-        return f"[{node.left.value}]"  # a plural's "s", times whether it is one
+        return f"[{node.left.value!s}]"  # a plural's "s", times whether it is one
     if isinstance(node, ast.IfExp):
         texts = [text for text in (_text(node.body), _text(node.orelse)) if text.strip()]
         return f"[{' | '.join(texts)}]"
