@@ -1,4 +1,4 @@
-"""What the benchmarks share: a local session, medians with their spread, and tables that say where they ran."""
+"""Shared parts of the benchmarks: a local session, medians with their spread, tables with machine and versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESULTS = ROOT / "docs" / "results"
 
 @contextlib.contextmanager
 def local_session(cores: int, memory: str = "2g") -> Iterator[Any]:
-    """A classic `local[cores]` session, with a heap of `memory`, whose Python workers are already running."""
+    """Start a classic `local[cores]` session with a heap of `memory`, and its Python workers."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
 
@@ -60,7 +60,7 @@ def warm_up(spark: Any, cores: int) -> None:
 
 
 def native_program(name: str, report: Report) -> str:
-    """A program of native/bench, built if that is possible; "" without it."""
+    """Return the path of a program of native/bench, built if that is possible; "" without it."""
     program = ROOT / "build" / "native" / name
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if cmake and (program.parent / "CMakeCache.txt").exists():
@@ -81,7 +81,7 @@ class Table:
         self.rounds: dict[str, list[Mapping[str, float]]] = {}
 
     def add(self, name: str, seconds: Mapping[str, float]) -> None:
-        """One round of the row `name`."""
+        """Add a round to the row `name`."""
         self.rounds.setdefault(name, []).append(seconds)
         shown = ", ".join(f"{column} {seconds[column]:.2f} s" for column in self.columns)
         print(f"{name}: {shown}", flush=True)
@@ -119,7 +119,7 @@ def median_and_quartiles(seconds: Sequence[float]) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` (0 to 1) of them do not exceed."""
+    """Return the value that `share` (0 to 1) of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
@@ -135,7 +135,7 @@ def shown(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """What is promised about a figure: at least or at most a limit.
+    """Limit that a figure has to reach or to keep.
 
     Attributes:
         what: the figure in words.
@@ -153,7 +153,7 @@ class Target:
 
     @property
     def is_met(self) -> bool:
-        """Whether the promise holds."""
+        """True if the figure is on the right side of its limit."""
         return self.found >= self.limit if self.at_least else self.found <= self.limit
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ class Report:
         self.blocks.append("\n".join(lines))
 
     def note(self, text: str) -> None:
-        """A sentence below the tables, also printed at once."""
+        """Add a sentence below the tables, and print it at once."""
         print(text, flush=True)
         self.notes.append(text)
 

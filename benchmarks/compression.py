@@ -1,4 +1,4 @@
-"""What compressing gradients costs and gives over a slow network: bytes, CPU, time and loss on two small tasks.
+"""Cost and gain of compressed gradients over a slow network: bytes, CPU, time and loss on two small tasks.
 
     .venv/bin/python benchmarks/compression.py [--steps 150] [--seeds 3] [--rate 100mbit] [--json FILE] [--write]
 
@@ -206,7 +206,7 @@ def _sent_bytes(device: str) -> int:
 
 
 def report_on(report: Report, task: str, found: dict[str, list[list[dict[str, Any]]]]) -> None:
-    """One table: `found` has, by method, for every seed what the two ranks said."""
+    """Add the table of a task: `found` has the reports of both ranks, for every method and seed."""
     rows: list[list[Any]] = []
     for method, runs in found.items():
         both = [said for run in runs for said in run]

@@ -1,4 +1,4 @@
-"""What sparkhvd costs on one GPU: a step, a collective, gradients packed and reduced; each beside torch or NCCL alone.
+"""Cost of sparkhvd on one GPU: a step, a collective, gradients packed and reduced; each beside torch or NCCL alone.
 
     .venv/bin/python benchmarks/gpu.py [--rounds 7] [--only step,overhead,pack] [--json FILE]
 
@@ -276,7 +276,7 @@ class Handle:
 
 
 def reduce(tensors: list[Tensor], number: int) -> Handle:
-    """One of the tensors, in place, under its own name."""
+    """Allreduce one of the tensors in place, under its own name."""
     return Handle(hvd.allreduce_async_(tensors[number], op=hvd.Sum, name=f"benchmark {number}"))
 
 

@@ -70,7 +70,7 @@ class Task:
     steps: int
 
     def loss(self, network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of one batch, computed in bfloat16 where torch does that."""
+        """Return the loss of a batch, computed in bfloat16 where torch does that."""
         with torch.autocast(inputs.device.type, torch.bfloat16):
             return nn.functional.cross_entropy(network(inputs).float(), targets)
 

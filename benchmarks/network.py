@@ -1,4 +1,4 @@
-"""How long an allreduce takes between two hosts, next to Gloo and to what iperf3 moves over the same cable.
+"""Time of an allreduce between two hosts, beside Gloo and beside iperf3 over the same cable.
 
     .venv/bin/python benchmarks/network.py [--rounds 9] [--json FILE] [--write]
 
@@ -54,7 +54,7 @@ class Iperf:
         time.sleep(0.5)  # it says nothing when it listens
 
     def measure(self) -> float:
-        """The slower direction, as the receiver counts."""
+        """Return the rate of the slower direction, as the receiver counts."""
         words = ["iperf3", "--client", self._address, "--bidir", "--json", "--time", str(IPERF_S)]
         # The first tenths of a second find the rate.
         said = json.loads(self._client.run(*words, "--omit", "1"))
@@ -88,7 +88,7 @@ class Pair:
     def rounds(
         self, sizes: dict[str, int], libraries: Sequence[str], rounds: int
     ) -> dict[str, Any]:
-        """All legs by turns; the first round warms up and is not kept."""
+        """Measure all legs by turns; the first round warms up and is dropped."""
         found: dict[str, Any] = {label: {name: [] for name in libraries} for label in sizes}
         for legs in found.values():
             legs |= {f"{name}, CPU": [] for name in libraries}

@@ -1,4 +1,4 @@
-"""How fast one rank reads shuffled batches of 32 float32 and a label, beside torch's DataLoader and a bare read.
+"""Speed of one rank that reads shuffled batches of 32 float32 and a label, beside torch's DataLoader and a bare read.
 
     .venv/bin/python benchmarks/reader.py [--rounds 3] [--rows 1000000] [--checksums] [--write] [--json PATH]
 
@@ -87,7 +87,7 @@ class Files:
 
 
 class OverPyarrow(IterableDataset[Any]):
-    """What people write around pyarrow: batches in file order, without a shuffle."""
+    """Usual dataset around pyarrow: batches in file order, without a shuffle."""
 
     def __init__(self, paths: list[str], batch: int) -> None:
         self.paths = paths
@@ -149,7 +149,7 @@ def cpu(files: Files, shuffle_bytes: int) -> float:
 
 
 def measure_checksums(report: Report, files: Files, rounds: int) -> None:
-    """What verifying costs: the first epoch's CPU with and without, in pairs whose order alternates."""
+    """Measure the cost of checksums: the first epoch's CPU with and without, in pairs whose order alternates."""
     lines: list[list[Any]] = []
     for name, shuffle_bytes in SIDES:
         with_them, without = [], []
@@ -190,7 +190,7 @@ def petastorm(files: Files, batch: int, python: Path) -> float:
 
 
 def has_petastorm(python: Path) -> bool:
-    """Whether this Python has petastorm."""
+    """Return True if this Python has petastorm."""
     if not python.exists():
         return False
     command = [str(python), "-W", "ignore", "-c", "import petastorm"]
@@ -205,7 +205,7 @@ def bare(files: Files) -> float:
 
 
 def add_table(report: Report, rows: int) -> None:
-    """One line per side, one column per batch size."""
+    """Add the table: a line per side, a column per batch size."""
     found = report.raw
     bare_rate = statistics.median(found["bare"])
     peer = PETASTORM

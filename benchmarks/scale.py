@@ -1,4 +1,4 @@
-"""What more ranks cost: the control plane on this host, more ranks than cores, and a model up to 4,096 GPUs.
+"""Cost of more ranks: the control plane on this host, more ranks than cores, and a model up to 4,096 GPUs.
 
     .venv/bin/python benchmarks/scale.py [--ranks 2,4,8,16,32,64] [--rounds 5] [--json FILE] [--write]
 
@@ -62,7 +62,7 @@ def end(ranks: Sequence[Any]) -> None:
 
 
 def control_plane(world_size: int, rounds: int, *, tcp_only: bool) -> dict[str, Any]:
-    """By kind of step: all rounds' measurements."""
+    """Measure every round of each kind of step."""
     found: dict[str, Any] = {what: [] for what in TINY}
     # Slots are of no use to four bytes; 64 ranks' would be 64 MiB.
     settings = Settings(connect_timeout_s=TIMEOUT_S, slot_bytes=4096)
@@ -102,7 +102,7 @@ def calls_of(num_bytes: int) -> int:
 
 
 def run_bare(program: str, size: int, orders: Sequence[str]) -> list[str]:
-    """The line that the C++ program says to each order."""
+    """Return the C++ program's line for each order."""
     ended = subprocess.run(
         [program, str(size)],
         input="".join(orders),
@@ -133,7 +133,7 @@ def median_of(rounds: Sequence[dict[str, Any]], key: str) -> float:
 def report_control_plane(
     report: Report, way: str, found: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The table, and per kind of step what rank 0 pays: (seconds, seconds per rank)."""
+    """Add the table; return rank 0's cost by kind of step: (seconds, seconds per rank)."""
     rows: list[list[str | list[Target]]] = []
     for size, kinds in found.items():
         for what, rounds in kinds.items():

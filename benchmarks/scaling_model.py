@@ -1,4 +1,4 @@
-"""How training scales over many GPUs: buckets of gradients reduced while backward runs. See docs/scaling.md.
+"""Model of training on many GPUs: buckets of gradients reduced while backward runs. See docs/scaling.md.
 
 The times of an allreduce are those of scale_model.py, for hosts of other kinds too. Pure functions; nothing is measured here.
 """
@@ -37,7 +37,7 @@ class Layer:
 
 
 def convolution(inputs: int, outputs: int, size: int, side: int, *, extra: int) -> Layer:
-    """Of a square kernel, giving `side` x `side` values; `extra` parameters per output (bias, or normalisation's two)."""
+    """Count a convolution with a square kernel and `side` x `side` outputs; `extra` parameters per output (bias, or normalisation's two)."""
     weights = inputs * outputs * size * size
     return Layer(weights + extra * outputs, weights * side * side)
 
@@ -144,7 +144,7 @@ FABRICS = {
 
 @dataclass(frozen=True)
 class Computation:
-    """What one GPU does alone: samples per second, and samples per step."""
+    """Speed of one GPU alone: samples per second, and samples per step."""
 
     rate: float
     batch: int
@@ -183,7 +183,7 @@ Algorithm = Callable[[float, int, Fabric, Protocol], float]
 
 
 def ring(num_bytes: float, world: int, fabric: Fabric, protocol: Protocol) -> float:
-    """One ring through all GPUs, as scale_model has it."""
+    """Return the seconds of one ring through all GPUs, as scale_model has it."""
     hosts = world // fabric.gpus_per_host
     between = 2 * (hosts - 1)
     messages = (2 * (world - 1) - between) * protocol.inside_s + between * protocol.between_s
@@ -208,7 +208,7 @@ def hierarchical(num_bytes: float, world: int, fabric: Fabric, protocol: Protoco
 
 
 def allreduce_s(algorithm: Algorithm, num_bytes: float, world: int, fabric: Fabric) -> float:
-    """With the better protocol."""
+    """Return the seconds of an allreduce with the better protocol."""
     return min(p.base_s + algorithm(num_bytes, world, fabric, p) for p in PROTOCOLS)
 
 
@@ -224,7 +224,7 @@ class Bucket:
 
 
 def buckets(layers: Sequence[Layer], bucket_bytes: int) -> list[Bucket]:
-    """The last layer's gradients first; a bucket closes before it would outgrow `bucket_bytes` of float32."""
+    """Fill buckets from the last layer's gradients on; a bucket closes before it would outgrow `bucket_bytes` of float32."""
     total = sum(layer.work for layer in layers)
     made: list[Bucket] = []
     parameters, done = 0, 0.0
@@ -375,7 +375,7 @@ def table_of_buckets(world: int = 1024) -> str:
 
 
 def share_of_line_for(network: str, world: int, wanted: float) -> float:
-    """The share of the Pascal hosts' adapters at which the model gives `wanted`, by bisection."""
+    """Find the share of the Pascal hosts' adapters at which the model gives `wanted`, by bisection."""
     low, high = 0.01, 1.0
     for _ in range(40):
         middle = (low + high) / 2

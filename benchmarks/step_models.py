@@ -14,7 +14,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Limits:
-    """What is promised, as multiples of the step without communication or of DDP's speed; None promises nothing.
+    """Limits of a model, as multiples of the step without communication or of DDP's speed; None: no limit.
 
     Attributes:
         default: at most, with the default options.

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, with memory that is freed kept by the process and given back.
+"""Phases of a training step, with freed memory kept by the process and given back.
 
     .venv/bin/python benchmarks/step_phases.py [--model mlp] [--variants none,barrier,sparkhvd,sharded] [--rounds 5] [--steps 8]
 

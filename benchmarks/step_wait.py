@@ -1,4 +1,4 @@
-"""What it costs that `backward()` waits for the reduced gradients, and not `step()`.
+"""Cost of waiting for the reduced gradients in `backward()` instead of `step()`.
 
     .venv/bin/python benchmarks/step_wait.py [--models mlp,layers] [--rounds 100]
 

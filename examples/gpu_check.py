@@ -25,7 +25,7 @@ ROUNDS = 5
 
 
 def check(seconds: float) -> dict[str, Any]:
-    """What one rank does: sums of random numbers against torch.distributed's for a while, then the clock."""
+    """Check a rank: compare sums of random numbers with torch.distributed's for a while, then time them."""
     import torch
     import torch.distributed as dist
 
