@@ -100,7 +100,7 @@ class NativeLoops:
 
 
 def calls_of(num_bytes: int) -> int:
-    """Calls in a row of one leg of one round."""
+    """Return the calls in a row of one leg of one round."""
     return max(2, min(200, 16 * MIB // num_bytes))
 
 
@@ -174,7 +174,7 @@ def python_legs(mpi: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def steps() -> dict[str, list[float]]:
-    """Seconds of training steps with and without the exchange of gradients, in turns."""
+    """Measure the seconds of training steps with and without the exchange of gradients, in turns."""
     import torch
     from torch import nn
 
@@ -211,7 +211,7 @@ def steps() -> dict[str, list[float]]:
 
 
 def rank_of_local_run(plan: Mapping[str, Any]) -> Times:
-    """Without Open MPI."""
+    """Measure a rank without Open MPI."""
     import sparkhvd.torch as hvd
 
     hvd.init()
@@ -219,7 +219,7 @@ def rank_of_local_run(plan: Mapping[str, Any]) -> Times:
 
 
 def rank_under_mpirun(plan: Mapping[str, Any], result: str) -> None:
-    """Open MPI has started this process; the ranks tell each other through it where they listen."""
+    """Measure a rank that Open MPI has started; the ranks exchange their addresses through it."""
     import secrets
 
     from mpi4py import MPI
@@ -244,7 +244,7 @@ def rank_under_mpirun(plan: Mapping[str, Any], result: str) -> None:
 
 
 def mpirun() -> str | None:
-    """Open MPI's launcher, if mpi4py is there too."""
+    """Find Open MPI's launcher, if mpi4py is there too."""
     try:
         import mpi4py  # noqa: F401 - whether it is installed
     except ImportError:
@@ -254,7 +254,7 @@ def mpirun() -> str | None:
 
 
 def launch(plan: Mapping[str, Any], report: Report) -> list[Times]:
-    """Both ranks' times."""
+    """Start both ranks and return their times."""
     launcher = mpirun()
     if launcher is None:
         report.note("Without Open MPI: mpi4py or mpirun is missing; pip install '.[bench]'.")

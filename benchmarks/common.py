@@ -87,7 +87,7 @@ class Table:
         print(f"{name}: {shown}", flush=True)
 
     def markdown(self) -> str:
-        """Median (smallest to largest) of every column."""
+        """Return the table: median (smallest to largest) of every column."""
         lines = [
             f"| what | rounds | {' | '.join(f'{c}, s' for c in self.columns)} |",
             "|---|---|" + "---|" * len(self.columns),
@@ -113,7 +113,7 @@ class Table:
 
 
 def median_and_quartiles(seconds: Sequence[float]) -> str:
-    """`median (25 % to 75 %)` of times, each in a unit that suits it."""
+    """Format times as `median (25 % to 75 %)`, each in a unit that suits it."""
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return f"{shown(statistics.median(seconds))} ({shown(low)} to {shown(high)})"
 
@@ -125,7 +125,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def shown(seconds: float) -> str:
-    """Microseconds up to a millisecond, then milliseconds, then seconds."""
+    """Format a time: microseconds up to a millisecond, then milliseconds, then seconds."""
     if seconds < 1e-5:
         return f"{seconds * 1e6:.1f} us"
     if seconds < 1e-3:
@@ -211,12 +211,12 @@ class Report:
 
 
 def spread(values: Sequence[float]) -> str:
-    """`median (smallest to largest)`, two decimals."""
+    """Format values as `median (smallest to largest)`, two decimals."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def where() -> str:
-    """Date, processor and versions, in one line."""
+    """Return date, processor and versions, in one line."""
     versions = []
     for package in ("sparkhvd", "torch", "pyspark", "pyarrow", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -89,7 +89,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
     hvd.init()
     engine = context().engine
     engine.open_device(hvd.rank(), str(BUILD / "libfake_cuda.so"), str(BUILD / "libfake_nccl.so"))
-    raw = Raw(hvd.rank(), hvd.size(), lambda mine: hvd.broadcast_object(mine, 0))
+    raw = Raw(hvd.rank(), hvd.size(), lambda value: hvd.broadcast_object(value, 0))
     place = TensorView(raw.address, raw.address, (1,))
     call = engine.prepare_allreduce([place], DType.FLOAT32, ReduceOp.SUM, device=hvd.rank())
     stream = call.request.stream = raw.stream.value

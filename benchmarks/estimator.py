@@ -89,7 +89,7 @@ def network() -> nn.Module:
 
 
 def one_fit(spark: Any, path: str, case: Case) -> dict[str, float]:
-    """Seconds of the phases of one fit, and of one transform over all rows; and the loss of the last epoch."""
+    """Measure the phases of one fit, and of one transform over all rows; and the loss of the last epoch."""
     from sparkhvd import Store, TorchEstimator
 
     df = spark.read.parquet(path)
@@ -129,7 +129,7 @@ def one_fit(spark: Any, path: str, case: Case) -> dict[str, float]:
 
 
 def one_peer(spark: Any, path: str, case: Case) -> dict[str, float]:
-    """Seconds of the same training with TorchDistributor and DDP, as rank 0 saw its phases; and the last loss."""
+    """Measure the same training with TorchDistributor and DDP, as rank 0 saw its phases; and the last loss."""
     from pyspark.ml.torch.distributor import TorchDistributor
 
     distributor = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)

@@ -108,7 +108,7 @@ def png(number: int) -> bytes:
 
 
 def decode(data: bytes) -> np.ndarray:
-    """(64, 64) from a PNG, with the library that most people use for it."""
+    """Decode a PNG to (64, 64), with the library that most people use for it."""
     import io
 
     from PIL import Image
@@ -214,7 +214,7 @@ def peak_bytes(spark: Any, *, reset: bool = False) -> int:
 
 
 def cpu_seconds(spark: Any) -> float:
-    """CPU time of the JVM and all that it has started."""
+    """Return the CPU time of the JVM and its descendants."""
     root = spark.sparkContext._gateway.proc.pid
     below: dict[int, list[int]] = {}
     times: dict[int, float] = {}
@@ -236,7 +236,7 @@ def cpu_seconds(spark: Any) -> float:
 
 
 def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, float]:
-    """Clock and CPU seconds of the phases, one after the other, and the memory of the workers."""
+    """Measure clock and CPU seconds of the phases, one after the other, and the memory of the workers."""
     from sparkhvd.data.arrow_limits import bounded_batches
     from sparkhvd.data.materialize import _select, materialize
     from sparkhvd.data.store.store import Store
@@ -291,7 +291,7 @@ def high_water(*, reset: bool = False) -> int:
 
 
 def read_epochs(url: str, name: str) -> dict[str, float]:
-    """Seconds of the epochs of a reader, and the most memory that it took beyond what it may hold."""
+    """Measure the epochs of a reader, and the most memory that it took beyond what it may hold."""
     from sparkhvd.data.columns.decoders import RowFunctions
     from sparkhvd.data.manifest import Manifest
     from sparkhvd.data.reading.reader import Reader
@@ -330,7 +330,7 @@ def median(rounds: list[Mapping[str, float]], name: str) -> float:
 
 
 def add_tables(report: Report, results: Mapping[str, Any], rows: Mapping[str, int]) -> None:
-    """Rates and memory of every case, and where the time goes."""
+    """Add the tables: rates and memory of every case, and the time of its phases."""
     rates: list[list[Any]] = []
     phases: list[list[str]] = []
     read: list[list[Any]] = []
@@ -377,7 +377,7 @@ def add_tables(report: Report, results: Mapping[str, Any], rows: Mapping[str, in
 
 
 def reading_line(case: Case, count: int, rounds: list[Mapping[str, float]]) -> list[Any]:
-    """Rates and memory of a reader."""
+    """Format rates and memory of a reader."""
     epochs = [n for n in rounds[0] if n.startswith("read, ") and not n.endswith("CPU")]
     shown = "; ".join(
         f"{n.removeprefix('read, ')}: {count / median(rounds, n) / 1e3:,.1f}" for n in epochs

@@ -57,8 +57,8 @@ class Iperf:
         """Return the rate of the slower direction, as the receiver counts."""
         words = ["iperf3", "--client", self._address, "--bidir", "--json", "--time", str(IPERF_S)]
         # The first tenths of a second find the rate.
-        said = json.loads(self._client.run(*words, "--omit", "1"))
-        ends = said["end"]
+        result = json.loads(self._client.run(*words, "--omit", "1"))
+        ends = result["end"]
         rates = [
             ends[name]["bits_per_second"] / 8
             for name in ("sum_received", "sum_received_bidir_reverse")
@@ -78,12 +78,12 @@ class Pair:
         self.iperf = iperf
 
     def measure(self, library: str, num_bytes: int, repeats: int) -> tuple[list[float], float]:
-        """Seconds of each call, of the slower rank; CPU seconds per call, of both."""
+        """Measure the seconds of each call, of the slower rank; CPU seconds per call, of both."""
         for rank in self.ranks:
             rank.tell({"library": library, "bytes": num_bytes, "repeats": repeats})
-        said = [rank.expect(TIMEOUT_S) for rank in self.ranks]
-        walls = [max(pair) for pair in zip(*(each["wall"] for each in said), strict=True)]
-        return walls, sum(each["cpu"] for each in said)
+        reports = [rank.expect(TIMEOUT_S) for rank in self.ranks]
+        walls = [max(pair) for pair in zip(*(each["wall"] for each in reports), strict=True)]
+        return walls, sum(each["cpu"] for each in reports)
 
     def rounds(
         self, sizes: dict[str, int], libraries: Sequence[str], rounds: int

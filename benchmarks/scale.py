@@ -43,14 +43,14 @@ TIMEOUT_S = 120.0
 
 
 def ordered(ranks: Sequence[Any], what: str, num_bytes: int, steps: int) -> dict[str, Any]:
-    """Seconds of each step of the slowest rank; CPU seconds per step of rank 0 and of the others' median."""
+    """Measure the seconds of each step of the slowest rank; CPU seconds per step of rank 0 and of the others' median."""
     for rank in ranks:
         rank.tell({"what": what, "bytes": num_bytes, "steps": steps})
-    said = [rank.expect(TIMEOUT_S) for rank in ranks]
+    reports = [rank.expect(TIMEOUT_S) for rank in ranks]
     return {
-        "wall": [max(walls) for walls in zip(*(each["wall"] for each in said), strict=True)],
-        "cpu_rank_0": said[0]["cpu"],
-        "cpu_others": statistics.median(each["cpu"] for each in said[1:]),
+        "wall": [max(walls) for walls in zip(*(each["wall"] for each in reports), strict=True)],
+        "cpu_rank_0": reports[0]["cpu"],
+        "cpu_others": statistics.median(each["cpu"] for each in reports[1:]),
     }
 
 
@@ -78,7 +78,7 @@ def control_plane(world_size: int, rounds: int, *, tcp_only: bool) -> dict[str, 
 
 
 def crowded(rounds: int, bare: str) -> dict[str, dict[str, dict[int, list[float]]]]:
-    """Seconds by leg, size and number of ranks; the worlds take turns. `bare`: the C++ program, or "" without it."""
+    """Measure seconds by leg, size and number of ranks; the worlds take turns. `bare`: the C++ program, or "" without it."""
     legs = ("sparkhvd", "bare") if bare else ("sparkhvd",)
     found: dict[str, dict[str, dict[int, list[float]]]] = {
         leg: {label: {size: [] for size in CROWDS} for label in CROWDED} for leg in legs
@@ -121,7 +121,7 @@ def bytes_moved(world_size: int) -> float:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Offset and slope of the least squares line."""
+    """Fit a line by least squares; return its offset and slope."""
     slope, offset = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
     return offset, slope
 

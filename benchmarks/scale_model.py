@@ -53,14 +53,14 @@ def ring(num_bytes: int, hosts: int, protocol: Protocol) -> float:
 
 
 def halving_doubling(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Recursive halving, then doubling; the first (large) halves stay inside the host."""
+    """Return the seconds of recursive halving, then doubling; the first (large) halves stay inside the host."""
     between = 2 * math.log2(hosts)
     messages = 2 * math.log2(GPUS_PER_HOST) * protocol.inside_s + between * protocol.between_s
     return messages + overlapped_s(num_bytes, hosts, protocol)
 
 
 def tree(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Two pipelined binary trees over the hosts, a chain inside each: every byte goes up and down."""
+    """Return the seconds of two pipelined binary trees over the hosts, a chain inside each: every byte goes up and down."""
     chain = 2 * (GPUS_PER_HOST - 1) * protocol.inside_s
     bandwidth = INSIDE if hosts == 1 else min(INSIDE, GPUS_PER_HOST * ADAPTER)
     messages = chain + 2 * math.log2(hosts) * protocol.between_s
@@ -111,7 +111,7 @@ def seconds(algorithm: str, num_bytes: int, world_size: int) -> float:
 
 
 def table_of_times(agreement: Mapping[str, tuple[float, float]]) -> str:
-    """Markdown: time by world, size and algorithm; the best in bold.
+    """Return a Markdown table of the time by world, size and algorithm; the best in bold.
 
     Args:
         agreement: by "one": what agreeing on an operation costs rank 0, (seconds, seconds per rank); the last
@@ -135,7 +135,7 @@ def table_of_times(agreement: Mapping[str, tuple[float, float]]) -> str:
 
 
 def table_of_choices() -> str:
-    """Markdown: by world and size, the best algorithm and what the engine's choice costs beside it."""
+    """Return a Markdown table of the best algorithm by world and size, beside the cost of the engine's choice."""
     lines = [f"| GPUs | {' | '.join(SIZES)} |", "|---|" + "---|" * len(SIZES)]
     for world in WORLDS:
         cells = [str(world)]

@@ -47,7 +47,7 @@ def linear(inputs: int, outputs: int, rows: float = 1) -> Layer:
 
 
 def vgg16() -> list[Layer]:
-    """VGG-16 (arXiv 1409.1556), 224 x 224, in forward order."""
+    """Return the layers of VGG-16 (arXiv 1409.1556), 224 x 224, in forward order."""
     layers, inputs = [], 3
     for outputs, number, side in (
         (64, 2, 224),
@@ -63,7 +63,7 @@ def vgg16() -> list[Layer]:
 
 
 def resnet(*blocks: int) -> list[Layer]:
-    """ResNet with bottlenecks (arXiv 1512.03385), 224 x 224, in forward order."""
+    """Return the layers of a ResNet with bottlenecks (arXiv 1512.03385), 224 x 224, in forward order."""
     layers, inputs = [convolution(3, 64, 7, 112, extra=2)], 64
     for stage, number in enumerate(blocks):
         width, side = 64 << stage, 56 >> stage
@@ -80,7 +80,7 @@ def resnet(*blocks: int) -> list[Layer]:
 
 
 def bert_large() -> list[Layer]:
-    """BERT-large (arXiv 1810.04805), 128 words, in forward order; the words' embedding is also the head's matrix."""
+    """Return the layers of BERT-large (arXiv 1810.04805), 128 words, in forward order; the words' embedding is also the head's matrix."""
     width, words, length = 1024, 30522, 128
     # The first layer's gradient comes last, and the head's matrix waits with it.
     embedding = Layer((words + 512 + 2 + 2) * width, 0)
@@ -104,7 +104,7 @@ def parameters_of(network: str) -> int:
 
 
 def peak_rate(network: str, peak: float) -> float:
-    """Samples per second of a GPU of so many operations per second, at SHARE_OF_PEAK."""
+    """Return the samples per second of a GPU of so many operations per second, at SHARE_OF_PEAK."""
     # A multiply-add is two operations; forward and backward are three times the forward pass.
     return SHARE_OF_PEAK * peak / (6 * sum(layer.work for layer in NETWORKS[network]))
 
@@ -263,7 +263,7 @@ class Case:
 
 
 def step_s(case: Case, world: int) -> float:
-    """Seconds of a step: buckets are reduced one after the other, from the moment when each is ready."""
+    """Return the seconds of a step: buckets are reduced one after the other, from the moment when each is ready."""
     fabric = FABRICS[case.fabric]
     fabric = Fabric(
         fabric.title, fabric.gpus_per_host, fabric.inside, fabric.between * case.share_of_line
@@ -280,7 +280,7 @@ def step_s(case: Case, world: int) -> float:
 
 
 def efficiency(case: Case, world: int) -> float:
-    """Throughput as a share of `world` times that of one GPU."""
+    """Return the throughput as a share of `world` times that of one GPU."""
     return COMPUTATIONS[case.fabric][case.network].step_s / step_s(case, world)
 
 
@@ -295,7 +295,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def table_of_efficiency() -> str:
-    """Markdown: by fabric, network and way the efficiency at every size."""
+    """Return a Markdown table of the efficiency at every size, by fabric, network and way."""
     lines = [
         f"| hosts | network | gradients | {' | '.join(f'{world} GPUs' for world in WORLDS)} |",
         "|---|---|---|" + "---|" * len(WORLDS),
@@ -337,7 +337,7 @@ PUBLISHED = (
 
 
 def table_of_published() -> str:
-    """Markdown: what was measured elsewhere, and what the model says of the same."""
+    """Return a Markdown table of published figures beside those of the model."""
     ways: dict[str, dict[str, Any]] = {
         "hierarchical": {},
         "flat ring": {"algorithm": ring},
@@ -360,7 +360,7 @@ def table_of_published() -> str:
 
 
 def table_of_buckets(world: int = 1024) -> str:
-    """Markdown: efficiency by size of the buckets."""
+    """Return a Markdown table of the efficiency by size of the buckets."""
     lines = [
         f"| hosts | network | gradients | {' | '.join(BUCKETS)} |",
         "|---|---|---|" + "---|" * len(BUCKETS),
@@ -385,7 +385,7 @@ def share_of_line_for(network: str, world: int, wanted: float) -> float:
 
 
 def table_of_computations() -> str:
-    """Markdown: what one GPU does alone."""
+    """Return a Markdown table of the speed of one GPU alone."""
     lines = [
         "| hosts | network | samples per second | batch | step alone |",
         "|---|---|---|---|---|",

@@ -40,7 +40,7 @@ ALLOCATING = "mlp"
 
 
 def run(plan: Plan, size: int, keep_freed_memory: bool = False) -> Found:
-    """`plan` on so many ranks, together.
+    """Run `plan` on so many ranks, together.
 
     By default with the allocator as it is, because that is what every other launcher's processes have.
     """
@@ -82,7 +82,7 @@ def targets_of(limits: Limits, times: Mapping[str, Sequence[float]], name: str) 
 
 
 def ratio_shown(values: Sequence[float]) -> str:
-    """`median (25 % to 75 %)` of ratios."""
+    """Format ratios as `median (25 % to 75 %)`."""
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f})"
 

@@ -21,7 +21,7 @@ WARM_UP = 2
 
 
 def measure(name: str, variants: Sequence[str], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Medians of the phases by variant, in milliseconds. Runs on every rank."""
+    """Measure the medians of the phases by variant, in milliseconds. Runs on every rank."""
     import torch
     from step_models import MODELS
     from step_rank import OURS

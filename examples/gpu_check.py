@@ -67,7 +67,7 @@ def check(seconds: float) -> dict[str, Any]:
 
 
 def bandwidth(run: Callable[[], Any], num_bytes: int) -> float:
-    """Bus bandwidth in GB/s, as nccl-tests define it: bytes / seconds x 2 (N - 1) / N."""
+    """Return the bus bandwidth in GB/s, as nccl-tests define it: bytes / seconds x 2 (N - 1) / N."""
     import torch
 
     import sparkhvd.torch as hvd
@@ -85,7 +85,7 @@ def bandwidth(run: Callable[[], Any], num_bytes: int) -> float:
 
 
 def gpus_here() -> int:
-    """GPUs of this machine; one at least, so that the ranks say what is wrong."""
+    """Count the GPUs of this machine; one at least, so that the ranks tell the problem."""
     import torch
 
     return max(1, torch.cuda.device_count())

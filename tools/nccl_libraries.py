@@ -56,7 +56,7 @@ RELEASES = (
 
 
 def fetch(release: Release) -> str:
-    """Puts the library into its folder. Returns what is wrong, in one line; empty if it is there."""
+    """Put the library into its folder; return the problem in one line, empty if it is there."""
     if release.library.exists():
         return ""
     wheels = FOLDER / "wheels" / release.name

@@ -130,14 +130,14 @@ def kernels(tree: Path) -> list[str]:
 
 def audit(kind: str, wheel: Path) -> list[str]:
     """Check the wheel's name with auditwheel; return the problems as sentences."""
-    said = " ".join(run([sys.executable, "-m", "auditwheel", "show", str(wheel)], ROOT).split())
+    output = " ".join(run([sys.executable, "-m", "auditwheel", "show", str(wheel)], ROOT).split())
     pattern = rf'following platform tag: "manylinux_(\d+)_(\d+)_{kind}"'
-    found = re.search(pattern, said)
+    found = re.search(pattern, output)
     problems = []
     if found is None or (int(found[1]), int(found[2])) > GLIBC:
-        problems.append(f"auditwheel does not call it {platform_tag(kind)}: {said}")
-    if "external shared libraries are required" in said:
-        problems.append(f"auditwheel finds libraries that it needs: {said}")
+        problems.append(f"auditwheel does not call it {platform_tag(kind)}: {output}")
+    if "external shared libraries are required" in output:
+        problems.append(f"auditwheel finds libraries that it needs: {output}")
     return problems
 
 

@@ -99,9 +99,9 @@ def train(
 def test(model: nn.Module, data: Dataset) -> None:
     """Test each rank's share of the images; the sums are exact also where shares differ by one."""
     model.eval()
-    mine = Subset(data, range(hvd.rank(), len(data), hvd.size()))
+    share = Subset(data, range(hvd.rank(), len(data), hvd.size()))
     sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, images
-    for images, labels in DataLoader(mine, batch_size=200):
+    for images, labels in DataLoader(share, batch_size=200):
         output = model(images)
         loss = functional.cross_entropy(output, labels, reduction="sum")
         right = (output.argmax(dim=1) == labels).sum()
