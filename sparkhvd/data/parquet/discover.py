@@ -311,7 +311,7 @@ def _footer(store: Store, file: StoredFile) -> tuple[Any, Any]:
     except OSError as e:  # also what pyarrow says of a footer that it cannot parse
         raise InvalidArgumentError(
             f"The footer of {store.full_url(file.path)!r} cannot be read: {e}. If the file is damaged, write it again, or move "
-            "it away; if the place cannot be reached or read by this user, mend that."
+            "it away; if the place cannot be reached or read by this user, fix that."
         ) from e
 
 
