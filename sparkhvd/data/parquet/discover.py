@@ -19,10 +19,11 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparkhvd.data.arrow import Findings, column_to_numpy, problems, usable_rows
+from sparkhvd.data.arrow import column_to_numpy, usable_rows
 from sparkhvd.data.arrow_types import num_leaves, spark_type
 from sparkhvd.data.columns.ragged import Ragged, num_bytes, row_shape
 from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.findings import Findings, problems
 from sparkhvd.data.manifest import PARQUET, DataFile, Manifest
 from sparkhvd.data.packed import METADATA_KEY
 from sparkhvd.data.parquet.source import ParquetSource

@@ -19,17 +19,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparkhvd.data.arrow import (
-    Findings,
-    column_to_numpy,
-    problems,
-    shape_text,
-    usable_rows,
-)
+from sparkhvd.data.arrow import column_to_numpy, usable_rows
 from sparkhvd.data.arrow_types import VERIFIED, plain
 from sparkhvd.data.buffers import Empty, fresh
 from sparkhvd.data.columns.ragged import Ragged, Rows, SparseRows, Values, joined
 from sparkhvd.data.columns.schema import Column
+from sparkhvd.data.findings import Findings, problems, shape_text
 from sparkhvd.data.manifest import DataFile, Manifest
 from sparkhvd.data.open_files import OpenFiles
 from sparkhvd.data.store.store import Store
