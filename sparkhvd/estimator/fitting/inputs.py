@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkhvd.data.columns.binding import model_dtype
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.features import model_dtype
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.parquet.discover import fingerprint
