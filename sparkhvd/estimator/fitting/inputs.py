@@ -13,7 +13,7 @@ from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.parquet.discover import fingerprint
+from sparkhvd.data.parquet.manifest import fingerprint
 from sparkhvd.data.reading.sampler import split_validation
 from sparkhvd.data.reading.source import Source, open_source
 from sparkhvd.data.reuse import PreparedData
