@@ -303,7 +303,7 @@ class Distributed(torch.optim.Optimizer):
         self._configuration.passes = passes
         for reducer in self._reducers:
             reducer.discard()
-            reducer.set_passes(passes)
+            reducer.cycle.set_passes(passes)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -317,7 +317,7 @@ class Sharded(Distributed):
     @property
     def _cycles(self) -> tuple[int, ...]:
         """How many cycles every reducer has ended."""
-        return tuple(reducer.cycles for reducer in self._reducers)
+        return tuple(reducer.cycle.count for reducer in self._reducers)
 
     @property
     def _has_whole_gradients(self) -> bool:
@@ -346,9 +346,9 @@ class Sharded(Distributed):
     def _refuse_changes(self) -> None:
         """Raise an InvalidArgumentError if gradients were changed of which only a part is reduced."""
         for reducer in self._reducers:
-            if reducer.added_to_kept:
+            if reducer.cycle.added_to_kept:
                 raise InvalidArgumentError(
-                    f"DistributedOptimizer(sharded=True): the gradient of {reducer.added_to_kept!r} was added to that of "
+                    f"DistributedOptimizer(sharded=True): the gradient of {reducer.cycle.added_to_kept!r} was added to that of "
                     "the last step, of which each rank has its part only. Call zero_grad() in every step, or "
                     "synchronize() before step()."
                 )
