@@ -1,4 +1,4 @@
-"""One copy of the parameters for all ranks of a host: `DistributedOptimizer(sharded=True, share_parameters=True)`.
+"""Parameters in one copy for all ranks of a host: `DistributedOptimizer(sharded=True, share_parameters=True)`.
 
 **Who writes when.** Parameters are written in `step()` only, each element by the rank that it belongs to. A rank may
 write when every rank has come to its `step()` (`begin`), and goes on when every rank has written (`end`), so nobody
@@ -156,7 +156,7 @@ class SharedParameters:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Nobody computes with the parameters while they are written here."""
+        """Let parameters be written inside, while no rank computes with them."""
         self.begin()  # what was written before must not pass as written here
         try:
             yield
