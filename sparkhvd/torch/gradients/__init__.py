@@ -12,6 +12,7 @@ Each module imports only those above it:
     registered_views  gradients as views of registered memory
     dense             a bucket of dense gradients
     sharded           a bucket of which each rank gets its part
+    cuda_memory       gradients in flat memory of a GPU
     cuda              a bucket on a GPU
     cuda_sharded      the same, of which each rank gets its part
     sparse            a bucket of sparse gradients
