@@ -185,8 +185,8 @@ def group_lists(groups: object) -> list[list[Tensor]]:
     return lists
 
 
-def _no_groups(found: str) -> InvalidArgumentError:
+def _no_groups(problem: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"DistributedOptimizer: groups {found}; it must be an integer of 1 or more, or lists of parameters. Give "
+        f"DistributedOptimizer: groups {problem}; it must be an integer of 1 or more, or lists of parameters. Give "
         "[[parameter, ...], ...], or None for buckets by size."
     )

@@ -116,11 +116,11 @@ class DeviceShards:
         self._gather(work, [like.new_empty(most, dtype=torch.uint8) for _ in range(_TURNS)])
 
     def _cut_ones(self, tensors: dict[int, Tensor]) -> list[Gathering]:
-        found = [
+        gatherings = [
             Gathering(slices, [tensors.get(id(p)) for p in bucket])
             for slices, bucket in self._buckets
         ]
-        return [each for each in found if any([t is not None for t in each.tensors])]
+        return [each for each in gatherings if any([t is not None for t in each.tensors])]
 
     def _allocate(self, num_bytes: int) -> list[Tensor]:
         self._num_allocations += 1

@@ -2,7 +2,7 @@
 
 Instead of all gradients every rank gets its part of them (a reducescatter), steps, and the ranks give each other the
 parameters they have stepped (an allgather): as many bytes as an allreduce, with 1/N of the optimizer's state and work
-per rank. With `share_parameters` the ranks of a host step one copy, and nothing is given.
+per rank. With `share_parameters` the ranks of a host step one copy, and exchange no parameters.
 
 **How the user's optimizer steps parts.** During its `step` the groups hold this rank's parts, which are views of the
 parameters, in place of these; hyperparameters, hooks and schedulers find the same groups as ever. `optimizer.state`

@@ -115,7 +115,7 @@ class SharedParameters:
         Raises:
             InvalidArgumentError: a rank wrote parameters outside of `step()`; raised on every rank.
         """
-        found = [
+        changed = [
             number
             for number, ((_, p), version) in enumerate(
                 zip(self._named, self._versions, strict=True), start=1
@@ -129,9 +129,9 @@ class SharedParameters:
             )
             if p.data_ptr() != address
         ]
-        # Of the two the worse wins: what was moved is above all numbers of what was written.
+        # Moved memory is the worse error: its numbers are above those of parameters that were written.
         count = len(self._named)
-        self._written.fill_(count + moved[0] if moved else found[0] if found else 0)
+        self._written.fill_(count + moved[0] if moved else changed[0] if changed else 0)
         self._engine.run(self._exchange, f"{self._label}.begin", self._written)
         first = int(self._written)
         if first > count:
