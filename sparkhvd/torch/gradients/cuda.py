@@ -187,7 +187,7 @@ class DeviceBucket(GradientBucket):
         if entry.grad is not None:
             return
         if entry.wire_dtype != entry.dtype or not self._casts:
-            entry.grad = entry.stand_in()
+            entry.grad = entry.make_zeros()
             return
         require_same_dtype(entry)
         require_same_shape(entry, entry.param)

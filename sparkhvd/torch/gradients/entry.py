@@ -133,7 +133,7 @@ class Entry:
         self.sparse_dim = 0  # dimensions that are indices; 0 = the gradient is dense
         self.bucket: Bucket | Parked
         self.grad: Tensor | None = None  # this cycle's gradient, once it is complete
-        self.missing = False  # this rank's gradient is a stand-in of zeros
+        self.missing = False  # this rank's gradient is missing; zeros are in its place
         self.address = -1  # of what was sent last; the call is told when it changes
         self.stream: int | None = None  # of the GPU, on which the gradient became complete
         self.place = -1  # where the gradient lay when it was submitted; -1 of a sparse one
@@ -159,7 +159,7 @@ class Entry:
             return False
         return grad._version != self.version or (self.place >= 0 and grad.data_ptr() != self.place)
 
-    def stand_in(self) -> Tensor:
+    def make_zeros(self) -> Tensor:
         """Make zeros in place of a gradient that this rank does not have, also as `.grad`."""
         require_same_dtype(self)
         require_same_shape(self, self.param)

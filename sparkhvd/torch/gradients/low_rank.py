@@ -259,7 +259,7 @@ class LowRankBucket:
     def take(self, entry: Entry) -> None:
         """Take the gradient as it is, or zeros."""
         grad = entry.param.grad
-        entry.grad = entry.stand_in() if grad is None else grad
+        entry.grad = entry.make_zeros() if grad is None else grad
 
     def reset(self) -> None:
         """Get ready for the next cycle."""

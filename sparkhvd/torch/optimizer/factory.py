@@ -106,7 +106,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             with `join()`, nor for optimizers of others that look at several parameters together. Give
             `sparse_as_dense=True` for sparse gradients.
         share_parameters: with `sharded`, all ranks on one host: one copy of the parameters, with rank 0's values, so
-            that nothing has to be exchanged after the step. Nobody goes on before every rank has stepped. Writing a
+            that nothing has to be exchanged after the step. No rank goes on before every rank has stepped. Writing a
             parameter outside of `step()` is an error of the next step (except through `.data`, which torch does not
             tell); do it inside `optimizer.writing_parameters()`, `load_state_dict` too. `model.state_dict()` is live,
             as always in torch; `copy.deepcopy` and `torch.save` are private. The memory stays shared when the

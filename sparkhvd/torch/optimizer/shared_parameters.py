@@ -1,7 +1,7 @@
 """Parameters in one copy for all ranks of a host: `DistributedOptimizer(sharded=True, share_parameters=True)`.
 
 **Who writes when.** Parameters are written in `step()` only, each element by the rank that it belongs to. A rank may
-write when every rank has come to its `step()` (`begin`), and goes on when every rank has written (`end`), so nobody
+write when every rank has come to its `step()` (`begin`), and goes on when every rank has written (`end`), so no rank
 computes with parameters that change. Whatever else writes them on one rank would change them under the others: it is
 noticed by the tensors' version counters in the next step, and raised on every rank.
 """
