@@ -64,7 +64,7 @@ class Reducer:
 
     Attributes:
         options: of the reduction.
-        order: number of this reducer, in the order in which reducers were built.
+        number: of this reducer, counted as reducers are built.
         cycle: state of the running cycle.
         siblings: returns all reducers of the optimizer: their cycles end together, or ranks that use different parts of a
             model would wait for different ones.
@@ -73,10 +73,11 @@ class Reducer:
     def __init__(
         self, context: Context, named: Sequence[tuple[str, Tensor]], options: ReduceOptions
     ) -> None:
-        number = context.number("DistributedOptimizer", options.process_set)
-        label = f"DistributedOptimizer.{number}"
+        label = (
+            f"DistributedOptimizer.{context.number('DistributedOptimizer', options.process_set)}"
+        )
         self.options = options
-        self.order = context.number("reducer")
+        self.number = context.number("reducer")
         self.cycle = Cycle(options.passes)
         self.siblings: Callable[[], Sequence[Reducer]] = tuple
         self._context = context
@@ -91,7 +92,7 @@ class Reducer:
             context, options.ranks
         )
         self._buckets = Buckets(self._planner, context.engine)
-        self._order: Sequence[int] = list(reversed(range(len(self._entries))))
+        self._gradient_order: Sequence[int] = list(reversed(range(len(self._entries))))
         self._plan()
         # None once the order of gradients is final.
         self._ready: ReadyOrder | None = None
@@ -173,9 +174,7 @@ class Reducer:
 
     @property
     def _can_reduce_again(self) -> bool:
-        """Return True if a further pass may add to reduced gradients, and the sums are reduced again: a mean of equal
-        values is that value.
-        """
+        """Return True if sums with reduced gradients can be reduced again: a mean of equal values is that value."""
         return self.options.op is ReduceOp.AVERAGE and not self.options.sharded
 
     @property
@@ -315,7 +314,7 @@ class Reducer:
 
     def _plan(self) -> None:
         """Divide the gradients into buckets."""
-        self._buckets.divide(self._order, self._settlement.parked)
+        self._buckets.divide(self._gradient_order, self._settlement.parked)
         if self._settlement.is_settled:
             self._buckets.give_memory(is_registered=True)
 
@@ -331,7 +330,7 @@ class Reducer:
         """Divide the gradients anew, in the order in which the first rank saw them become ready."""
         order = self._ready.agreed() if self._ready is not None else None
         if order is not None:
-            self._ready, self._order = None, order
+            self._ready, self._gradient_order = None, order
             self._plan_anew()
 
 
@@ -364,7 +363,7 @@ def _finish_all(context: Context) -> Callable[[], None]:
         ended.clear()
         for reducer in tuple(waiting):
             waiting.update(each for each in reducer.siblings() if each.takes_part)
-        wait_for_all(sorted(waiting, key=lambda reducer: reducer.order))
+        wait_for_all(sorted(waiting, key=lambda reducer: reducer.number))
 
     return finish
 
