@@ -26,8 +26,9 @@ from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import PARQUET, DataFile, Manifest
 from sparkhvd.data.packed import METADATA_KEY
 from sparkhvd.data.parquet.source import ParquetSource
-from sparkhvd.data.store.connect import RemoteStore
-from sparkhvd.data.store.store import Store, StoredFile
+from sparkhvd.data.store.listing import StoredFile
+from sparkhvd.data.store.remote_store import RemoteStore
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["ParquetDataset", "fingerprint", "open_dataset", "read_manifest", "store_of"]
