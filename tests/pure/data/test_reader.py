@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import DAMAGED_NAME, MANIFEST_NAME, Manifest
 from sparkhvd.data.packed import RowSource, write_packed
-from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.reading.batch import Batch
+from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.reading.sampler import epoch_plan
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
