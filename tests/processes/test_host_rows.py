@@ -34,7 +34,7 @@ SPARSE = Column("sparse", "sparse", "float64", (900,), "vector", "float64")
 
 
 def make(folder: Path) -> Manifest:
-    """Rows of every kind in four files."""
+    """Write rows of every kind into four files."""
     store = Store.create(folder)
     rng = np.random.default_rng(0)
     files = []

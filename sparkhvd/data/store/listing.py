@@ -69,9 +69,7 @@ def list_files(place: Place) -> tuple[StoredFile, ...]:
 
 def last_change(place: Place, path: str) -> float | None:
     """Return the time of the last change in a folder, in s since 1970; None if it is unknown."""
-    selector = pafs.FileSelector(place.full(path), recursive=True, allow_not_found=True)
-    with place.explained("read", path):
-        infos = [place.fs.get_file_info(place.full(path)), *place.fs.get_file_info(selector)]
+    infos = [place.info(path), *_infos(place, path, recursive=True)]
     times = [info.mtime_ns for info in infos if info.mtime_ns]
     return max(times) / 1e9 if times else None
 

@@ -97,6 +97,11 @@ class Place:
             return self.root
         return posixpath.join(self.root, *[p for p in parts if p and p != "."])
 
+    def info(self, path: str) -> pafs.FileInfo:
+        """Return type, size and time of a file or folder, which may not exist."""
+        with self.explained("read", path):
+            return self.fs.get_file_info(self.full(path))
+
     def relative(self, full: str) -> str:
         """Return the path in the folder of a path in the file system."""
         return posixpath.relpath(full, self.root)

@@ -147,9 +147,7 @@ class Store:
 
     def exists(self, path: str) -> bool:
         """Return True if a file or folder exists."""
-        with self._place.explained("read", path):
-            info = self._place.fs.get_file_info(self._place.full(path))
-        return bool(info.type != pafs.FileType.NotFound)
+        return bool(self._place.info(path).type != pafs.FileType.NotFound)
 
     def num_bytes(self, path: str) -> int:
         """Return the size of a file.
@@ -157,8 +155,7 @@ class Store:
         Raises:
             FileNotFoundError: the file does not exist.
         """
-        with self._place.explained("read", path):
-            info = self._place.fs.get_file_info(self._place.full(path))
+        info = self._place.info(path)
         if info.type != pafs.FileType.File:
             raise FileNotFoundError(f"{self.full_url(path)} is not there.")
         return int(info.size)

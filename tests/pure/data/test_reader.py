@@ -454,7 +454,7 @@ def test_damaged_data_are_an_error_that_names_them(
 def test_a_read_that_never_returns_is_not_waited_for(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe that nobody writes to blocks who opens it, as a mount does whose server has gone."""
+    """Opening a pipe without a writer blocks, as a mount does whose server is gone."""
     monkeypatch.setattr("sparkhvd.data.reading.prefetch.READ_S", 0.3)
     monkeypatch.setattr("sparkhvd.data.reading.prefetch.STOP_S", 0.1)
     manifest = make(store, [100])

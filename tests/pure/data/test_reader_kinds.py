@@ -46,7 +46,7 @@ def ragged(rows: list[Any], dtype: str) -> Ragged:
 
 
 def values_of(ids: np.ndarray) -> dict[str, Any]:
-    """Values that tell their row's number, which is below 250."""
+    """Make values that encode their row's number, which is below 250."""
     bytes_of = [bytes([i, 1, 2, 255 - i]) + b"." * (i % 7) for i in ids]
     return {
         "id": ids,

@@ -242,7 +242,7 @@ def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
 
 
 def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
-    """One deletes its directory, and the key's folder if that is empty, while the other has just begun in it."""
+    """An owner deletes its directory, and the key's folder if that is empty, while another has just begun in it."""
     rounds, ended, lost = 300, threading.Event(), []
 
     def comes_and_goes(name: str, times: int) -> None:
@@ -365,7 +365,7 @@ def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def as_user(number: int) -> Iterator[None]:
-    """The thread's file accesses are those of another user, with nothing of what he makes open to others."""
+    """Access files in this thread as another user, whose new files are closed to others."""
     mask = os.umask(0o077)
     os.setegid(number)
     os.seteuid(number)

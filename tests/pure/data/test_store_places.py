@@ -126,7 +126,7 @@ def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> 
 
 
 def classic_session() -> object:
-    """Not one, but what tells the two kinds of sessions apart."""
+    """Make an object that counts as a classic session."""
     kind = type("SparkSession", (), {"range": None, "__module__": "pyspark.sql.session"})
     return kind()
 
