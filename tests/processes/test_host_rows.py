@@ -150,23 +150,22 @@ def flagged_epochs(folder: str, manifest: Manifest, is_shared: bool) -> dict[str
     return {"batches": batches, "read": rchar() - before}
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_rows_that_a_validation_column_divides_are_read_once(tmp_path: Path, size: int) -> None:
+def test_rows_that_a_validation_column_divides_are_read_once(tmp_path: Path) -> None:
     store = Store.create(tmp_path)
     held_out = Column("held_out", "scalar", "uint8", (), "boolean", "bool")
     files = []
     for i, part in enumerate(np.array_split(np.arange(2_000_000), 2)):
         values = {"id": part, "held_out": (np.arange(len(part)) >= 800_000).astype(np.uint8)}
         path = f"{DATA_DIR}/part-{i}.parquet"
-        files.append(write_packed(store, path, (ID, held_out), values, row_group_bytes=4 << 20))
+        files.append(write_packed(store, path, (ID, held_out), values))
     manifest = Manifest(tuple(files), DataSchema((), (ID,), None, held_out), 2_000_000)
     alone, together = (
-        run_local(flagged_epochs, (str(tmp_path), manifest, is_shared), num_proc=size)
+        run_local(flagged_epochs, (str(tmp_path), manifest, is_shared), num_proc=2)
         for is_shared in (False, True)
     )
     assert [r["batches"] for r in together] == [r["batches"] for r in alone]
     num_bytes = sum(f.stat().st_size for f in tmp_path.glob(f"{DATA_DIR}/*.parquet"))
-    assert sum(r["read"] for r in alone) > 0.95 * size * num_bytes
+    assert sum(r["read"] for r in alone) > 1.95 * num_bytes
     assert sum(r["read"] for r in together) <= 1.1 * num_bytes
 
 
