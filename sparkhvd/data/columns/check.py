@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,8 +20,15 @@ from sparkhvd.data.columns.schema import (
 )
 from sparkhvd.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType, StructField, StructType
+
 __all__ = ["NUMERIC_TYPES", "SUPPORTED", "check_fraction", "check_schema"]
 
+# Dtypes of columns, by name or in their order: text, or a dtype of torch or numpy.
+Dtypes = Mapping[str, object] | Sequence[object]
+# Rows with nulls and invalid numbers of a column: ("error",), ("skip",) or ("fill", value).
+Policy = tuple[Any, ...]
 
 # Spark type -> the numpy type of its values. The narrow integers widen when stored.
 NUMERIC_TYPES: Mapping[str, str] = {
@@ -43,20 +50,20 @@ SUPPORTED = (
 
 
 def check_schema(
-    df_schema: Any,
+    df_schema: StructType,
     *,
     feature_cols: Sequence[str],
     label_cols: Sequence[str],
     sample_weight_col: str | None = None,
     validation: float | str | None = None,
     model_dtype: str = "float32",
-    feature_dtypes: Mapping[str, Any] | Sequence[Any] | None = None,
-    label_dtypes: Mapping[str, Any] | Sequence[Any] | None = None,
+    feature_dtypes: Dtypes | None = None,
+    label_dtypes: Dtypes | None = None,
     class_labels: Sequence[str] = (),
     decoders: Collection[str] = (),
     collated: Collection[str] = (),
     sparse_cols: Sequence[str] | None = None,
-    handle_invalid: str | Mapping[str, Any] = "error",
+    handle_invalid: str | Mapping[str, object] = "error",
     data_name: str = "DataFrame",
 ) -> DataSchema:
     """Decide how every column is stored, or say what is wrong with it. Runs on the driver, starts no job.
@@ -97,11 +104,11 @@ def check_schema(
     feature_dtype = _overrides(feature_dtypes, features, "feature_dtypes")
     label_dtype = _overrides(label_dtypes, labels, "label_dtypes")
 
-    given = [*features, *labels, *([sample_weight_col] if sample_weight_col else [])]
+    named = [*features, *labels, *([sample_weight_col] if sample_weight_col else [])]
     _known("decoders", decoders, [*features, *labels])
     _known("collate_fn", collated, [*features, *labels])
     _known("sparse_cols", sparse_cols or (), features)
-    policies = _policies(handle_invalid, given)
+    policies = _policies(handle_invalid, named)
     roles: dict[str, str] = {}
 
     def build(
@@ -158,19 +165,20 @@ def _known(param: str, names: Collection[str], columns: Sequence[str]) -> None:
             )
 
 
-def _policies(given: str | Mapping[str, Any], columns: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """By column what happens to nulls and invalid numbers: ("error",), ("skip",) or ("fill", value)."""
+def _policies(given: str | Mapping[str, object], columns: Sequence[str]) -> dict[str, Policy]:
+    """Return by column the policy for nulls and invalid numbers."""
+    is_text = isinstance(given, str)
+    by_name: Mapping[str, object]
     if isinstance(given, str):
-        by_name: Mapping[str, Any] = dict.fromkeys(columns, given)
-        texts = tuple(by_name.values())
+        by_name = dict.fromkeys(columns, given)
     else:
         _known("handle_invalid", given, columns)
-        by_name, texts = given, ()
-    policies: dict[str, tuple[Any, ...]] = {}
+        by_name = given
+    policies: dict[str, Policy] = {}
     for name, value in by_name.items():
         if value in ("error", "skip"):
             policies[name] = (str(value),)
-        elif isinstance(value, (bool, int, float)) and not texts:
+        elif isinstance(value, (bool, int, float)) and not is_text:
             policies[name] = ("fill", value)
         else:
             raise InvalidArgumentError(
@@ -199,7 +207,7 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
 
 
 def _holds(column: Column, value: bool | int | float) -> bool:
-    """Whether the stored type can hold a number that is not NaN."""
+    """Return True if the stored type can hold a number that is not NaN."""
     if column.dtype not in FLOATS:
         limits = np.iinfo(column.dtype)
         low, high = (0, 1) if column.tensor_dtype == "bool" else (limits.min, limits.max)
@@ -209,7 +217,7 @@ def _holds(column: Column, value: bool | int | float) -> bool:
     return abs(value) <= float(np.finfo(column.dtype).max)
 
 
-def check_fraction(validation: Any) -> None:
+def check_fraction(validation: object) -> None:
     """Raise InvalidArgumentError unless `validation` is a number in [0, 1)."""
     if isinstance(validation, bool) or not isinstance(validation, (int, float)):
         raise InvalidArgumentError(
@@ -221,7 +229,7 @@ def check_fraction(validation: Any) -> None:
         )
 
 
-def _names(names: Any, param: str) -> list[str]:
+def _names(names: object, param: str) -> list[str]:
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise InvalidArgumentError(
             f"{param} is {names!r}. Give a list of column names, for example [{names!r}]."
@@ -236,16 +244,18 @@ def _names(names: Any, param: str) -> list[str]:
     return list(names)
 
 
-def _fields_by_name(df_schema: Any) -> dict[str, list[Any]]:
-    by_name: dict[str, list[Any]] = {}
+def _fields_by_name(df_schema: StructType) -> dict[str, list[StructField]]:
+    by_name: dict[str, list[StructField]] = {}
     for field in df_schema.fields:
         by_name.setdefault(field.name, []).append(field)
     return by_name
 
 
-def _field(by_name: Mapping[str, list[Any]], name: str, role: str, data_name: str) -> Any:
-    found = by_name.get(name)
-    if not found:
+def _field(
+    by_name: Mapping[str, list[StructField]], name: str, role: str, data_name: str
+) -> StructField:
+    fields = by_name.get(name)
+    if not fields:
         close = difflib.get_close_matches(name, by_name, n=3, cutoff=0.6)
         lower = [n for n in by_name if n.lower() == name.lower() and n not in close]
         hint = (
@@ -260,12 +270,12 @@ def _field(by_name: Mapping[str, list[Any]], name: str, role: str, data_name: st
             f"{role} names column {name!r}, which the {data_name} does not have.{hint} "
             f"Its columns are: {_listing(list(by_name))}."
         )
-    if len(found) > 1:
+    if len(fields) > 1:
         raise InvalidArgumentError(
-            f"{role} names column {name!r}, which the {data_name} has {len(found)} times. "
+            f"{role} names column {name!r}, which the {data_name} has {len(fields)} times. "
             "Rename or drop the others first, so that the name is unique."
         )
-    return found[0]
+    return fields[0]
 
 
 def _listing(names: list[str], limit: int = 30) -> str:
@@ -274,14 +284,14 @@ def _listing(names: list[str], limit: int = 30) -> str:
 
 
 def _column(
-    field: Any,
+    field: StructField,
     name: str,
     role: str,
     floating: tuple[str, str],
     override: str | None,
     only_scalar: bool,
 ) -> Column:
-    """`floating`: what floating elements become in arrays and vectors, and in scalars."""
+    """Decide the storage of a column of numbers; `floating` are the types of floats in arrays and vectors, and in scalars."""
     kind, element, source = _classify(field.dataType)
     if element is None:
         raise InvalidArgumentError(
@@ -310,9 +320,9 @@ def _column(
 
 
 def _variable(
-    field: Any, name: str, role: str, default: str, override: str | None, has_decoder: bool
+    field: StructField, name: str, role: str, default: str, override: str | None, has_decoder: bool
 ) -> Column:
-    """A column that a decoder or a collate function of the user's gets row by row."""
+    """Decide the storage of a column that a decoder or a collate function gets row by row."""
     raw = RAW_TYPES.get(type(field.dataType).__name__)
     kind, element, source = _classify(field.dataType)
     if raw is None and (kind != "array" or element is None):
@@ -338,13 +348,13 @@ def _variable(
     )
 
 
-def _classify(data_type: Any) -> tuple[str, str | None, str]:
-    """(kind, numpy type of the elements or None, Spark's name) of a Spark type."""
+def _classify(data_type: DataType) -> tuple[str, str | None, str]:
+    """Return kind, numpy type of the elements or None, and Spark's name of a Spark type."""
     name = type(data_type).__name__
     if name == "VectorUDT":
         return "vector", "float64", "vector"
     if name == "ArrayType":
-        inner = data_type.elementType
+        inner: Any = data_type
         while type(inner).__name__ == "ArrayType":
             inner = inner.elementType
         return "array", NUMERIC_TYPES.get(type(inner).__name__), data_type.simpleString()
@@ -368,9 +378,7 @@ def _remedy(source: str, name: str) -> str:
     return "Turn it into numbers first."
 
 
-def _overrides(
-    given: Mapping[str, Any] | Sequence[Any] | None, names: list[str], param: str
-) -> dict[str, str]:
+def _overrides(given: Dtypes | None, names: list[str], param: str) -> dict[str, str]:
     if given is None:
         return {}
     if isinstance(given, Mapping):

@@ -14,18 +14,12 @@ from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 
-from sparkhvd.data import reuse
+from sparkhvd.data import ownership, reuse
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.manifest import DAMAGED_NAME
+from sparkhvd.data.ownership import release, renew_leases
 from sparkhvd.data.packed import read_packed
-from sparkhvd.data.reuse import (
-    PreparedData,
-    Scope,
-    plan_key,
-    prepare,
-    release,
-    renew_leases,
-)
+from sparkhvd.data.reuse import PreparedData, Scope, plan_key, prepare
 from sparkhvd.data.spark_plan import plan_facts
 from sparkhvd.data.store.leases import LEASE_NAME, LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.data.store.store import Store
@@ -480,7 +474,7 @@ def test_data_that_cannot_be_used_leave_nothing(spark: SparkSession, store: Stor
     with pytest.raises(InvalidArgumentError, match="5 of 5 rows are null"):
         prepared(df, store)
     assert store.list("data") == []
-    assert not any(store == s for s, _ in reuse._owned.directories)
+    assert not any(store == s for s, _ in ownership._owned.directories)
 
 
 def test_a_file_that_went_missing_is_made_again(spark: SparkSession, store: Store) -> None:
