@@ -118,7 +118,7 @@ class Manifest:
         values = load_sealed(text.encode(errors="surrogateescape"), required=False)
         if values is None or "format_version" not in values:
             raise InvalidArgumentError(
-                "The list of the data's files is damaged: it is not what was written. Fit again: the data are materialized "
+                "The list of the data's files is damaged: its checksum does not match. Fit again: the data are materialized "
                 "anew."
             )
         if values["format_version"] not in READABLE_VERSIONS:

@@ -60,7 +60,7 @@ def materialize(
 
     Args:
         df: the DataFrame, classic or Connect.
-        schema: what `check_schema` returned.
+        schema: as `check_schema` returned it.
         store: where to write; the executors must see it.
         data_dir: folder in the store.
         num_partitions: coalesce to at most this many partitions first; None leaves them. Few partitions are no

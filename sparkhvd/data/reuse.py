@@ -134,7 +134,7 @@ def prepare(
     Args:
         df: the DataFrame, classic or Connect. (What a Connect plan reads is not visible to the client, so there
             only `data_key` reuses.)
-        schema: what `check_schema` returned.
+        schema: as `check_schema` returned it.
         store: where the data live.
         app_id: the application that owns the data; None means the DataFrame's. They are deleted when this process ends.
         data_key: the user's word that data of this key are the same; None lets the plan decide.

@@ -87,11 +87,11 @@ def check_schema(
         collated: columns whose rows a function of the user's turns into a batch.
         sparse_cols: vector features that are kept sparse; None means those of more than `DENSE_WIDTH` dimensions.
         handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column "error", "skip" or a value to fill in.
-        data_name: what has the columns, for messages.
+        data_name: of the source of the columns, for messages.
 
     Raises:
         InvalidArgumentError: a column is missing, ambiguous, of a type that cannot become a tensor, or has two
-            roles. The message names the column, what was found and what is expected.
+            roles. The message names the column, its type and the expected ones.
     """
     features = _names(feature_cols, "feature_cols")
     labels = _names(label_cols, "label_cols")
@@ -165,15 +165,15 @@ def _known(param: str, names: Collection[str], columns: Sequence[str]) -> None:
             )
 
 
-def _policies(given: str | Mapping[str, object], columns: Sequence[str]) -> dict[str, Policy]:
+def _policies(policy: str | Mapping[str, object], columns: Sequence[str]) -> dict[str, Policy]:
     """Return by column the policy for nulls and invalid numbers."""
-    is_text = isinstance(given, str)
+    is_text = isinstance(policy, str)
     by_name: Mapping[str, object]
-    if isinstance(given, str):
-        by_name = dict.fromkeys(columns, given)
+    if isinstance(policy, str):
+        by_name = dict.fromkeys(columns, policy)
     else:
-        _known("handle_invalid", given, columns)
-        by_name = given
+        _known("handle_invalid", policy, columns)
+        by_name = policy
     policies: dict[str, Policy] = {}
     for name, value in by_name.items():
         if value in ("error", "skip"):
@@ -182,7 +182,7 @@ def _policies(given: str | Mapping[str, object], columns: Sequence[str]) -> dict
             policies[name] = ("fill", value)
         else:
             raise InvalidArgumentError(
-                f"handle_invalid is {given!r}. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number "
+                f"handle_invalid is {policy!r}. Give 'error', 'skip' (leave out rows with a null, NaN, infinity or a number "
                 "that the tensor cannot hold), or a dict by column of 'error', 'skip' or a number that takes their place."
             )
     return policies
@@ -198,7 +198,7 @@ def _check_fill(column: Column, value: bool | int | float) -> None:
             f"{where}. Bytes and strings cannot be filled with a number: give 'skip' or 'error', or df.na.fill before."
         )
     if value != value:
-        raise InvalidArgumentError(f"{where}, and NaN is what is to be replaced. Give a number.")
+        raise InvalidArgumentError(f"{where}, and NaN is itself replaced. Give a number.")
     if not _holds(column, value):
         raise InvalidArgumentError(
             f"{where}, which {column.tensor_dtype} cannot hold. Give another number, or another type with "
@@ -378,21 +378,21 @@ def _remedy(source: str, name: str) -> str:
     return "Turn it into numbers first."
 
 
-def _overrides(given: Dtypes | None, names: list[str], param: str) -> dict[str, str]:
-    if given is None:
+def _overrides(dtypes: Dtypes | None, names: list[str], param: str) -> dict[str, str]:
+    if dtypes is None:
         return {}
-    if isinstance(given, Mapping):
-        for name in given:
+    if isinstance(dtypes, Mapping):
+        for name in dtypes:
             if name not in names:
                 raise InvalidArgumentError(
                     f"{param} names column {name!r}, which is not among {', '.join(map(repr, names))}."
                 )
-        pairs = list(given.items())
+        pairs = list(dtypes.items())
     else:
-        if isinstance(given, str) or len(given) != len(names):
+        if isinstance(dtypes, str) or len(dtypes) != len(names):
             raise InvalidArgumentError(
-                f"{param} is {given!r}. Give a dict by column name, or a list of {len(names)} entries, one "
+                f"{param} is {dtypes!r}. Give a dict by column name, or a list of {len(names)} entries, one "
                 f"for each of {', '.join(map(repr, names))}."
             )
-        pairs = list(zip(names, given, strict=True))
+        pairs = list(zip(names, dtypes, strict=True))
     return {name: dtype_name(dtype) for name, dtype in pairs if dtype is not None}

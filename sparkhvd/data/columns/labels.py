@@ -96,8 +96,8 @@ class LabelBinding:
         ]
         if not integers or not re.search(r"dtype|scalar type|Long|Integral", str(error)):
             return ""
-        given = ", ".join(f"{name!r}: 'float32'" for name in integers)
-        return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{given}}}."
+        dtypes = ", ".join(f"{name!r}: 'float32'" for name in integers)
+        return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{dtypes}}}."
 
     def _match(self, i: int, output: Tensor, label: Tensor) -> Tensor:
         if output.dim() == 0 or output.shape[0] != label.shape[0]:
@@ -186,28 +186,32 @@ def bind_labels(
 
 
 def _label_shapes(
-    labels: Sequence[Column], given: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None
+    labels: Sequence[Column],
+    label_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None,
 ) -> tuple[tuple[int, ...] | None, ...]:
-    if given is None:
+    if label_shapes is None:
         return (None,) * len(labels)
     names = [c.name for c in labels]
-    if isinstance(given, Mapping):
-        unknown = [name for name in given if name not in names]
+    if isinstance(label_shapes, Mapping):
+        unknown = [name for name in label_shapes if name not in names]
         if unknown:
             raise InvalidArgumentError(
                 f"label_shapes names {quoted(unknown)}, which label_cols does not. It has {quoted(names)}."
             )
         return tuple(
-            checked_shape("label_shapes", given[c.name], c) if c.name in given else None
+            checked_shape("label_shapes", label_shapes[c.name], c)
+            if c.name in label_shapes
+            else None
             for c in labels
         )
-    if len(given) != len(labels):
+    if len(label_shapes) != len(labels):
         raise InvalidArgumentError(
-            f"label_shapes has {len(given)} shapes and there are {len(labels)} label columns ({quoted(names)}). Give "
+            f"label_shapes has {len(label_shapes)} shapes and there are {len(labels)} label columns ({quoted(names)}). Give "
             "one per column, or a dict by column."
         )
     return tuple(
-        checked_shape("label_shapes", shape, c) for shape, c in zip(given, labels, strict=True)
+        checked_shape("label_shapes", shape, c)
+        for shape, c in zip(label_shapes, labels, strict=True)
     )
 
 

@@ -1,6 +1,6 @@
 """Rows of variable length in memory: their values in one piece, and the place of each row in it.
 
-Taking and slicing rows moves no values; only what a batch needs is gathered, without Python code per row.
+Taking and slicing rows moves no values; only the rows of a batch are gathered, without Python code per row.
 """
 
 from __future__ import annotations

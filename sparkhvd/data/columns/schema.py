@@ -54,10 +54,10 @@ class Column:
         tensor_dtype: torch name of the tensor that the trainer sees; differs from `dtype` for bfloat16 and bool.
         is_explicit: the user chose the dtype (`feature_dtypes`, `label_dtypes`).
         has_decoder: a function of the user's turns each stored value into a number or array.
-        is_collated: a function of the user's turns the rows of a batch into what the model gets.
+        is_collated: a function of the user's turns the rows of a batch into an argument of the model.
         decoded: shape of one row's value after the decoder; None until data have been read.
         is_sparse: whether a vector is kept sparse; None lets its width decide.
-        invalid: what to do with rows that are null or hold a null, NaN, infinity or a number that the tensor cannot
+        invalid: policy for rows that are null or hold a null, NaN, infinity or a number that the tensor cannot
             hold: ("error",), ("skip",) or ("fill", value).
         cast_to: torch name of the floating type in which a tensor holds these integers beside floats; empty if they
             stay integers.

@@ -342,7 +342,7 @@ def test_a_remaining_broadcast_is_an_error_with_both_shapes(
         binding.match([torch.zeros(output_shape)], binding.apply(batch_of(schema)))
 
 
-def test_number_of_outputs_and_losses_must_fit() -> None:
+def test_number_of_outputs_and_losses_must_match() -> None:
     schema = schema_of(column("x", 4), labels=(INT, column("z")))
     binding = bind_labels(schema, [nn.CrossEntropyLoss(), nn.MSELoss()])
     assert binding.kinds == ("class_index", "elementwise")
