@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sparkhvd.data.columns.check import NUMERIC_TYPES
 from sparkhvd.data.columns.schema import DENSE_WIDTH
+from sparkhvd.data.columns.storage import NUMERIC_TYPES
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:

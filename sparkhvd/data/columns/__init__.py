@@ -5,6 +5,7 @@ Each module imports only those above it:
     ragged    rows of variable length and sparse rows in memory
     heads     meaning of a model's outputs: classes, probabilities, values
     schema    type, shape and storage of each column
+    storage   Spark types as stored types and tensors
     check     columns of a source, checked on the driver
     decoders  the user's functions from stored values to arrays
     shapes    shapes of one row, as Params give them
