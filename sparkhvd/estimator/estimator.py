@@ -27,8 +27,9 @@ from sparkhvd.estimator.fitting.progress import EpochReporter, poll_interval, re
 from sparkhvd.estimator.fitting.request import Request, bind_features, check_request, try_model
 from sparkhvd.estimator.fitting.runs import Folds
 from sparkhvd.estimator.model import TorchModel
-from sparkhvd.estimator.param_table import rows_of, with_signature
-from sparkhvd.estimator.params import TrainParams
+from sparkhvd.estimator.params.base import with_signature
+from sparkhvd.estimator.params.fit import TrainParams
+from sparkhvd.estimator.params.table import rows_of
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
 from sparkhvd.spark import SparkShim
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from typing_extensions import Unpack
 
-    from sparkhvd.estimator.keywords import EstimatorKeywords
+    from sparkhvd.estimator.params.keywords import EstimatorKeywords
 
 __all__ = ["TorchEstimator"]
 

@@ -21,8 +21,8 @@ from sparkhvd.data.columns.schema import RAW_TYPES, Column
 from sparkhvd.data.store.default import default_store
 from sparkhvd.data.vectors import split_vectors, vector_columns
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.param_table import with_signature
-from sparkhvd.estimator.params import PredictParams
+from sparkhvd.estimator.params.base import with_signature
+from sparkhvd.estimator.params.prediction import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
 from sparkhvd.estimator.transform.worker import Output, PredictSpec
 from sparkhvd.runner.child import cloudpickle
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Unpack
 
-    from sparkhvd.estimator.keywords import ModelKeywords
+    from sparkhvd.estimator.params.keywords import ModelKeywords
 
 __all__ = ["TorchModel"]
 

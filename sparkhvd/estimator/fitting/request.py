@@ -22,8 +22,8 @@ from sparkhvd.estimator.fitting.cluster import Cluster, Given, resolve_cluster
 from sparkhvd.estimator.fitting.inputs import check_inputs, row_functions
 from sparkhvd.estimator.fitting.options import training_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
-from sparkhvd.estimator.param_table import rows_of
-from sparkhvd.estimator.params import TrainParams
+from sparkhvd.estimator.params.fit import TrainParams
+from sparkhvd.estimator.params.table import rows_of
 from sparkhvd.training.building import (
     Overrides,
     build_model,

@@ -664,11 +664,6 @@ def three(model: Any, batch: Any, ctx: Any) -> None: ...
     [
         ({"train_step": 3}, "train_step is 3; it must be a function."),
         (
-            {"train_minibatch_fn": three},
-            "train_minibatch_fn is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns the "
-            "loss: the loop calls backward() and steps.",
-        ),
-        (
             {"train_step": one},
             "train_step must take (model, batch, ctx): too many positional arguments.",
         ),
