@@ -23,4 +23,5 @@ Each module imports only those above it:
     spark_plan    a DataFrame's analyzed plan, for the key of reuse
     materialize   writes a DataFrame as packed files
     reuse         materialized data: found again, owned, deleted
+    source        rows of a fit: a DataFrame, or Parquet files as they are
 """

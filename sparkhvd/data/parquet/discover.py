@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -29,6 +29,9 @@ from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.store.connect import RemoteStore
 from sparkhvd.data.store.store import Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
 
 __all__ = ["ParquetDataset", "fingerprint", "open_dataset", "read_manifest", "store_of"]
 
@@ -78,7 +81,7 @@ class ParquetDataset:
         return tuple(self.partitions[self.files[0].path])
 
     @cached_property
-    def schema(self) -> Any:
+    def schema(self) -> StructType:
         """The columns as a Spark StructType; those of folders last, as in Spark."""
         from pyspark.sql import types as T  # noqa: N812 - everyone's name
 
