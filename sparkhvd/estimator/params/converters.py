@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
@@ -68,6 +68,8 @@ def to_dtypes(value: object) -> Any:
 
     if isinstance(value, Mapping):
         return {column: name(dtype) for column, dtype in value.items()}
+    if not isinstance(value, Iterable):
+        raise TypeError("expected dtypes, in the order of the columns or by column")
     return [name(dtype) for dtype in value]
 
 
@@ -89,7 +91,7 @@ def to_function(value: object) -> Callable[..., Any]:
     """Require something callable."""
     if not callable(value):
         raise TypeError("expected a function")
-    return value  # type: ignore[no-any-return]  # what callable() narrows to
+    return value
 
 
 def any_value(value: object) -> Any:

@@ -119,16 +119,14 @@ def test_the_signature_lists_names_with_an_effect_by_group() -> None:
 
 
 def test_options_are_the_values_of_a_fit() -> None:
-    estimator = TorchEstimator(epochs=3, maxIter=None, label_cols="y")
-    options = estimator._read_options(FitOptions)
-    assert options == FitOptions(
+    assert TorchEstimator(epochs=3, maxIter=None, label_cols="y")._options() == FitOptions(
         epochs=3, label_cols=["y"], explicit=frozenset({"epochs", "label_cols"})
     )
-    estimator = TorchEstimator(restore_best=True, inmemory_cache_all=True, shuffle_bytes=5)
-    options = estimator._read_options(FitOptions)
+    both = TorchEstimator(restore_best=True, inmemory_cache_all=True, shuffle_bytes=5)
+    options = both._options()
     assert (options.return_model, options.shuffle_bytes) == ("best", 1 << 62)
     with pytest.raises(InvalidArgumentError) as refused:
-        TorchEstimator(train_minibatch_fn=print)._check_values()
+        TorchEstimator(train_minibatch_fn=print)._options()
     assert str(refused.value) == (
         "train_minibatch_fn is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns the "
         "loss: the loop calls backward() and steps."

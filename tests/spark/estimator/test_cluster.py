@@ -11,7 +11,7 @@ import torch
 
 from sparkhvd import Settings, TorchEstimator
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.cluster import Cluster, Given, resolve_cluster
+from sparkhvd.estimator.fitting.cluster import Cluster, resolve_cluster
 from sparkhvd.settings import JobSettings
 from tests.harness.fake_driver import fake_driver
 from tests.harness.spark import run_on
@@ -39,8 +39,7 @@ def conf(spark: SparkSession) -> Iterator[dict[str, str]]:
 
 
 def resolve(spark: SparkSession, **params: object) -> Cluster:
-    estimator = TorchEstimator(**params)
-    return resolve_cluster(spark, Given(estimator._get, estimator.isSet))
+    return resolve_cluster(spark, TorchEstimator(**params)._options())
 
 
 def test_an_argument_wins_over_the_conf_it_over_the_environment_that_over_the_default(
