@@ -12,7 +12,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +37,9 @@ from sparkhvd.runner.payload import bytes_of
 from sparkhvd.training.modules.architecture import load_shell
 from sparkhvd.training.modules.weights import Weights
 from sparkhvd.training.to_device import Mover
+
+if TYPE_CHECKING:
+    from pyspark import Broadcast
 
 __all__ = ["Output", "PredictSpec", "load_spec", "predict"]
 
@@ -119,7 +122,7 @@ class ModelCache:
 _cache = ModelCache(KEPT_MODELS)
 
 
-def load_spec(carried: Any) -> PredictSpec:
+def load_spec(carried: bytes | Broadcast[bytes]) -> PredictSpec:
     """Return the spec that the driver pickled, from the bytes that came with Spark's function."""
     spec: PredictSpec = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's closure
     return spec
