@@ -9,7 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from sparkhvd.data.parquet.discover import ParquetDataset, read_manifest
+from sparkhvd.data.parquet.dataset import ParquetDataset
+from sparkhvd.data.parquet.manifest import read_manifest
 from sparkhvd.data.reuse import PreparedData, Scope, prepare
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkhvd.data.columns.binding import model_dtype
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.features import model_dtype
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.parquet.discover import fingerprint
+from sparkhvd.data.parquet.manifest import fingerprint
 from sparkhvd.data.reading.sampler import split_validation
 from sparkhvd.data.reading.source import Source, open_source
 from sparkhvd.data.reuse import PreparedData

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.data.parquet.discover import ParquetDataset, open_dataset, store_of
+from sparkhvd.data.parquet.dataset import ParquetDataset, open_dataset, store_of
 from sparkhvd.data.parquet.petastorm import UNISCHEMA_KEY, codec_decoders
 from sparkhvd.data.source import ParquetFiles
 from sparkhvd.data.store.connect import RemoteStore

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkhvd.data.columns import heads
+from sparkhvd.data.columns.binding import bind_inputs, model_dtype
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.features import InputBinding, bind_inputs, model_dtype
+from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.labels import bind_labels, is_class_index
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.store.default import default_store

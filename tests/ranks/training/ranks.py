@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.features import bind_inputs
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
