@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
@@ -46,7 +46,7 @@ from sparkhvd.training.train import train
 from sparkhvd.training.user_code.transformations import flat_columns
 
 if TYPE_CHECKING:
-    from pyspark.ml.param import Param
+    from pyspark.ml._typing import ParamMap
     from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Unpack
 
@@ -57,7 +57,7 @@ __all__ = ["TorchEstimator"]
 
 @with_signature
 class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable["TorchEstimator"]):
-    """Trains a PyTorch module on a Spark DataFrame, one rank per Spark task, all started together.
+    """Estimator of a PyTorch module: trains it on a Spark DataFrame, one rank per Spark task, all started together.
 
         estimator = TorchEstimator(
             model=net, optimizer=torch.optim.Adam(net.parameters()), loss=nn.CrossEntropyLoss(),
@@ -68,11 +68,44 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     module and the optimizer given are not modified. Arguments and their meaning: `explainParams()`.
     """
 
-    def __init__(self, *positional: Any, **keywords: Unpack[EstimatorKeywords]) -> None:
+    def __init__(self, *positional: object, **keywords: Unpack[EstimatorKeywords]) -> None:
         super().__init__()
         self._scope: Scope | None = None  # what the fits of a fitMultiple share
         self._folds = Folds()  # copies have the same
         self._set_keywords(positional, keywords)
+
+    @overload
+    def fit(self, dataset: DataFrame, params: ParamMap | None = ...) -> TorchModel: ...
+
+    @overload
+    def fit(
+        self, dataset: DataFrame, params: list[ParamMap] | tuple[ParamMap]
+    ) -> list[TorchModel]: ...
+
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | list[ParamMap] | tuple[ParamMap] | None = None,
+    ) -> TorchModel | list[TorchModel]:
+        """Train on a DataFrame: write its columns into the store in one Spark job, then train on all ranks; the driver waits.
+
+        A fit whose run stopped goes on from its last checkpoint if it is called again with the same `run_id`.
+
+        Args:
+            dataset: rows with the columns that the Params name; classic Spark or Spark Connect.
+            params: a param map that overrides Params of this fit, or a list of them, which gives a list of models.
+
+        Returns:
+            The trained model, as a Spark ML transformer.
+
+        Raises:
+            InvalidArgumentError: a Param or column is wrong (before any job), or the data hold what cannot be used
+                (before any rank starts).
+            PreflightError: the cluster or the store cannot run this.
+            RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
+                `run_id` goes on from it. Without a `run_id` a note at the error names it.
+        """
+        return super().fit(dataset, params)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         """Train on a DataFrame; Spark's `fit` calls it."""
@@ -126,15 +159,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         return models if is_list else models[0]
 
     def _fit_sources(self, sources: FitSources) -> TorchModel:
-        """Train; the driver waits until the model is there.
-
-        Raises:
-            InvalidArgumentError: a param or column is wrong (before any job), or the data hold what cannot be used
-                (before any rank starts).
-            PreflightError: the cluster or the store cannot run this.
-            RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
-                run_id goes on from it. Without a run_id a note at the error names it.
-        """
+        """Train on sources of rows; errors as in `fit`."""
         request = check_request(self._options(), sources, self.uid)
         with request.held:
             try:
@@ -180,7 +205,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     def fitMultiple(  # noqa: N802 - Spark's name
         self,
         dataset: DataFrame,
-        paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803
+        paramMaps: Sequence[ParamMap],  # noqa: N803
     ) -> Iterator[tuple[int, TorchModel]]:
         """Fit with each of several param maps; they share the materialized data.
 
@@ -196,9 +221,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         maps = self._with_run_ids(paramMaps, dataset.semanticHash() if has_run_id else 0)
         return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)
 
-    def _with_run_ids(
-        self, maps: Sequence[dict[Param[Any], Any]], data: Hashable
-    ) -> list[dict[Param[Any], Any]]:
+    def _with_run_ids(self, maps: Sequence[ParamMap], data: Hashable) -> list[ParamMap]:
         """Give each param map a run id, where one is set; equal `data` are one fold."""
         run_ids = [given.get(self.run_id, self._get("run_id")) for given in maps]
         return [

@@ -1,4 +1,4 @@
-"""What follows from the table of Params: getters and setters, keyword arguments, checks, explanations, options."""
+"""Consequences of the table of Params: getters and setters, keyword arguments, checks, explanations, options."""
 
 from __future__ import annotations
 

@@ -118,6 +118,13 @@ def test_the_signature_lists_names_with_an_effect_by_group() -> None:
     assert not dead & EstimatorKeywords.__annotations__.keys()
 
 
+def test_fit_has_its_own_help() -> None:
+    text = inspect.getdoc(TorchEstimator.fit) or ""
+    assert text.startswith("Train on a DataFrame")
+    assert all(word in text for word in ("dataset:", "params:", "Returns:", "RankError:"))
+    assert list(inspect.signature(TorchEstimator.fit).parameters) == ["self", "dataset", "params"]
+
+
 def test_options_are_the_values_of_a_fit() -> None:
     assert TorchEstimator(epochs=3, maxIter=None, label_cols="y")._options() == FitOptions(
         epochs=3, label_cols=["y"], explicit=frozenset({"epochs", "label_cols"})

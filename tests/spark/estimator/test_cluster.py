@@ -141,15 +141,14 @@ def test_the_conf_reaches_a_client_of_connect(tmp_path: Path) -> None:
         "local[2]",
         """
         from sparkhvd import TorchEstimator
-        from sparkhvd.estimator.fitting.cluster import Given, resolve_cluster
+        from sparkhvd.estimator.fitting.cluster import resolve_cluster
 
-        estimator = TorchEstimator(max_retries=3)
-        given = Given(estimator._get, estimator.isSet)
-        found = resolve_cluster(spark, given)
+        options = TorchEstimator(max_retries=3)._options()
+        found = resolve_cluster(spark, options)
         print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.values.spin_us)
         spark.conf.set("spark.sparkhvd.num_proc", "-3")
         try:
-            resolve_cluster(spark, given)
+            resolve_cluster(spark, options)
         except ValueError as e:
             print("ERROR", e)
         spark.stop()
