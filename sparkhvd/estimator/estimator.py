@@ -33,9 +33,10 @@ from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWrit
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
 from sparkhvd.spark import SparkShim
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.describe_program import describe_program
 from sparkhvd.training.modules.architecture import copy_with
 from sparkhvd.training.modules.fitted import Fitted
-from sparkhvd.training.program import describe_program, store_program
+from sparkhvd.training.program import store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
 from sparkhvd.training.user_code.transformations import (

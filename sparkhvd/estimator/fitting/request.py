@@ -24,23 +24,14 @@ from sparkhvd.estimator.fitting.options import training_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
 from sparkhvd.estimator.param_table import rows_of
 from sparkhvd.estimator.params import TrainParams
-from sparkhvd.training.building import (
-    Overrides,
-    build_model,
-    check_compression,
-    given_loss,
-)
 from sparkhvd.training.check_user_code import UserCode, check_user_code
+from sparkhvd.training.loss_functions import construct_losses, resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
+from sparkhvd.training.model import build_model, check_model
 from sparkhvd.training.modules.architecture import light_copy
 from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
-from sparkhvd.training.program import (
-    Program,
-    check_model,
-    check_optimizer,
-    dump_program,
-    resolve_losses,
-)
+from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
+from sparkhvd.training.program import Program, dump_program
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -211,17 +202,18 @@ def _check_model(params: TrainParams) -> tuple[torch.nn.Module, UserCode, Overri
     given, optimizer = params._get("model"), params._get("optimizer")
     model = check_model(build_model(given))
     user = check_user_code(_changed(params), train_fn_effects(params))
-    overrides = Overrides.of(params._get)
+    overrides = Overrides(
+        *(params._get(n) for n in ("learning_rate", "weight_decay", "lr_scaling"))
+    )
     if user.train_fn is None or optimizer is not None:
-        check_optimizer(optimizer, given, model)
-        overrides.check(optimizer, model)
+        overrides.check(check_optimizer(optimizer, given, model))
     return model, user, overrides
 
 
 def _check_losses(
     params: TrainParams, model: torch.nn.Module, user: UserCode, num_labels: int
 ) -> _Losses:
-    loss = given_loss(params._get("loss"), params._get("loss_constructors"), model)
+    loss = construct_losses(params._get("loss"), params._get("loss_constructors"), model)
     used: tuple[Any, ...] = ()
     is_sum: tuple[bool, ...] = ()
     if loss is not None or not user.computes_loss:
