@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -42,7 +43,7 @@ class StepPlan:
 
 
 class Data:
-    """This rank's readers of training and validation rows; a context manager.
+    """Readers of this rank's training and validation rows; a context manager.
 
     Attributes:
         num_steps: optimizer steps of an epoch.
@@ -72,59 +73,36 @@ class Data:
         self.schema = spec.transformed or manifest.schema
         files = spec.data_store or spec.store
         usable = self._usable("training", files, manifest)
+        open_reader = functools.partial(_reader, spec, functions=functions, pin_memory=pin_memory)
         loading = begun(spec.store, spec.data_dir)
-        self.training = _reader(
-            spec,
-            files,
-            manifest,
-            spec.training_subset,
-            functions,
-            usable,
-            loading=loading,
-            pin_memory=pin_memory,
+        self.training = open_reader(
+            files, manifest, spec.training_subset, usable=usable, loading=loading
         )
         self.validation: Reader | None = None
-        num_held_out = manifest.num_rows
+        held_out = manifest
         if spec.validation_dir is not None:
             held_out = Manifest.load(spec.store, spec.validation_dir)
-            num_held_out = held_out.num_rows
             held_out_files = spec.validation_store or spec.store
             rows = self._usable("validation", held_out_files, held_out)
-            self.validation = _reader(
-                spec,
-                held_out_files,
-                held_out,
-                "all",
-                functions,
-                rows,
-                is_training=False,
-                pin_memory=pin_memory,
+            self.validation = open_reader(
+                held_out_files, held_out, "all", usable=rows, is_training=False
             )
         elif spec.has_validation:
-            self.validation = _reader(
-                spec,
-                files,
-                manifest,
-                "validation",
-                functions,
-                usable,
-                is_training=False,
-                pin_memory=pin_memory,
+            self.validation = open_reader(
+                files, manifest, "validation", usable=usable, is_training=False
             )
         self.num_steps = len(step_plans(spec, self.training, 0))
-        for name, reader, steps, total in (
-            ("training", self.training, self.num_steps, manifest.num_rows),
-            ("validation", self.validation, None, num_held_out),
-        ):
-            if reader is not None and not (reader.num_steps if steps is None else steps):
-                raise InvalidArgumentError(
-                    f"There are no {name} steps: {reader.num_rows} of {total} rows are {name} rows"
-                    + (
-                        ", and drop_last leaves out a step that is not full."
-                        if spec.drop_last
-                        else "."
-                    )
-                )
+        self._check_steps("training", self.training, self.num_steps, manifest)
+        if self.validation is not None:
+            self._check_steps("validation", self.validation, self.validation.num_steps, held_out)
+
+    def _check_steps(self, name: str, reader: Reader, num_steps: int, manifest: Manifest) -> None:
+        if num_steps:
+            return
+        cause = ", and drop_last leaves out a step that is not full" if self._spec.drop_last else ""
+        raise InvalidArgumentError(
+            f"There are no {name} steps: {reader.num_rows} of {manifest.num_rows} rows are {name} rows{cause}."
+        )
 
     def prepare(self, epoch: int, start_step: int) -> None:
         """Begin to read the first training batches, while model and optimizer are made.
@@ -234,9 +212,9 @@ def _reader(
     store: Store,
     manifest: Manifest,
     subset: str,
+    *,
     functions: RowFunctions | None,
     usable: Rows | None,
-    *,
     is_training: bool = True,
     loading: Loading | None = None,
     pin_memory: bool = False,
