@@ -19,7 +19,7 @@ from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["MetricState", "StateMetric", "is_metric_collection", "is_state_metric"]
 
-# A state of torchmetrics: a tensor, or a list of what each update brought.
+# A state of torchmetrics: a tensor, or a list with an entry per update.
 _StateValue: TypeAlias = "Tensor | list[object]"
 
 

@@ -34,7 +34,7 @@ class Program:
     """The user's objects.
 
     Attributes:
-        model: the module to train; what is pickled may be the function that makes it.
+        model: the module to train; the pickle may hold the function that makes it.
         optimizer: an optimizer over its parameters, or a function of parameters that makes one; None if `train_fn` has its own.
         losses: one per label; with sample weights they return a value per row.
         is_sum: per loss, True if it adds up rows instead of averaging them.

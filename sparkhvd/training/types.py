@@ -21,13 +21,12 @@ __all__ = [
     "MakeScheduler",
     "Record",
     "State",
-    "StateDict",
     "Stateful",
     "TensorBatch",
     "Value",
 ]
 
-# What JSON holds.
+# A JSON value.
 Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 # A number or text in the record of an epoch.
 Value: TypeAlias = "float | str | None"
@@ -36,9 +35,8 @@ History: TypeAlias = "list[Record]"
 
 # A state in a checkpoint: dicts, lists, numbers, texts and tensors, known to the class that made it.
 State: TypeAlias = "dict[str, object]"
-StateDict: TypeAlias = "Mapping[str, object]"
 
-# Columns of a batch by name: arrays, `Ragged`, `SparseRows`, or what a collate function made.
+# Columns of a batch by name: arrays, `Ragged`, `SparseRows`, or values of a collate function.
 Columns: TypeAlias = "Mapping[str, object]"
 # Features, labels and weights by name, as user code gets them.
 TensorBatch: TypeAlias = "dict[str, Tensor]"

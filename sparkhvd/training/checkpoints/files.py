@@ -160,7 +160,7 @@ class Checkpoints:
         return self._pointer() or self._newest_whole() or (0, 0)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, or None where there is none; `warning` says what is repeated if it is older.
+        """Return the newest whole checkpoint, or None; `warning` names the training that is repeated if it is older.
 
         Raises:
             InvalidArgumentError: there are checkpoints, and all are damaged; or they have another format version.
