@@ -13,9 +13,9 @@ import fsspec
 import pyarrow.fs as pafs
 import pytest
 
-from sparkhvd.data import reuse
-from sparkhvd.data.reuse import _remove as remove_directory
-from sparkhvd.data.reuse import sweep
+from sparkhvd.data import ownership
+from sparkhvd.data.ownership import remove as remove_directory
+from sparkhvd.data.ownership import sweep
 from sparkhvd.data.store import connect, remote_calls
 from sparkhvd.data.store.atomic import remote_output
 from sparkhvd.data.store.leases import LEASE_S, Lease, lease_of, write_lease
@@ -300,7 +300,7 @@ def test_a_store_that_fails_in_any_way_keeps_no_other_from_release(
         def delete(self, path: str) -> None:
             raise RuntimeError(path)
 
-    monkeypatch.setattr(reuse, "_owned", reuse._Owned())
+    monkeypatch.setattr(ownership, "_owned", ownership._Owned())
     stores = [
         Store.create(tmp_path / "a"),
         Store.create(tmp_path / "b"),
@@ -308,18 +308,18 @@ def test_a_store_that_fails_in_any_way_keeps_no_other_from_release(
     ]
     stores[1] = Failing(stores[1].url)
     for store in stores:
-        reuse._own(store, "data/k/a", Lease("a", time.time()))
-    reuse.release()
+        ownership.own(store, "data/k/a", Lease("a", time.time()))
+    ownership.release()
     assert [store.data_directories() for store in stores] == [[], ["data/k/a"], []]
 
 
 def test_leases_are_renewed_while_data_are_written(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reuse, "_owned", reuse._Owned())
-    monkeypatch.setattr(reuse, "_RETRY_S", 0.01)
-    reuse._own(store, "data/k/a", Lease("a", 1.0))
-    with reuse._renewing(store):
+    monkeypatch.setattr(ownership, "_owned", ownership._Owned())
+    monkeypatch.setattr(ownership, "_RETRY_S", 0.01)
+    ownership.own(store, "data/k/a", Lease("a", 1.0))
+    with ownership.renewing(store):
         wait_until(
             lambda: lease_of(store, "data/k/a") != Lease("a", 1.0),
             "the lease is renewed",

@@ -1,4 +1,4 @@
-"""What two fits are compared by: every part that a checkpoint depends on, and nothing that differs by itself."""
+"""Descriptions of fits: equal in all processes, different in every part that a checkpoint depends on."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.estimator.fitting.options import describe_result
+from sparkhvd.estimator.fitting.loop import LoopOptions
 from sparkhvd.training.checkpoints.fingerprint import differences
+from sparkhvd.training.describe_program import describe_program
 from sparkhvd.training.early_stopping import Monitor
 from sparkhvd.training.metrics import resolve_metrics
-from sparkhvd.training.program import Program, describe_program
+from sparkhvd.training.program import Program
 from sparkhvd.training.schedulers import plain
 
 
 class Scaled(nn.Module):
-    """Of the user's own: an option that stays, and things that are other in every process."""
+    """User's module with an option, and with attributes that differ in every process."""
 
     def __init__(self, factor: float = 2.0, label: str = "") -> None:
         super().__init__()
@@ -148,9 +149,7 @@ def test_what_tells_the_best_epoch_is_compared_where_it_matters(
 ) -> None:
     texts = [
         json.dumps(
-            describe_result(
-                {"return_best": is_best, "monitor": Monitor(name, mode)}, has_schedule=False
-            )
+            LoopOptions(Monitor(name, mode), return_best=is_best).describe(has_schedule=False)
         )
         for is_best, name, mode in (before, now)
     ]
