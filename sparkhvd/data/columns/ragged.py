@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "Array",
+    "Flags",
     "Ragged",
     "Rows",
     "SparseRows",
@@ -28,6 +30,8 @@ __all__ = [
 Array = npt.NDArray[Any]
 # Row numbers of a data set.
 Rows = npt.NDArray[np.int64]
+# One per row.
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 from sparkhvd.data import ownership
 from sparkhvd.data.ownership import remove as remove_directory
 from sparkhvd.data.ownership import sweep
-from sparkhvd.data.store import connect
+from sparkhvd.data.store import connect, remote_calls
 from sparkhvd.data.store.atomic import remote_output
 from sparkhvd.data.store.leases import LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.data.store.store import Store
@@ -187,7 +187,7 @@ def test_what_could_not_be_moved_back_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
     filesystem = pafs.PyFileSystem(Moves([True, False, True, True]))
     with (
-        pytest.raises(OSError, match="what was there before is now .*/temporary-older"),
+        pytest.raises(OSError, match="the file that was there before is now .*/temporary-older"),
         remote_output(filesystem, f"{tmp_path}/a", f"{tmp_path}/temporary") as sink,
     ):
         sink.write(b"new")
@@ -242,7 +242,7 @@ def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
 
 
 def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
-    """One deletes its directory, and the key's folder if that is empty, while the other has just begun in it."""
+    """An owner deletes its directory, and the key's folder if that is empty, while another has just begun in it."""
     rounds, ended, lost = 300, threading.Event(), []
 
     def comes_and_goes(name: str, times: int) -> None:
@@ -333,7 +333,7 @@ def test_a_folder_of_any_name_is_a_store_of_its_own(store: Store, name: str) -> 
     below = store.below(name).below("deep")
     assert below.read_bytes("file") == b"x"
     assert below.local_path("") == store.local_path(f"{name}/deep")
-    assert Store("s3://bucket/p?region=r").below(name)._address.root == f"bucket/p/{name}"
+    assert Store("s3://bucket/p?region=r").below(name)._place.address.root == f"bucket/p/{name}"
 
 
 def test_a_driver_of_fsspec_gets_no_name_that_ends_a_url(memory_store: Store) -> None:
@@ -359,13 +359,13 @@ def test_only_folders_that_were_made_here_are_forgotten(tmp_path: Path) -> None:
 
 def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
     for _ in range(2):
-        list(connect._make_private(Store(str(tmp_path / "a" / "b"))))
+        list(remote_calls.make_private(Store(str(tmp_path / "a" / "b"))))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
 @contextlib.contextmanager
 def as_user(number: int) -> Iterator[None]:
-    """The thread's file accesses are those of another user, with nothing of what he makes open to others."""
+    """Access files in this thread as another user, whose new files are closed to others."""
     mask = os.umask(0o077)
     os.setegid(number)
     os.seteuid(number)

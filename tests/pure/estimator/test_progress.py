@@ -93,7 +93,7 @@ def test_lines_of_fits_that_train_at_once_bear_their_names(
 def test_a_slow_function_gets_every_epoch_before_the_end(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_LOOK_S", 1.0)
+    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_READ_S", 1.0)
     seen: list[int] = []
 
     def slow(found: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ def test_a_slow_function_gets_every_epoch_before_the_end(
 def test_a_store_that_does_not_answer_is_not_waited_for(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_LOOK_S", 0.1)
+    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_READ_S", 0.1)
     answers = threading.Event()
 
     def history() -> list[dict[str, Any]]:
