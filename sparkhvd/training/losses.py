@@ -34,7 +34,7 @@ class Counts:
     """
 
     num_rows: int
-    sums: Handle
+    sums: Handle[Tensor]
 
     def shares(self, own: Sequence[float], num_rows: int) -> list[float]:
         """By which the means over this rank's batch count, where the batch counts as its rows."""

@@ -199,14 +199,16 @@ class Step:
                 ) from e
             raise
 
-    def say(self, weight: float, problem: str) -> hvd.Handle | None:
+    def say(self, weight: float, problem: str) -> hvd.Handle[Tensor] | None:
         """Begin to tell all ranks what this rank's losses count; None if nobody needs to know."""
         if not (self.is_weighted or self.spec.terminate_on_nan):
             return None
         own = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
         return hvd.allreduce_async(own, name="step.weight", op=hvd.Sum)
 
-    def factor(self, said: hvd.Handle | None, plan: StepPlan, problem: str, where: str) -> float:
+    def factor(
+        self, said: hvd.Handle[Tensor] | None, plan: StepPlan, problem: str, where: str
+    ) -> float:
         """What the reduced gradients are to be multiplied by; every rank gets the same number.
 
         Args:

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Engine, ReduceOp, allreduce_call
+from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp, Reduction
 from sparkhvd.engine.library import DEVICE_CPU
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
@@ -420,7 +420,8 @@ class LowRankBucket:
         op, device = ReduceOp.AVERAGE, DEVICE_CPU
         if self._gpu is not None:
             op, device = ReduceOp.SUM, self._gpu[1].ordinal
-        call = allreduce_call(shapes, dtype, op, process_set=process_set, device=device)
+        reduction = Reduction(op)
+        call = Call(Collective.ALLREDUCE, shapes, dtype, reduction, process_set, device=device)
         for index, tensor in enumerate(tensors):
             call.place(index, tensor.data_ptr(), tensor.data_ptr())
         return call
