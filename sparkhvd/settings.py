@@ -433,7 +433,7 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def markdown_table() -> str:
-    """The settings as a Markdown table, as it stands in the README."""
+    """Return the settings as the Markdown table of docs/settings.md."""
     lines = ["| setting | environment | default | unit | meaning |", "|---|---|---|---|---|"]
     for f in fields(Settings):
         names = f"`{f.metadata['env']}`"
