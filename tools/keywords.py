@@ -46,10 +46,10 @@ def source(classes: Mapping[str, type] = CLASSES) -> str:
             f'    """Of `{cls.__name__}`, by group."""',
         ]
         for group in ("model", "data", "training", "cluster"):
-            mine = {n: row for n, row in rows.items() if row.group == group}
-            if mine:
+            members = {n: row for n, row in rows.items() if row.group == group}
+            if members:
                 lines += ["", f"    # {group}"]
-            for n, row in mine.items():
+            for n, row in members.items():
                 lines += [f"    {n}: {row.annotation} | None"]
         lines += ["", "    # other names"]
         for row in rows.values():
