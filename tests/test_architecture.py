@@ -59,8 +59,11 @@ BELOW_DATAFRAMES = {
 # travel to other processes.
 LAZY = {
     "sparkhvd/data/reading/source.py": (1, "packed data need no dataset reader of pyarrow"),
-    "sparkhvd/estimator/model.py": (4, "the function of transform, which runs in Spark's workers"),
-    "sparkhvd/estimator/param_types.py": (1, "the Params alone need no pyarrow"),
+    "sparkhvd/estimator/transform/stage.py": (
+        4,
+        "the function of transform, which runs in Spark's workers",
+    ),
+    "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (2, "`import sparkhvd.runner` on a rank loads no launcher"),
     "sparkhvd/runner/child.py": (4, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
