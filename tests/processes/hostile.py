@@ -28,9 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import Engine, ReduceOp, Work
-from sparkhvd.engine.library import Collective
-from sparkhvd.engine.work import Call
+from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp, Reduction, Work
 from sparkhvd.errors import InternalError, MismatchError, SparkhvdError
 from sparkhvd.rendezvous import Connections
 from sparkhvd.settings import Settings
@@ -114,10 +112,17 @@ def start_everything(engine: Engine) -> list[Work]:
     rows = np.ones((rank + 1, 2), np.float32)
     works.append(engine.allgather(view(rows), name="g", dtype=dtype_of(rows), keep=rows))
     parts = np.ones((5, 2), np.int32)
-    call = engine.prepare_alltoall(view(parts), [5] + [0] * (size - 1), dtype_of(parts))
+    call = engine.prepare(
+        Collective.ALLTOALL, [view(parts)], dtype_of(parts), numbers=(5, *[0] * (size - 1))
+    )
     works.append(engine.start(call, "t", parts))
     result = np.empty((len(range(rank, 5, size)), 2), np.int32)
-    call = engine.prepare_reducescatter([view(parts, result)], dtype_of(parts), ReduceOp.SUM)
+    call = engine.prepare(
+        Collective.REDUCESCATTER,
+        [view(parts, result)],
+        dtype_of(parts),
+        Reduction(ReduceOp.SUM),
+    )
     works.append(engine.start(call, "r", (parts, result)))
     works.append(engine.add_process_set([0, 1]))
     works.append(engine.configure(chunk_bytes=8192))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, Work
+from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, Work
 from tests.harness.rank_process import Talk
 from tests.ranks.engine.arrays import (
     NUMPY_TYPES,
@@ -182,7 +182,7 @@ class Rank:
             [view(a, b) for a, b in zip(inputs, results, strict=True)],
             name=p.name,
             dtype=p.dtype,
-            op=p.op,
+            reduction=Reduction(p.op),
             process_set=p.process_set,
             keep=(inputs, results),
         )
@@ -198,7 +198,11 @@ class Rank:
         place = self.registered[:size]
         place[:] = p.input_of(self.engine.rank, (size,))
         work = self.engine.allreduce(
-            [view(place, place)], name=p.name, dtype=p.dtype, op=p.op, keep=self.buffer
+            [view(place, place)],
+            name=p.name,
+            dtype=p.dtype,
+            reduction=Reduction(p.op),
+            keep=self.buffer,
         )
         return Started(p, work, lambda: self.same(p, place, self.reduced(p, (size,))))
 
@@ -238,8 +242,12 @@ class Rank:
         inputs = {r: p.input_of(r, (sum(splits[r]), p.columns)) for r in p.members}
         me = p.members.index(self.engine.rank)
         own = inputs[self.engine.rank]
-        call = self.engine.prepare_alltoall(
-            view(own), splits[self.engine.rank], p.dtype, p.process_set
+        call = self.engine.prepare(
+            Collective.ALLTOALL,
+            [view(own)],
+            p.dtype,
+            process_set=p.process_set,
+            numbers=tuple(splits[self.engine.rank]),
         )
         work = self.engine.start(call, p.name, own)
 
@@ -258,8 +266,12 @@ class Rank:
         begins = [i * (p.size // count) + min(i, p.size % count) for i in range(count + 1)]
         own = p.input_of(self.engine.rank, shape)
         result = np.empty((begins[me + 1] - begins[me], p.columns), own.dtype)
-        call = self.engine.prepare_reducescatter(
-            [view(own, result)], p.dtype, p.op, process_set=p.process_set
+        call = self.engine.prepare(
+            Collective.REDUCESCATTER,
+            [view(own, result)],
+            p.dtype,
+            Reduction(p.op),
+            p.process_set,
         )
         work = self.engine.start(call, p.name, (own, result))
         return Started(
