@@ -1,6 +1,6 @@
 """Every exception that sparkhvd raises on purpose.
 
-A caller does one of three things with an error, so there are three kinds: mend the call
+A caller does one of three things with an error, so there are three kinds: fix the call
 (`InvalidArgumentError`, `MismatchError`), restore and try again because the set of ranks changed
 (`CollectiveError`), or report a defect (`InternalError`). `RankError` is what the driver sees when a rank
 of a run failed: it carries what happened there as data.
@@ -33,7 +33,7 @@ class SparkhvdError(Exception):
 
 
 class InvalidArgumentError(SparkhvdError, ValueError):
-    """The call is wrong, and only the caller can mend it. Never retried."""
+    """The call is wrong, and only the caller can fix it. Never retried."""
 
 
 class MismatchError(InvalidArgumentError, RuntimeError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.data.parquet.dataset import ParquetDataset, open_dataset, store_of
 from sparkhvd.data.parquet.petastorm import UNISCHEMA_KEY, codec_decoders
 from sparkhvd.data.source import ParquetFiles
-from sparkhvd.data.store.connect import RemoteStore
+from sparkhvd.data.store.remote_store import RemoteStore
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitSources

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparkhvd.data.reuse import renew_leases
+from sparkhvd.data.ownership import renew_leases
 from sparkhvd.data.store.store import Store
 from sparkhvd.training.checkpoints.files import Checkpoints
 

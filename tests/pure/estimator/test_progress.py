@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparkhvd.data import reuse
+from sparkhvd.data import ownership
 from sparkhvd.data.store.leases import LEASE_NAME, Lease, lease_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator.fitting.progress import EpochReporter, format_epoch
@@ -129,11 +129,11 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
 def test_a_store_that_is_gone_ends_neither_reports_nor_other_renewals(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reuse, "_owned", reuse._Owned())
+    monkeypatch.setattr(ownership, "_owned", ownership._Owned())
     stores = [Store.create(tmp_path / name) for name in ("gone", "here")]
     old = time.time() - 7200
     for store in stores:
-        reuse._own(store, "data/k/a", Lease("a", old))
+        ownership.own(store, "data/k/a", Lease("a", old))
     here = stores[1]
     # Something that is no folder stands in its place: what is in it can be asked for, but not written.
     (tmp_path / "gone" / "data" / "k" / "a" / LEASE_NAME).unlink()
