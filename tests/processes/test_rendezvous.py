@@ -36,8 +36,9 @@ from sparkhvd.rendezvous import (
 )
 from sparkhvd.rendezvous.listener import unix_address
 from sparkhvd.rendezvous.loop import UNAUTHENTICATED_S
-from sparkhvd.rendezvous.meeting import MAX_UNAUTHENTICATED, Meeting
+from sparkhvd.rendezvous.meeting import Meeting
 from sparkhvd.rendezvous.memory import check_memory
+from sparkhvd.rendezvous.reception import MAX_UNAUTHENTICATED
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
@@ -270,7 +271,7 @@ def test_strangers_who_are_silent_or_send_garbage_do_not_disturb() -> None:
 
 
 def test_silent_stranger_is_dropped_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkhvd.rendezvous.meeting.UNAUTHENTICATED_S", 0.3)
+    monkeypatch.setattr("sparkhvd.rendezvous.reception.UNAUTHENTICATED_S", 0.3)
     with (
         job_of(2) as meetings,
         stranger(meetings[0].job.endpoints[0]) as sock,

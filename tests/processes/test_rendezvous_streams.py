@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,12 +22,15 @@ from sparkhvd.errors import (
 )
 from sparkhvd.rendezvous import (
     Connections,
+    Job,
     SingleRendezvous,
     SocketRendezvous,
     handshake,
     in_process,
 )
-from sparkhvd.rendezvous.meeting import MAX_UNAUTHENTICATED, Meeting
+from sparkhvd.rendezvous.links import Link, agree_on_hosts
+from sparkhvd.rendezvous.meeting import Meeting
+from sparkhvd.rendezvous.reception import MAX_UNAUTHENTICATED
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
@@ -114,16 +117,14 @@ def test_number_of_streams_is_the_one_of_the_settings(streams: int) -> None:
 def test_streams_follow_when_ranks_of_one_host_cannot_share_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = Meeting._agreed_hosts
-
-    def split(self: Any, mesh: Any) -> tuple[int, ...]:
-        for peer, link in mesh.items():
-            if 1 in (peer, self.job.rank):  # rank 1 shares with nobody
+    def split(job: Job, links: Mapping[int, Link]) -> tuple[int, ...]:
+        for peer, link in links.items():
+            if 1 in (peer, job.rank):  # rank 1 shares with nobody
                 link.shares_memory = False
             link.row = bytes([1, 0, 1]) if peer != 1 else bytes([0, 1, 0])
-        return real(self, mesh)
+        return agree_on_hosts(job, links)
 
-    monkeypatch.setattr(Meeting, "_agreed_hosts", split)
+    monkeypatch.setattr("sparkhvd.rendezvous.meeting.agree_on_hosts", split)
     with job_of(3, settings=THREE) as meetings:
         met = connect_all(meetings)
         assert [c.hosts for c in met] == [(0, 1, 2)] * 3
