@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "sparkhvd/runner/allocator.py": "glibc's own variables, by which a user configures the allocator",
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
     "sparkhvd/settings.py": "the settings",
+    "sparkhvd/rank_settings.py": "settings that a rank's function sets before init()",
     "sparkhvd/runner/trainer.py": "the trainer process inherits its parent's environment",
     "sparkhvd/runner/child.py": "torch's, OpenMP's and the user's own variables, before user code runs",
 }
@@ -61,7 +62,7 @@ LAZY = {
     "sparkhvd/estimator/model.py": (4, "the function of transform, which runs in Spark's workers"),
     "sparkhvd/estimator/param_types.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (2, "`import sparkhvd.runner` on a rank loads no launcher"),
-    "sparkhvd/runner/child.py": (4, "a trainer is there before what it does not need yet"),
+    "sparkhvd/runner/child.py": (2, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }
 

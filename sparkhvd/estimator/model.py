@@ -25,9 +25,9 @@ from sparkhvd.estimator.param_table import with_signature
 from sparkhvd.estimator.params import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
 from sparkhvd.estimator.transform.worker import Output, PredictSpec
-from sparkhvd.runner.child import cloudpickle
 from sparkhvd.runner.gpu.profiles import profile_to_share_gpus
 from sparkhvd.runner.payload import kept_carried
+from sparkhvd.runner.pickling import dumps
 from sparkhvd.spark import SparkShim
 from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.fitted import Fitted
@@ -162,7 +162,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         is_vector = vector_columns(dataset.schema)
         # Pickled here, so that a large model is not written to a file with each call; see `payload`.
-        spec_bytes = kept_carried(SparkShim(dataset.sparkSession), cloudpickle().dumps(spec))
+        spec_bytes = kept_carried(SparkShim(dataset.sparkSession), dumps(spec))
         fields = [
             *dataset.schema.fields,
             *(

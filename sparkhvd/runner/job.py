@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import launching, placement, preflight, task
 from sparkhvd.runner.admission import Turn, turn
-from sparkhvd.runner.child import cloudpickle, early_call
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
 from sparkhvd.runner.interrupts import Interrupter
@@ -38,8 +38,9 @@ from sparkhvd.runner.outcomes import (
     root_cause,
 )
 from sparkhvd.runner.payload import carried
+from sparkhvd.runner.pickling import dumps, early_call
 from sparkhvd.runner.preflight import SharedFiles
-from sparkhvd.settings import JobSettings, Settings
+from sparkhvd.settings import Settings
 from sparkhvd.spark import SparkShim, active_session
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def launch(
         gpus=gpu_plan,
         fixed_threads=_fixed_threads(options, conf, size),
         configured_slots=slots.maximum,
-        shared=b"" if options.shared is None else cloudpickle().dumps(options.shared),
+        shared=b"" if options.shared is None else dumps(options.shared),
     )
     is_alone = options.is_alone or gpu_plan.mode == decide.Mode.HOST
     with turn(shim.application(), share_of(profile), size, is_alone=is_alone) as mine:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job
-from sparkhvd.runner.child import JobFrame, dump_program
+from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu.agreement import OwnGpu
-from sparkhvd.settings import JobSettings, Settings
+from sparkhvd.runner.pickling import dump_program
+from sparkhvd.settings import Settings
 from sparkhvd.topology import address_towards, topology
 
 __all__ = [

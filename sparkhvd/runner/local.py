@@ -16,7 +16,7 @@ from typing import Any
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, placement, preflight
-from sparkhvd.runner.child import Prologue
+from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.outcomes import Kind, Outcome, error_of, root_cause
 from sparkhvd.runner.trainer import Trainer, inherited, interrupt

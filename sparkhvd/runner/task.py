@@ -19,16 +19,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InternalError, RankError
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, placement, preflight
-from sparkhvd.runner.child import Prologue
+from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, root_cause
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.trainer import Trainer, inherited
-from sparkhvd.settings import JobSettings
 
 if TYPE_CHECKING:
     import pyarrow as pa

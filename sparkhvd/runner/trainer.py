@@ -18,19 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from sparkhvd.errors import InternalError
 from sparkhvd.runner import allocator
-from sparkhvd.runner.child import (
-    JobFrame,
-    Prologue,
-    loader_variables,
-    read_frame,
-    write_frame,
-)
+from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, write_frame
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
 
 __all__ = ["Trainer", "inherited", "interrupt"]
@@ -110,7 +104,7 @@ class Trainer:
         log_read, log_write = os.pipe()
         theirs = [fd for fd in prologue.listener if fd >= 0] + [spec_read, result_write]
         inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
-        environ = {**inherited, **loader_variables(prologue.env)}
+        environ = {**inherited, **_loader_variables(prologue.env)}
         if prologue.keep_freed_memory:
             environ.update(allocator.start_variables(environ))
         # The package must be found before the trainer has set its own path.
@@ -344,6 +338,12 @@ def interrupt(trainers: Sequence[Trainer]) -> None:
     for trainer in trainers:
         if not trainer.wait(max(0.0, deadline - time.monotonic())):
             trainer.give_up(f"{INTERRUPT_GRACE_S:.0f} s after it was interrupted")
+
+
+def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that only work if they are set before the process starts."""
+    prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
+    return {name: value for name, value in env.items() if name.startswith(prefixes)}
 
 
 class _Closing:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.gpu import decide, probe, profiles
-from sparkhvd.settings import CONF_PREFIX, JobSettings, Settings
+from sparkhvd.settings import CONF_PREFIX, Settings
 from sparkhvd.spark import SparkShim
 
 __all__ = ["Cluster", "Given", "resolve_cluster"]

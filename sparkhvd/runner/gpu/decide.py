@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.runner.gpu.probe import VISIBLE
 from sparkhvd.runner.placement import executor_cores, is_local
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
 EXECUTOR_AMOUNT = "spark.executor.resource.gpu.amount"
 TASK_AMOUNT = "spark.task.resource.gpu.amount"
 DYNAMIC = "spark.dynamicAllocation.enabled"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Tasks that share a GPU where the cores of an executor are not known.
 _UNKNOWN_SLOTS = 4
 

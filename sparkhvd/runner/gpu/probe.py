@@ -16,9 +16,10 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["LIBRARY", "ask", "count_beside", "cuda_uuids", "has_started"]
+__all__ = ["LIBRARY", "VISIBLE", "ask", "count_beside", "cuda_uuids", "has_started"]
 
 LIBRARY = "libcuda.so.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
 # How long the driver may take to count where only a default depends on it.
 _COUNT_S = 30.0
