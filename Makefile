@@ -39,6 +39,7 @@ export JUPYTER_DATA_DIR := $(CURDIR)/build/cache/jupyter
 export JUPYTER_RUNTIME_DIR := $(CURDIR)/build/cache/jupyter
 
 PY := $(VENV)/bin/python
+BUILD_TOOLS := $(VENV)/.stamp-build-tools
 PACKAGES := $(VENV)/.stamp-packages
 NATIVE := build/native/.stamp
 BYTECODE := $(VENV)/.stamp-bytecode
@@ -48,18 +49,27 @@ NATIVE_SOURCES := $(shell find native -type f 2>/dev/null)
 # Every command that starts Spark runs behind this; found again each time, because Java comes from outside.
 WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
-# One thing at a time: the machine's cores belong to the compiler or to the tests, not to both.
+# One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
 .PHONY: quick soak-python soak-packaging soak-help wheel test-wheels test-aarch64 test-oldest test-nccl
-.PHONY: env native stand-in test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
+.PHONY: env native compiled stand-in test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
 
-$(PACKAGES): pyproject.toml setup.py tools/env.sh
-	@tools/env.sh
-	@mkdir -p build/native && touch $@ $(NATIVE)
+$(BUILD_TOOLS): tools/env.sh
+	@tools/env.sh build-tools
+	@touch $@
 
-$(NATIVE): $(NATIVE_SOURCES) setup.py | $(PACKAGES)
+# The compiler works while packages are downloaded; on $(COMPILE).
+COMPILE = $(NATIVE)
+$(PACKAGES): pyproject.toml setup.py tools/env.sh | $(BUILD_TOOLS)
+	@mkdir -p build
+	@$(MAKE) --no-print-directory $(COMPILE) >build/compile.log 2>&1 & compiling=$$!; \
+	  tools/env.sh packages || { kill $$compiling; exit 1; }; \
+	  wait $$compiling || { cat build/compile.log >&2; exit 1; }
+	@touch $@
+
+$(NATIVE): $(NATIVE_SOURCES) setup.py | $(BUILD_TOOLS)
 	@$(PY) setup.py -q build_ext --inplace
 	@touch $@
 
@@ -82,6 +92,7 @@ stand-in: $(NATIVE)
 java:
 	@tools/java.sh >/dev/null
 
+test: COMPILE = compiled
 test: lint test-native test-races test-memory test-python
 
 # A cross-section: what a change breaks most likely, on a checkout that is built.
@@ -106,6 +117,12 @@ format: $(PACKAGES)
 	$(VENV)/bin/ruff format .
 	find native -name '*.h' -o -name '*.cc' | xargs $(VENV)/bin/clang-format -i
 
+# All that `make test` runs of C++.
+compiled: stand-in
+	$(VENV)/bin/cmake --build build/native --target sparkhvd_tests sparkhvd_library_test
+	$(call BUILD_SANITIZED,thread,sparkhvd_tests nccl_conformity)
+	$(call BUILD_SANITIZED,address,sparkhvd_tests nccl_conformity)
+
 test-native: $(NATIVE)
 	$(VENV)/bin/cmake --build build/native --target check
 
@@ -125,17 +142,17 @@ endef
 THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream leaver rank_0
 MEMORY_HELD = operations frames ring memory tensors registered process_set join orders timeline kernel reduce device leaver abort
 
-test-races: $(PACKAGES)
+test-races: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,thread,sparkhvd_tests nccl_conformity)
 	build/native-thread/sparkhvd_tests $(THREADS_MEET)
 	build/native-thread/nccl_conformity --ranks 2
 
-test-memory: $(PACKAGES)
+test-memory: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,address,sparkhvd_tests nccl_conformity)
 	build/native-address/sparkhvd_tests $(MEMORY_HELD)
 	build/native-address/nccl_conformity --ranks 2
 
-test-sanitizers: $(PACKAGES)
+test-sanitizers: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,address,check)
 	$(call BUILD_SANITIZED,thread,check)
 

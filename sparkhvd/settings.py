@@ -338,7 +338,7 @@ def _parse_port_range(text: str) -> range | None:
 
 
 def markdown_table() -> str:
-    """Return the settings as a Markdown table for the documentation."""
+    """Return the settings as the Markdown table of docs/settings.md."""
     lines = ["| setting | environment | default | unit | meaning |", "|---|---|---|---|---|"]
     for f in fields(Settings):
         names = f"`{f.metadata['env']}`"

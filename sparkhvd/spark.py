@@ -14,10 +14,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.topology import address_towards
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from typing_extensions import TypeIs
 
 __all__ = ["SparkShim", "active_session", "connect_session", "is_dataframe"]
 
@@ -376,6 +380,6 @@ def connect_session() -> Any:
     return None
 
 
-def is_dataframe(value: Any) -> bool:
-    """Whether a value is a DataFrame, classic or Connect, or Parquet in the place of one."""
+def is_dataframe(value: object) -> TypeIs[DataFrame]:
+    """Return True for a DataFrame, classic or Connect."""
     return hasattr(value, "sparkSession") and hasattr(value, "schema")

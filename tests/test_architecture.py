@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd.settings import markdown_table
+from tools import errors as errors_page
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sparkhvd"
@@ -300,24 +301,29 @@ def test_allow_lists_name_only_files_that_exist() -> None:
     assert sorted(name for name in listed if not (ROOT / name).exists()) == []
 
 
-def test_readme_settings_table_is_the_one_that_the_code_prints() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_page_of_settings_has_the_table_that_the_code_prints() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
     found = re.search(r"<!-- settings -->\n(.*?)\n<!-- /settings -->", text, re.DOTALL)
-    assert found is not None, "README.md has no settings table"
-    assert found[1].strip() == markdown_table(), (
-        "README.md: put the output of sparkhvd.settings.markdown_table() between the markers"
+    assert found is not None, "docs/settings.md has no settings table"
+    assert found[1].strip() == markdown_table(), "Write it anew: python -m tools.settings"
+
+
+def test_page_of_errors_is_the_one_that_the_sources_give() -> None:
+    assert errors_page.FILE.read_text() == errors_page.page(), (
+        "Write it anew: python -m tools.errors"
     )
 
 
-def test_readme_names_every_top_level_folder() -> None:
+def test_contributing_names_every_top_level_folder() -> None:
     done = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
     )
     if done.returncode != 0:
         pytest.skip("not a git checkout: " + done.stderr.strip())
     folders = {name.split("/")[0] for name in done.stdout.splitlines() if "/" in name}
-    text = (ROOT / "README.md").read_text()
-    assert sorted(f for f in folders if not f.startswith(".") and f"`{f}/`" not in text) == []
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"^(\w+)/ ", text, re.M))
+    assert sorted(f for f in folders - named if not f.startswith(".")) == []
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:

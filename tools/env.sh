@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Creates .venv and installs the package into it, editable, with its test extras (`make env`).
+# The two halves of `make env`: `env.sh build-tools` creates .venv with what compiles the native library, `env.sh packages`
+# installs torch and the package itself, editable, with its test extras.
 #
 # Writes nothing outside the checkout and the temporary folder: pip runs without a cache. Takes from the
 # Makefile: VENV, PYTHON, TORCH, TORCH_INDEX.
@@ -28,30 +29,46 @@ find_python() {
   return 1
 }
 
-if [ ! -x "$venv/bin/python" ]; then
-  python=$(find_python) || fail "needs Python 3.10 to 3.13 and found ${PYTHON:-none}" \
-    "($(python3 --version 2>&1 || true)): install one, for example with \`apt-get install python3 python3-venv\`," \
-    "and name it with \`make env PYTHON=python3.12\`."
-  # Debian and Ubuntu keep ensurepip in a package of its own; without it venv fails half-way.
-  "$python" -c 'import ensurepip, venv' 2>/dev/null || fail "$python has no venv module:" \
-    "run \`apt-get install python3-venv\` (as root), then \`make env\` again."
-  "$python" -m venv "$venv"
-fi
-
 python=$venv/bin/python
 say() { echo "make env: $*"; }
 pip() { "$python" -m pip --disable-pip-version-check --no-cache-dir "$@"; }
 
-if ! "$python" -c 'import torch' 2>/dev/null; then
-  # pip prefers the CPU build of a version, 2.x.y+cpu, wherever an index or folder that it knows has one.
-  index=()
-  [ -z "$torch_index" ] || index=(--extra-index-url "$torch_index")
-  say "installing $torch"
-  pip install -q ${index[@]+"${index[@]}"} "$torch" || fail "could not install $torch with pip:" \
-    "choose another version with \`make env TORCH=torch==2.x.y\`, or see pip's message above."
-fi
+create_venv() {
+  local base
+  base=$(find_python) || fail "needs Python 3.10 to 3.13 and found ${PYTHON:-none}" \
+    "($(python3 --version 2>&1 || true)): install one, for example with \`apt-get install python3 python3-venv\`," \
+    "and name it with \`make env PYTHON=python3.12\`."
+  # Debian and Ubuntu keep ensurepip in a package of its own; without it venv fails half-way.
+  "$base" -c 'import ensurepip, venv' 2>/dev/null || fail "$base has no venv module:" \
+    "run \`apt-get install python3-venv\` (as root), then \`make env\` again."
+  "$base" -m venv "$venv"
+}
 
-say "installing sparkhvd with its test extras, and building the native library (a few minutes)"
-# Built without isolation, so that the library is compiled once, in build/native, and again only where changed.
-pip install -q "setuptools>=77" wheel "cmake>=3.22" ninja || fail "could not install the build tools; see pip's message above."
-pip install -q --no-build-isolation -e ".[test,dev]" || fail "could not install sparkhvd; the last lines above say why."
+install_build_tools() {
+  [ -x "$python" ] || create_venv
+  pip install -q "setuptools>=77" wheel "cmake>=3.22" ninja || fail "could not install the build tools; see pip's message above."
+  # Before minutes of downloads.
+  local problem
+  problem=$("$python" -c 'import setup; setup.compiler()' 2>&1) || fail "${problem##*BuildProblem: }"
+}
+
+install_packages() {
+  if ! "$python" -c 'import torch' 2>/dev/null; then
+    # pip prefers the CPU build of a version, 2.x.y+cpu, wherever an index or folder that it knows has one.
+    local index=()
+    [ -z "$torch_index" ] || index=(--extra-index-url "$torch_index")
+    say "installing $torch"
+    pip install -q ${index[@]+"${index[@]}"} "$torch" || fail "could not install $torch with pip:" \
+      "choose another version with \`make env TORCH=torch==2.x.y\`, or see pip's message above."
+  fi
+  say "installing sparkhvd with its test extras (a few minutes)"
+  # Without the library: make compiles it, once, in build/native.
+  SPARKHVD_BUILD_ENGINE=0 pip install -q --no-build-isolation -e ".[test,dev]" ||
+    fail "could not install sparkhvd; the last lines above say why."
+}
+
+case ${1-} in
+  build-tools) install_build_tools ;;
+  packages) install_packages ;;
+  *) fail "env.sh: expected build-tools or packages, got '${1-}'" ;;
+esac

@@ -12,6 +12,9 @@ Each module imports only those above it:
     columns       columns: schema, decoders, features, labels
     arrow_types   types of Arrow beyond those that Spark sends
     buffers       memory for windows of rows, filled again and again
+    arrow_memory  memory of Arrow arrays as numpy arrays
+    findings      counts of unusable rows, in sentences
+    narrowing     numbers in the stored type
     arrow         Arrow columns to numpy arrays of rows
     manifest      the files of a data set
     open_files    files that are open at a time
@@ -23,4 +26,5 @@ Each module imports only those above it:
     spark_plan    a DataFrame's analyzed plan, for the key of reuse
     materialize   writes a DataFrame as packed files
     reuse         materialized data: found again, owned, deleted
+    source        rows of a fit: a DataFrame, or Parquet files as they are
 """

@@ -13,17 +13,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkhvd.data.arrow import (
-    Findings,
-    column_to_numpy,
-    numpy_to_array,
-    problems,
-    text_to_array,
-    usable_rows,
-)
+from sparkhvd.data.arrow import column_to_numpy, usable_rows
 from sparkhvd.data.arrow_limits import bounded_batches
+from sparkhvd.data.arrow_memory import numpy_to_array, text_to_array
 from sparkhvd.data.columns.ragged import Values, num_bytes, row_shape
 from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.findings import Findings, problems
 from sparkhvd.data.manifest import DataFile, Manifest
 from sparkhvd.data.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.data.store.store import Store

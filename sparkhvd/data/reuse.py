@@ -144,7 +144,7 @@ def prepare(
     schema: DataSchema,
     store: Store,
     *,
-    app_id: str,
+    app_id: str | None = None,
     data_key: str | None = None,
     keep_data: bool = False,
     num_partitions: int | None = None,
@@ -163,7 +163,7 @@ def prepare(
             only `data_key` reuses.)
         schema: what `check_schema` returned.
         store: where the data live.
-        app_id: the Spark application; its data are deleted when this process ends.
+        app_id: the application that owns the data; None means the DataFrame's. They are deleted when this process ends.
         data_key: the user's word that data of this key are the same; None lets the plan decide.
         keep_data: leave the data in the store until `Store.clean()`.
         num_partitions: see `materialize`.
@@ -174,8 +174,11 @@ def prepare(
         InvalidArgumentError: the data cannot be used; see `materialize`.
     """
     started = time.monotonic()
+    shim = SparkShim(df.sparkSession)
+    if app_id is None:
+        app_id = shim.application()
     with _owned.lock:
-        _owned.applications[app_id] = SparkShim(df.sparkSession).is_over
+        _owned.applications[app_id] = shim.is_over
     _release_ended()
     sweep(store, now=time.time())
     key, reason = plan_key(df, schema, data_key)

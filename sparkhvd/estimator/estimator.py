@@ -5,23 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from sparkhvd.data.columns.features import model_dtype
 from sparkhvd.data.columns.labels import bind_labels
-from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.reading.sampler import split_validation
 from sparkhvd.data.reuse import Scope
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.data.source import Target
 from sparkhvd.estimator.fitting.cross_validation import FoldModels
-from sparkhvd.estimator.fitting.inputs import FitData, prepare_inputs, reader_packages
-from sparkhvd.estimator.fitting.on_parquet import FitOnParquet
+from sparkhvd.estimator.fitting.inputs import (
+    FitData,
+    FitSources,
+    check_split,
+    dataframe_sources,
+    prepare_inputs,
+    reader_packages,
+)
+from sparkhvd.estimator.fitting.on_parquet import (
+    PathLike,
+    Places,
+    open_sources,
+    split_arguments,
+)
 from sparkhvd.estimator.fitting.options import describe_result
 from sparkhvd.estimator.fitting.progress import EpochReporter, poll_interval, report_skipped
 from sparkhvd.estimator.fitting.request import Request, bind_features, check_request, try_model
@@ -31,22 +39,18 @@ from sparkhvd.estimator.param_table import rows_of, with_signature
 from sparkhvd.estimator.params import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
-from sparkhvd.spark import SparkShim
+from sparkhvd.spark import SparkShim, active_session
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules.architecture import copy_with
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.program import describe_program, store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
-from sparkhvd.training.user_code.transformations import (
-    bind_transformed,
-    flat_columns,
-    transformed_by,
-)
+from sparkhvd.training.user_code.transformations import bind_transformed, flat_columns
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Param
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Unpack
 
     from sparkhvd.estimator.keywords import EstimatorKeywords
@@ -55,9 +59,7 @@ __all__ = ["TorchEstimator"]
 
 
 @with_signature
-class TorchEstimator(
-    FitOnParquet, TrainParams, Estimator[TorchModel], MLWritable, MLReadable["TorchEstimator"]
-):
+class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable["TorchEstimator"]):
     """Trains a PyTorch module on a Spark DataFrame, one rank per Spark task, all started together.
 
         estimator = TorchEstimator(
@@ -76,6 +78,56 @@ class TorchEstimator(
         self._set_keywords(positional, keywords)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
+        """Train on a DataFrame; Spark's `fit` calls it."""
+        return self._fit_sources(dataframe_sources(dataset, self._get("validation")))
+
+    def fit_on_parquet(
+        self,
+        path: PathLike | Mapping[Any, Any] | Sequence[Any] | None = None,
+        params: Mapping[Any, Any] | Sequence[Any] | None = None,
+        *,
+        validation_path: PathLike | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        dataset_idx: int | None = None,
+        spark: SparkSession | None = None,
+    ) -> TorchModel | list[TorchModel]:
+        """Train on Parquet files as they are: the ranks read them, and Spark only starts the ranks.
+
+        Columns of numbers, lists, ML vectors, decimals, binary and text (with decoders), and folders `column=value`. Every row
+        comes once per epoch, whatever files and row groups there are. Nobody may change the files during the fit.
+
+        Horovod's call without a path reads the data below the estimator's store: `intermediate_train_data`, and with
+        `validation` set `intermediate_val_data`.
+
+        Args:
+            path: a file, or a folder with files and folders in it, as a path or URL that the driver and all executors
+                can read. A dict or list here is taken as `params`.
+            params: a param map to fit with, or a list of them, which gives a list of models. A `run_id` then gets the
+                index of the map, as in `fitMultiple`.
+            validation_path: rows to validate with, instead of `validation`.
+            storage_options: credentials and such for both paths, as for `Store.create`.
+            dataset_idx: Horovod's index of the data in the store.
+            spark: the session whose tasks become ranks; None means the active one.
+
+        Raises:
+            InvalidArgumentError: a param or column is wrong, or the data cannot be used (before any rank starts, where footers
+                or the first rows tell).
+            RankError: a rank failed, or found values that cannot be used; the message names file, column and count.
+        """
+        path, maps, is_list = split_arguments(path, params)
+        places = Places(path, validation_path, storage_options, dataset_idx)
+        if is_list:
+            data = (str(path), str(validation_path), dataset_idx)
+            maps = self._with_run_ids(maps, data)
+        session = active_session() if spark is None else spark
+        SparkShim(session)
+        models = []
+        for each in maps:
+            estimator = self.copy(each)
+            models.append(estimator._fit_sources(open_sources(estimator, places, session)))
+        return models if is_list else models[0]
+
+    def _fit_sources(self, sources: FitSources) -> TorchModel:
         """Train; the driver waits until the model is there.
 
         Raises:
@@ -85,10 +137,10 @@ class TorchEstimator(
             RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
                 run_id goes on from it. Without a run_id a note at the error names it.
         """
-        request = check_request(self, dataset)
+        request = check_request(self, sources)
         with request.held:
             try:
-                model, epoch = self._train(request, dataset)
+                model, epoch = self._train(request)
             except BaseException as e:
                 request.run.explain_failure(e, self._get("run_id"))
                 raise
@@ -98,20 +150,22 @@ class TorchEstimator(
             request.run.delete()
         return model
 
-    def _train(self, request: Request, dataset: DataFrame) -> tuple[TorchModel, int]:
-        """The model, and the epoch whose weights it has."""
+    def _train(self, request: Request) -> tuple[TorchModel, int]:
+        """Return the model, and the epoch whose weights it has."""
         with contextlib.nullcontext(self._scope) if self._scope else Scope() as scope:
-            data = prepare_inputs(
-                dataset,
-                self._get("validation"),
-                request.schema,
-                request.program.functions,
+            target = Target(
                 request.store,
-                app_id=SparkShim(request.spark).application(),
-                data_key=request.data_key,
+                request.run.run_dir,
+                scope,
+                request.data_key,
                 keep_data=self.getOrDefault("keep_data"),
-                run_dir=request.run.run_dir,
-                scope=scope,
+            )
+            data = prepare_inputs(
+                request.sources,
+                request.schema,
+                request.program,
+                target,
+                inputs=self._get("inputs"),
             )
             report_skipped(data.skipped, request.cluster.verbose)
             spec, widths = self._specify(request, data)
@@ -158,22 +212,18 @@ class TorchEstimator(
 
     def _specify(self, request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...] | None]:
         """What the ranks get, now that the shapes of the columns are known; the model is tried on them."""
-        schema, program = data.schema, request.program
-        transformed: DataSchema | None = None
-        if program.user.transformations:
-            schema = transformed = self._transformed(request, data)
+        program, transformed = request.program, data.transformed
+        schema = data.schema if transformed is None else transformed
         inputs = bind_features(self, program.model, schema)
         if transformed is not None:
             inputs = bind_transformed(inputs, transformed)
         widths = try_model(program.model, inputs, schema, data.examples)
-        validation = self._get("validation")
-        held_out = data.validation
-        is_fraction = bool(validation) and held_out is None and not isinstance(validation, str)
+        split, held_out = request.sources.split, data.validation
         batch_size = self.getOrDefault("batch_size")
         drop_last = self.getOrDefault("drop_last")
         accumulate = self.getOrDefault("accumulate")
         full = request.cluster.num_proc * batch_size * accumulate if drop_last else 1
-        _check_split(data.manifest, None if held_out is not None else validation, full)
+        check_split(data.manifest, split, full)
         weight = schema.sample_weight
         spec = TrainSpec(
             store=request.store,
@@ -195,8 +245,8 @@ class TorchEstimator(
             shuffle=self.getOrDefault("shuffle"),
             shuffle_bytes=self._shuffle_bytes(),
             drop_last=drop_last,
-            has_validation=bool(validation),
-            validation=float(validation) if is_fraction else None,
+            has_validation=request.sources.has_validation,
+            validation=float(split) if split and not isinstance(split, str) else None,
             validation_dir=held_out.data_dir if held_out is not None else None,
             validation_store=held_out.files if held_out is not None else None,
             num_workers=self.getOrDefault("num_workers"),
@@ -215,17 +265,6 @@ class TorchEstimator(
             1 << 62
             if self.getOrDefault("inmemory_cache_all")
             else self.getOrDefault("shuffle_bytes")
-        )
-
-    def _transformed(self, request: Request, data: FitData) -> DataSchema:
-        return transformed_by(
-            request.program.user.transformations,
-            data.training.files or request.store,
-            data.manifest,
-            data.schema,
-            request.program.functions,
-            inputs=self._get("inputs"),
-            model_dtype=model_dtype(request.program.model),
         )
 
     def _fingerprint(self, request: Request, data: FitData) -> str:
@@ -336,32 +375,3 @@ class TorchEstimator(
         """Load a saved estimator; `trust` as in `TorchModel.load`."""
         loaded: TorchEstimator = EstimatorReader(cls, trusted=trust).load(path)
         return loaded
-
-
-def _check_split(manifest: Manifest, validation: float | str | None, full: int) -> None:
-    """Refuse data that leave nothing to train on or to validate with, before any rank starts.
-
-    Args:
-        manifest: of the data.
-        validation: fraction, column or None.
-        full: rows that the training needs at least.
-    """
-    total, held_out = manifest.num_rows, manifest.num_validation or 0
-    if validation and not isinstance(validation, str):
-        held_out = len(split_validation(total, validation, 0)[1])
-    if isinstance(validation, str) and manifest.num_validation is None:
-        return  # nobody has counted: the ranks will see
-    if validation and held_out == 0:
-        raise InvalidArgumentError(
-            f"validation: column {validation!r} marks none of {total:,} rows. A row with true, or a number above 0, is "
-            "a validation row."
-        )
-    if held_out == total:
-        raise InvalidArgumentError(
-            f"validation: column {validation!r} marks all {total:,} rows, so none is left to train on."
-        )
-    if total - held_out < full:
-        raise InvalidArgumentError(
-            f"drop_last leaves out a step that is not full, and the {total - held_out:,} training rows are less than "
-            f"one full step of num_proc * batch_size * accumulate = {full:,} rows. Lower batch_size, or set drop_last=False."
-        )

@@ -17,7 +17,8 @@ from sparkhvd.data.columns.ragged import Ragged, SparseRows
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
-from sparkhvd.data.parquet.discover import open_dataset, read_manifest
+from sparkhvd.data.parquet.dataset import open_dataset
+from sparkhvd.data.parquet.manifest import read_manifest
 from sparkhvd.data.reading.reader import Batch, Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import RankError

@@ -7,6 +7,8 @@ Each module imports only those above it:
     schema    how each column is stored, and all checks of it
     check     columns of a DataFrame, checked on the driver
     decoders  the user's functions from stored values to arrays
-    features  columns to the arguments of `forward`
-    labels    label columns to what the loss compares
+    shapes    shapes of one row, as Params give them
+    features  batches of columns as the arguments of `forward`
+    binding   an argument of `forward` for every feature column
+    labels    label columns as the loss compares them
 """

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.columns.features import checked_shape, from_numpy, quoted
+from sparkhvd.data.columns.features import from_numpy, quoted
 from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.columns.shapes import checked_shape
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["LabelBinding", "bind_labels", "check_output_shapes", "is_class_index"]

@@ -1,7 +1,6 @@
-"""Rows by number from Parquet that others wrote: any row groups, encodings and compression.
+"""Rows by number from ordinary Parquet: any row groups, encodings and compression.
 
-Such files cannot be read from the middle of a row group: what stands before a row is decoded too. So a source keeps
-the place where its last read ended, and tells where row groups begin, for a sampler that shuffles whole ones.
+A source tells where row groups begin, for a sampler that shuffles whole ones.
 
 Threads: one at a time; pyarrow decodes columns in threads of its own.
 Memory: besides what a read returns, some megabytes of decoded rows, and the compressed bytes of a few row groups.
@@ -9,29 +8,21 @@ Memory: besides what a read returns, some megabytes of decoded rows, and the com
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from sparkhvd.data.arrow import (
-    Findings,
-    column_to_numpy,
-    problems,
-    shape_text,
-    usable_rows,
-)
-from sparkhvd.data.arrow_types import VERIFIED, plain
+from sparkhvd.data.arrow import column_to_numpy, usable_rows
 from sparkhvd.data.buffers import Empty, fresh
 from sparkhvd.data.columns.ragged import Ragged, Rows, SparseRows, Values, joined
 from sparkhvd.data.columns.schema import Column
-from sparkhvd.data.manifest import DataFile, Manifest
+from sparkhvd.data.findings import Findings, problems, shape_text
+from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.open_files import OpenFiles
+from sparkhvd.data.parquet.passes import Arrays, OpenFile, Pass
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
@@ -40,14 +31,6 @@ __all__ = ["ParquetSource"]
 # Decoded rows in one piece: large enough to hide the cost per piece, small beside any window.
 _PIECE_BYTES = 8 << 20
 _PIECE_ROWS = 64 << 10
-# Compressed bytes of row groups that one pass over a file takes together: small ones are not worth a call each.
-_SPAN_BYTES = 64 << 20
-# Row groups above this are not fetched as a whole before they are decoded.
-_WHOLE_BYTES = 256 << 20
-# What they are read through instead: each column has a buffer of its own.
-_BUFFER_BYTES = 32 << 20
-
-Arrays = dict[str, Any]
 
 
 class ParquetSource:
@@ -60,10 +43,10 @@ class ParquetSource:
         files = manifest.files
         self._firsts = np.cumsum([0, *(f.rows for f in files)], dtype=np.int64)
         self._group_ends = [np.cumsum(f.row_groups, dtype=np.int64) for f in files]
-        self._open: OpenFiles[int, _File] = OpenFiles(
-            lambda number: _File(store, manifest.files[number])
+        self._open: OpenFiles[int, OpenFile] = OpenFiles(
+            lambda number: OpenFile(store, manifest.files[number])
         )
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
 
     @property
     def block_edges(self) -> Rows:
@@ -85,7 +68,7 @@ class ParquetSource:
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
     ) -> dict[str, Any]:
-        """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
+        """Read the named columns as arrays (rows, *shape); `Ragged` or `SparseRows` where rows differ in length.
 
         Args:
             names: columns to read.
@@ -122,40 +105,40 @@ class ParquetSource:
         return out
 
     def arrays(self, names: Sequence[str], rows: Rows | None = None) -> Iterator[Arrays]:
-        """The named columns as Arrow arrays in the forms that Spark sends, piece by piece."""
+        """Read the named columns as Arrow arrays in the forms that Spark sends, piece by piece."""
         for _, arrays in self._pieces(names, rows):
             yield arrays
 
     def usable(
         self, columns: Sequence[Column], files: Sequence[int]
     ) -> dict[int, npt.NDArray[Any]]:
-        """By number of a file, (rows,) bool: which rows hold neither null nor NaN in these columns."""
-        found = {}
+        """Return by number of a file a mask (rows,) of rows that hold neither null nor NaN in these columns."""
+        usable = {}
         for number in files:
             masks = [
                 _usable_of(arrays, columns)
                 for _, arrays in self._file_pieces(number, [c.name for c in columns], None)
             ]
-            found[number] = np.concatenate([np.zeros(0, np.bool_), *masks])
-        return found
+            usable[number] = np.concatenate([np.zeros(0, np.bool_), *masks])
+        return usable
 
     def examples(self, count: int) -> Rows:
-        """Numbers of the first `count` rows that `handle_invalid` does not leave out, or of all such rows."""
+        """Return the numbers of the first `count` rows that `handle_invalid` does not leave out, or of all such rows."""
         skipping = [c for c in self._columns.values() if c.invalid[0] == "skip"]
         if not skipping:
             return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
-        found, at = np.empty(0, np.int64), 0
+        usable, at = np.empty(0, np.int64), 0
         for arrays in self.arrays([c.name for c in skipping]):
             mask = _usable_of(arrays, skipping)
-            found = np.append(found, np.flatnonzero(mask) + at)
+            usable = np.append(usable, np.flatnonzero(mask) + at)
             at += len(mask)
-            if len(found) >= count:
+            if len(usable) >= count:
                 break
-        return found[:count]
+        return usable[:count]
 
     # -- values --------------------------------------------------------------------------------------
 
-    def _values(self, number: int, column: Column, array: Any) -> Values:
+    def _values(self, number: int, column: Column, array: pa.Array) -> Values:
         schema = self._manifest.schema
         values, _ = column_to_numpy(array, column, is_flag=column is schema.validation)
         if values is None or not _fits(values, column):
@@ -165,25 +148,27 @@ class ParquetSource:
         return values
 
     def _refuse(self, number: int, column: Column) -> NoReturn:
-        """Look at the whole file, so that the message has the numbers of all its rows."""
+        """Read the column in the whole file, and raise an error with the counts of all its rows."""
         schema, file = self._manifest.schema, self._manifest.files[number]
-        found = Findings()
+        findings = Findings()
         rows = negative = 0
         for _, arrays in self._file_pieces(number, [column.name], None):
             array = arrays[column.name]
             if column.invalid[0] == "skip" and (mask := usable_rows(array, column)) is not None:
                 array = array.filter(pa.array(mask))
-            values, findings = column_to_numpy(array, column, is_flag=column is schema.validation)
-            found.add(findings)
+            values, more = column_to_numpy(array, column, is_flag=column is schema.validation)
+            findings.add(more)
             rows += len(array)
             if column is schema.sample_weight and isinstance(values, np.ndarray):
                 negative += int(np.count_nonzero(values < 0))
         where = f"column {column.name!r} ({column.source})"
-        lines = list(problems(column, found, rows, is_flag=column is schema.validation))
+        lines = list(problems(column, findings, rows, is_flag=column is schema.validation))
         if negative:
             lines.append(f"{where}: {negative:,} of {rows:,} rows hold a sample weight below 0.")
         if not lines:
-            shapes = ", ".join(f"{n:,} of {shape_text(s)}" for s, n in found.shapes.most_common(6))
+            shapes = ", ".join(
+                f"{n:,} of {shape_text(s)}" for s, n in findings.shapes.most_common(6)
+            )
             expected = shape_text(tuple(n for n in column.shape or () if n >= 0))
             lines.append(
                 f"{where}: rows have other lengths than the first rows of the data: {shapes} elements, not {expected}. "
@@ -197,7 +182,7 @@ class ParquetSource:
     # -- pieces --------------------------------------------------------------------------------------
 
     def _pieces(self, names: Sequence[str], rows: Rows | None) -> Iterator[tuple[int, Arrays]]:
-        """(number of the file, columns) for the wanted rows, in order."""
+        """Decode the wanted rows in order, as pairs (number of the file, columns)."""
         for number, file in enumerate(self._manifest.files):
             if not file.rows:
                 continue
@@ -214,7 +199,7 @@ class ParquetSource:
     def _file_pieces(
         self, number: int, names: Sequence[str], wanted: Rows | None
     ) -> Iterator[tuple[int, Arrays]]:
-        """(first row, columns) of pieces of a file that hold exactly the wanted rows."""
+        """Decode the wanted rows of a file, as pairs (first row, columns)."""
         count = self._manifest.files[number].rows if wanted is None else len(wanted)
         at = 0
         while at < count:
@@ -232,7 +217,7 @@ class ParquetSource:
     def _piece(
         self, number: int, names: tuple[str, ...], row: int, last: int
     ) -> tuple[int, Arrays]:
-        """A decoded piece that has a row of a file, of which others up to `last` will follow; and its first row's number."""
+        """Decode the piece with a row, of which others up to `last` will follow; return it behind its first row's number."""
         ends = self._group_ends[number]
         group = int(np.searchsorted(ends, row, side="right"))
         begin = int(ends[group - 1]) if group else 0
@@ -240,7 +225,7 @@ class ParquetSource:
         # Going on from where the last read ended is right unless a row group could begin nearer.
         if running is None or not running.serves(number, names, row, begin):
             self._pass = running = None
-            running = _Pass(
+            running = Pass(
                 self._open.get(number),
                 number,
                 names,
@@ -261,129 +246,8 @@ class ParquetSource:
         return int(min(max(1, _PIECE_BYTES // max(1, row_bytes)), _PIECE_ROWS))
 
 
-class _File:
-    """One open file."""
-
-    def __init__(self, store: Store, file: DataFile) -> None:
-        self.file = file
-        local = store.local_path(file.path)
-        where = store.full_url(file.path)
-        try:
-            self._source = pa.OSFile(local) if local is not None else store.open_input(file.path)
-        except FileNotFoundError as e:
-            raise InvalidArgumentError(
-                f"{where!r} is not there for {socket.gethostname()}. The driver saw it when the fit began: give a path or URL that "
-                "all hosts reach, and let nobody change the data during a fit."
-            ) from e
-        try:
-            self.metadata = pq.read_metadata(self._source)
-            found = [
-                self.metadata.row_group(g).num_rows for g in range(self.metadata.num_row_groups)
-            ]
-            if tuple(found) != file.row_groups or self._source.size() != file.size:
-                raise InvalidArgumentError(
-                    f"{where!r} has changed since the fit began: it has {self._source.size():,} bytes and {sum(found):,} rows, "
-                    f"and had {file.size:,} and {file.rows:,}. Let nobody change the data during a fit; run it again."
-                )
-            modified_ns = os.stat(local).st_mtime_ns if local is not None else 0
-            if modified_ns and file.modified_ns and modified_ns != file.modified_ns:
-                raise InvalidArgumentError(
-                    f"{where!r} was written again since the fit began, or its time of change differs between the driver and "
-                    f"{socket.gethostname()}. Let nobody change the data during a fit; run it again."
-                )
-        except BaseException:
-            self._source.close()
-            raise
-        self._is_local = local is not None
-
-    def close(self) -> None:
-        self._source.close()
-
-    def span(self, groups: Sequence[int]) -> list[int]:
-        """The first of these row groups, and those after it that are decoded in the same pass."""
-        total = 0
-        for count, number in enumerate(groups):
-            total += self.metadata.row_group(number).total_byte_size
-            if count and total > _SPAN_BYTES:
-                return list(groups[:count])
-        return list(groups)
-
-    def batches(self, groups: list[int], names: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-        """The columns of row groups in pieces of some rows."""
-        size = sum(self.metadata.row_group(g).total_byte_size for g in groups)
-        # A remote file is fetched in few large reads, unless that would take too much memory.
-        is_fetched = not self._is_local and size <= _WHOLE_BYTES
-        file = pq.ParquetFile(
-            self._source,
-            metadata=self.metadata,
-            **VERIFIED,
-            pre_buffer=is_fetched,
-            buffer_size=0 if is_fetched else max(16 << 10, _BUFFER_BYTES // max(8, len(names))),
-        )
-        batches: Iterator[pa.RecordBatch] = file.iter_batches(
-            batch_size=rows, row_groups=groups, columns=names
-        )
-        return batches
-
-
-class _Pass:
-    """Decoding some row groups of a file from front to back; keeps the piece it came to."""
-
-    def __init__(
-        self,
-        file: _File,
-        number: int,
-        names: tuple[str, ...],
-        wanted: Sequence[int],
-        begin: int,
-        rows: int,
-    ) -> None:
-        self._number, self._names = number, names
-        self._path, self._group = file.file.path, wanted[0]
-        self._partition = dict(file.file.partition)
-        stored = [name for name in names if name not in self._partition]
-        groups = file.span(wanted)
-        self._end = begin + sum(file.file.row_groups[g] for g in groups)
-        self._rows = rows
-        self._batches = file.batches(groups, stored, rows) if stored else iter(())
-        self._has_stored = bool(stored)
-        self._start = self._stop = begin
-        self._arrays: Arrays = {}
-
-    def serves(self, number: int, names: tuple[str, ...], row: int, group_begin: int) -> bool:
-        """Whether a row is in the current piece, or in one after it that is nearer than any row group's begin."""
-        is_same = (number, names) == (self._number, self._names)
-        return is_same and self._start <= row < self._end and group_begin <= self._stop
-
-    def piece(self, row: int) -> tuple[int, Arrays]:
-        """(first row's number in the file, columns) of the piece with the row."""
-        while self._stop <= row:
-            self._start = self._stop
-            try:
-                batch = next(self._batches) if self._has_stored else None
-            except (OSError, pa.ArrowInvalid) as e:
-                raise type(e)(f"{self._path!r}, row groups from {self._group}: {e}") from e
-            count = (
-                batch.num_rows if batch is not None else min(self._rows, self._end - self._start)
-            )
-            self._stop = self._start + count
-            if self._stop > row:
-                self._arrays = {name: self._array(name, batch, count) for name in self._names}
-        return self._start, self._arrays
-
-    def _array(self, name: str, batch: pa.RecordBatch | None, count: int) -> Any:
-        if name in self._partition:
-            return _repeated(self._partition[name], count)
-        assert batch is not None
-        return plain(batch.column(batch.schema.get_field_index(name)))
-
-
-def _repeated(value: int | float | str | None, count: int) -> Any:
-    """A partition's value for each row."""
-    return pa.nulls(count, pa.float64()) if value is None else pa.repeat(value, count)
-
-
-def _taken(array: Any, chosen: Rows) -> Any:
+def _taken(array: pa.Array, chosen: Rows) -> pa.Array:
+    """Take rows of an array; those in one piece share its memory."""
     if not len(chosen) or chosen[-1] - chosen[0] + 1 == len(chosen):
         return array.slice(int(chosen[0]) if len(chosen) else 0, len(chosen))
     return array.take(pa.array(chosen))
@@ -399,7 +263,7 @@ def _usable_of(arrays: Arrays, columns: Sequence[Column]) -> npt.NDArray[Any]:
 
 
 def _fits(values: Values, column: Column) -> bool:
-    """Whether the rows of a piece have the shape that the first rows of the data had."""
+    """Return True if the rows of a piece have the shape that the first rows of the data had."""
     if isinstance(values, np.ndarray):
         return values.shape[1:] == column.shape
     if isinstance(values, SparseRows):

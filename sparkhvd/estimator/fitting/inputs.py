@@ -1,29 +1,37 @@
-"""What a fit reads: the columns of its DataFrames or Parquet files, checked before any job, and made ready after."""
+"""Data of a fit: its sources by role, their columns checked before any job, and the prepared rows."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sparkhvd.data.columns.binding import model_dtype
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.parquet.discover import ParquetDataset, fingerprint, read_manifest
-from sparkhvd.data.reading.source import open_source
-from sparkhvd.data.reuse import PreparedData, Scope, prepare
-from sparkhvd.data.store.store import Store
+from sparkhvd.data.parquet.manifest import fingerprint
+from sparkhvd.data.reading.sampler import split_validation
+from sparkhvd.data.reading.source import Source, open_source
+from sparkhvd.data.reuse import PreparedData
+from sparkhvd.data.source import DataFrameSource, DataSource, ParquetFiles, Target
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.spark import is_dataframe
+from sparkhvd.training.program import Program
+from sparkhvd.training.user_code.transformations import transformed_by
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 __all__ = [
     "FitData",
-    "ParquetTable",
+    "FitSources",
     "check_inputs",
+    "check_split",
+    "dataframe_sources",
     "prepare_inputs",
     "reader_packages",
     "row_functions",
@@ -34,16 +42,23 @@ READERS = ("pyarrow", "petastorm")
 
 
 @dataclass(frozen=True)
-class ParquetTable:
-    """Parquet that others wrote, in the place of a DataFrame: it has columns and a session, and ranks read it as it is."""
+class FitSources:
+    """Rows of a fit by role.
 
-    dataset: ParquetDataset
-    sparkSession: Any  # noqa: N815 - as of a DataFrame
+    Attributes:
+        training: rows to train on.
+        validation: rows to validate with, where they are a source of their own.
+        split: fraction or column that takes validation rows from the training rows; None if there is neither.
+    """
+
+    training: DataSource
+    validation: DataSource | None = None
+    split: float | str | None = None
 
     @property
-    def schema(self) -> Any:
-        """The columns as a Spark StructType."""
-        return self.dataset.schema
+    def has_validation(self) -> bool:
+        """True if some rows validate."""
+        return self.validation is not None or bool(self.split)
 
 
 @dataclass(frozen=True)
@@ -51,44 +66,46 @@ class FitData:
     """The data of a fit.
 
     Attributes:
-        training: data of the DataFrame given to `fit`, or of the files given to `fit_on_parquet`.
-        validation: data of a second DataFrame or folder, or None.
+        training: rows to train on.
+        validation: rows of a validation source, or None.
         schema: of the training data, with shape and dtype of decoded columns.
+        transformed: columns as the user's transformations return them; None without these.
         examples: collated columns for two rows, to try the model on.
     """
 
     training: PreparedData
     validation: PreparedData | None
     schema: DataSchema
+    transformed: DataSchema | None = None
     examples: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def manifest(self) -> Manifest:
-        """Of the training data."""
+        """Manifest of the training data."""
         return self.training.manifest
 
     @property
     def seconds(self) -> float:
-        """How long it took to have the data."""
+        """Seconds spent on preparing the data."""
         return self.training.seconds + (self.validation.seconds if self.validation else 0.0)
 
     @property
     def is_other_each_time(self) -> bool:
-        """Whether a plan that gives other values each time has computed some of them for this fit."""
+        """True if some values were computed for this fit by a plan that gives other values each time."""
         return self.training.is_other_each_time or (
             self.validation is not None and self.validation.is_other_each_time
         )
 
     @property
     def skipped(self) -> dict[str, tuple[int, int]]:
-        """By DataFrame, "training" and "validation", rows that `handle_invalid` left out, and rows in all."""
+        """Rows that `handle_invalid` left out and rows in all, by "training" and "validation"."""
         manifests = {"training": self.manifest}
         if self.validation:
             manifests["validation"] = self.validation.manifest
         return {n: (m.num_skipped, m.num_skipped + m.num_rows) for n, m in manifests.items()}
 
     def describe(self) -> dict[str, Any]:
-        """What two fits must share so that one can go on where the other stopped."""
+        """Return the facts that a resumed fit must share with the run it continues."""
         manifests = [self.manifest, *([self.validation.manifest] if self.validation else [])]
         return {
             "rows": self.manifest.num_rows,
@@ -104,21 +121,28 @@ class FitData:
 
 
 def row_functions(get: Callable[[str], Any]) -> RowFunctions:
-    """The user's decoders and collate functions from the Params."""
+    """Return the user's decoders and collate functions, from the Params."""
     return RowFunctions(get("decoders") or {}, get("collate_fn") or {})
 
 
 def reader_packages(get: Callable[[str], Any]) -> tuple[str, ...]:
-    """What the executors need to read the data, besides what every fit needs."""
+    """List the packages that executors need for the `reader` Param alone."""
     return ("petastorm",) if get("reader") == "petastorm" else ()
 
 
-def _check_reader(reader: str, dataset: Any) -> None:
+def dataframe_sources(df: DataFrame, validation: DataFrame | float | str | None) -> FitSources:
+    """Return the sources of `fit(df)`; `validation` is the Param."""
+    if is_dataframe(validation):
+        return FitSources(DataFrameSource(df), DataFrameSource(validation))
+    return FitSources(DataFrameSource(df), split=validation)
+
+
+def _check_reader(reader: str, source: DataSource) -> None:
     if reader not in READERS:
         raise InvalidArgumentError(
             f"reader is {reader!r}; expected one of {', '.join(map(repr, READERS))}."
         )
-    if reader == "petastorm" and not isinstance(dataset, ParquetTable):
+    if reader == "petastorm" and not isinstance(source, ParquetFiles):
         raise InvalidArgumentError(
             "reader='petastorm' reads data sets that are there, and fit(df) writes its own, which petastorm cannot read. Give "
             "the data set to fit_on_parquet(path), or leave reader out."
@@ -127,27 +151,27 @@ def _check_reader(reader: str, dataset: Any) -> None:
 
 def check_inputs(
     get: Callable[[str], Any],
-    dataset: Any,
+    sources: FitSources,
     *,
     functions: RowFunctions,
     model_dtype: str,
     class_labels: Sequence[str],
 ) -> DataSchema:
-    """Check the columns of both DataFrames; starts no job.
+    """Check the columns of all sources and decide how each is stored; starts no job.
 
     Args:
         get: the value of a Param by its name.
-        dataset: the DataFrame given to `fit`.
-        functions: what `row_functions` gave.
+        sources: of the fit.
+        functions: the user's decoders and collate functions.
         model_dtype: dtype of the model's parameters.
         class_labels: label columns that hold class indices.
 
     Raises:
-        InvalidArgumentError: a column cannot be used, `validation` is a DataFrame with other columns, or `reader` is
-            none for these data.
+        InvalidArgumentError: a column cannot be used, the validation source has other columns, or `reader` is none for
+            these data.
     """
-    _check_reader(get("reader"), dataset)
-    validation, sparse_cols = get("validation"), get("sparse_cols")
+    _check_reader(get("reader"), sources.training)
+    sparse_cols = get("sparse_cols")
     if sparse_cols is None and get("input_shapes") is not None:
         sparse_cols = []  # a shape is one of a dense tensor
     options: dict[str, Any] = {
@@ -163,106 +187,124 @@ def check_inputs(
         "sparse_cols": sparse_cols,
         "handle_invalid": get("handle_invalid") or "error",
     }
-    has_frame = is_dataframe(validation)
+    training, validation = sources.training, sources.validation
     schema = check_schema(
-        dataset.schema,
-        validation=None if has_frame else validation,
-        data_name=_kind(dataset),
-        **options,
+        training.schema, validation=sources.split, data_name=training.name, **options
     )
-    if has_frame:
+    if validation is not None:
         try:
-            other = check_schema(validation.schema, data_name=_kind(validation), **options)
+            other = check_schema(validation.schema, data_name=validation.name, **options)
         except InvalidArgumentError as e:
-            raise InvalidArgumentError(f"The {_kind(validation)} given as validation: {e}") from e
+            raise InvalidArgumentError(f"The {validation.name} given as validation: {e}") from e
         for ours, theirs in zip(schema.columns, other.columns, strict=True):
             if (ours.kind, ours.dtype) != (theirs.kind, theirs.dtype):
                 raise InvalidArgumentError(
-                    f"The {_kind(validation)} given as validation has column {ours.name!r} of type {theirs.source}; in the training "
+                    f"The {validation.name} given as validation has column {ours.name!r} of type {theirs.source}; in the training "
                     f"data it is {ours.source}. Cast one of them."
                 )
     return schema
 
 
 def prepare_inputs(
-    dataset: Any,
-    validation: Any,
+    sources: FitSources,
     schema: DataSchema,
-    functions: RowFunctions,
-    store: Store,
+    program: Program,
+    target: Target,
     *,
-    app_id: str,
-    data_key: str | None,
-    keep_data: bool,
-    run_dir: str,
-    scope: Scope,
+    inputs: Mapping[str, str | Sequence[str]] | None,
 ) -> FitData:
-    """Materialize the DataFrame, and the second one if `validation` is one; or reuse what there is.
+    """Prepare all sources, and run the user's functions on the first training rows.
 
-    One `data_key` names both; `scope` is the fit, or the fits of a fold, see `reuse`. Of Parquet only a list of its
-    files is written, into the run's folder.
+    Args:
+        sources: of the fit.
+        schema: their columns, as `check_inputs` returned them.
+        program: the user's objects.
+        target: of the training data.
+        inputs: the Param.
 
     Raises:
-        InvalidArgumentError: the data cannot be used, see `materialize`; or a decoder fails on the first row.
+        InvalidArgumentError: the data cannot be used, see `materialize`; or a function of the user's fails.
     """
-
-    def ready(data: Any, columns: DataSchema, key: str | None, data_dir: str) -> PreparedData:
-        if isinstance(data, ParquetTable):
-            return _listed(data.dataset, columns, store, f"{run_dir}/{data_dir}")
-        options: dict[str, Any] = {"app_id": app_id, "data_key": key, "keep_data": keep_data}
-        return prepare(data, columns, store, **options, scope=scope)
-
-    training = ready(dataset, schema, data_key, "data")
+    training = sources.training.prepare(schema, target)
     held_out = None
-    if is_dataframe(validation):
+    if sources.validation is not None:
+        name = sources.validation.name
         plain = DataSchema(schema.features, schema.labels, schema.sample_weight)
         try:
-            validation_key = None if data_key is None else f"{data_key}/validation"
-            held_out = ready(validation, plain, validation_key, "validation")
+            held_out = sources.validation.prepare(plain, replace(target, role="validation"))
         except InvalidArgumentError as e:
-            raise InvalidArgumentError(f"The {_kind(validation)} given as validation: {e}") from e
-        _check_shapes(training.manifest.schema, held_out.manifest.schema, _kind(validation))
-    seen, examples = _look(training.manifest, functions, training.files or store)
-    return FitData(training, held_out, seen, examples)
+            raise InvalidArgumentError(f"The {name} given as validation: {e}") from e
+        _check_shapes(training.manifest.schema, held_out.manifest.schema, name)
+    functions, transformations = program.functions, program.user.transformations
+    data = FitData(training, held_out, training.manifest.schema)
+    if not functions.needs_example(data.schema) and not transformations:
+        return data
+    # Opened once for both: on an object store every opening costs several round trips.
+    with open_source(training.files or target.store, training.manifest) as rows:
+        seen, examples = _look(rows, data.schema, functions)
+        transformed = None
+        if transformations:
+            transformed = transformed_by(
+                transformations,
+                rows,
+                seen,
+                functions,
+                inputs=inputs,
+                model_dtype=model_dtype(program.model),
+            )
+    return FitData(training, held_out, seen, transformed, examples)
 
 
-def _listed(
-    dataset: ParquetDataset, schema: DataSchema, store: Store, data_dir: str
-) -> PreparedData:
-    """Parquet as it is: a manifest of its files."""
-    began = time.monotonic()
-    manifest = read_manifest(dataset, schema)
-    manifest.save(store, data_dir)
-    seconds = time.monotonic() - began
-    return PreparedData(manifest, data_dir, True, seconds, "read as it is", dataset.store)
-
-
-def _kind(data: Any) -> str:
-    return f"Parquet at {data.dataset.url!r}" if isinstance(data, ParquetTable) else "DataFrame"
-
-
-def _check_shapes(training: DataSchema, validation: DataSchema, kind: str) -> None:
+def _check_shapes(training: DataSchema, validation: DataSchema, name: str) -> None:
     pairs = zip(training.features + training.labels, validation.columns, strict=False)
     for ours, theirs in pairs:
         if (ours.kind, ours.shape) != (theirs.kind, theirs.shape):
             raise InvalidArgumentError(
-                f"The {kind} given as validation has shape {theirs.shape} per row in column {ours.name!r}; the "
+                f"The {name} given as validation has shape {theirs.shape} per row in column {ours.name!r}; the "
                 f"training data have {ours.shape}. Both must have one shape."
             )
 
 
 def _look(
-    manifest: Manifest, functions: RowFunctions, store: Store
+    rows: Source, schema: DataSchema, functions: RowFunctions
 ) -> tuple[DataSchema, dict[str, Any]]:
-    """The schema after decoders, and examples of collated columns, both from the first row."""
-    names = functions.needs_example(manifest.schema)
+    """Return the schema after decoders, and examples of collated columns, both from the first row."""
+    names = functions.needs_example(schema)
     if not names:
-        return manifest.schema, {}
-    with open_source(store, manifest) as source:
-        first = source.read(names, source.examples(1))
-    schema = functions.with_decoded(manifest.schema, first)
-    columns = [c for c in schema.columns if c.is_collated]
+        return schema, {}
+    first = rows.read(names, rows.examples(1))
+    decoded = functions.with_decoded(schema, first)
+    columns = [c for c in decoded.columns if c.is_collated]
     # Two rows, so that an output with one entry in all is told from one entry per row.
     twice = np.zeros(2, np.int64)
-    rows = functions.decode(columns, {c.name: first[c.name].take(twice) for c in columns})
-    return schema, functions.collate_batch(rows)
+    pair = functions.decode(columns, {c.name: first[c.name].take(twice) for c in columns})
+    return decoded, functions.collate_batch(pair)
+
+
+def check_split(manifest: Manifest, split: float | str | None, full_step: int) -> None:
+    """Refuse data that leave nothing to train on or to validate with, before any rank starts.
+
+    Args:
+        manifest: of the training data.
+        split: fraction or column that takes validation rows from them, or None.
+        full_step: rows that training needs at least.
+    """
+    total, held_out = manifest.num_rows, manifest.num_validation or 0
+    if split and not isinstance(split, str):
+        held_out = len(split_validation(total, split, 0)[1])
+    if isinstance(split, str) and manifest.num_validation is None:
+        return  # nobody has counted: the ranks will see
+    if split and held_out == 0:
+        raise InvalidArgumentError(
+            f"validation: column {split!r} marks none of {total:,} rows. A row with true, or a number above 0, is "
+            "a validation row."
+        )
+    if held_out == total:
+        raise InvalidArgumentError(
+            f"validation: column {split!r} marks all {total:,} rows, so none is left to train on."
+        )
+    if total - held_out < full_step:
+        raise InvalidArgumentError(
+            f"drop_last leaves out a step that is not full, and the {total - held_out:,} training rows are less than "
+            f"one full step of num_proc * batch_size * accumulate = {full_step:,} rows. Lower batch_size, or set drop_last=False."
+        )

@@ -20,6 +20,7 @@ def training_options(
     *,
     model: nn.Module,
     metric_names: Sequence[str],
+    has_validation: bool,
 ) -> dict[str, Any]:
     """Fields of `TrainSpec`, from Params.
 
@@ -28,12 +29,12 @@ def training_options(
         to_ranks: fields of `TrainSpec` that are Params as they are.
         model: the module to train.
         metric_names: of the fit's metrics, as they begin in the history.
+        has_validation: some rows validate.
 
     Raises:
         InvalidArgumentError: a value is out of range, or two Params contradict each other.
     """
     check_precision(get("precision"), model)
-    has_validation = bool(get("validation"))
     if get("validation_steps_per_epoch") is not None and not has_validation:
         raise InvalidArgumentError(
             "validation_steps_per_epoch is given, and there is no validation. Set validation, for example 0.1."

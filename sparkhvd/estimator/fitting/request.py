@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sparkhvd.data.columns import heads
+from sparkhvd.data.columns.binding import bind_inputs, model_dtype
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.features import InputBinding, bind_inputs, model_dtype
+from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.labels import bind_labels, is_class_index
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.store.default import default_store
@@ -19,7 +20,7 @@ from sparkhvd.data.store.run_lock import Held, hold
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.cluster import Cluster, Given, resolve_cluster
-from sparkhvd.estimator.fitting.inputs import check_inputs, row_functions
+from sparkhvd.estimator.fitting.inputs import FitSources, check_inputs, row_functions
 from sparkhvd.estimator.fitting.options import training_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
 from sparkhvd.estimator.param_table import rows_of
@@ -43,7 +44,7 @@ from sparkhvd.training.program import (
 )
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import SparkSession
 
 __all__ = ["Request", "bind_features", "check_request", "to_ranks", "train_fn_effects", "try_model"]
 
@@ -54,6 +55,7 @@ class Request:
 
     Attributes:
         spark: the session.
+        sources: of the rows.
         store: where everything goes.
         cluster: how many ranks, and how they are started.
         schema: the columns that take part.
@@ -71,7 +73,8 @@ class Request:
         training: more fields of `TrainSpec`.
     """
 
-    spark: Any
+    spark: SparkSession
+    sources: FitSources
     store: Store
     cluster: Cluster
     schema: DataSchema
@@ -109,7 +112,7 @@ class _Losses:
         return tuple(heads.link_of(loss) for loss in self.given)
 
 
-def check_request(params: TrainParams, dataset: DataFrame) -> Request:
+def check_request(params: TrainParams, sources: FitSources) -> Request:
     """Check everything that can be known before the first job: Params, columns, model, cluster, store and run.
 
     Raises:
@@ -117,12 +120,12 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
     """
     get = params._get
     params._check_values()
-    model, user, overrides = _check_model(params)
+    model, user, overrides = _check_model(params, sources)
     labels = _required(params, "label_cols", "the columns with the labels")
     _required(params, "feature_cols", "the columns that become the model's input")
     losses = _check_losses(params, model, user, len(labels))
     functions = row_functions(get)
-    schema = _check_columns(params, dataset, model, user, losses, functions)
+    schema = _check_columns(params, sources, model, user, losses, functions)
     program = Program(
         model=model,
         optimizer=get("optimizer"),
@@ -136,11 +139,15 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
     )
     num_checkpoints = _num_checkpoints(params)
     options = training_options(
-        get, to_ranks(params), model=model, metric_names=[m.name for m in program.metrics]
+        get,
+        to_ranks(params),
+        model=model,
+        metric_names=[m.name for m in program.metrics],
+        has_validation=sources.has_validation,
     )
     loss_weights = _loss_weights(params, len(labels))
     pickled, sha256 = dump_program(replace(program, model=get("model")))
-    spark = dataset.sparkSession
+    spark = sources.training.spark
     cluster = resolve_cluster(spark, Given(get, params.isSet))
     limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
     store = default_store(spark, get("store")).waiting(limit_s)
@@ -152,6 +159,7 @@ def check_request(params: TrainParams, dataset: DataFrame) -> Request:
         stack.pop_all()  # released by the caller
     return Request(
         spark=spark,
+        sources=sources,
         store=store,
         cluster=cluster,
         schema=schema,
@@ -206,11 +214,15 @@ def _changed(params: TrainParams) -> dict[str, Any]:
     return {n: v for n, v in set_params.items() if n not in defaults or v != defaults[n]}
 
 
-def _check_model(params: TrainParams) -> tuple[torch.nn.Module, UserCode, Overrides]:
+def _check_model(
+    params: TrainParams, sources: FitSources
+) -> tuple[torch.nn.Module, UserCode, Overrides]:
     """The module, the user's code, and what Params change of the optimizer."""
     given, optimizer = params._get("model"), params._get("optimizer")
     model = check_model(build_model(given))
-    user = check_user_code(_changed(params), train_fn_effects(params))
+    # Validation rows may come from files, which no Param names.
+    changed = {**_changed(params), "validation": sources.has_validation}
+    user = check_user_code(changed, train_fn_effects(params))
     overrides = Overrides.of(params._get)
     if user.train_fn is None or optimizer is not None:
         check_optimizer(optimizer, given, model)
@@ -233,18 +245,18 @@ def _check_losses(
 
 def _check_columns(
     params: TrainParams,
-    dataset: DataFrame,
+    sources: FitSources,
     model: torch.nn.Module,
     user: UserCode,
     losses: _Losses,
     functions: RowFunctions,
 ) -> DataSchema:
-    """The columns of the DataFrame; where their shapes are known, model and loss fit them."""
+    """Check the columns of the sources, and where their shapes are known, that model and loss fit them."""
     labels = params._get("label_cols")
     pairs = zip(labels, losses.given, strict=True)
     schema = check_inputs(
         params._get,
-        dataset,
+        sources,
         functions=functions,
         model_dtype=model_dtype(model),
         class_labels=[name for name, loss in pairs if is_class_index(loss)],

@@ -19,18 +19,14 @@ import pyarrow as pa
 import torch
 from torch import Tensor, nn
 
-from sparkhvd.data.arrow import (
-    Findings,
-    column_to_numpy,
-    numpy_to_array,
-    shape_text,
-    usable_rows,
-)
+from sparkhvd.data.arrow import column_to_numpy, usable_rows
+from sparkhvd.data.arrow_memory import numpy_to_array
 from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.ragged import Values, row_shape
 from sparkhvd.data.columns.schema import Column
+from sparkhvd.data.findings import Findings, shape_text
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.transform.gpu import NO_GPUS, TaskGpus, choose, held
 from sparkhvd.runner.payload import bytes_of

@@ -24,9 +24,7 @@ import torch
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.schema import Column, DataSchema, stored_dtype
-from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.reading.source import open_source
-from sparkhvd.data.store.store import Store
+from sparkhvd.data.reading.source import Source
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
@@ -177,8 +175,7 @@ def resolve_transformations(row: Any, batch: Any) -> Transformations:
 
 def transformed_by(
     functions: Transformations,
-    store: Store,
-    manifest: Manifest,
+    source: Source,
     schema: DataSchema,
     decoders: RowFunctions,
     *,
@@ -191,8 +188,7 @@ def transformed_by(
 
     Args:
         functions: the user's.
-        store: where the data are.
-        manifest: of the data.
+        source: the rows.
         schema: of the data, with decoded columns as they become.
         decoders: run before the functions.
         inputs: the param.
@@ -206,7 +202,7 @@ def transformed_by(
                 f"{functions.name} cannot be used with column {column.name!r}, whose rows are sparse, of different "
                 "lengths or collated. Do both in a collate function, or make the rows dense and of one length."
             )
-    with open_source(store, manifest) as source, _own_random_numbers():
+    with _own_random_numbers():
         rows = source.examples(PROBED_ROWS)
         values = decoders.decode(columns, source.read([c.name for c in columns], rows))
         found = functions.run(values, is_training=True)

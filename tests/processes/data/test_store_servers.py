@@ -16,7 +16,8 @@ from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import RowSource, write_packed
-from sparkhvd.data.parquet.discover import open_dataset, read_manifest
+from sparkhvd.data.parquet.dataset import open_dataset
+from sparkhvd.data.parquet.manifest import read_manifest
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.store.atomic import upload
 from sparkhvd.data.store.run_lock import hold

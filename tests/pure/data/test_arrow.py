@@ -10,16 +10,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from sparkhvd.data.arrow import (
-    Findings,
-    column_to_numpy,
-    numpy_to_array,
-    problems,
-    text_to_array,
-    usable_rows,
-)
+from sparkhvd.data.arrow import column_to_numpy, usable_rows
+from sparkhvd.data.arrow_memory import numpy_to_array, text_to_array
 from sparkhvd.data.columns.ragged import Ragged
 from sparkhvd.data.columns.schema import Column
+from sparkhvd.data.findings import Findings, problems
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.transform.worker import feature
 
@@ -303,7 +298,8 @@ def test_arrays_from_numpy_equal_those_of_arrow() -> None:
 _WORKER = """
 import sys
 import numpy as np, pyarrow as pa
-from sparkhvd.data.arrow import column_to_numpy, numpy_to_array
+from sparkhvd.data.arrow import column_to_numpy
+from sparkhvd.data.arrow_memory import numpy_to_array
 from sparkhvd.data.columns.schema import Column
 lists = pa.ListArray.from_arrays(numpy_to_array(np.array([0, 2, 4], np.int32)), numpy_to_array(np.ones(4)))
 values, _ = column_to_numpy(lists, Column("c", "array", "float32", None, "", "float32"))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own custom
 from torch import Tensor, nn
 
-from sparkhvd.data.columns.features import bind_inputs, model_dtype
+from sparkhvd.data.columns.binding import bind_inputs, model_dtype
 from sparkhvd.data.columns.labels import bind_labels, check_output_shapes
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError

@@ -13,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from sparkhvd.data.columns.check import check_schema
-from sparkhvd.data.parquet import discover
-from sparkhvd.data.parquet.discover import fingerprint, open_dataset, read_manifest
+from sparkhvd.data.parquet import manifest as parquet_manifest
+from sparkhvd.data.parquet.dataset import open_dataset
+from sparkhvd.data.parquet.manifest import fingerprint, read_manifest
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
@@ -212,7 +213,7 @@ def test_fingerprint_follows_size_and_time(tmp_path: Path) -> None:
 def test_fingerprint_of_very_many_files_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discover, "_LISTED_FILES", 2)
+    monkeypatch.setattr(parquet_manifest, "_LISTED_FILES", 2)
     for number in range(3):
         write(tmp_path / f"{number}.parquet")
     before = fingerprint(manifest_of(tmp_path, "x"))

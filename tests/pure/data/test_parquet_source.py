@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from sparkhvd.data.arrow_types import VERIFIED, plain
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.parquet import passes
 from sparkhvd.data.parquet import source as parquet
-from sparkhvd.data.parquet.discover import open_dataset, read_manifest
+from sparkhvd.data.parquet.dataset import open_dataset
+from sparkhvd.data.parquet.manifest import read_manifest
 from sparkhvd.data.parquet.source import ParquetSource
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.errors import InvalidArgumentError, StoreError
@@ -149,7 +151,7 @@ def test_any_rows_in_any_sequence_of_reads_are_those_of_the_files(
     with ParquetSource(store, manifest) as source, pytest.MonkeyPatch.context() as patch:
         # Small pieces, so that reads end inside them.
         patch.setattr(parquet, "_PIECE_ROWS", data.draw(st.sampled_from([5, 16, 1000])))
-        patch.setattr(parquet, "_SPAN_BYTES", data.draw(st.sampled_from([0, 1 << 30])))
+        patch.setattr(passes, "_SPAN_BYTES", data.draw(st.sampled_from([0, 1 << 30])))
         for _ in range(3):
             wanted = data.draw(
                 st.none() | st.lists(st.integers(0, 129), unique=True, max_size=40).map(sorted)
@@ -305,14 +307,14 @@ def test_reading_in_order_decodes_each_row_once(
     write(tmp_path, [500], 500)
     store, manifest = manifest_of(tmp_path)
     decoded: list[int] = []
-    original = parquet._File.batches
+    original = passes.OpenFile.batches
 
     def counted(self: Any, groups: list[int], names: list[str], rows: int) -> Any:
         for batch in original(self, groups, names, rows):
             decoded.append(batch.num_rows)
             yield batch
 
-    monkeypatch.setattr(parquet._File, "batches", counted)
+    monkeypatch.setattr(passes.OpenFile, "batches", counted)
     with ParquetSource(store, manifest) as source:
         for start in range(0, 500, 20):
             source.read(["x", "id"], np.arange(start, start + 20))
@@ -453,7 +455,8 @@ def test_a_manifest_comes_back_from_the_store(tmp_path: Path) -> None:
 _ONE_LARGE_ROW_GROUP = """
 import sys
 from pathlib import Path
-from sparkhvd.data.parquet.discover import open_dataset, read_manifest
+from sparkhvd.data.parquet.dataset import open_dataset
+from sparkhvd.data.parquet.manifest import read_manifest
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.columns.check import (check_schema)
 

@@ -24,6 +24,7 @@ def options(dtype: torch.dtype = torch.float32, **params: Any) -> dict[str, Any]
         to_ranks(estimator),
         model=nn.Linear(2, 1).to(dtype),
         metric_names=["accuracy", "f1"],
+        has_validation=bool(estimator._get("validation")),
     )
 
 

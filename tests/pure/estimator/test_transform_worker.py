@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError
-from sparkhvd.data.columns.features import bind_inputs
+from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.training.modules.output_widths import output_widths
 

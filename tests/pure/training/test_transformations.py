@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.data.columns.features import bind_inputs
+from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.user_code.transformations import (

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
+from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.features import bind_inputs
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
 from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.source import open_source
 from sparkhvd.data.store.store import Store
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.check_user_code import check_user_code
@@ -124,15 +125,15 @@ class Case:
         schema, transformed = self.schema, None
         if user.transformations:
             manifest = Manifest.load(self.store, DATA_DIR)
-            schema = transformed = transformed_by(
-                user.transformations,
-                self.store,
-                manifest,
-                manifest.schema,
-                RowFunctions(),
-                inputs=self.inputs,
-                model_dtype=self.dtype,
-            )
+            with open_source(self.store, manifest) as rows:
+                schema = transformed = transformed_by(
+                    user.transformations,
+                    rows,
+                    manifest.schema,
+                    RowFunctions(),
+                    inputs=self.inputs,
+                    model_dtype=self.dtype,
+                )
         spec = TrainSpec(
             store=self.store,
             run_dir=RUN_DIR,

@@ -144,7 +144,7 @@ def test_env_says_what_to_install_when_python_is_too_old(tmp_path: Path) -> None
     old.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 'Python 3.8.10'\nexit 1\n")
     old.chmod(0o755)
     done = run(
-        ["bash", str(ROOT / "tools/env.sh")],
+        ["bash", str(ROOT / "tools/env.sh"), "build-tools"],
         tmp_path,
         PATH=str(tools),
         VENV=str(tmp_path / "venv"),
@@ -165,7 +165,7 @@ def test_env_says_what_to_install_when_venv_is_missing(tmp_path: Path) -> None:
     bare.write_text('#!/bin/sh\ncase "$2" in *ensurepip*) exit 1;; esac\nexit 0\n')
     bare.chmod(0o755)
     done = run(
-        ["bash", str(ROOT / "tools/env.sh")],
+        ["bash", str(ROOT / "tools/env.sh"), "build-tools"],
         tmp_path,
         PATH=str(tools),
         VENV=str(tmp_path / "venv"),

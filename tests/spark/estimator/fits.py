@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sparkhvd import TorchEstimator, TorchModel, read_packed
-from sparkhvd.data.columns.features import bind_inputs
+from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.reader import Reader

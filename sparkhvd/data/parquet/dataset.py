@@ -1,0 +1,164 @@
+"""Data sets of ordinary Parquet: their files, folders `column=value` and schema; one footer is read.
+
+Files are listed by `Store`, and `pyarrow.dataset` is not used: it knows neither sizes nor times of change, which later tell
+whether a file was replaced, no folders of floating numbers, and no file systems that a Connect client sees through Spark tasks
+only; and schemas are compared in the types that they have for Spark, so that numbers of any width go together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparkhvd.data.arrow_types import spark_type
+from sparkhvd.data.packed import METADATA_KEY
+from sparkhvd.data.parquet.folders import (
+    PartitionValue,
+    is_hidden,
+    partition_values,
+    refuse_tables,
+)
+from sparkhvd.data.store.store import Store, StoredFile
+from sparkhvd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+__all__ = ["ParquetDataset", "open_dataset", "read_footer", "store_of"]
+
+
+@dataclass(frozen=True)
+class ParquetDataset:
+    """Ordinary Parquet at a path or URL; only names and one footer have been read.
+
+    Attributes:
+        url: for messages.
+        store: rooted there.
+        files: in the order of their rows.
+        partitions: by path, the values of folders `column=value`.
+        arrow_schema: of the first file that has rows.
+        schema_path: of that file.
+        metadata: key-value metadata of `_common_metadata`, where there is such a file.
+    """
+
+    url: str
+    store: Store
+    files: tuple[StoredFile, ...]
+    partitions: Mapping[str, Mapping[str, PartitionValue]]
+    arrow_schema: pa.Schema
+    schema_path: str
+    metadata: Mapping[bytes, bytes] = field(default_factory=dict, repr=False)
+
+    @property
+    def partition_columns(self) -> tuple[str, ...]:
+        """Columns that the names of folders hold."""
+        return tuple(self.partitions[self.files[0].path])
+
+    @cached_property
+    def schema(self) -> StructType:
+        """The columns and their Spark types; those of folders last, as in Spark."""
+        from pyspark.sql import types as T  # noqa: N812 - everyone's name
+
+        names = self.partition_columns
+        fields = [
+            T.StructField(f.name, spark_type(f.type))
+            for f in self.arrow_schema
+            if f.name not in names
+        ]
+        kinds = {int: T.LongType, float: T.DoubleType, str: T.StringType}
+        for name in names:
+            values = (of[name] for of in self.partitions.values())
+            first = next((v for v in values if v is not None), None)
+            fields.append(T.StructField(name, kinds.get(type(first), T.DoubleType)()))
+        return T.StructType(fields)
+
+
+def open_dataset(
+    path: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None = None
+) -> ParquetDataset:
+    """Find the files of a data set and read the first one's schema; starts no Spark job.
+
+    Names that begin with "_" or "." are passed over, with all they hold, and so are empty files; every other file must
+    be Parquet.
+
+    Args:
+        path: a file or a folder, also with folders in it, as a path or URL that `Store` takes; or a `Store` of it.
+        storage_options: handed to the file system.
+
+    Raises:
+        InvalidArgumentError: there is nothing, or something else: also a table whose log, not its files, tells its rows.
+    """
+    store = path if isinstance(path, Store) else store_of(path, storage_options)
+    url = store.url
+    try:
+        listed = store.files()
+    except FileNotFoundError as e:
+        raise InvalidArgumentError(
+            f"fit_on_parquet({url!r}): there is no such file or folder for this process. Give a path or URL of Parquet "
+            "files that the driver and all executors can read."
+        ) from e
+    refuse_tables(url, listed)
+    files = tuple(f for f in listed if f.size and not is_hidden(f.path))
+    if not files:
+        others = f" besides {len(listed)} that are empty or hidden" if listed else ""
+        raise InvalidArgumentError(
+            f"fit_on_parquet({url!r}): there are no files{others}. Give a Parquet file, or a folder with some in it."
+        )
+    schema_path, schema = _first_schema(store, files)
+    if METADATA_KEY in (schema.metadata or {}):
+        raise InvalidArgumentError(
+            f"fit_on_parquet({url!r}): these are packed files that a fit wrote for itself, not ordinary Parquet. fit(df) "
+            "uses them again by itself; read_packed(path) shows what they hold."
+        )
+    common: Mapping[bytes, bytes] = {}
+    if any(f.path == "_common_metadata" and f.size for f in listed):
+        with store.open_input("_common_metadata") as source:
+            common = pq.read_metadata(source).metadata or {}
+    return ParquetDataset(
+        url, store, files, partition_values(url, files), schema, schema_path, common
+    )
+
+
+def store_of(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> Store:
+    """Return the place of a data set, without a look at it; a relative path is below this process's folder."""
+    text = os.fspath(path)
+    return Store(text if ":" in text.partition("/")[0] else os.path.abspath(text), storage_options)
+
+
+def read_footer(store: Store, file: StoredFile) -> tuple[pq.FileMetaData, pa.Schema]:
+    """Read the metadata and the Arrow schema of a file.
+
+    Raises:
+        InvalidArgumentError: it is no Parquet file, or its footer cannot be read.
+    """
+    try:
+        with store.open_input(file.path) as source:
+            opened = pq.ParquetFile(source)
+            return opened.metadata, opened.schema_arrow
+    except pa.ArrowInvalid as e:
+        raise InvalidArgumentError(
+            f"{store.full_url(file.path)!r} is no Parquet file: {e}. Move it away, or give it a name that begins with '_' "
+            "or '.', which is passed over."
+        ) from e
+    except OSError as e:  # also pyarrow's error for a footer that it cannot parse
+        raise InvalidArgumentError(
+            f"The footer of {store.full_url(file.path)!r} cannot be read: {e}. If the file is damaged, write it again, or move "
+            "it away; if the place cannot be reached or read by this user, fix that."
+        ) from e
+
+
+def _first_schema(store: Store, files: Sequence[StoredFile]) -> tuple[str, pa.Schema]:
+    """Return path and Arrow schema of the first file with rows, or of the last file if none has any."""
+    for file in files:
+        metadata, schema = read_footer(store, file)
+        if metadata.num_rows:
+            break
+    return file.path, schema

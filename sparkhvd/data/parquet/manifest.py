@@ -1,0 +1,167 @@
+"""Manifest of a Parquet data set, from all footers and the first rows; no Spark job reads the data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pyarrow as pa
+
+from sparkhvd.data.arrow import column_to_numpy, usable_rows
+from sparkhvd.data.columns.ragged import Ragged, num_bytes, row_shape
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.findings import Findings, problems
+from sparkhvd.data.manifest import PARQUET, DataFile, Manifest
+from sparkhvd.data.parquet.dataset import ParquetDataset
+from sparkhvd.data.parquet.footers import Footer, read_footers
+from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["fingerprint", "read_manifest"]
+
+# Rows from which the driver learns shapes, and how long rows of variable length are.
+_EXAMPLES = 256
+# A fingerprint is part of every checkpoint.
+_LISTED_FILES = 1000
+
+
+def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
+    """Read all footers and the first rows, and return the manifest.
+
+    Args:
+        dataset: as `open_dataset` returned it.
+        schema: what `check_schema` made of its columns.
+
+    Raises:
+        InvalidArgumentError: a file lacks a column or has it in another type, footers count nulls where
+            `handle_invalid` allows none and leaves no rows out, the first rows cannot be used, or there are no rows.
+    """
+    stored = [c for c in schema.columns if c.name not in dataset.partition_columns]
+    footers = read_footers(dataset, stored)
+    files = tuple(
+        DataFile(
+            stat.path,
+            sum(footer.row_groups),
+            footer.row_groups,
+            stat.size,
+            stat.modified_ns,
+            tuple(dataset.partitions[stat.path].items()),
+        )
+        for stat, footer in zip(dataset.files, footers, strict=True)
+    )
+    num_rows = sum(f.rows for f in files)
+    if not num_rows:
+        raise InvalidArgumentError(
+            f"fit_on_parquet({dataset.url!r}): the {len(files)} files have no rows, so there is nothing to train on."
+        )
+    _check_nulls(dataset, schema, stored, files, footers)
+    variable = {
+        c.name: sum(f.num_bytes.get(c.name, 0) for f in footers)
+        for c in stored
+        if not c.is_fixed or c.kind == "vector"
+    }
+    manifest = Manifest(files, schema, num_rows, variable_bytes=variable, layout=PARQUET)
+    return _with_shapes(dataset.store, manifest)
+
+
+def _check_nulls(
+    dataset: ParquetDataset,
+    schema: DataSchema,
+    stored: list[Column],
+    files: tuple[DataFile, ...],
+    footers: list[Footer],
+) -> None:
+    """Refuse nulls that footers or folders tell of."""
+    nulls = {c.name: sum(f.nulls.get(c.name, 0) for f in footers) for c in stored}
+    for name in dataset.partition_columns:
+        nulls[name] = sum(f.rows for f in files if dict(f.partition)[name] is None)
+    # Where rows are left out, a null may be in one of these: then only the rows tell.
+    if any(c.invalid[0] == "skip" for c in schema.columns):
+        return
+    num_rows = sum(f.rows for f in files)
+    _refuse(
+        line
+        for c in schema.columns
+        if c.invalid[0] == "error"
+        for line in problems(
+            c, Findings(nulls=nulls[c.name]), num_rows, is_flag=c is schema.validation
+        )
+    )
+
+
+def _with_shapes(store: Store, manifest: Manifest) -> Manifest:
+    """Add the shapes that the first rows have, and the bytes of rows of variable length."""
+    schema = manifest.schema
+    shapes: dict[str, tuple[int, ...]] = {}
+    sizes = dict(manifest.variable_bytes)
+    with ParquetSource(store, manifest) as source:
+        rows = source.examples(_EXAMPLES)
+        if not len(rows):
+            raise InvalidArgumentError(
+                f"All {manifest.num_rows:,} rows of {store.full_url('')!r} hold a null or NaN, and handle_invalid='skip' "
+                "leaves them out, so there is nothing to train on. Fill them instead: handle_invalid={'<column>': 0}."
+            )
+        pieces = list(source.arrays([c.name for c in schema.columns], rows))
+        entries = {c.name: _entry_shape(source, c) for c in schema.columns if _is_nested(c)}
+    findings = {c.name: Findings() for c in schema.columns}
+    bytes_seen = dict.fromkeys(findings, 0)
+    for arrays in pieces:
+        for column in schema.columns:
+            is_flag = column is schema.validation
+            values, more = column_to_numpy(arrays[column.name], column, is_flag=is_flag)
+            findings[column.name].add(more)
+            if values is not None:
+                shapes[column.name] = entries.get(column.name) or row_shape(values)
+                bytes_seen[column.name] += num_bytes(values)
+    _refuse(
+        (
+            line
+            for c in schema.columns
+            for line in problems(c, findings[c.name], len(rows), is_flag=c is schema.validation)
+        ),
+        " Of the first rows:",
+    )
+    shaped = schema.with_shapes(shapes)
+    for column in shaped.columns:
+        if column.is_fixed:
+            sizes.pop(column.name, None)
+        else:
+            # Values that a dictionary has made small take their full size in memory.
+            mean = bytes_seen[column.name] * manifest.num_rows // len(rows)
+            sizes[column.name] = max(sizes.get(column.name, 0), mean)
+    return replace(manifest, schema=shaped, variable_bytes=sizes)
+
+
+def _is_nested(column: Column) -> bool:
+    """Return True if rows of any length have entries that are arrays."""
+    return column.kind == "ragged" and column.source.startswith("array<array")
+
+
+def _entry_shape(source: ParquetSource, column: Column) -> tuple[int, ...] | None:
+    """Return the shape of the first row that has entries; None if no row has any. Rows without any fit every shape."""
+    for arrays in source.arrays([column.name]):
+        array = arrays[column.name]
+        if column.invalid[0] == "skip" and (mask := usable_rows(array, column)) is not None:
+            array = array.filter(pa.array(mask))
+        values, _ = column_to_numpy(array, column)
+        if isinstance(values, Ragged) and values.lengths.any():
+            return row_shape(values)
+    return None
+
+
+def _refuse(lines: Iterable[str], where: str = "") -> None:
+    listed = "\n".join(f"  {line}" for line in lines)
+    if listed:
+        raise InvalidArgumentError(f"The data cannot be used for training.{where}\n{listed}")
+
+
+def fingerprint(manifest: Manifest) -> dict[str, str]:
+    """Return by path size and time of change, from which a replaced file is told; of very many files one digest."""
+    facts = {f.path: f"{f.size} bytes of {f.modified_ns}" for f in manifest.files}
+    if len(facts) <= _LISTED_FILES:
+        return facts
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return {f"all {len(facts)} files": digest}

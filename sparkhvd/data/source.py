@@ -1,0 +1,144 @@
+"""Sources of rows: a Spark DataFrame, written into the store before it is read, or Parquet files, read where they are.
+
+A fit chooses its sources once, at its top; whatever follows knows only the protocol.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from sparkhvd.data.parquet.dataset import ParquetDataset
+from sparkhvd.data.parquet.manifest import read_manifest
+from sparkhvd.data.reuse import PreparedData, Scope, prepare
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
+
+    from sparkhvd.data.columns.schema import DataSchema
+    from sparkhvd.data.store.store import Store
+
+__all__ = ["DataFrameSource", "DataSource", "ParquetFiles", "Target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Place and lifetime of prepared data.
+
+    Attributes:
+        store: shared by the driver and all executors.
+        run_dir: the run's folder in the store.
+        scope: fits that share materialized data which neither their plan nor a key names.
+        data_key: the user's name for the data of a fit, or None.
+        keep_data: leave materialized data in the store until `Store.clean()`.
+        role: "data", or "validation" for a source that only validates.
+    """
+
+    store: Store
+    run_dir: str
+    scope: Scope | None = None
+    data_key: str | None = None
+    keep_data: bool = False
+    role: str = "data"
+
+    @property
+    def manifest_dir(self) -> str:
+        """Folder for the manifest of files that are read where they are."""
+        return f"{self.run_dir}/{self.role}"
+
+    @property
+    def key(self) -> str | None:
+        """The user's name for the data of this source."""
+        if self.data_key is None or self.role == "data":
+            return self.data_key
+        return f"{self.data_key}/{self.role}"
+
+
+class DataSource(Protocol):
+    """Rows and the way they get to the ranks. `schema` starts no Spark job; `prepare` may start one, on the driver."""
+
+    @property
+    def name(self) -> str:
+        """Name of the source in messages."""
+
+    @property
+    def spark(self) -> SparkSession:
+        """Session whose tasks become ranks."""
+
+    @property
+    def schema(self) -> StructType:
+        """Columns and their Spark types."""
+
+    def prepare(self, schema: DataSchema, target: Target) -> PreparedData:
+        """Make the columns of `schema` readable for ranks.
+
+        Raises:
+            InvalidArgumentError: the values cannot be used.
+        """
+
+
+@dataclass(frozen=True)
+class DataFrameSource:
+    """A DataFrame, classic or Connect: one Spark job writes it as packed files, unless equal data are in the store."""
+
+    df: DataFrame
+
+    @property
+    def name(self) -> str:
+        """The word that users know it by."""
+        return "DataFrame"
+
+    @property
+    def spark(self) -> SparkSession:
+        """The DataFrame's session."""
+        return self.df.sparkSession
+
+    @property
+    def schema(self) -> StructType:
+        """The DataFrame's schema."""
+        return self.df.schema
+
+    def prepare(self, schema: DataSchema, target: Target) -> PreparedData:
+        """Materialize the columns, or reuse what the store has of them; see `reuse.prepare`."""
+        return prepare(
+            self.df,
+            schema,
+            target.store,
+            data_key=target.key,
+            keep_data=target.keep_data,
+            scope=target.scope,
+        )
+
+
+@dataclass(frozen=True)
+class ParquetFiles:
+    """Parquet files that ranks read where they are; the driver reads footers and the first rows, Spark runs no job."""
+
+    dataset: ParquetDataset
+    spark: SparkSession
+
+    @property
+    def name(self) -> str:
+        """The place of the files."""
+        return f"Parquet at {self.dataset.url!r}"
+
+    @property
+    def schema(self) -> StructType:
+        """Columns of the files, then those of folders `column=value`."""
+        return self.dataset.schema
+
+    def prepare(self, schema: DataSchema, target: Target) -> PreparedData:
+        """Write the manifest of the files, and nothing else."""
+        began = time.monotonic()
+        manifest = read_manifest(self.dataset, schema)
+        manifest.save(target.store, target.manifest_dir)
+        return PreparedData(
+            manifest,
+            target.manifest_dir,
+            reused=True,
+            seconds=time.monotonic() - began,
+            reason="read as it is",
+            files=self.dataset.store,
+        )
