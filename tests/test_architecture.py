@@ -50,6 +50,7 @@ UNPICKLING = {
 
 # Who may look below the DataFrame API, and why.
 BELOW_DATAFRAMES = {
+    "sparkhvd/sessions.py": "the key of a classic session, and its context for Spark ML",
     "sparkhvd/spark.py": "tags, slots and the name of a classic application",
     "sparkhvd/runner/payload.py": "broadcast variables of a classic application, for large functions",
     "sparkhvd/data/store/spark_files.py": "the file systems of a classic driver's JVM, for saved files of any size",

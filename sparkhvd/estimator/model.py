@@ -36,7 +36,7 @@ from sparkhvd.training.modules.weights import Weights, store_weights
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
     from typing_extensions import Unpack
 
     from sparkhvd.estimator.keywords import ModelKeywords
@@ -162,7 +162,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         is_vector = vector_columns(dataset.schema)
         # Pickled here, so that a large model is not written to a file with each call; see `payload`.
-        spec_bytes = kept_carried(SparkShim(dataset.sparkSession), dumps(spec))
+        shim = SparkShim(dataset.sparkSession)
+        spec_bytes = kept_carried(shim, dumps(spec))
         fields = [
             *dataset.schema.fields,
             *(
@@ -180,7 +181,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         )
         sent: DataFrame = split_vectors(dataset.toDF(*plain[: len(dataset.columns)]), is_vector)
         task = _transform_task(spec_bytes, is_vector)
-        computed = sent.mapInArrow(task, schema, **self._resources(dataset.sparkSession))
+        computed = sent.mapInArrow(task, schema, **self._resources(shim))
         return computed.toDF(*[f.name for f in fields])
 
     def _warn_of_large_batches(self, fitted: Fitted, dataset: DataFrame) -> None:
@@ -189,9 +190,9 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         known = {n: c.num_elements for n, c in pairs if c.kind in kinds and c.shape is not None}
         warn_of_large_batches(dataset, known)
 
-    def _resources(self, spark: SparkSession) -> dict[str, Any]:
+    def _resources(self, shim: SparkShim) -> dict[str, Any]:
         """What the stage asks Spark for: a share of a GPU, where tasks can have one and get none by themselves."""
-        profile = None if self._get("use_gpu") is False else profile_to_share_gpus(spark)
+        profile = None if self._get("use_gpu") is False else profile_to_share_gpus(shim)
         return {} if profile is None else {"profile": profile}
 
     def _require_fitted(self) -> Fitted:

@@ -40,8 +40,9 @@ from sparkhvd.runner.outcomes import (
 from sparkhvd.runner.payload import carried
 from sparkhvd.runner.pickling import dumps, early_call
 from sparkhvd.runner.preflight import SharedFiles
+from sparkhvd.sessions import active_session
 from sparkhvd.settings import Settings
-from sparkhvd.spark import SparkShim, active_session
+from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile

@@ -29,6 +29,7 @@ from sparkhvd.data.store.atomic import COPY_BYTES, Sink, staged_output
 from sparkhvd.data.store.store import TEMPORARY, Paths, Store, StoredFile
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 from sparkhvd.runner.admission import is_launched
+from sparkhvd.sessions import is_connect
 from sparkhvd.settings import CONF_PREFIX, Settings
 from sparkhvd.spark import SparkShim
 
@@ -251,7 +252,7 @@ def as_seen_by(spark: Any, store: Store, *, make: bool = False) -> Store:
         StoreError: it is not there, or cannot be written.
     """
     plain = store.direct
-    if not SparkShim(spark).is_connect:
+    if not is_connect(spark):
         return plain
     key = (spark.session_id, plain)
     with _sights.lock:

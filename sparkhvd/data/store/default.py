@@ -12,6 +12,7 @@ from sparkhvd.data.store.connect import as_seen_by, make_private
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.store.temporary import TemporaryFolders
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.sessions import is_connect
 from sparkhvd.spark import SparkShim
 
 __all__ = ["STORE_CONF", "default_store"]
@@ -70,7 +71,7 @@ def default_store(spark: Any, given: Any = None) -> Store:
 
 
 def _created(spark: Any, given: str | PathLike[str]) -> Store:
-    if SparkShim(spark).is_connect:
+    if is_connect(spark):
         return as_seen_by(spark, Store(fspath(given)), make=True)
     return Store.create(given)
 

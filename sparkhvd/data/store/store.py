@@ -41,7 +41,7 @@ from sparkhvd.data.store.contents import (
     list_runs,
 )
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
-from sparkhvd.spark import connect_session
+from sparkhvd.sessions import connect_session
 
 __all__ = ["Store", "StoredFile"]
 

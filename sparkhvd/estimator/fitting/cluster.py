@@ -71,7 +71,7 @@ class Given:
     is_set: Callable[[str], bool]
 
 
-def resolve_cluster(spark: Any, given: Given) -> Cluster:
+def resolve_cluster(shim: SparkShim, given: Given) -> Cluster:
     """Decide on everything that depends on the cluster; prints the number of ranks where nobody gave it.
 
     Raises:
@@ -79,7 +79,6 @@ def resolve_cluster(spark: Any, given: Given) -> Cluster:
         PreflightError: the configured cluster can never run that many ranks at once, or gives several of them one GPU.
     """
     keys = [CONF_PREFIX + name for name in _PARAMS] + Settings.conf_keys()
-    shim = SparkShim(spark)
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *keys))
     values = {name: _param(name, given, conf) for name in _PARAMS}
     settings = launching.choose_settings(given.value("settings"), {}, conf)

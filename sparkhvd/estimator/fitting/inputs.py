@@ -19,7 +19,7 @@ from sparkhvd.data.reading.source import Source, open_source
 from sparkhvd.data.reuse import PreparedData
 from sparkhvd.data.source import DataFrameSource, DataSource, ParquetFiles, Target
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.spark import is_dataframe
+from sparkhvd.sessions import is_dataframe
 from sparkhvd.training.program import Program
 from sparkhvd.training.user_code.transformations import transformed_by
 

@@ -25,6 +25,7 @@ from sparkhvd.estimator.fitting.options import training_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
 from sparkhvd.estimator.param_table import rows_of
 from sparkhvd.estimator.params import TrainParams
+from sparkhvd.spark import SparkShim
 from sparkhvd.training.building import (
     Overrides,
     build_model,
@@ -44,7 +45,7 @@ from sparkhvd.training.program import (
 )
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
 __all__ = ["Request", "bind_features", "check_request", "to_ranks", "train_fn_effects", "try_model"]
 
@@ -54,7 +55,7 @@ class Request:
     """A fit whose arguments have been checked; no Spark job has run yet.
 
     Attributes:
-        spark: the session.
+        shim: the session.
         sources: of the rows.
         store: where everything goes.
         cluster: how many ranks, and how they are started.
@@ -73,7 +74,7 @@ class Request:
         training: more fields of `TrainSpec`.
     """
 
-    spark: SparkSession
+    shim: SparkShim
     sources: FitSources
     store: Store
     cluster: Cluster
@@ -147,10 +148,10 @@ def check_request(params: TrainParams, sources: FitSources) -> Request:
     )
     loss_weights = _loss_weights(params, len(labels))
     pickled, sha256 = dump_program(replace(program, model=get("model")))
-    spark = sources.training.spark
-    cluster = resolve_cluster(spark, Given(get, params.isSet))
+    shim = SparkShim(sources.training.spark)
+    cluster = resolve_cluster(shim, Given(get, params.isSet))
     limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
-    store = default_store(spark, get("store")).waiting(limit_s)
+    store = default_store(shim.session, get("store")).waiting(limit_s)
     run_id = check_run_id(get("run_id") or new_run_id(params.uid))
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(hold(store, run_id, verbose=cluster.verbose))
@@ -158,7 +159,7 @@ def check_request(params: TrainParams, sources: FitSources) -> Request:
         seed = run.seed(get("random_seed"))
         stack.pop_all()  # released by the caller
     return Request(
-        spark=spark,
+        shim=shim,
         sources=sources,
         store=store,
         cluster=cluster,

@@ -16,7 +16,6 @@ from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
-    from pyspark.sql import SparkSession
 
 __all__ = [
     "check_profile",
@@ -82,12 +81,11 @@ _shared: dict[str, ResourceProfile | None] = {}
 _sharing = threading.Lock()
 
 
-def profile_to_share_gpus(spark: SparkSession) -> ResourceProfile | None:
+def profile_to_share_gpus(shim: SparkShim) -> ResourceProfile | None:
     """Return a profile by which tasks of an ordinary stage share the GPUs of their executors; None if there are none.
 
     The same object for an application (on Connect: a session), as long as this process lives. Costs a few requests to the server the first time.
     """
-    shim = SparkShim(spark)
     key = shim.profile_scope()
     with _sharing:
         if key not in _shared:
@@ -103,8 +101,7 @@ def _profile_to_share(shim: SparkShim) -> ResourceProfile | None:
         return None
     # A cluster manager that takes no profiles leaves its tasks without GPUs, as they were.
     with contextlib.suppress(Exception):
-        made: ResourceProfile = shim.profile(share.cpus, share.gpus)
-        return made
+        return shim.profile(share.cpus, share.gpus)
     return None
 
 

@@ -270,8 +270,8 @@ def test_an_application_has_one_profile_by_which_tasks_share_gpus(
     asked: list[tuple[int | None, float | None]] = []
 
     class Shim:
-        def __init__(self, spark: Any) -> None:
-            self.key = spark
+        def __init__(self, key: str) -> None:
+            self.key = key
 
         def profile_scope(self) -> str:
             return str(self.key)
@@ -285,13 +285,12 @@ def test_an_application_has_one_profile_by_which_tasks_share_gpus(
                 raise RuntimeError("TaskResourceProfiles are only supported for ...")
             return object()
 
-    monkeypatch.setattr(profiles, "SparkShim", Shim)
     monkeypatch.setattr(profiles, "no_profiles", lambda: "")
     monkeypatch.setattr(profiles, "_shared", {})
-    application: Any = "one"
+    application: Any = Shim("one")
     first = profiles.profile_to_share_gpus(application)
     assert profiles.profile_to_share_gpus(application) is first
     assert (first is not None) == bool(made)
     assert asked == [(None, 0.25)]
-    other: Any = "two"
+    other: Any = Shim("two")
     assert not takes or profiles.profile_to_share_gpus(other) is not first
