@@ -34,7 +34,7 @@ SPARSE = Column("sparse", "sparse", "float64", (900,), "vector", "float64")
 
 
 def make(folder: Path) -> Manifest:
-    """Rows of every kind in four files."""
+    """Write rows of every kind into four files."""
     store = Store.create(folder)
     rng = np.random.default_rng(0)
     files = []
@@ -75,7 +75,7 @@ def digest_of(batch: Batch) -> bytes:
 
 
 def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> dict[str, Any]:
-    """What one rank reads in two epochs, and what it costs."""
+    """Return the rows that one rank reads in two epochs, and their cost."""
     import sparkhvd.torch as hvd
     from sparkhvd.training.host_rows import HostRows
 
@@ -97,7 +97,7 @@ def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> 
     ) as reader:
         batches = [digest_of(batch) for epoch in (0, 1) for batch in reader.epoch(epoch)]
         read = number("/proc/self/io", "rchar:") - before
-        # Nobody gives his mapping back before all have looked.
+        # No process unmaps before all have looked.
         hvd.barrier()
         shared = number("/proc/self/smaps_rollup", "Pss_Shmem:") << 10
         hvd.barrier()
@@ -193,7 +193,7 @@ def test_a_killed_rank_leaves_no_memory_behind(folder: Path) -> None:
 
 
 def _maps_rows(path: Path) -> bool:
-    """Whether a child of this process maps memory of an engine."""
+    """Return True if a child of this process maps memory of an engine."""
     try:
         parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
         return parent == os.getpid() and "memfd:sparkhvd" in path.read_text()

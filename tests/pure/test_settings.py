@@ -1,4 +1,4 @@
-"""Where a setting comes from, and what is said about a bad one."""
+"""Sources of settings, and errors of bad ones."""
 
 from __future__ import annotations
 

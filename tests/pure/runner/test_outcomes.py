@@ -178,7 +178,7 @@ def test_spark_failures_are_told_apart(text: str, rank: int | None, kind: str, s
     assert "\tat " not in outcome.message
 
 
-def test_exit_texts() -> None:
+def test_exit_text_names_status_or_signal() -> None:
     assert [exit_text(s) for s in (0, 3, -9, -11, -64)] == [
         "exit 0",
         "exit 3",

@@ -338,10 +338,10 @@ def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -
         assert stored == outcome
 
 
-def test_a_run_id_may_be_used_again_after_a_failure_that_was_mended(
+def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """What the first launch wrote must not be taken for what the ranks of the second say."""
+    """Ignore outcomes of the first launch among those of the second."""
     options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a", max_retries=0)
     with pytest.raises(RankError, match="ZeroDivisionError"):
         job.launch(SparkShim(spark), lambda: 1 // int(os.environ["RANK"]), (), {}, 2, options)
@@ -462,7 +462,7 @@ def test_an_interrupt_ends_a_job_that_is_submitted_after_it(
 
 
 def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_path: Path) -> None:
-    """Nothing of them is left, whatever ran beside what."""
+    """Check that nothing of them is left in any combination."""
     context_ = spark.sparkContext
     draw = random.Random(7)
 
