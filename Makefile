@@ -179,7 +179,7 @@ test-python: env stand-in $(CLASSES)
 
 # The oldest pyspark, pyarrow and numpy that are supported, in an environment of their own; petastorm needs these, too.
 OLDEST_ENV := build/oldest-env
-OLDEST_TESTS := tests/soak/oldest tests/soak/petastorm tests/pure/data/test_parquet_discover.py tests/pure/data/test_parquet_source.py \
+OLDEST_TESTS := tests/soak/oldest tests/soak/petastorm tests/pure/data/test_parquet_dataset.py tests/pure/data/test_parquet_source.py \
   tests/pure/data/test_packed.py
 
 $(OLDEST_ENV)/.stamp: tools/oldest_env.sh | $(PACKAGES)

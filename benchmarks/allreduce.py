@@ -1,4 +1,4 @@
-"""How long an allreduce of two processes takes, next to Gloo, to Open MPI and to what the machine can do.
+"""Time of an allreduce of two processes, beside Gloo, Open MPI and the limit of the machine.
 
     .venv/bin/python benchmarks/allreduce.py [--rounds 15] [--pin] [--sizes "4 B,1 MiB"] [--json FILE] [--write]
 
@@ -77,7 +77,7 @@ class NativeLoops:
         self._legs = [leg for leg in self._line().split() if leg in NATIVE_LEGS]
 
     def round(self, num_bytes: int) -> dict[str, list[float]]:
-        """By leg the seconds of each call, of the slower process."""
+        """Return the seconds of each call in the slower process, by leg."""
         return {NATIVE_LEGS[leg]: self._times(leg, num_bytes) for leg in self._legs}
 
     def _times(self, leg: str, num_bytes: int) -> list[float]:
@@ -100,7 +100,7 @@ class NativeLoops:
 
 
 def calls_of(num_bytes: int) -> int:
-    """Calls in a row of one leg of one round."""
+    """Return the calls in a row of one leg of one round."""
     return max(2, min(200, 16 * MIB // num_bytes))
 
 
@@ -114,7 +114,7 @@ def timed(call: Callable[[Any], Any], tensor: Any, calls: int) -> list[float]:
 
 
 def measure(plan: Mapping[str, Any], mpi: Any = None) -> Times:
-    """In a rank that has called `hvd.init()`: seconds of every call, by size and leg."""
+    """Measure the seconds of every call, by size and leg, in a rank that has called `hvd.init()`."""
     import torch
 
     import sparkhvd.torch as hvd
@@ -150,7 +150,7 @@ def measure(plan: Mapping[str, Any], mpi: Any = None) -> Times:
 
 
 def python_legs(mpi: Any) -> dict[str, Callable[[Any], Any]]:
-    """By name, what allreduces a tensor in place; Gloo is joined here."""
+    """Return the functions that allreduce a tensor in place, by name; joins Gloo's process group."""
     import torch.distributed as dist
 
     import sparkhvd.torch as hvd
@@ -174,7 +174,7 @@ def python_legs(mpi: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 def steps() -> dict[str, list[float]]:
-    """Seconds of training steps with and without the exchange of gradients, in turns."""
+    """Measure the seconds of training steps with and without the exchange of gradients, in turns."""
     import torch
     from torch import nn
 
@@ -211,7 +211,7 @@ def steps() -> dict[str, list[float]]:
 
 
 def rank_of_local_run(plan: Mapping[str, Any]) -> Times:
-    """Without Open MPI."""
+    """Measure a rank without Open MPI."""
     import sparkhvd.torch as hvd
 
     hvd.init()
@@ -219,7 +219,7 @@ def rank_of_local_run(plan: Mapping[str, Any]) -> Times:
 
 
 def rank_under_mpirun(plan: Mapping[str, Any], result: str) -> None:
-    """Open MPI has started this process; the ranks tell each other through it where they listen."""
+    """Measure a rank that Open MPI has started; the ranks exchange their addresses through it."""
     import secrets
 
     from mpi4py import MPI
@@ -244,7 +244,7 @@ def rank_under_mpirun(plan: Mapping[str, Any], result: str) -> None:
 
 
 def mpirun() -> str | None:
-    """Open MPI's launcher, if mpi4py is there too."""
+    """Find Open MPI's launcher, if mpi4py is there too."""
     try:
         import mpi4py  # noqa: F401 - whether it is installed
     except ImportError:
@@ -254,7 +254,7 @@ def mpirun() -> str | None:
 
 
 def launch(plan: Mapping[str, Any], report: Report) -> list[Times]:
-    """Both ranks' times."""
+    """Start both ranks and return their times."""
     launcher = mpirun()
     if launcher is None:
         report.note("Without Open MPI: mpi4py or mpirun is missing; pip install '.[bench]'.")
@@ -271,7 +271,7 @@ def launch(plan: Mapping[str, Any], report: Report) -> list[Times]:
 
 
 def slower(ranks: Sequence[Times]) -> Times:
-    """Each call's longer time; what only rank 0 measured is that of both already."""
+    """Return each call's longer time; legs that only rank 0 measured hold that of both already."""
     return {
         label: {
             leg: [

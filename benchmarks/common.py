@@ -1,4 +1,4 @@
-"""What the benchmarks share: a local session, medians with their spread, and tables that say where they ran."""
+"""Shared parts of the benchmarks: a local session, medians with their spread, tables with machine and versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RESULTS = ROOT / "docs" / "results"
 
 @contextlib.contextmanager
 def local_session(cores: int, memory: str = "2g") -> Iterator[Any]:
-    """A classic `local[cores]` session, with a heap of `memory`, whose Python workers are already running."""
+    """Start a classic `local[cores]` session with a heap of `memory`, and its Python workers."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     from pyspark.sql import SparkSession
 
@@ -60,7 +60,7 @@ def warm_up(spark: Any, cores: int) -> None:
 
 
 def native_program(name: str, report: Report) -> str:
-    """A program of native/bench, built if that is possible; "" without it."""
+    """Return the path of a program of native/bench, built if that is possible; "" without it."""
     program = ROOT / "build" / "native" / name
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if cmake and (program.parent / "CMakeCache.txt").exists():
@@ -81,13 +81,13 @@ class Table:
         self.rounds: dict[str, list[Mapping[str, float]]] = {}
 
     def add(self, name: str, seconds: Mapping[str, float]) -> None:
-        """One round of the row `name`."""
+        """Add a round to the row `name`."""
         self.rounds.setdefault(name, []).append(seconds)
         shown = ", ".join(f"{column} {seconds[column]:.2f} s" for column in self.columns)
         print(f"{name}: {shown}", flush=True)
 
     def markdown(self) -> str:
-        """Median (smallest to largest) of every column."""
+        """Return the table: median (smallest to largest) of every column."""
         lines = [
             f"| what | rounds | {' | '.join(f'{c}, s' for c in self.columns)} |",
             "|---|---|" + "---|" * len(self.columns),
@@ -113,19 +113,19 @@ class Table:
 
 
 def median_and_quartiles(seconds: Sequence[float]) -> str:
-    """`median (25 % to 75 %)` of times, each in a unit that suits it."""
+    """Format times as `median (25 % to 75 %)`, each in a unit that suits it."""
     low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
     return f"{shown(statistics.median(seconds))} ({shown(low)} to {shown(high)})"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` (0 to 1) of them do not exceed."""
+    """Return the value that `share` (0 to 1) of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)]
 
 
 def shown(seconds: float) -> str:
-    """Microseconds up to a millisecond, then milliseconds, then seconds."""
+    """Format a time: microseconds up to a millisecond, then milliseconds, then seconds."""
     if seconds < 1e-5:
         return f"{seconds * 1e6:.1f} us"
     if seconds < 1e-3:
@@ -135,7 +135,7 @@ def shown(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """What is promised about a figure: at least or at most a limit.
+    """Limit that a figure has to reach or to keep.
 
     Attributes:
         what: the figure in words.
@@ -153,7 +153,7 @@ class Target:
 
     @property
     def is_met(self) -> bool:
-        """Whether the promise holds."""
+        """True if the figure is on the right side of its limit."""
         return self.found >= self.limit if self.at_least else self.found <= self.limit
 
     def __str__(self) -> str:
@@ -189,7 +189,7 @@ class Report:
         self.blocks.append("\n".join(lines))
 
     def note(self, text: str) -> None:
-        """A sentence below the tables, also printed at once."""
+        """Add a sentence below the tables, and print it at once."""
         print(text, flush=True)
         self.notes.append(text)
 
@@ -211,12 +211,12 @@ class Report:
 
 
 def spread(values: Sequence[float]) -> str:
-    """`median (smallest to largest)`, two decimals."""
+    """Format values as `median (smallest to largest)`, two decimals."""
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def where() -> str:
-    """Date, processor and versions, in one line."""
+    """Return date, processor and versions, in one line."""
     versions = []
     for package in ("sparkhvd", "torch", "pyspark", "pyarrow", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""What compressing gradients costs and gives over a slow network: bytes, CPU, time and loss on two small tasks.
+"""Cost and gain of compressed gradients over a slow network: bytes, CPU, time and loss on two small tasks.
 
     .venv/bin/python benchmarks/compression.py [--steps 150] [--seeds 3] [--rate 100mbit] [--json FILE] [--write]
 
@@ -67,7 +67,7 @@ class Sentences(nn.Module):
 
 
 def digits(seed: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
-    """scikit-learn's handwritten digits and an MLP."""
+    """Make the task of scikit-learn's handwritten digits and an MLP."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -85,7 +85,7 @@ def digits(seed: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
 
 
 def sentences(seed: int) -> tuple[nn.Module, Callable[[], tuple[Tensor, Tensor]]]:
-    """Sequences in which a symbol depends on the two before it, and a small transformer."""
+    """Make the task of sequences in which a symbol depends on the two before it, and a small transformer."""
     rule = torch.Generator().manual_seed(0)
     odds = torch.rand((VOCABULARY, VOCABULARY, VOCABULARY), generator=rule).pow(8)
     generator = torch.Generator().manual_seed(seed)
@@ -206,18 +206,18 @@ def _sent_bytes(device: str) -> int:
 
 
 def report_on(report: Report, task: str, found: dict[str, list[list[dict[str, Any]]]]) -> None:
-    """One table: `found` has, by method, for every seed what the two ranks said."""
+    """Add the table of a task: `found` has the reports of both ranks, for every method and seed."""
     rows: list[list[Any]] = []
     for method, runs in found.items():
-        both = [said for run in runs for said in run]
-        walls = [wall for said in both for wall in said["wall"]]
-        losses = [statistics.mean(said["loss"] for said in run) for run in runs]
+        both = [rank for run in runs for rank in run]
+        walls = [wall for rank in both for wall in rank["wall"]]
+        losses = [statistics.mean(rank["loss"] for rank in run) for run in runs]
         rows.append(
             [
                 method,
-                f"{statistics.mean(said['bytes'] for said in both) / 1e3:.1f} kB",
+                f"{statistics.mean(rank['bytes'] for rank in both) / 1e3:.1f} kB",
                 shown(statistics.median(walls)),
-                shown(2 * statistics.mean(said["cpu"] for said in both)),
+                shown(2 * statistics.mean(rank["cpu"] for rank in both)),
                 f"{statistics.mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})",
             ]
         )

@@ -1,4 +1,4 @@
-"""What the engine costs the host per collective on a device, over a raw `ncclAllReduce` of the same process.
+"""Host's time per collective on a device, beyond a raw `ncclAllReduce` of the same process.
 
     .venv/bin/python benchmarks/device_overhead.py [--rounds 15] [--json FILE] [--write]
 
@@ -71,7 +71,7 @@ class Raw:
             raise RuntimeError(f"the stand-in answered {result}")
 
     def allreduce(self) -> None:
-        """In place, of one number."""
+        """Allreduce one number in place."""
         place = self.address
         self.check(self.nccl.ncclAllReduce(place, place, 1, FLOAT32, SUM, self.comm, self.stream))
         state = ctypes.byref(self.state)
@@ -81,7 +81,7 @@ class Raw:
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """In a rank: seconds of a call, one mean per round and leg."""
+    """Measure the seconds of a call in a rank, one mean per round and leg."""
     import sparkhvd.torch as hvd
     from sparkhvd.engine.engine import DType, ReduceOp, TensorView
     from sparkhvd.torch.context import context
@@ -89,7 +89,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
     hvd.init()
     engine = context().engine
     engine.open_device(hvd.rank(), str(BUILD / "libfake_cuda.so"), str(BUILD / "libfake_nccl.so"))
-    raw = Raw(hvd.rank(), hvd.size(), lambda mine: hvd.broadcast_object(mine, 0))
+    raw = Raw(hvd.rank(), hvd.size(), lambda value: hvd.broadcast_object(value, 0))
     place = TensorView(raw.address, raw.address, (1,))
     call = engine.prepare_allreduce([place], DType.FLOAT32, ReduceOp.SUM, device=hvd.rank())
     stream = call.request.stream = raw.stream.value

@@ -48,19 +48,19 @@ MAY_ADD = 300e6
 
 
 def status(pid: int | str) -> dict[str, int]:
-    """Bytes of a process: RssAnon, RssShmem, RssFile, VmHWM."""
+    """Return the bytes of a process: RssAnon, RssShmem, RssFile, VmHWM."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = (line.partition(":") for line in lines if line.startswith(("Rss", "VmHWM")))
     return {name: int(value.split()[0]) << 10 for name, _, value in fields}
 
 
 def of(found: dict[str, int], names: tuple[str, ...]) -> int:
-    """The sum of some kinds of memory."""
+    """Add up some kinds of memory."""
     return sum(found[name] for name in names)
 
 
 def descendants() -> dict[int, str]:
-    """The processes below this one, and their commands."""
+    """Return the processes below this one, and their commands."""
     parents, commands = {}, {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -75,7 +75,7 @@ def descendants() -> dict[int, str]:
 
 
 def used(folder: Path) -> int:
-    """Bytes of the files below a folder."""
+    """Add up the sizes of the files below a folder."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -140,14 +140,14 @@ def sample(pid: int) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One model: its size in MB (10^6 bytes), and the part of its three large layers that is trained."""
+    """Model to measure: its size in MB (10^6 bytes), and the part of its three large layers that is trained."""
 
     megabytes: int
     trained: float
 
     @staticmethod
     def parse(text: str) -> Case:
-        """From "3000:0.33"."""
+        """Parse "3000:0.33"."""
         megabytes, _, trained = text.partition(":")
         return Case(int(megabytes), float(trained or 1))
 
@@ -156,7 +156,7 @@ class Case:
         return f"{self.megabytes:,} MB{part}"
 
     def network(self) -> Any:
-        """The module."""
+        """Build the module."""
         import torch
         from torch import nn
 
@@ -170,7 +170,7 @@ class Case:
 
 
 def measure(case: Case, call: str, folder: Path) -> dict[str, int]:
-    """One call in this process."""
+    """Measure one call in this process."""
     import torch
     import torch._dynamo
     from torch import nn
@@ -216,7 +216,7 @@ def measure(case: Case, call: str, folder: Path) -> dict[str, int]:
 
 
 def row(case: Case, call: str, found: dict[str, int]) -> list[Any]:
-    """A line of the table."""
+    """Return a line of the table."""
     size = found["size"]
     beyond = (found["own"] - 2 * size) / 1e6
     times = {n: f"{found[n] / size:.2f}" for n in ("own", "resident", "others", "store", "left")}

@@ -1,4 +1,4 @@
-"""How long `TorchEstimator.fit` and `transform` take, phase by phase, beside TorchDistributor with DDP.
+"""Time of `TorchEstimator.fit` and `transform`, phase by phase, beside TorchDistributor with DDP.
 
     .venv/bin/python benchmarks/estimator.py [--rounds 3] [--write] [--json PATH] [--scale 1.0]
 
@@ -42,7 +42,7 @@ WAIT_PERCENT = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """One training: its size, and the longest times that are promised, in seconds."""
+    """Training to measure: its size, and the longest times that are promised, in seconds."""
 
     name: str
     rows: int
@@ -52,7 +52,7 @@ class Case:
     transform_s: float | None
 
     def describe(self, rows: int) -> str:
-        """The case in words, with the rows that were really used."""
+        """Describe the case, with the rows that were really used."""
         plural = "s" * (self.epochs != 1)
         return f"{rows:,} rows x {WIDTH}, {self.epochs} epoch{plural}, batch {self.batch}"
 
@@ -64,7 +64,7 @@ CASES = (
 
 
 def write_input(spark: Any, folder: str, rows: int) -> str:
-    """The input as a user has it: Parquet files with an ML vector and a double."""
+    """Write the input as a user has it: Parquet files with an ML vector and a double."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from pyspark.ml.functions import array_to_vector
@@ -83,13 +83,13 @@ def write_input(spark: Any, folder: str, rows: int) -> str:
 
 
 def network() -> nn.Module:
-    """The same module with the same weights each time."""
+    """Build the same module with the same weights each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 1))
 
 
 def one_fit(spark: Any, path: str, case: Case) -> dict[str, float]:
-    """Seconds of the phases of one fit, and of one transform over all rows; and the loss of the last epoch."""
+    """Measure the phases of one fit, and of one transform over all rows; and the loss of the last epoch."""
     from sparkhvd import Store, TorchEstimator
 
     df = spark.read.parquet(path)
@@ -129,7 +129,7 @@ def one_fit(spark: Any, path: str, case: Case) -> dict[str, float]:
 
 
 def one_peer(spark: Any, path: str, case: Case) -> dict[str, float]:
-    """Seconds of the same training with TorchDistributor and DDP, as rank 0 saw its phases; and the last loss."""
+    """Measure the same training with TorchDistributor and DDP, as rank 0 saw its phases; and the last loss."""
     from pyspark.ml.torch.distributor import TorchDistributor
 
     distributor = TorchDistributor(num_processes=RANKS, local_mode=False, use_gpu=False)
@@ -139,7 +139,7 @@ def one_peer(spark: Any, path: str, case: Case) -> dict[str, float]:
 
 
 def peer_rank(path: str, model: Any, epochs: int, batch: int, lr: float) -> dict[str, float]:
-    """What a rank of the peer does; self-contained, because it is pickled by value."""
+    """Train in a rank of the peer; self-contained, because it is pickled by value."""
     import time
 
     import pyarrow.parquet as pq
@@ -180,12 +180,12 @@ def peer_rank(path: str, model: Any, epochs: int, batch: int, lr: float) -> dict
 
 
 def median(rounds: Sequence[Mapping[str, float]], phase: str) -> float:
-    """The median of one phase."""
+    """Return the median of one phase."""
     return statistics.median(one[phase] for one in rounds)
 
 
 def add_tables(report: Report, results: Mapping[str, Any], rows: Mapping[str, int]) -> None:
-    """The phases of both, with the targets of cases that ran in full size."""
+    """Add the tables of both sides' phases, with the targets of cases that ran in full size."""
     lines: list[list[Any]] = []
     peers: list[list[Any]] = []
     for case in CASES:

@@ -1,4 +1,4 @@
-"""What sparkhvd costs on one GPU: a step, a collective, gradients packed and reduced; each beside torch or NCCL alone.
+"""Cost of sparkhvd on one GPU: a step, a collective, gradients packed and reduced; each beside torch or NCCL alone.
 
     .venv/bin/python benchmarks/gpu.py [--rounds 7] [--only step,overhead,pack] [--json FILE]
 
@@ -65,7 +65,7 @@ IN_FLIGHT = 16
 
 
 def wall(gpu: Machine, run: Callable[[], Any]) -> float:
-    """Seconds until the GPU has finished what `run` starts."""
+    """Return the seconds until the GPU has finished what `run` starts."""
     gpu.synchronize()
     began = time.perf_counter()
     run()
@@ -74,12 +74,12 @@ def wall(gpu: Machine, run: Callable[[], Any]) -> float:
 
 
 def timed(gpu: Machine, run: Callable[[], Any], count: int) -> Callable[[], float]:
-    """Measures one of the `count` that `run` does."""
+    """Measure one of the `count` that `run` does."""
     return lambda: wall(gpu, run) / count
 
 
 def on_gpu(gpu: Machine, run: Callable[[], Any], *, is_behind_work: bool = False) -> float:
-    """Seconds between two events around what `run` enqueues on the current stream.
+    """Return the seconds between two events around what `run` enqueues on the current stream.
 
     Args:
         gpu: which has the clock.
@@ -96,7 +96,7 @@ def on_gpu(gpu: Machine, run: Callable[[], Any], *, is_behind_work: bool = False
 
 
 def in_turns(rounds: int, variants: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Seconds of every variant, round by round, each round in the other order."""
+    """Measure every variant, round by round, each round in the other order."""
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     for number in range(rounds):
         for variant in sorted(variants, reverse=number % 2 == 1):
@@ -108,7 +108,7 @@ def in_turns(rounds: int, variants: dict[str, Callable[[], float]]) -> dict[str,
 
 
 def stepper(gpu: Machine, task: Task, network: nn.Module, optimizer: Any) -> Callable[[], None]:
-    """Runs `task.steps` training steps."""
+    """Return a function that runs `task.steps` training steps."""
     inputs, targets = (gpu.tensor(each) for each in task.batch(torch.device("cpu")))
 
     def run() -> None:
@@ -215,7 +215,7 @@ class RawNccl:
         )
 
     def close(self) -> None:
-        """Frees the communicator."""
+        """Free the communicator."""
         self._gpu.synchronize()
         self._library.ncclCommDestroy(self._comm)
 
@@ -276,7 +276,7 @@ class Handle:
 
 
 def reduce(tensors: list[Tensor], number: int) -> Handle:
-    """One of the tensors, in place, under its own name."""
+    """Allreduce one of the tensors in place, under its own name."""
     return Handle(hvd.allreduce_async_(tensors[number], op=hvd.Sum, name=f"benchmark {number}"))
 
 
@@ -284,7 +284,7 @@ def reduce(tensors: list[Tensor], number: int) -> Handle:
 
 
 def sizes(total: int, count: int) -> list[int]:
-    """`count` odd sizes between a thousandth and a hundredth, whose sum is `total`."""
+    """Return `count` odd sizes between a thousandth and a hundredth, whose sum is `total`."""
     generator = torch.Generator().manual_seed(5)
     weights = torch.rand(count, generator=generator) ** 3 + 0.05
     numbers = [int(weight) | 1 for weight in weights / weights.sum() * total]

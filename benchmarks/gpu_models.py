@@ -70,13 +70,13 @@ class Task:
     steps: int
 
     def loss(self, network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of one batch, computed in bfloat16 where torch does that."""
+        """Return the loss of a batch, computed in bfloat16 where torch does that."""
         with torch.autocast(inputs.device.type, torch.bfloat16):
             return nn.functional.cross_entropy(network(inputs).float(), targets)
 
 
 def images(rows: int, size: int) -> Callable[[torch.device], tuple[Tensor, Tensor]]:
-    """Random images, channels last, and classes."""
+    """Make random images, channels last, and classes."""
 
     def batch(device: torch.device) -> tuple[Tensor, Tensor]:
         pixels = torch.randn(rows, 3, size, size, device=device)
@@ -89,7 +89,7 @@ def images(rows: int, size: int) -> Callable[[torch.device], tuple[Tensor, Tenso
 
 
 def sentences(rows: int, length: int) -> Callable[[torch.device], tuple[Tensor, Tensor]]:
-    """Random words, and the word behind each."""
+    """Make random words, and the word behind each."""
 
     def batch(device: torch.device) -> tuple[Tensor, Tensor]:
         words = torch.randint(Gpt.WORDS, (rows, length), device=device)
@@ -99,7 +99,7 @@ def sentences(rows: int, length: int) -> Callable[[torch.device], tuple[Tensor, 
 
 
 def points(rows: int, width: int) -> Callable[[torch.device], tuple[Tensor, Tensor]]:
-    """Random vectors and classes."""
+    """Make random vectors and classes."""
 
     def batch(device: torch.device) -> tuple[Tensor, Tensor]:
         return torch.randn(rows, width, device=device), torch.randint(1000, (rows,), device=device)

@@ -1,4 +1,4 @@
-"""How long a launch takes: `run(fn)` with one allreduce, beside pyspark's TorchDistributor doing the same.
+"""Time of a launch: `run(fn)` with one allreduce, beside the same with pyspark's TorchDistributor.
 
     .venv/bin/python benchmarks/launch.py [--rounds 5] [--write]
 
@@ -17,7 +17,7 @@ RANKS = 2
 
 
 def one_allreduce() -> float:
-    """The sum of 1 + 2 over two ranks, through sparkhvd."""
+    """Add up 1 + 2 over two ranks, through sparkhvd."""
     import torch
 
     import sparkhvd.torch as hvd
@@ -29,7 +29,7 @@ def one_allreduce() -> float:
 
 
 def one_allreduce_with_gloo() -> float:
-    """The same through torch.distributed, as TorchDistributor sets it up."""
+    """Add up 1 + 2 through torch.distributed, as TorchDistributor sets it up."""
     import torch
     import torch.distributed as dist
 

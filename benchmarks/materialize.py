@@ -1,4 +1,4 @@
-"""How fast a DataFrame becomes packed Parquet, where the time goes, and what memory it takes.
+"""Speed of materialization: rows per second, time by phase, and memory.
 
     .venv/bin/python benchmarks/materialize.py [--rounds 3] [--cases vectors,scalars] [--scale 1.0] [--write] [--json PATH]
 
@@ -59,7 +59,7 @@ SIDE = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of data.
+    """Kind of data to materialize.
 
     Attributes:
         name: its name.
@@ -93,7 +93,7 @@ CASES = (
 
 
 def png(number: int) -> bytes:
-    """A grey PNG of noise."""
+    """Make a grey PNG of noise."""
     rng = np.random.default_rng(number)
     pixels = rng.integers(0, 256, (SIDE, SIDE), dtype=np.uint8)
 
@@ -108,7 +108,7 @@ def png(number: int) -> bytes:
 
 
 def decode(data: bytes) -> np.ndarray:
-    """(64, 64) from a PNG, with the library that most people use for it."""
+    """Decode a PNG to (64, 64), with the library that most people use for it."""
     import io
 
     from PIL import Image
@@ -117,7 +117,7 @@ def decode(data: bytes) -> np.ndarray:
 
 
 def write_input(spark: Any, folder: str, case: Case, rows: int) -> str:
-    """The input as a user has it: Parquet files that Spark wrote, two per core."""
+    """Write the input as a user has it: Parquet files of Spark, two per core."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from pyspark.ml.functions import array_to_vector
@@ -153,7 +153,7 @@ def write_input(spark: Any, folder: str, case: Case, rows: int) -> str:
 
 
 def schema_of(df: Any, case: Case) -> Any:
-    """What `fit` would make of the columns."""
+    """Return the schema that `fit` would give the columns."""
     from sparkhvd.data.columns.check import check_schema
 
     decoders = ["image"] if not case.width else []
@@ -195,7 +195,7 @@ class Encode:
 
 
 def peak_bytes(spark: Any, *, reset: bool = False) -> int:
-    """The most memory that any Python worker has had since the last reset."""
+    """Return the most memory that any Python worker has had since the last reset."""
 
     def look(batches: Iterator[Any]) -> Iterator[Any]:
         import pyarrow as pa
@@ -214,7 +214,7 @@ def peak_bytes(spark: Any, *, reset: bool = False) -> int:
 
 
 def cpu_seconds(spark: Any) -> float:
-    """CPU time of the JVM and all that it has started."""
+    """Return the CPU time of the JVM and its descendants."""
     root = spark.sparkContext._gateway.proc.pid
     below: dict[int, list[int]] = {}
     times: dict[int, float] = {}
@@ -236,7 +236,7 @@ def cpu_seconds(spark: Any) -> float:
 
 
 def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, float]:
-    """Clock and CPU seconds of the phases, one after the other, and the memory of the workers."""
+    """Measure clock and CPU seconds of the phases, one after the other, and the memory of the workers."""
     from sparkhvd.data.arrow_limits import bounded_batches
     from sparkhvd.data.materialize import _select, materialize
     from sparkhvd.data.store.store import Store
@@ -275,7 +275,7 @@ def one_round(spark: Any, path: str, case: Case, phases: bool) -> dict[str, floa
 
 
 def read_apart(url: str, case: Case) -> dict[str, float]:
-    """What `read_epochs` finds, in a process that has done nothing else."""
+    """Run `read_epochs` in a process that has done nothing else."""
     command = [sys.executable, str(Path(__file__).resolve()), "--read", url, "--cases", case.name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -283,7 +283,7 @@ def read_apart(url: str, case: Case) -> dict[str, float]:
 
 
 def high_water(*, reset: bool = False) -> int:
-    """The most memory that this process has had since the last reset, in bytes."""
+    """Return the most memory, in bytes, that this process has had since the last reset."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     text = Path("/proc/self/status").read_text()
@@ -291,7 +291,7 @@ def high_water(*, reset: bool = False) -> int:
 
 
 def read_epochs(url: str, name: str) -> dict[str, float]:
-    """Seconds of the epochs of a reader, and the most memory that it took beyond what it may hold."""
+    """Measure the epochs of a reader, and the most memory that it took beyond what it may hold."""
     from sparkhvd.data.columns.decoders import RowFunctions
     from sparkhvd.data.manifest import Manifest
     from sparkhvd.data.reading.reader import Reader
@@ -330,7 +330,7 @@ def median(rounds: list[Mapping[str, float]], name: str) -> float:
 
 
 def add_tables(report: Report, results: Mapping[str, Any], rows: Mapping[str, int]) -> None:
-    """Rates and memory of every case, and where the time goes."""
+    """Add the tables: rates and memory of every case, and the time of its phases."""
     rates: list[list[Any]] = []
     phases: list[list[str]] = []
     read: list[list[Any]] = []
@@ -377,7 +377,7 @@ def add_tables(report: Report, results: Mapping[str, Any], rows: Mapping[str, in
 
 
 def reading_line(case: Case, count: int, rounds: list[Mapping[str, float]]) -> list[Any]:
-    """Rates and memory of a reader."""
+    """Format rates and memory of a reader."""
     epochs = [n for n in rounds[0] if n.startswith("read, ") and not n.endswith("CPU")]
     shown = "; ".join(
         f"{n.removeprefix('read, ')}: {count / median(rounds, n) / 1e3:,.1f}" for n in epochs

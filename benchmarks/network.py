@@ -1,4 +1,4 @@
-"""How long an allreduce takes between two hosts, next to Gloo and to what iperf3 moves over the same cable.
+"""Time of an allreduce between two hosts, beside Gloo and beside iperf3 over the same cable.
 
     .venv/bin/python benchmarks/network.py [--rounds 9] [--json FILE] [--write]
 
@@ -54,11 +54,11 @@ class Iperf:
         time.sleep(0.5)  # it says nothing when it listens
 
     def measure(self) -> float:
-        """The slower direction, as the receiver counts."""
+        """Return the rate of the slower direction, as the receiver counts."""
         words = ["iperf3", "--client", self._address, "--bidir", "--json", "--time", str(IPERF_S)]
         # The first tenths of a second find the rate.
-        said = json.loads(self._client.run(*words, "--omit", "1"))
-        ends = said["end"]
+        result = json.loads(self._client.run(*words, "--omit", "1"))
+        ends = result["end"]
         rates = [
             ends[name]["bits_per_second"] / 8
             for name in ("sum_received", "sum_received_bidir_reverse")
@@ -78,17 +78,17 @@ class Pair:
         self.iperf = iperf
 
     def measure(self, library: str, num_bytes: int, repeats: int) -> tuple[list[float], float]:
-        """Seconds of each call, of the slower rank; CPU seconds per call, of both."""
+        """Measure the seconds of each call, of the slower rank; CPU seconds per call, of both."""
         for rank in self.ranks:
             rank.tell({"library": library, "bytes": num_bytes, "repeats": repeats})
-        said = [rank.expect(TIMEOUT_S) for rank in self.ranks]
-        walls = [max(pair) for pair in zip(*(each["wall"] for each in said), strict=True)]
-        return walls, sum(each["cpu"] for each in said)
+        reports = [rank.expect(TIMEOUT_S) for rank in self.ranks]
+        walls = [max(pair) for pair in zip(*(each["wall"] for each in reports), strict=True)]
+        return walls, sum(each["cpu"] for each in reports)
 
     def rounds(
         self, sizes: dict[str, int], libraries: Sequence[str], rounds: int
     ) -> dict[str, Any]:
-        """All legs by turns; the first round warms up and is not kept."""
+        """Measure all legs by turns; the first round warms up and is dropped."""
         found: dict[str, Any] = {label: {name: [] for name in libraries} for label in sizes}
         for legs in found.values():
             legs |= {f"{name}, CPU": [] for name in libraries}

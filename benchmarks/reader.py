@@ -1,4 +1,4 @@
-"""How fast one rank reads shuffled batches of 32 float32 and a label, beside torch's DataLoader and a bare read.
+"""Speed of one rank that reads shuffled batches of 32 float32 and a label, beside torch's DataLoader and a bare read.
 
     .venv/bin/python benchmarks/reader.py [--rounds 3] [--rows 1000000] [--checksums] [--write] [--json PATH]
 
@@ -87,14 +87,14 @@ class Files:
 
 
 class OverPyarrow(IterableDataset[Any]):
-    """What people write around pyarrow: batches in file order, without a shuffle."""
+    """Usual dataset around pyarrow: batches in file order, without a shuffle."""
 
     def __init__(self, paths: list[str], batch: int) -> None:
         self.paths = paths
         self.batch = batch
 
     def __iter__(self) -> Iterator[Any]:
-        """Tensors of a batch."""
+        """Yield the tensors of each batch."""
         for path in self.paths:
             for batch in pq.ParquetFile(path).iter_batches(self.batch):
                 flat = batch.column("features").flatten().to_numpy()
@@ -107,7 +107,7 @@ class OverPyarrow(IterableDataset[Any]):
 
 
 def rate(batches: Callable[[], Iterator[Any]], rows: int) -> float:
-    """Million rows per second of one epoch."""
+    """Measure one epoch, in million rows per second."""
     began = time.perf_counter()
     seen = 0
     for features, label in batches():
@@ -118,7 +118,7 @@ def rate(batches: Callable[[], Iterator[Any]], rows: int) -> float:
 
 
 def ours(files: Files, batch: int, shuffle_bytes: int, epochs: int = 2) -> list[float]:
-    """Rates of a reader's epochs."""
+    """Measure a reader's epochs."""
     options = {"rank": 0, "size": 1, "batch_size": batch, "shuffle_bytes": shuffle_bytes}
     with Reader(files.store, files.manifest, **options) as reader:
 
@@ -132,7 +132,7 @@ def ours(files: Files, batch: int, shuffle_bytes: int, epochs: int = 2) -> list[
 
 @contextlib.contextmanager
 def unverified() -> Iterator[None]:
-    """Files are read in here as if they had no checksums."""
+    """Read files inside the block as if they had no checksums."""
     read_sums = PackedFile._read_sums
     setattr(PackedFile, "_read_sums", lambda *_, **__: None)  # noqa: B010 - mypy takes no assignment to a method
     try:
@@ -142,14 +142,14 @@ def unverified() -> Iterator[None]:
 
 
 def cpu(files: Files, shuffle_bytes: int) -> float:
-    """CPU seconds of a reader's first epoch, in batches of 1,024."""
+    """Measure the CPU seconds of a reader's first epoch, in batches of 1,024."""
     began = time.process_time()
     ours(files, 1024, shuffle_bytes, epochs=1)
     return time.process_time() - began
 
 
 def measure_checksums(report: Report, files: Files, rounds: int) -> None:
-    """What verifying costs: the first epoch's CPU with and without, in pairs whose order alternates."""
+    """Measure the cost of checksums: the first epoch's CPU with and without, in pairs whose order alternates."""
     lines: list[list[Any]] = []
     for name, shuffle_bytes in SIDES:
         with_them, without = [], []
@@ -168,7 +168,7 @@ def measure_checksums(report: Report, files: Files, rounds: int) -> None:
 
 
 def peers(files: Files, batch: int) -> dict[str, float]:
-    """Rates of what people use instead."""
+    """Measure the usual readers."""
     rows = files.rows
     sampler = BatchSampler(RandomSampler(files.tensors), batch, drop_last=False)
     whole = DataLoader(files.tensors, sampler=sampler, batch_size=None)
@@ -182,7 +182,7 @@ def peers(files: Files, batch: int) -> dict[str, float]:
 
 
 def petastorm(files: Files, batch: int, python: Path) -> float:
-    """Rate of petastorm, in a process of its own environment."""
+    """Measure petastorm, in a process of its own environment."""
     program = str(Path(__file__).with_name("reader_petastorm.py"))
     command = [str(python), program, str(batch), str(files.rows), *files.plain]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -190,7 +190,7 @@ def petastorm(files: Files, batch: int, python: Path) -> float:
 
 
 def has_petastorm(python: Path) -> bool:
-    """Whether this Python has petastorm."""
+    """Return True if this Python has petastorm."""
     if not python.exists():
         return False
     command = [str(python), "-W", "ignore", "-c", "import petastorm"]
@@ -198,14 +198,14 @@ def has_petastorm(python: Path) -> bool:
 
 
 def bare(files: Files) -> float:
-    """Rate of a bare read of the packed files."""
+    """Measure a bare read of the packed files."""
     began = time.perf_counter()
     rows = sum(len(pq.read_table(path)) for path in files.packed)
     return rows / (time.perf_counter() - began) / 1e6
 
 
 def add_table(report: Report, rows: int) -> None:
-    """One line per side, one column per batch size."""
+    """Add the table: a line per side, a column per batch size."""
     found = report.raw
     bare_rate = statistics.median(found["bare"])
     peer = PETASTORM

@@ -1,4 +1,4 @@
-"""One epoch of petastorm's BatchedDataLoader over plain Parquet files, for `reader.py`; runs in petastorm's environment.
+"""Epoch of petastorm's BatchedDataLoader over plain Parquet files, for `reader.py`; runs in petastorm's environment.
 
     build/petastorm-env/bin/python benchmarks/reader_petastorm.py BATCH ROWS FILE...
 

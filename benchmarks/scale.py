@@ -1,4 +1,4 @@
-"""What more ranks cost: the control plane on this host, more ranks than cores, and a model up to 4,096 GPUs.
+"""Cost of more ranks: the control plane on this host, more ranks than cores, and a model up to 4,096 GPUs.
 
     .venv/bin/python benchmarks/scale.py [--ranks 2,4,8,16,32,64] [--rounds 5] [--json FILE] [--write]
 
@@ -43,14 +43,14 @@ TIMEOUT_S = 120.0
 
 
 def ordered(ranks: Sequence[Any], what: str, num_bytes: int, steps: int) -> dict[str, Any]:
-    """Seconds of each step of the slowest rank; CPU seconds per step of rank 0 and of the others' median."""
+    """Measure the seconds of each step of the slowest rank; CPU seconds per step of rank 0 and of the others' median."""
     for rank in ranks:
         rank.tell({"what": what, "bytes": num_bytes, "steps": steps})
-    said = [rank.expect(TIMEOUT_S) for rank in ranks]
+    reports = [rank.expect(TIMEOUT_S) for rank in ranks]
     return {
-        "wall": [max(walls) for walls in zip(*(each["wall"] for each in said), strict=True)],
-        "cpu_rank_0": said[0]["cpu"],
-        "cpu_others": statistics.median(each["cpu"] for each in said[1:]),
+        "wall": [max(walls) for walls in zip(*(each["wall"] for each in reports), strict=True)],
+        "cpu_rank_0": reports[0]["cpu"],
+        "cpu_others": statistics.median(each["cpu"] for each in reports[1:]),
     }
 
 
@@ -62,7 +62,7 @@ def end(ranks: Sequence[Any]) -> None:
 
 
 def control_plane(world_size: int, rounds: int, *, tcp_only: bool) -> dict[str, Any]:
-    """By kind of step: all rounds' measurements."""
+    """Measure every round of each kind of step."""
     found: dict[str, Any] = {what: [] for what in TINY}
     # Slots are of no use to four bytes; 64 ranks' would be 64 MiB.
     settings = Settings(connect_timeout_s=TIMEOUT_S, slot_bytes=4096)
@@ -78,7 +78,7 @@ def control_plane(world_size: int, rounds: int, *, tcp_only: bool) -> dict[str, 
 
 
 def crowded(rounds: int, bare: str) -> dict[str, dict[str, dict[int, list[float]]]]:
-    """Seconds by leg, size and number of ranks; the worlds take turns. `bare`: the C++ program, or "" without it."""
+    """Measure seconds by leg, size and number of ranks; the worlds take turns. `bare`: the C++ program, or "" without it."""
     legs = ("sparkhvd", "bare") if bare else ("sparkhvd",)
     found: dict[str, dict[str, dict[int, list[float]]]] = {
         leg: {label: {size: [] for size in CROWDS} for label in CROWDED} for leg in legs
@@ -102,7 +102,7 @@ def calls_of(num_bytes: int) -> int:
 
 
 def run_bare(program: str, size: int, orders: Sequence[str]) -> list[str]:
-    """The line that the C++ program says to each order."""
+    """Return the C++ program's line for each order."""
     ended = subprocess.run(
         [program, str(size)],
         input="".join(orders),
@@ -121,7 +121,7 @@ def bytes_moved(world_size: int) -> float:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Offset and slope of the least squares line."""
+    """Fit a line by least squares; return its offset and slope."""
     slope, offset = statistics.linear_regression([x for x, _ in points], [y for _, y in points])
     return offset, slope
 
@@ -133,7 +133,7 @@ def median_of(rounds: Sequence[dict[str, Any]], key: str) -> float:
 def report_control_plane(
     report: Report, way: str, found: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """The table, and per kind of step what rank 0 pays: (seconds, seconds per rank)."""
+    """Add the table; return rank 0's cost by kind of step: (seconds, seconds per rank)."""
     rows: list[list[str | list[Target]]] = []
     for size, kinds in found.items():
         for what, rounds in kinds.items():

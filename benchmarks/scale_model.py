@@ -24,7 +24,7 @@ MAX_DIRECT_HOSTS = 16
 
 @dataclass(frozen=True)
 class Protocol:
-    """How messages are sent; NCCL's tuning tables have these two among theirs.
+    """Costs of a way to send messages; NCCL's tuning tables have these two among theirs.
 
     Attributes:
         base_s: once per operation (launch).
@@ -44,7 +44,7 @@ PROTOCOLS = (Protocol(6.6e-6, 0.9e-6, 5.0e-6, 0.25), Protocol(8.4e-6, 3.4e-6, 9.
 
 
 def ring(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """One ring per adapter through all GPUs: 2(N-1) messages, 2(P-1) of them between hosts."""
+    """Return the seconds of one ring per adapter through all GPUs: 2(N-1) messages, 2(P-1) of them between hosts."""
     world = hosts * GPUS_PER_HOST
     between = 2 * (hosts - 1)
     messages = (2 * (world - 1) - between) * protocol.inside_s + between * protocol.between_s
@@ -53,14 +53,14 @@ def ring(num_bytes: int, hosts: int, protocol: Protocol) -> float:
 
 
 def halving_doubling(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Recursive halving, then doubling; the first (large) halves stay inside the host."""
+    """Return the seconds of recursive halving, then doubling; the first (large) halves stay inside the host."""
     between = 2 * math.log2(hosts)
     messages = 2 * math.log2(GPUS_PER_HOST) * protocol.inside_s + between * protocol.between_s
     return messages + overlapped_s(num_bytes, hosts, protocol)
 
 
 def tree(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Two pipelined binary trees over the hosts, a chain inside each: every byte goes up and down."""
+    """Return the seconds of two pipelined binary trees over the hosts, a chain inside each: every byte goes up and down."""
     chain = 2 * (GPUS_PER_HOST - 1) * protocol.inside_s
     bandwidth = INSIDE if hosts == 1 else min(INSIDE, GPUS_PER_HOST * ADAPTER)
     messages = chain + 2 * math.log2(hosts) * protocol.between_s
@@ -79,7 +79,7 @@ def hierarchical(num_bytes: int, hosts: int, protocol: Protocol) -> float:
 
 
 def overlapped_s(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """Bytes inside and between: consecutive chunks (or buckets) use both at once, so the slower counts."""
+    """Return the seconds of the bytes inside and between hosts: consecutive chunks (or buckets) use both at once, so the slower counts."""
     inside = inside_bytes_s(num_bytes, protocol)
     return max(inside, slice_bytes_s(num_bytes, hosts, protocol))
 
@@ -90,7 +90,7 @@ def inside_bytes_s(num_bytes: int, protocol: Protocol) -> float:
 
 
 def slice_bytes_s(num_bytes: int, hosts: int, protocol: Protocol) -> float:
-    """A slice of 1/8 through each adapter, reduced over `hosts`."""
+    """Return the seconds of a slice of 1/8 through each adapter, reduced over `hosts`."""
     part = num_bytes / GPUS_PER_HOST
     return 2 * part * (hosts - 1) / hosts / (ADAPTER * protocol.share)
 
@@ -104,14 +104,14 @@ ALGORITHMS: dict[str, Callable[[int, int, Protocol], float]] = {
 
 
 def seconds(algorithm: str, num_bytes: int, world_size: int) -> float:
-    """With the better protocol."""
+    """Return the seconds of an allreduce with the better protocol."""
     hosts = world_size // GPUS_PER_HOST
     call = ALGORITHMS[algorithm]
     return min(p.base_s + call(num_bytes, hosts, p) for p in PROTOCOLS)
 
 
 def table_of_times(agreement: Mapping[str, tuple[float, float]]) -> str:
-    """Markdown: time by world, size and algorithm; the best in bold.
+    """Return a Markdown table of the time by world, size and algorithm; the best in bold.
 
     Args:
         agreement: by "one": what agreeing on an operation costs rank 0, (seconds, seconds per rank); the last
@@ -135,7 +135,7 @@ def table_of_times(agreement: Mapping[str, tuple[float, float]]) -> str:
 
 
 def table_of_choices() -> str:
-    """Markdown: by world and size, the best algorithm and what the engine's choice costs beside it."""
+    """Return a Markdown table of the best algorithm by world and size, beside the cost of the engine's choice."""
     lines = [f"| GPUs | {' | '.join(SIZES)} |", "|---|" + "---|" * len(SIZES)]
     for world in WORLDS:
         cells = [str(world)]

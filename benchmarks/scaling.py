@@ -1,4 +1,4 @@
-"""How training scales: 1 to 8 ranks on this host, measured, and up to 1,024 GPUs, modelled.
+"""Scaling of training: 1 to 8 ranks on this host, measured, and up to 1,024 GPUs, modelled.
 
     .venv/bin/python benchmarks/scaling.py [--ranks 1,2,4,8] [--rounds 9] [--quick] [--model-only] [--json FILE] [--write]
 
@@ -41,7 +41,7 @@ TABLES = {
 
 
 def measured(network: str, sizes: Sequence[int], rounds: int, shorter: int) -> dict[int, Found]:
-    """By number of ranks."""
+    """Measure a network with each number of ranks."""
     found = {}
     for size in sizes:
         # One rank has nobody to talk to, with DDP either.
@@ -52,7 +52,7 @@ def measured(network: str, sizes: Sequence[int], rounds: int, shorter: int) -> d
 
 
 def report_network(report: Report, network: str, by_size: Mapping[int, Found]) -> None:
-    """One table: by number of ranks and variant the throughput of all ranks together."""
+    """Add the table of a network: the throughput of all ranks together, by their number and variant."""
     batch = len(MODELS[network].batch()[0])
     rows: list[list[str | Sequence[Target]]] = []
     for size, found in by_size.items():

@@ -1,4 +1,4 @@
-"""How training scales over many GPUs: buckets of gradients reduced while backward runs. See docs/scaling.md.
+"""Model of training on many GPUs: buckets of gradients reduced while backward runs. See docs/scaling.md.
 
 The times of an allreduce are those of scale_model.py, for hosts of other kinds too. Pure functions; nothing is measured here.
 """
@@ -37,7 +37,7 @@ class Layer:
 
 
 def convolution(inputs: int, outputs: int, size: int, side: int, *, extra: int) -> Layer:
-    """Of a square kernel, giving `side` x `side` values; `extra` parameters per output (bias, or normalisation's two)."""
+    """Count a convolution with a square kernel and `side` x `side` outputs; `extra` parameters per output (bias, or normalisation's two)."""
     weights = inputs * outputs * size * size
     return Layer(weights + extra * outputs, weights * side * side)
 
@@ -47,7 +47,7 @@ def linear(inputs: int, outputs: int, rows: float = 1) -> Layer:
 
 
 def vgg16() -> list[Layer]:
-    """VGG-16 (arXiv 1409.1556), 224 x 224, in forward order."""
+    """Return the layers of VGG-16 (arXiv 1409.1556), 224 x 224, in forward order."""
     layers, inputs = [], 3
     for outputs, number, side in (
         (64, 2, 224),
@@ -63,7 +63,7 @@ def vgg16() -> list[Layer]:
 
 
 def resnet(*blocks: int) -> list[Layer]:
-    """ResNet with bottlenecks (arXiv 1512.03385), 224 x 224, in forward order."""
+    """Return the layers of a ResNet with bottlenecks (arXiv 1512.03385), 224 x 224, in forward order."""
     layers, inputs = [convolution(3, 64, 7, 112, extra=2)], 64
     for stage, number in enumerate(blocks):
         width, side = 64 << stage, 56 >> stage
@@ -80,7 +80,7 @@ def resnet(*blocks: int) -> list[Layer]:
 
 
 def bert_large() -> list[Layer]:
-    """BERT-large (arXiv 1810.04805), 128 words, in forward order; the words' embedding is also the head's matrix."""
+    """Return the layers of BERT-large (arXiv 1810.04805), 128 words, in forward order; the words' embedding is also the head's matrix."""
     width, words, length = 1024, 30522, 128
     # The first layer's gradient comes last, and the head's matrix waits with it.
     embedding = Layer((words + 512 + 2 + 2) * width, 0)
@@ -104,7 +104,7 @@ def parameters_of(network: str) -> int:
 
 
 def peak_rate(network: str, peak: float) -> float:
-    """Samples per second of a GPU of so many operations per second, at SHARE_OF_PEAK."""
+    """Return the samples per second of a GPU of so many operations per second, at SHARE_OF_PEAK."""
     # A multiply-add is two operations; forward and backward are three times the forward pass.
     return SHARE_OF_PEAK * peak / (6 * sum(layer.work for layer in NETWORKS[network]))
 
@@ -144,7 +144,7 @@ FABRICS = {
 
 @dataclass(frozen=True)
 class Computation:
-    """What one GPU does alone: samples per second, and samples per step."""
+    """Speed of one GPU alone: samples per second, and samples per step."""
 
     rate: float
     batch: int
@@ -183,7 +183,7 @@ Algorithm = Callable[[float, int, Fabric, Protocol], float]
 
 
 def ring(num_bytes: float, world: int, fabric: Fabric, protocol: Protocol) -> float:
-    """One ring through all GPUs, as scale_model has it."""
+    """Return the seconds of one ring through all GPUs, as scale_model has it."""
     hosts = world // fabric.gpus_per_host
     between = 2 * (hosts - 1)
     messages = (2 * (world - 1) - between) * protocol.inside_s + between * protocol.between_s
@@ -208,7 +208,7 @@ def hierarchical(num_bytes: float, world: int, fabric: Fabric, protocol: Protoco
 
 
 def allreduce_s(algorithm: Algorithm, num_bytes: float, world: int, fabric: Fabric) -> float:
-    """With the better protocol."""
+    """Return the seconds of an allreduce with the better protocol."""
     return min(p.base_s + algorithm(num_bytes, world, fabric, p) for p in PROTOCOLS)
 
 
@@ -224,7 +224,7 @@ class Bucket:
 
 
 def buckets(layers: Sequence[Layer], bucket_bytes: int) -> list[Bucket]:
-    """The last layer's gradients first; a bucket closes before it would outgrow `bucket_bytes` of float32."""
+    """Fill buckets from the last layer's gradients on; a bucket closes before it would outgrow `bucket_bytes` of float32."""
     total = sum(layer.work for layer in layers)
     made: list[Bucket] = []
     parameters, done = 0, 0.0
@@ -263,7 +263,7 @@ class Case:
 
 
 def step_s(case: Case, world: int) -> float:
-    """Seconds of a step: buckets are reduced one after the other, from the moment when each is ready."""
+    """Return the seconds of a step: buckets are reduced one after the other, from the moment when each is ready."""
     fabric = FABRICS[case.fabric]
     fabric = Fabric(
         fabric.title, fabric.gpus_per_host, fabric.inside, fabric.between * case.share_of_line
@@ -280,7 +280,7 @@ def step_s(case: Case, world: int) -> float:
 
 
 def efficiency(case: Case, world: int) -> float:
-    """Throughput as a share of `world` times that of one GPU."""
+    """Return the throughput as a share of `world` times that of one GPU."""
     return COMPUTATIONS[case.fabric][case.network].step_s / step_s(case, world)
 
 
@@ -295,7 +295,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def table_of_efficiency() -> str:
-    """Markdown: by fabric, network and way the efficiency at every size."""
+    """Return a Markdown table of the efficiency at every size, by fabric, network and way."""
     lines = [
         f"| hosts | network | gradients | {' | '.join(f'{world} GPUs' for world in WORLDS)} |",
         "|---|---|---|" + "---|" * len(WORLDS),
@@ -337,7 +337,7 @@ PUBLISHED = (
 
 
 def table_of_published() -> str:
-    """Markdown: what was measured elsewhere, and what the model says of the same."""
+    """Return a Markdown table of published figures beside those of the model."""
     ways: dict[str, dict[str, Any]] = {
         "hierarchical": {},
         "flat ring": {"algorithm": ring},
@@ -360,7 +360,7 @@ def table_of_published() -> str:
 
 
 def table_of_buckets(world: int = 1024) -> str:
-    """Markdown: efficiency by size of the buckets."""
+    """Return a Markdown table of the efficiency by size of the buckets."""
     lines = [
         f"| hosts | network | gradients | {' | '.join(BUCKETS)} |",
         "|---|---|---|" + "---|" * len(BUCKETS),
@@ -375,7 +375,7 @@ def table_of_buckets(world: int = 1024) -> str:
 
 
 def share_of_line_for(network: str, world: int, wanted: float) -> float:
-    """The share of the Pascal hosts' adapters at which the model gives `wanted`, by bisection."""
+    """Find the share of the Pascal hosts' adapters at which the model gives `wanted`, by bisection."""
     low, high = 0.01, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -385,7 +385,7 @@ def share_of_line_for(network: str, world: int, wanted: float) -> float:
 
 
 def table_of_computations() -> str:
-    """Markdown: what one GPU does alone."""
+    """Return a Markdown table of the speed of one GPU alone."""
     lines = [
         "| hosts | network | samples per second | batch | step alone |",
         "|---|---|---|---|---|",

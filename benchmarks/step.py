@@ -1,4 +1,4 @@
-"""What a training step of two processes costs beside the same step without communication, and beside DDP on Gloo.
+"""Time of a training step of two processes, beside the same step without communication and beside DDP on Gloo.
 
     .venv/bin/python benchmarks/step.py [--models mlp,resnet] [--variants none,DDP,sparkhvd] [--rounds 15] [--quick]
                                         [--json FILE] [--write]
@@ -40,7 +40,7 @@ ALLOCATING = "mlp"
 
 
 def run(plan: Plan, size: int, keep_freed_memory: bool = False) -> Found:
-    """`plan` on so many ranks, together.
+    """Run `plan` on so many ranks, together.
 
     By default with the allocator as it is, because that is what every other launcher's processes have.
     """
@@ -52,7 +52,7 @@ def run(plan: Plan, size: int, keep_freed_memory: bool = False) -> Found:
 
 
 def ratios(times: Mapping[str, Sequence[float]], name: str, to: str) -> list[float]:
-    """By round, `name`'s time as a multiple of `to`'s."""
+    """Return `name`'s time of each round as a multiple of `to`'s."""
     return [a / b for a, b in zip(times[name], times[to], strict=True)]
 
 
@@ -61,13 +61,13 @@ def median_ratio(times: Mapping[str, Sequence[float]], name: str, to: str) -> fl
 
 
 def best_of_ours(times: Mapping[str, Sequence[float]]) -> str:
-    """The name of our quickest variant that changes no gradients, "" if none ran."""
+    """Return the name of our quickest variant that changes no gradients, "" if none ran."""
     exact = [name for name in times if name in OURS and name not in (*LOSSY, BORN, OVERLAPPED)]
     return min(exact, key=lambda name: median_ratio(times, name, "none"), default="")
 
 
 def targets_of(limits: Limits, times: Mapping[str, Sequence[float]], name: str) -> list[Target]:
-    """What is promised of this row."""
+    """Return the targets of a row."""
     targets = []
     if name == "sparkhvd" and limits.default is not None:
         ratio = median_ratio(times, name, "none")
@@ -82,13 +82,13 @@ def targets_of(limits: Limits, times: Mapping[str, Sequence[float]], name: str) 
 
 
 def ratio_shown(values: Sequence[float]) -> str:
-    """`median (25 % to 75 %)` of ratios."""
+    """Format ratios as `median (25 % to 75 %)`."""
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return f"{statistics.median(values):.3f} ({low:.3f} to {high:.3f})"
 
 
 def report_model(report: Report, model: str, found: Found) -> None:
-    """One table: a line per variant, also for those that failed."""
+    """Add the table of a model: a line per variant, also for those that failed."""
     rows: list[list[str | Sequence[Target]]] = []
     for name in VARIANTS:
         if name in found.errors:
@@ -107,7 +107,7 @@ def report_model(report: Report, model: str, found: Found) -> None:
 
 
 def report_alone(report: Report, found: Mapping[str, Found]) -> None:
-    """What the optimizer costs a single rank."""
+    """Add the table of the optimizer's cost for a single rank."""
     rows: list[list[str | Sequence[Target]]] = []
     for model, times in found.items():
         percent = (median_ratio(times.wall, "sparkhvd", "none") - 1) * 100
@@ -123,7 +123,7 @@ def report_alone(report: Report, found: Mapping[str, Found]) -> None:
 
 
 def report_allocator(report: Report, plain: Found, kept: Found) -> None:
-    """What `Settings.keep_freed_memory` gives: the same variants in processes with and without it."""
+    """Add the table of `Settings.keep_freed_memory`: the same variants in processes with and without it."""
     rows: list[list[str | Sequence[Target]]] = [
         [
             name,
@@ -145,7 +145,7 @@ def report_allocator(report: Report, plain: Found, kept: Found) -> None:
 
 
 def chosen(names: str | None, known: Sequence[str]) -> list[str]:
-    """An option's list with commas; None means all."""
+    """Return the words of an option's list with commas; None means all."""
     words = list(known) if names is None else names.split(",")
     unknown = [word for word in words if word not in known]
     if unknown:
@@ -196,7 +196,7 @@ def main() -> None:
 
 
 def brief(found: Found) -> str:
-    """One line while the rest is measured."""
+    """Return a line of progress."""
     done = [
         f"{name} {median_ratio(found.wall, name, 'none'):.3f}"
         for name in VARIANTS

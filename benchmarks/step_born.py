@@ -36,10 +36,10 @@ class _Linear(torch.autograd.Function):
 
 
 class Born(nn.Linear):
-    """What `nn.Linear` becomes; made by setting its class."""
+    """`nn.Linear` whose gradients are born in registered memory; made by setting the class of a Linear."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """As `nn.Linear`."""
+        """Compute the output of `nn.Linear`."""
         if not torch.is_grad_enabled():
             return super().forward(x)
         result: Tensor = _Linear.apply(x, self.weight, self.bias)  # type: ignore[no-untyped-call]  # torch's

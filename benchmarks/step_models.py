@@ -14,7 +14,7 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Limits:
-    """What is promised, as multiples of the step without communication or of DDP's speed; None promises nothing.
+    """Limits of a model, as multiples of the step without communication or of DDP's speed; None: no limit.
 
     Attributes:
         default: at most, with the default options.
@@ -59,12 +59,12 @@ class Model:
 
 
 def labelled(*shape: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Batches of random inputs of this shape, each with a class."""
+    """Return a maker of batches of random inputs of this shape, each with a class."""
     return lambda: (torch.randn(shape), torch.randint(CLASSES, shape[:1]))
 
 
 def mlp(*widths: int) -> nn.Module:
-    """Linear layers with ReLU between them.
+    """Build linear layers with ReLU between them.
 
     Initialised after He, so that neither values nor gradients vanish over a hundred layers: numbers below 1e-38 take the
     processor many times as long.
@@ -79,7 +79,7 @@ def mlp(*widths: int) -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """Three convolutions and a linear layer: 0.1 million parameters."""
+    """Build three convolutions and a linear layer: 0.1 million parameters."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1),
         nn.ReLU(),
@@ -124,7 +124,7 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> list[n
 
 
 def resnet50() -> nn.Module:
-    """ResNet-50 with 1000 classes: 25.6 million parameters in 161 tensors."""
+    """Build a ResNet-50 with 1000 classes: 25.6 million parameters in 161 tensors."""
     layers = [*convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, padding=1)]
     inputs = 64
     for width, blocks, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):

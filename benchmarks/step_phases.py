@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, with memory that is freed kept by the process and given back.
+"""Phases of a training step, with freed memory kept by the process and given back.
 
     .venv/bin/python benchmarks/step_phases.py [--model mlp] [--variants none,barrier,sparkhvd,sharded] [--rounds 5] [--steps 8]
 
@@ -21,7 +21,7 @@ WARM_UP = 2
 
 
 def measure(name: str, variants: Sequence[str], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Medians of the phases by variant, in milliseconds. Runs on every rank."""
+    """Measure the medians of the phases by variant, in milliseconds. Runs on every rank."""
     import torch
     from step_models import MODELS
     from step_rank import OURS

@@ -47,7 +47,7 @@ BATCHES = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run of ranks measures.
+    """Plan of a run of ranks.
 
     Attributes:
         model: a name of MODELS.
@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass
 class Blocks:
-    """What a rank measured, by variant: one entry per round and block; and why variants failed.
+    """Measurements of a rank, by variant: one entry per round and block; and errors of variants that failed.
 
     Attributes:
         spans: when the block began and ended, by the clock that all processes of a host share.
@@ -81,7 +81,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Found:
-    """What all ranks measured together, by variant: seconds of a step, one mean per round; and why variants failed."""
+    """Measurements of all ranks, by variant: seconds of a step, one mean per round; and errors of variants that failed."""
 
     wall: dict[str, list[float]]
     cpu: dict[str, list[float]]
@@ -112,7 +112,7 @@ def measure(plan: Plan) -> Blocks:
 
 
 def is_available(variant: str) -> bool:
-    """Whether this sparkhvd has what the variant names."""
+    """Return True if this sparkhvd has the options of the variant."""
     if variant not in OURS:
         return True
     try:
@@ -125,7 +125,7 @@ def is_available(variant: str) -> bool:
 def started(
     model: Model, names: Sequence[str]
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """A step of each variant that works on every rank; of the others, why not."""
+    """Start every variant; return a step of each that works on every rank, and the errors of the others."""
     runs, failed = {}, {}
     for name in names:
         error = ""
@@ -143,7 +143,7 @@ def started(
 
 
 def step_of(model: Model, variant: str) -> Callable[[], None]:
-    """A function that does one training step: the same start on every rank, batches of its own."""
+    """Return a function that does one training step: the same start on every rank, batches of its own."""
     torch.manual_seed(0)
     network = model.build()
     torch.manual_seed(1 + hvd.rank())
@@ -176,7 +176,7 @@ def step_of(model: Model, variant: str) -> Callable[[], None]:
 
 
 def block(step: Callable[[], None], warm_up: int, steps: int) -> tuple[tuple[float, float], float]:
-    """When `steps` of this rank began and ended, and their CPU seconds; all ranks start together."""
+    """Run `steps`; return their begin and end and their CPU seconds. All ranks start together."""
     hvd.barrier()
     for _ in range(warm_up):
         step()
@@ -188,7 +188,7 @@ def block(step: Callable[[], None], warm_up: int, steps: int) -> tuple[tuple[flo
 
 
 def together(ranks: Sequence[Blocks]) -> Found:
-    """From the first rank's start to the last one's end, and the CPU time of all; both per step."""
+    """Join the ranks' blocks: from the first rank's start to the last one's end, and the CPU time of all; both per step."""
     steps = ranks[0].steps
     wall, cpu = {}, {}
     for name in ranks[0].spans:

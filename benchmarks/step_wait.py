@@ -1,4 +1,4 @@
-"""What it costs that `backward()` waits for the reduced gradients, and not `step()`.
+"""Cost of waiting for the reduced gradients in `backward()` instead of `step()`.
 
     .venv/bin/python benchmarks/step_wait.py [--models mlp,layers] [--rounds 100]
 
@@ -23,7 +23,7 @@ WARM_UP = 2
 
 
 def measure(name: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step by variant and round. Runs on every rank."""
+    """Measure the seconds of a step by variant and round. Runs on every rank."""
     import torch
     from step_models import MODELS
     from step_rank import OURS
@@ -60,7 +60,7 @@ def measure(name: str, rounds: int) -> dict[str, list[float]]:
 
 
 def describe(times: Sequence[float], base: Sequence[float]) -> str:
-    """Cells of the table: a step, and the ratio to the base with the middle half and the error of its median."""
+    """Return the cells of the table: a step, and the ratio to the base with the middle half and the error of its median."""
     ratios = [one / other for one, other in zip(times, base, strict=True)]
     first, middle, last = statistics.quantiles(ratios, n=4)
     error = 1.253 * statistics.stdev(ratios) / len(ratios) ** 0.5

@@ -1,4 +1,4 @@
-"""What a timeline costs a small training step: the same step with and without one, in turns.
+"""Cost of a timeline for a small training step: the same step with and without one, in turns.
 
     .venv/bin/python benchmarks/timeline.py [--rounds 20] [--write] [--json FILE]
 
@@ -26,7 +26,7 @@ LEGS = ("no timeline", "rank 0's", "all ranks'")
 
 
 def measure(rounds: int, folder: str) -> dict[str, list[float]]:
-    """In a rank: seconds of a step, one median per round and leg."""
+    """Measure the seconds of a step in a rank, one median per round and leg."""
     import torch
     from torch import nn
 

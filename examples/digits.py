@@ -43,12 +43,12 @@ class DigitsNet(nn.Module):
 
 
 def accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Share of the rows whose most likely digit is the right one."""
+    """Return the share of rows whose most likely digit is the right one."""
     return (outputs.argmax(dim=1) == labels).float().mean()
 
 
 def train_and_test_rows() -> tuple[list[Any], list[Any]]:
-    """The 1,797 images that come with scikit-learn as (pixels, digit), one in five kept for the test."""
+    """Load scikit-learn's 1,797 images as (pixels, digit), one in five kept for the test."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """One hash over the names and bytes of all weights."""
+    """Hash the names and bytes of all weights."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
@@ -155,7 +155,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start_spark(options: argparse.Namespace) -> Any:
-    """A session on the chosen master; under spark-submit, the one that was submitted."""
+    """Start a session on the chosen master; under spark-submit, take the one that was submitted."""
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     # Tasks run this Python too, so the environment need not be activated.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

@@ -25,7 +25,7 @@ ROUNDS = 5
 
 
 def check(seconds: float) -> dict[str, Any]:
-    """What one rank does: sums of random numbers against torch.distributed's for a while, then the clock."""
+    """Check a rank: compare sums of random numbers with torch.distributed's for a while, then time them."""
     import torch
     import torch.distributed as dist
 
@@ -67,7 +67,7 @@ def check(seconds: float) -> dict[str, Any]:
 
 
 def bandwidth(run: Callable[[], Any], num_bytes: int) -> float:
-    """Bus bandwidth in GB/s, as nccl-tests define it: bytes / seconds x 2 (N - 1) / N."""
+    """Return the bus bandwidth in GB/s, as nccl-tests define it: bytes / seconds x 2 (N - 1) / N."""
     import torch
 
     import sparkhvd.torch as hvd
@@ -85,7 +85,7 @@ def bandwidth(run: Callable[[], Any], num_bytes: int) -> float:
 
 
 def gpus_here() -> int:
-    """GPUs of this machine; one at least, so that the ranks say what is wrong."""
+    """Count the GPUs of this machine; one at least, so that the ranks tell the problem."""
     import torch
 
     return max(1, torch.cuda.device_count())

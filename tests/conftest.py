@@ -1,6 +1,6 @@
-"""What holds for every test: the police, and a folder for temporary files.
+"""Fixtures and hooks of every test: the leak check, markers of tiers, a folder for temporary files.
 
-The police compare threads, descriptors and environment before and after each test. Function-scoped autouse
+The leak check compares threads, descriptors and environment before and after each test. Function-scoped autouse
 fixtures start after session-scoped ones, so a shared Spark session is part of "before".
 """
 
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for tier, meaning in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {meaning}")
     config.addinivalue_line(
-        "markers", "leaks(reason): the police let this test leave things behind"
+        "markers", "leaks(reason): the leak check lets this test leave resources behind"
     )
     # Of a shell's background job that ignores it, so that what tests start would ignore it too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -86,34 +86,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the collection made, which stays for good, out of every later collection of garbage."""
+    """Keep objects of the test collection, which stay for good, out of every later collection of garbage."""
     gc.collect()
     gc.freeze()
 
 
 @dataclass(frozen=True)
-class Belongings:
-    """What a test could leave behind."""
+class Resources:
+    """Resources that a test could leave behind."""
 
     threads: frozenset[str]
     descriptors: frozenset[str]
     environment: frozenset[tuple[str, str]]
 
-    def beyond(self, before: Belongings, *, sockets: bool) -> list[str]:
-        """What is here and was not before, in words."""
+    def beyond(self, before: Resources, *, sockets: bool) -> list[str]:
+        """Describe the resources that were not there before."""
         descriptors = self.descriptors - before.descriptors
         if not sockets:
             descriptors = frozenset(d for d in descriptors if "socket:" not in d)
-        found = [f"thread {name}" for name in sorted(self.threads - before.threads)]
-        found += [f"descriptor {name}" for name in sorted(descriptors)]
-        found += [
+        leaks = [f"thread {name}" for name in sorted(self.threads - before.threads)]
+        leaks += [f"descriptor {name}" for name in sorted(descriptors)]
+        leaks += [
             f"environment {name}" for name, _ in sorted(self.environment ^ before.environment)
         ]
-        return found
+        return leaks
 
 
-def belongings() -> Belongings:
-    """Our threads (Python and native), sockets, memory files and event descriptors, and the environment."""
+def resources() -> Resources:
+    """Return our threads (Python and native), sockets, memory files and event descriptors, and the environment."""
     threads = {
         f"{t.name} ({t.ident})" for t in threading.enumerate() if t.name.startswith("sparkhvd")
     }
@@ -140,13 +140,13 @@ def belongings() -> Belongings:
         for name, value in os.environ.items()
         if not name.startswith(FOREIGN_VARIABLES)
     )
-    return Belongings(frozenset(threads), frozenset(descriptors), environment)
+    return Resources(frozenset(threads), frozenset(descriptors), environment)
 
 
 @pytest.fixture(autouse=True)
-def police(request: pytest.FixtureRequest) -> Iterator[None]:
+def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves threads of ours, descriptors or environment variables behind."""
-    before = belongings()
+    before = resources()
     yield
     if request.node.get_closest_marker("leaks"):
         return
@@ -160,8 +160,8 @@ def police(request: pytest.FixtureRequest) -> Iterator[None]:
         or any("spark" in name or "cluster" in name for name in request.fixturenames)
     )
     deadline = time.monotonic() + SETTLE_S
-    while found := belongings().beyond(before, sockets=not uses_spark):
+    while leaks := resources().beyond(before, sockets=not uses_spark):
         if time.monotonic() > deadline:
-            pytest.fail("The test left behind: " + "; ".join(found))
+            pytest.fail("The test left behind: " + "; ".join(leaks))
         gc.collect()  # may itself take seconds on a busy machine: what is there is looked at once more behind it
         time.sleep(0.02)

@@ -61,8 +61,11 @@ BELOW_DATAFRAMES = {
 # travel to other processes.
 LAZY = {
     "sparkhvd/data/reading/source.py": (1, "packed data need no dataset reader of pyarrow"),
-    "sparkhvd/estimator/model.py": (4, "the function of transform, which runs in Spark's workers"),
-    "sparkhvd/estimator/param_types.py": (1, "the Params alone need no pyarrow"),
+    "sparkhvd/estimator/transform/stage.py": (
+        4,
+        "the function of transform, which runs in Spark's workers",
+    ),
+    "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (2, "`import sparkhvd.runner` on a rank loads no launcher"),
     "sparkhvd/runner/child.py": (2, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
@@ -74,7 +77,7 @@ def relative(path: Path) -> str:
 
 
 def dotted(node: ast.expr) -> str:
-    """`a.b().c` of a chain of names and calls of names; empty for anything else."""
+    """Return `a.b().c` of a chain of names and calls of names; empty for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -104,7 +107,7 @@ def test_imports_point_downwards() -> None:
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a module of this package.
+    """Import of a module of this package.
 
     Attributes:
         module: the importing one.
@@ -123,7 +126,7 @@ def module_name(path: Path) -> str:
 
 @functools.cache
 def imports() -> tuple[Import, ...]:
-    """Every import between modules of this package that runs: not those for type checkers."""
+    """Return every import between modules of this package that runs, without those for type checkers."""
     return tuple(find_imports())
 
 
@@ -169,7 +172,7 @@ def test_imports_inside_functions_have_a_reason() -> None:
 
 
 def test_packages_list_their_modules_from_the_bottom_up() -> None:
-    """The list in the docstring of a package's `__init__` is whole, and each module imports only those above it."""
+    """Check that the list in the docstring of a package's `__init__` is whole, and each module imports only those above it."""
     pages = {}
     for path in SOURCES:
         page = ast.get_docstring(parsed(path)) or ""
@@ -235,7 +238,7 @@ def test_only_listed_files_touch_the_environment() -> None:
 
 
 def unpickling(tree: Iterator[ast.AST]) -> list[str]:
-    """Calls that turn bytes into Python objects; of modules by name, or as `cloudpickle()` gives them."""
+    """Return the calls that turn bytes into Python objects; of modules by name, or as `cloudpickle()` gives them."""
     unpicklers = re.compile(
         r"(^|\.)(\w*pickle(\(\))?\.(loads?|Unpickler)|torch\.load|joblib\.load|marshal\.loads?|"
         r"dill\.loads?|shelve\.open|read_pickle|np\.load|numpy\.load)$"
@@ -323,7 +326,7 @@ def test_contributing_names_every_top_level_folder() -> None:
         pytest.skip("not a git checkout: " + done.stderr.strip())
     folders = {name.split("/")[0] for name in done.stdout.splitlines() if "/" in name}
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    named = set(re.findall(r"^(\w+)/ ", text, re.M))
+    named = set(re.findall(r"^(\w+)/\s", text, re.M))
     assert sorted(f for f in folders - named if not f.startswith(".")) == []
 
 
@@ -364,7 +367,7 @@ def test_no_unfinished_marks_in_what_ships() -> None:
 
 
 def test_words_that_mean_something_else_here_are_not_used() -> None:
-    """One word per thing: see the table of words in CONTRIBUTING.md."""
+    """Check for one word per thing: see docs/architecture.md."""
     wrong = re.compile(r"\b(nproc|world_rank|comm_size|node_rank)\b")
     found = [
         f"{relative(path)}:{number}: {line.strip()}"

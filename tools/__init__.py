@@ -1,1 +1,1 @@
-"""What the Makefile calls; run a module as `python -m tools.<name>` from the checkout."""
+"""Programs of the Makefile, and generators of pages; run `python -m tools.<name>` from the checkout."""

@@ -1,4 +1,4 @@
-"""What a compiled library or object shows to the linker, read with nm and readelf (binutils, beside every g++).
+"""Symbols and needs of a compiled library or object, read with nm and readelf (binutils, beside every g++).
 
 Both read the files of other architectures too.
 """
@@ -33,25 +33,25 @@ def _output(*command: str | Path) -> str:
 
 
 def exported(library: Path) -> set[str]:
-    """Names that a shared library offers to others."""
+    """Return the names that a shared library offers to others."""
     lines = _output("nm", "-D", "--defined-only", "--format=posix", library).splitlines()
     return {line.split()[0].split("@")[0] for line in lines}
 
 
 def needed(library: Path) -> list[str]:
-    """Shared libraries that the loader must find for this one."""
+    """Return the shared libraries that the loader must find for this one."""
     return re.findall(r"\(NEEDED\).*\[(.*)\]", _output("readelf", "-dW", library))
 
 
 def newest_glibc(library: Path) -> tuple[int, ...]:
-    """The newest version of glibc's symbols that a shared library asks for, such as (2, 17); () for none."""
+    """Return the newest version of glibc's symbols that a shared library asks for, such as (2, 17); () for none."""
     text = _output("readelf", "-VW", library)
     versions = re.findall(r"GLIBC_(\d+(?:\.\d+)+)", text)
     return max((tuple(map(int, v.split("."))) for v in versions), default=())
 
 
 def machine(library: Path) -> str:
-    """The architecture in the words of `uname -m`."""
+    """Return the architecture in the words of `uname -m`."""
     text = _output("readelf", "-hW", library)
     found = re.search(r"Machine:\s+(.*)", text)
     assert found is not None, text
@@ -61,7 +61,7 @@ def machine(library: Path) -> str:
 
 
 def visible_symbols(object_file: Path) -> set[Symbol]:
-    """What an object file defines and does not keep for itself, with demangled names."""
+    """Return the symbols that an object file defines for others, with demangled names."""
     symbols = set()
     for line in _output("nm", "-C", "--defined-only", object_file).splitlines():
         found = re.fullmatch(r"[0-9a-f]*\s*(\w) (.*)", line)
@@ -72,7 +72,7 @@ def visible_symbols(object_file: Path) -> set[Symbol]:
 
 
 def library_problems(library: Path, *, glibc: tuple[int, ...] | None = None) -> list[str]:
-    """What keeps this library from being loaded anywhere beside anything, in sentences; none if all is well.
+    """Check that a library loads on other machines, beside other libraries; return the problems as sentences.
 
     Args:
         library: a shared library.
@@ -94,7 +94,7 @@ def library_problems(library: Path, *, glibc: tuple[int, ...] | None = None) -> 
 
 
 def kernel_problems(object_file: Path) -> list[str]:
-    """What an object of one instruction set shares with the rest of the library, in sentences.
+    """Check that an object of one instruction set shares nothing with the rest of the library; return the problems as sentences.
 
     The linker keeps one copy of what several objects define (inline functions, templates). Were that the copy of
     an object that was compiled for AVX-512, older CPUs would run it and die of an illegal instruction. So such an

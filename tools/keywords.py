@@ -1,20 +1,23 @@
-"""Write the types of keyword arguments of the estimator and its model from the table of Params.
+"""Write the types of the estimator's and its model's keyword arguments, and of their options, from the table of Params.
 
     .venv/bin/python -m tools.keywords
 
-`sparkhvd/estimator/keywords.py` is read by type checkers and editors alone; a test compares it with the table.
+`keywords.py` is read by type checkers and editors alone; `options.py` has the values of one fit or transform. A test compares both with
+the table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from sparkhvd.estimator.param_table import rows_of
-from sparkhvd.estimator.params import PredictParams, TrainParams
+from sparkhvd.estimator.params.fit import TrainParams
+from sparkhvd.estimator.params.prediction import PredictParams
+from sparkhvd.estimator.params.table import GROUPS, Row, rows_of
 
-FILE = Path(__file__).resolve().parents[1] / "sparkhvd" / "estimator" / "keywords.py"
-CLASSES = {"ModelKeywords": PredictParams, "EstimatorKeywords": TrainParams}
+FOLDER = Path(__file__).resolve().parents[1] / "sparkhvd" / "estimator" / "params"
+KEYWORDS = {"ModelKeywords": PredictParams, "EstimatorKeywords": TrainParams}
+OPTIONS = {"PredictOptions": PredictParams, "FitOptions": TrainParams}
 
 _KEYWORDS = '''"""Types of keyword arguments, for type checkers. Written by `python -m tools.keywords` from the table of Params."""
 
@@ -35,28 +38,94 @@ from sparkhvd.training.user_code.callbacks import Callback
 __all__ = [{names}]
 '''
 
+_OPTIONS = '''"""Values of the Params of one fit or transform. Written by `python -m tools.keywords` from the table of Params."""
 
-def source(classes: Mapping[str, type] = CLASSES) -> str:
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from sparkhvd.data.store.store import Store
+    from sparkhvd.settings import Settings
+    from sparkhvd.training.user_code.callbacks import Callback
+
+__all__ = [{names}]
+'''
+
+
+def keywords_source(classes: Mapping[str, type] = KEYWORDS) -> str:
     """Give Python source with a `TypedDict` of the keyword arguments of each class, by its name there."""
-    parts = [_KEYWORDS.replace("{names}", ", ".join(f'"{name}"' for name in sorted(classes)))]
+    parts = [_with_names(_KEYWORDS, classes)]
     for name, cls in classes.items():
-        rows = {n: row for n, row in rows_of(cls).items() if not row.no_effect}
+        rows = {n: r for n, r in rows_of(cls).items() if not (r.no_effect or r.refused)}
         lines = [
             f"\n\nclass {name}(TypedDict, total=False):",
-            f'    """Of `{cls.__name__}`, by group."""',
+            f'    """Keyword arguments of `{cls.__name__}`, by group."""',
         ]
-        for group in ("model", "data", "training", "cluster"):
-            mine = {n: row for n, row in rows.items() if row.group == group}
-            if mine:
-                lines += ["", f"    # {group}"]
-            for n, row in mine.items():
-                lines += [f"    {n}: {row.annotation} | None"]
+        for group in GROUPS:
+            lines += ["", f"    # {group}"]
+            lines += [f"    {n}: {r.accepts} | None" for n, r in rows.items() if r.group == group]
         lines += ["", "    # other names"]
+        lines += [f"    {n}: {r.accepts} | None" for n, r in rows.items() if r.stands_for]
         for row in rows.values():
-            lines += [f"    {alias}: {row.annotation} | None" for alias in row.aliases]
+            lines += [f"    {alias}: {row.accepts} | None" for alias in row.aliases]
         parts.append("\n".join(lines) + "\n")
     return "".join(parts)
 
 
+def options_source(classes: Mapping[str, type] = OPTIONS) -> str:
+    """Give Python source with a dataclass of the values of each class's Params, by its name there; the first is the others' base."""
+    parts = [_with_names(_OPTIONS, classes)]
+    base, *_ = classes
+    known: set[str] = set()
+    for name, cls in classes.items():
+        bases = "" if name == base else f"({base})"
+        lines = [
+            "\n\n@dataclass(frozen=True, kw_only=True)",
+            f"class {name}{bases}:",
+            f'    """Values of `{cls.__name__}`, by group; None where there is none."""',
+        ]
+        if name == base:
+            lines += [
+                "",
+                "    explicit: frozenset[str] = frozenset()  # names of those that were set",
+            ]
+        rows = {n: r for n, r in rows_of(cls).items() if r.is_option and n not in known}
+        for group in GROUPS:
+            fields = list(_fields({n: r for n, r in rows.items() if r.group == group}))
+            lines += ["", f"    # {group}", *fields] if fields else []
+        known |= rows.keys()
+        parts.append("\n".join(lines) + "\n")
+    return "".join(parts)
+
+
+def _fields(rows: Mapping[str, Row]) -> Iterator[str]:
+    for name, row in rows.items():
+        if row.default is None:
+            yield f"    {name}: {row.holds} | None = None"
+        elif isinstance(row.default, list):
+            yield f"    {name}: {row.holds} = field(default_factory=list)"
+        else:
+            yield f"    {name}: {row.holds} = {_literal(row.default)}"
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _with_names(header: str, classes: Mapping[str, type]) -> str:
+    return header.replace("{names}", ", ".join(f'"{name}"' for name in sorted(classes)))
+
+
+FILES = {FOLDER / "keywords.py": keywords_source, FOLDER / "options.py": options_source}
+
 if __name__ == "__main__":
-    FILE.write_text(source())
+    for file, source in FILES.items():
+        file.write_text(source())

@@ -33,7 +33,7 @@ class Release:
 
     @property
     def code(self) -> int:
-        """As ncclGetVersion counts: 22809 is 2.28.9."""
+        """Version as ncclGetVersion counts: 22809 is 2.28.9."""
         major, minor, patch = map(int, self.version.split("."))
         return major * 10000 + minor * 100 + patch
 
@@ -42,7 +42,7 @@ class Release:
         return FOLDER / self.name / "libnccl.so.2"
 
     def why_missing(self) -> str:
-        """What the last attempt to fetch it said."""
+        """Return the error of the last attempt to fetch the release."""
         note = FOLDER / f"{self.name}.missing"
         return note.read_text() if note.exists() else f"{self.name}: fetch it by make test-nccl"
 
@@ -56,7 +56,7 @@ RELEASES = (
 
 
 def fetch(release: Release) -> str:
-    """Puts the library into its folder. Returns what is wrong, in one line; empty if it is there."""
+    """Put the library into its folder; return the problem in one line, empty if it is there."""
     if release.library.exists():
         return ""
     wheels = FOLDER / "wheels" / release.name

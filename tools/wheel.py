@@ -86,7 +86,7 @@ def build(kind: str, tree: Path) -> Path:
 
 
 def check(kind: str, wheel: Path, tree: Path) -> list[str]:
-    """What is wrong with a wheel, in sentences."""
+    """Check a wheel; return its problems as sentences."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = next(n for n in names if n.endswith(".dist-info/WHEEL"))
@@ -117,7 +117,7 @@ def check(kind: str, wheel: Path, tree: Path) -> list[str]:
 
 
 def kernels(tree: Path) -> list[str]:
-    """What the objects of single instruction sets share with the rest, as the wheel's compiler made them."""
+    """Check the objects of single instruction sets that the wheel's compiler made; return their problems as sentences."""
     objects = [
         path
         for path in sorted(tree.glob("build/temp*/native/**/kernels/*.o"))
@@ -129,15 +129,15 @@ def kernels(tree: Path) -> list[str]:
 
 
 def audit(kind: str, wheel: Path) -> list[str]:
-    """What auditwheel has to say against the wheel's name."""
-    said = " ".join(run([sys.executable, "-m", "auditwheel", "show", str(wheel)], ROOT).split())
+    """Check the wheel's name with auditwheel; return the problems as sentences."""
+    output = " ".join(run([sys.executable, "-m", "auditwheel", "show", str(wheel)], ROOT).split())
     pattern = rf'following platform tag: "manylinux_(\d+)_(\d+)_{kind}"'
-    found = re.search(pattern, said)
+    found = re.search(pattern, output)
     problems = []
     if found is None or (int(found[1]), int(found[2])) > GLIBC:
-        problems.append(f"auditwheel does not call it {platform_tag(kind)}: {said}")
-    if "external shared libraries are required" in said:
-        problems.append(f"auditwheel finds libraries that it needs: {said}")
+        problems.append(f"auditwheel does not call it {platform_tag(kind)}: {output}")
+    if "external shared libraries are required" in output:
+        problems.append(f"auditwheel finds libraries that it needs: {output}")
     return problems
 
 

@@ -45,7 +45,7 @@ TESTS = ("tests/ranks/engine", "tests/processes/engine")
 
 
 def python_of(version: str) -> str:
-    """An interpreter of `version`: on PATH, or one of pyenv's."""
+    """Find an interpreter of `version`: on PATH, or one of pyenv's."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [f"python{version}", *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))]
     ask = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
@@ -65,7 +65,7 @@ def python_of(version: str) -> str:
 
 
 def copy_tests() -> Path:
-    """The tests and what they read, without the package."""
+    """Copy the tests and the files that they read, without the package."""
     copy = WORK / "tests"
     shutil.rmtree(copy, ignore_errors=True)
     ignore = shutil.ignore_patterns("__pycache__")

@@ -80,7 +80,7 @@ class Metric:
         self.sums += torch.tensor([mean.item() * count, count], dtype=torch.float64)
 
     def mean(self) -> float:
-        """Every rank must call this."""
+        """Return the mean over all ranks; every rank must call this."""
         total, count = hvd.allreduce(self.sums, name=self.name, op=hvd.Sum).tolist()
         return total / count
 
@@ -90,7 +90,7 @@ def accuracy(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def learning_rate(epoch: float, options: argparse.Namespace) -> float:
-    """The rate at a moment of training, in epochs.
+    """Return the rate at a moment of training, in epochs.
 
     A step uses the images of all ranks and passes, and its rate grows with their number; during the warm-up it
     rises to that from the rate of one (Goyal et al., 2017, arXiv:1706.02677). Adasum needs the passes only.
@@ -104,7 +104,7 @@ def learning_rate(epoch: float, options: argparse.Namespace) -> float:
 
 
 def last_checkpoint(options: argparse.Namespace) -> int:
-    """The last epoch of which rank 0 has a checkpoint, 0 if there is none; every rank gets the same."""
+    """Find the last epoch of which rank 0 has a checkpoint, 0 without one; every rank gets the same."""
     found = 0
     if hvd.rank() == 0:
         epochs = itertools.takewhile(

@@ -59,7 +59,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def digits() -> tuple[Dataset, Dataset]:
-    """The images to train on and, one in five, those to test on; the same on every rank."""
+    """Load the images to train on and, one in five, those to test on; the same on every rank."""
     pixels, labels = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16.0, dtype=torch.float32).view(-1, 1, 8, 8)
     data = TensorDataset(images, torch.tensor(labels, dtype=torch.int64))
@@ -69,7 +69,7 @@ def digits() -> tuple[Dataset, Dataset]:
 
 
 def metric_average(value: float, name: str) -> float:
-    """The average of every rank's value; every rank must call this."""
+    """Average a value over the ranks; every rank must call this."""
     return hvd.allreduce(torch.tensor(value), name=name).item()
 
 
@@ -97,11 +97,11 @@ def train(
 
 @torch.no_grad()
 def test(model: nn.Module, data: Dataset) -> None:
-    """Every rank tests its own share; what is added up is exact also where shares differ by one."""
+    """Test each rank's share of the images; the sums are exact also where shares differ by one."""
     model.eval()
-    mine = Subset(data, range(hvd.rank(), len(data), hvd.size()))
+    share = Subset(data, range(hvd.rank(), len(data), hvd.size()))
     sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, images
-    for images, labels in DataLoader(mine, batch_size=200):
+    for images, labels in DataLoader(share, batch_size=200):
         output = model(images)
         loss = functional.cross_entropy(output, labels, reduction="sum")
         right = (output.argmax(dim=1) == labels).sum()

@@ -16,7 +16,7 @@ def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Se
 
 
 class Residual(nn.Module):
-    """What is added to its input: two convolutions, or three with a bottleneck."""
+    """Residual block: two convolutions, or three with a bottleneck, added to their input."""
 
     def __init__(self, inputs: int, width: int, outputs: int, stride: int) -> None:
         super().__init__()

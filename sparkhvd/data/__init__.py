@@ -25,6 +25,7 @@ Each module imports only those above it:
     reading       a rank's batches
     spark_plan    a DataFrame's analyzed plan, for the key of reuse
     materialize   writes a DataFrame as packed files
-    reuse         materialized data: found again, owned, deleted
+    ownership     leases of materialized data, and their deletion
+    reuse         materialized data found again
     source        rows of a fit: a DataFrame, or Parquet files as they are
 """

@@ -30,7 +30,7 @@ def column_to_numpy(
 
     Args:
         array: as `mapInArrow` gives it; a vector is a struct<type, size, indices, values>.
-        column: what `check_schema` made of it.
+        column: as `check_schema` returned it.
         is_flag: store whether the value is above 0 (a validation column).
 
     Returns:

@@ -3,7 +3,7 @@
 Spark reads the bound from the session's conf while a query runs (with adaptive execution more than once), so ours
 stands there for that long. Queries that a user runs beside it get smaller batches, and the same rows.
 
-Threads: fits of one session may run at once. The first writes the conf, the last puts back what was there.
+Threads: fits of one session may run at once. The first writes the conf, the last restores the user's value.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-from sparkhvd.data.columns.check import NUMERIC_TYPES
 from sparkhvd.data.columns.schema import DENSE_WIDTH
+from sparkhvd.data.columns.storage import NUMERIC_TYPES
 from sparkhvd.sessions import session_key
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.conf import RuntimeConfig
+    from pyspark.sql.types import DataType, StructType
 
 __all__ = ["BATCH_BYTES", "arrow_row_bytes", "bounded_batches", "warn_of_large_batches"]
 
@@ -36,24 +41,24 @@ _MOST_RECORDS = 10_000
 # batches have few rows, which costs nothing that could be measured.
 _NO_BYTES = 2**31 - 1
 _FEW_RECORDS = 1000
-# Where Spark has no bound in bytes: what a value takes whose length nobody knows beforehand.
+# Where Spark has no bound in bytes: bytes of a value whose length is not known beforehand.
 _UNKNOWN_BYTES = 32 << 10
 
 
 @contextlib.contextmanager
 def bounded_batches(
-    df: Any, *, batch_bytes: int = BATCH_BYTES, knows_bytes: bool | None = None
+    df: DataFrame, *, batch_bytes: int = BATCH_BYTES, knows_bytes: bool | None = None
 ) -> Iterator[None]:
-    """Inside the block, queries of `df`'s session send Arrow batches of at most about `batch_bytes`.
+    """Bound the Arrow batches of queries of `df`'s session to about `batch_bytes` inside the block.
 
-    The bound on records becomes what that many bytes hold of `df`'s rows, if the user's is larger. Where the types do
+    The bound on records becomes the number of `df`'s rows in that many bytes, if the user's is larger. Where the types do
     not tell how long a row is, Spark's bound in bytes is set, unless the user has set one; before Spark 4.1, which has
     none, such values count as 32 KiB. After the block the conf is as it was.
 
     Args:
         df: the DataFrame whose columns are sent, classic or Connect.
         batch_bytes: bytes of a batch; a row that is larger comes alone.
-        knows_bytes: whether Spark has a bound in bytes; None asks it.
+        knows_bytes: Spark has a bound in bytes; None asks it.
     """
     spark = df.sparkSession
     if knows_bytes is None:
@@ -74,18 +79,18 @@ def bounded_batches(
         yield
 
 
-def warn_of_large_batches(df: Any, elements: Mapping[str, int]) -> None:
+def warn_of_large_batches(df: DataFrame, elements: Mapping[str, int]) -> None:
     """Warn where Spark bounds batches by rows alone, and as many of these rows are large.
 
-    For DataFrames that somebody else computes later: the bound belongs to the session then, and is the user's.
+    For DataFrames that the user computes later: the bound belongs to the session then, and is the user's.
 
     Args:
         df: the DataFrame whose columns are sent, classic or Connect.
         elements: by column, numbers per row where the type does not tell them.
     """
     conf = df.sparkSession.conf
-    given = int(conf.get(RECORDS_KEY, str(_MOST_RECORDS)))
-    records = given if given > 0 else 2**31 - 1
+    configured = int(conf.get(RECORDS_KEY, str(_MOST_RECORDS)) or _MOST_RECORDS)
+    records = configured if configured > 0 else 2**31 - 1
     sizes = [
         size if size is not None else 8 * elements.get(f.name, 0)
         for f in df.schema.fields
@@ -98,14 +103,14 @@ def warn_of_large_batches(df: Any, elements: Mapping[str, int]) -> None:
         return
     warnings.warn(
         f"transform: a row has about {row_bytes >> 10} KiB, and before Spark 4.1 batches of rows to Python workers are bounded by "
-        f"their number alone: {given:,} rows are {row_bytes * records / 2**30:.1f} GiB for each task in the JVM, and several times that in "
+        f"their number alone: {configured:,} rows are {row_bytes * records / 2**30:.1f} GiB for each task in the JVM, and several times that in "
         f"its worker. Set spark.conf.set({RECORDS_KEY!r}, {max(1, BATCH_BYTES // row_bytes)}) before the rows are computed.",
         stacklevel=2,
     )
 
 
-def arrow_row_bytes(schema: Any) -> tuple[int, int]:
-    """(bytes that a row takes as Arrow in columns whose types tell, number of the other columns).
+def arrow_row_bytes(schema: StructType) -> tuple[int, int]:
+    """Return the bytes that a row takes as Arrow in columns whose types tell, and the number of other columns.
 
     A vector's length is in its column's metadata where a VectorAssembler wrote it.
     """
@@ -113,7 +118,7 @@ def arrow_row_bytes(schema: Any) -> tuple[int, int]:
     return sum(s for s in sizes if s is not None), sum(s is None for s in sizes)
 
 
-def _value_bytes(kind: Any, metadata: Mapping[str, Any]) -> int | None:
+def _value_bytes(kind: DataType, metadata: Mapping[str, object]) -> int | None:
     name = type(kind).__name__
     if name == "VectorUDT":
         attributes = metadata.get("ml_attr")
@@ -126,39 +131,39 @@ def _value_bytes(kind: Any, metadata: Mapping[str, Any]) -> int | None:
 
 @dataclass
 class _Bound:
-    """One conf that is ours for now.
+    """Value of a conf while blocks are open.
 
     Attributes:
-        given: what the user had set, or None.
-        written: what stands there now, because of us; None if the user's was left.
+        users: the user's value, or None.
+        written: our value; None if the user's was left.
         wanted: the bounds of all blocks that are open.
     """
 
-    given: str | None
+    users: str | None
     written: str | None = None
     wanted: list[int] = field(default_factory=list)
 
-    def apply(self, conf: Any, name: str) -> None:
-        """Write the smallest bound that anybody wants."""
-        if self.given is not None and name == BYTES_KEY:
+    def apply(self, conf: RuntimeConfig, name: str) -> None:
+        """Write the smallest bound of all blocks and the user."""
+        if self.users is not None and name == BYTES_KEY:
             return
         bounds = list(self.wanted)
-        if self.given is not None and int(self.given) > 0:  # Spark: 0 and less mean no bound
-            bounds.append(int(self.given))
+        if self.users is not None and int(self.users) > 0:  # Spark: 0 and less mean no bound
+            bounds.append(int(self.users))
         value = str(min(bounds))
-        if value not in (self.written, self.given):
+        if value not in (self.written, self.users):
             conf.set(name, value)
             self.written = value
 
 
 class _Bounds:
-    """The bounds in force, by session and name of the conf."""
+    """Bounds in force, by session and name of the conf."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[tuple[str, str], _Bound] = {}
 
-    def enter(self, key: tuple[str, str], conf: Any, value: int) -> None:
+    def enter(self, key: tuple[str, str], conf: RuntimeConfig, value: int) -> None:
         with self._lock:
             bound = self._held.get(key)
             if bound is None:
@@ -167,14 +172,14 @@ class _Bounds:
             try:
                 bound.apply(conf, key[1])
             except BaseException:
-                self._release(key, conf, value)  # nobody will call `leave`
+                self._release(key, conf, value)  # `leave` will not be called
                 raise
 
-    def leave(self, key: tuple[str, str], conf: Any, value: int) -> None:
+    def leave(self, key: tuple[str, str], conf: RuntimeConfig, value: int) -> None:
         with self._lock:
             self._release(key, conf, value)
 
-    def _release(self, key: tuple[str, str], conf: Any, value: int) -> None:
+    def _release(self, key: tuple[str, str], conf: RuntimeConfig, value: int) -> None:
         bound = self._held[key]
         bound.wanted.remove(value)
         if bound.wanted:
@@ -182,14 +187,14 @@ class _Bounds:
         del self._held[key]
         if bound.written is None:
             return
-        # The session may have ended, and then the query's own error is what counts.
+        # The session may have ended, and then the query's own error says why.
         with contextlib.suppress(Exception):
             if conf.get(key[1], None) != bound.written:
                 return  # the user has set another meanwhile
-            if bound.given is None:
+            if bound.users is None:
                 conf.unset(key[1])
             else:
-                conf.set(key[1], bound.given)
+                conf.set(key[1], bound.users)
 
 
 # One per process, because a session's conf is.

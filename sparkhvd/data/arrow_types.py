@@ -1,4 +1,4 @@
-"""Arrow's types beyond those that Spark sends: what each is for Spark, and its arrays in Spark's own forms.
+"""Types of Arrow beyond those that Spark sends: the Spark type of each, and its arrays in Spark's own forms.
 
 Parquet from anywhere has lists of a fixed length, dictionaries, tensors and unsigned numbers; `plain` turns their arrays
 into the forms that `column_to_numpy` reads.
@@ -7,13 +7,20 @@ into the forms that `column_to_numpy` reads.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+if TYPE_CHECKING:
+    from pyspark.sql.types import DataType
+
 __all__ = ["VERIFIED", "num_leaves", "plain", "spark_type"]
+
+Mask = npt.NDArray[np.bool_]
 
 # Arguments of `ParquetFile` that verify pages which have a checksum; pyarrow 14 cannot.
 _ARGUMENTS = inspect.signature(pq.ParquetFile).parameters
@@ -22,8 +29,8 @@ VERIFIED = {n: True for n in ("page_checksum_verification",) if n in _ARGUMENTS}
 _VECTOR_FIELDS = {"type", "size", "indices", "values"}  # Spark ML's vectors, as Spark writes them
 
 
-def spark_type(kind: Any) -> Any:
-    """The Spark type under which `check_schema` judges an Arrow type; only for the driver, which has pyspark."""
+def spark_type(kind: pa.DataType) -> DataType:
+    """Return the Spark type by which `check_schema` judges an Arrow type; only for the driver, which has pyspark."""
     from pyspark.ml.linalg import VectorUDT
     from pyspark.sql import types as T  # noqa: N812 - everyone's name
 
@@ -31,11 +38,11 @@ def spark_type(kind: Any) -> Any:
     if t.is_dictionary(kind):
         return spark_type(kind.value_type)
     if isinstance(kind, pa.BaseExtensionType):
-        found = spark_type(kind.storage_type)
+        nested = spark_type(kind.storage_type)
         shape = getattr(kind, "shape", None) or ()
         for _ in shape[1:]:
-            found = T.ArrayType(found)
-        return found
+            nested = T.ArrayType(nested)
+        return nested
     if _is_any_list(kind):
         return T.ArrayType(spark_type(kind.value_type))
     if t.is_decimal(kind):
@@ -48,7 +55,7 @@ def spark_type(kind: Any) -> Any:
         return T.StructType([T.StructField(f.name, spark_type(f.type)) for f in fields])
     if t.is_map(kind):
         return T.MapType(spark_type(kind.key_type), spark_type(kind.item_type))
-    tests: tuple[tuple[Any, Any], ...] = (
+    tests: tuple[tuple[Callable[[pa.DataType], bool], type[DataType]], ...] = (
         (t.is_boolean, T.BooleanType),
         (t.is_int8, T.ByteType),
         (lambda k: t.is_int16(k) or t.is_uint8(k), T.ShortType),
@@ -65,8 +72,8 @@ def spark_type(kind: Any) -> Any:
     return next((made() for test, made in tests if test(kind)), T.NullType())
 
 
-def num_leaves(kind: Any) -> int:
-    """How many Parquet columns a top-level column of this type takes."""
+def num_leaves(kind: pa.DataType) -> int:
+    """Count the Parquet columns that a top-level column of this type takes."""
     if isinstance(kind, pa.BaseExtensionType):
         return num_leaves(kind.storage_type)
     if pa.types.is_map(kind):
@@ -78,8 +85,8 @@ def num_leaves(kind: Any) -> int:
     return 1
 
 
-def plain(array: Any) -> Any:
-    """The array in the forms that Spark sends: lists with offsets, values as they are, bytes with offsets."""
+def plain(array: pa.Array) -> pa.Array:
+    """Convert an array to the forms that Spark sends: lists with offsets, values as they are, bytes with offsets."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _tensor(array, getattr(kind, "shape", None) or (), _order(kind))
@@ -106,26 +113,26 @@ def plain(array: Any) -> Any:
     return array
 
 
-def _is_any_list(kind: Any) -> bool:
+def _is_any_list(kind: pa.DataType) -> bool:
     t = pa.types
     is_view = _is(kind, "list_view") or _is(kind, "large_list_view")
     return bool(t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind) or is_view)
 
 
-def _is(kind: Any, name: str) -> bool:
-    """Whether a type is one that older pyarrows do not have."""
+def _is(kind: pa.DataType, name: str) -> bool:
+    """Return True for a type of this name, which older pyarrows may not have."""
     test = getattr(pa.types, f"is_{name}", None)
     return test is not None and bool(test(kind))
 
 
-def _is_view(kind: Any) -> bool:
-    """Layouts of other libraries (polars), whose values lie anywhere."""
+def _is_view(kind: pa.DataType) -> bool:
+    """Return True for layouts of other libraries (polars), whose values lie anywhere."""
     return any(
         _is(kind, name) for name in ("string_view", "binary_view", "list_view", "large_list_view")
     )
 
 
-def _without_view(kind: Any) -> Any:
+def _without_view(kind: pa.DataType) -> pa.DataType:
     if _is(kind, "string_view"):
         return pa.large_string()
     if _is(kind, "binary_view"):
@@ -133,7 +140,7 @@ def _without_view(kind: Any) -> Any:
     return pa.large_list(kind.value_type)
 
 
-def _needs_change(kind: Any) -> bool:
+def _needs_change(kind: pa.DataType) -> bool:
     t = pa.types
     if t.is_list(kind) or t.is_large_list(kind):
         return _needs_change(kind.value_type)
@@ -146,21 +153,21 @@ def _needs_change(kind: Any) -> bool:
     )
 
 
-def _fixed_lists(array: Any) -> Any:
-    """Lists of a fixed length as lists with offsets; nulls become empty, as Spark's are."""
+def _fixed_lists(array: pa.FixedSizeListArray) -> pa.Array:
+    """Convert lists of a fixed length to lists with offsets; nulls become empty, as Spark's are."""
     width = array.type.list_size
     nulls = _nulls(array)
     lengths = np.full(len(array), width, np.int64)
     if nulls is not None:
         lengths[nulls] = 0
-        values = array.flatten()  # leaves out what lies below nulls
+        values = array.flatten()  # leaves out elements below nulls
     else:
         values = array.values.slice(array.offset * width, len(array) * width)
     return _lists(plain(values), lengths, nulls)
 
 
-def _fixed_bytes(array: Any) -> Any:
-    """Values of a fixed number of bytes, with offsets. pyarrow 14 crashes when it casts a part of such an array."""
+def _fixed_bytes(array: pa.FixedSizeBinaryArray) -> pa.Array:
+    """Convert values of a fixed number of bytes to values with offsets. pyarrow 14 crashes when it casts a part of such an array."""
     width, rows = array.type.byte_width, len(array)
     offsets = np.arange(rows + 1, dtype=np.int64) * width
     is_small = offsets[-1] < 2**31
@@ -176,14 +183,16 @@ def _fixed_bytes(array: Any) -> Any:
     )
 
 
-def _order(kind: Any) -> tuple[int, ...] | None:
-    """Which stored axis each axis of a fixed-shape tensor is; None if they are stored in their order."""
+def _order(kind: pa.DataType) -> tuple[int, ...] | None:
+    """Return the stored axis of each axis of a fixed-shape tensor; None if they are stored in their order."""
     order = tuple(getattr(kind, "permutation", None) or ())
     return None if order == tuple(range(len(order))) else order
 
 
-def _tensor(array: Any, shape: Any, order: tuple[int, ...] | None) -> Any:
-    """Arrow's fixed-shape tensors as nested lists; of any other extension the storage."""
+def _tensor(
+    array: pa.ExtensionArray, shape: Sequence[int], order: tuple[int, ...] | None
+) -> pa.Array:
+    """Convert Arrow's fixed-shape tensors to nested lists, and any other extension to its storage."""
     lists = plain(array.storage)
     if len(shape) < 2:
         return lists
@@ -199,12 +208,12 @@ def _tensor(array: Any, shape: Any, order: tuple[int, ...] | None) -> Any:
     return _lists(inner, lengths, _nulls(lists))
 
 
-def _nulls(array: Any) -> Any:
-    """(rows,) bool: which are null; None if none is."""
+def _nulls(array: pa.Array) -> Mask | None:
+    """Return a mask (rows,) of nulls; None if there are none."""
     return array.is_null().to_numpy(zero_copy_only=False) if array.null_count else None
 
 
-def _lists(values: Any, lengths: Any, nulls: Any) -> Any:
+def _lists(values: pa.Array, lengths: npt.NDArray[np.int64], nulls: Mask | None) -> pa.Array:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     is_small = offsets[-1] < 2**31
@@ -215,6 +224,6 @@ def _lists(values: Any, lengths: Any, nulls: Any) -> Any:
     )
 
 
-def _validity(nulls: Any) -> Any:
-    """Arrow's bits of the rows that are not null; None if none is."""
+def _validity(nulls: Mask | None) -> pa.Buffer | None:
+    """Return Arrow's bits of the rows that are not null; None if all are."""
     return None if nulls is None else pa.py_buffer(np.packbits(~nulls, bitorder="little"))

@@ -88,7 +88,7 @@ def problems(
     """Tell in sentences why a column cannot be used: counts of rows, and remedies.
 
     Args:
-        column: what `check_schema` made of it.
+        column: as `check_schema` returned it.
         findings: in all its rows.
         num_rows: how many these are.
         is_flag: it is the validation column, to which `handle_invalid` does not apply.

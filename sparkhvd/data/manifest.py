@@ -1,4 +1,4 @@
-"""The list of files that make the data of a fit: only files named in it exist for a reader."""
+"""Manifest of a fit's data: its files and columns; only files named in it exist for a reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
     "Manifest",
 ]
 
-# 1 knew only rows of one size, and 2 no checksums of blocks; what they wrote is read as ever.
+# 1 knew only rows of one size, and 2 no checksums of blocks; both can be read.
 FORMAT_VERSION = 3
 READABLE_VERSIONS = (1, 2, 3)
 # Spark, pandas and pyarrow skip names that begin with "_" when they read a folder of Parquet files.
@@ -32,10 +32,10 @@ PACKED, PARQUET = "packed", "parquet"
 
 @dataclass(frozen=True)
 class DataFile:
-    """One Parquet file: its path in the store, its rows, and the rows of each row group.
+    """Parquet file of a data set.
 
-    Of files that others wrote also what tells whether they have changed, and the values of columns that only the
-    names of their folders hold.
+    Files that sparkhvd did not write also have size and time, from which a change is told, and the values of columns that only
+    the names of their folders hold.
 
     Attributes:
         path: in the store.
@@ -44,7 +44,7 @@ class DataFile:
         size: bytes; 0 for packed files.
         modified_ns: time of change in ns since 1970; 0 for packed files, or where nothing tells.
         partition: (column, value) of every folder `column=value` that it lies in.
-        footer_crc: CRC-32 of the end of a packed file, from its footer on; None where nobody wrote it down.
+        footer_crc: CRC-32 of the end of a packed file, from its footer on; None where it is not known.
     """
 
     path: str
@@ -58,18 +58,18 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The data of a fit in row order. Of materialized data: partition index, then position in the partition.
+    """Data of a fit in row order; of materialized data that is partition index, then position in the partition.
 
     Attributes:
         files: in that order.
         schema: the columns with their shapes.
         num_rows: of all files.
-        num_validation: rows that the validation column marks; None if there is no such column, or nobody counted.
-        variable_bytes: bytes of all values of each column whose rows differ in length; of Parquet that others wrote an
+        num_validation: rows that the validation column marks; None if there is no such column, or they were not counted.
+        variable_bytes: bytes of all values of each column whose rows differ in length; of ordinary Parquet an
             estimate.
         num_skipped: rows of the DataFrame that `handle_invalid="skip"` left out.
         format_version: of the files.
-        layout: "packed", or "parquet" for files that others wrote.
+        layout: "packed", or "parquet" for ordinary Parquet.
     """
 
     files: tuple[DataFile, ...]
@@ -87,7 +87,7 @@ class Manifest:
         return self.num_rows * self.schema.row_bytes + sum(self.variable_bytes.values())
 
     def row_bytes(self, names: Iterable[str]) -> int:
-        """Bytes that a row of these columns takes in memory, on average where rows differ."""
+        """Return the bytes that a row of these columns takes in memory, on average where rows differ."""
         columns = [self.schema.column(name) for name in names]
         fixed = sum(c.row_bytes if c.is_fixed else 16 for c in columns)
         variable = sum(self.variable_bytes.get(c.name, 0) for c in columns if not c.is_fixed)
@@ -109,16 +109,16 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Return the manifest that `to_json` wrote.
+        """Rebuild the manifest from `to_json`.
 
         Raises:
             InvalidArgumentError: it is damaged, or was written by another format version.
         """
-        # What earlier versions wrote has no checksum.
+        # Manifests of earlier versions have no checksum.
         values = load_sealed(text.encode(errors="surrogateescape"), required=False)
         if values is None or "format_version" not in values:
             raise InvalidArgumentError(
-                "The list of the data's files is damaged: it is not what was written. Fit again: the data are materialized "
+                "The list of the data's files is damaged: its checksum does not match. Fit again: the data are materialized "
                 "anew."
             )
         if values["format_version"] not in READABLE_VERSIONS:

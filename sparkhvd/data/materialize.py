@@ -1,4 +1,4 @@
-"""From a DataFrame to packed Parquet files and their manifest, in one pass."""
+"""Materialization of a DataFrame as packed Parquet files and their manifest, in one Spark job."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,9 @@ from sparkhvd.data.vectors import join_vectors, split_vectors, vector_columns
 from sparkhvd.errors import InvalidArgumentError, PreflightError, StoreError
 from sparkhvd.spark import SparkShim
 
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
 __all__ = ["materialize"]
 
 _RESULT = pa.schema([("partition", pa.int64()), ("outcome", pa.string())])
@@ -37,7 +40,7 @@ _WRITING = "_writing"
 
 
 def materialize(
-    df: Any,
+    df: DataFrame,
     schema: DataSchema,
     store: Store,
     data_dir: str,
@@ -49,15 +52,15 @@ def materialize(
 
     One Spark job, one pass; every check that needs the values happens in it. Rows are ordered by partition index
     and position in the partition. Every task writes one file named after its attempt and reports it; only the
-    attempts that Spark counted get into the manifest, so retries and speculation cannot duplicate rows, and what the
-    others wrote is deleted. The manifest is written last; if anything fails, the job is cancelled and the folder removed.
+    attempts that Spark counted get into the manifest, so retries and speculation cannot duplicate rows, and files of the
+    others are deleted. The manifest is written last; if anything fails, the job is cancelled and the folder removed.
     Arrow batches are bounded in bytes, see `bounded_batches`.
 
     Nulls, NaN, infinity and numbers that the tensor cannot hold are errors unless a column's `invalid` says otherwise.
 
     Args:
         df: the DataFrame, classic or Connect.
-        schema: what `check_schema` returned.
+        schema: as `check_schema` returned it.
         store: where to write; the executors must see it.
         data_dir: folder in the store.
         num_partitions: coalesce to at most this many partitions first; None leaves them. Few partitions are no
@@ -92,14 +95,14 @@ def materialize(
         return manifest
     finally:
         # First the marker: a task either finds it gone, or has ended its file before the rest is deleted.
-        with suppress(StoreError):  # what failed before it says more
+        with suppress(StoreError):  # an error before it says more
             store.delete(marker)
             if not is_done:
                 store.delete(data_dir)
 
 
-def _select(df: Any, schema: DataSchema) -> Any:
-    """The columns of the schema, named by their position in it: names with dots or capitals cannot mislead."""
+def _select(df: DataFrame, schema: DataSchema) -> DataFrame:
+    """Select the columns of the schema, named by their position in it: names with dots or capitals cannot mislead."""
     names = list(df.columns)
     renamed = df.toDF(*[f"c{i}" for i in range(len(names))])
     return renamed.select(*[f"c{names.index(c.name)}" for c in schema.columns])
@@ -107,7 +110,7 @@ def _select(df: Any, schema: DataSchema) -> Any:
 
 @dataclass(frozen=True)
 class _WriteTask:
-    """What one Spark task does: Arrow batches in, one packed file and one row about it out."""
+    """Task of the job: Arrow batches in, one packed file and one row about it out."""
 
     store: Store
     schema: DataSchema
@@ -150,7 +153,7 @@ class _WriteTask:
         """Write one file from Arrow batches, unless a row cannot be used; then count to the end."""
         columns = self.schema.columns
         flag = self.schema.validation
-        found = {c.name: Findings() for c in columns}
+        findings = {c.name: Findings() for c in columns}
         rows = marked = skipped = negative = weighty = 0
         sizes = dict.fromkeys((c.name for c in columns), 0)
         groups: tuple[int, ...] = ()
@@ -166,17 +169,15 @@ class _WriteTask:
                 rows += batch.num_rows
                 values: list[Values | None] = []
                 for i, column in enumerate(columns):
-                    array, findings = column_to_numpy(
-                        batch.column(i), column, is_flag=column is flag
-                    )
-                    found[column.name].add(findings)
+                    array, more = column_to_numpy(batch.column(i), column, is_flag=column is flag)
+                    findings[column.name].add(more)
                     values.append(array)
                     if column is flag and isinstance(array, np.ndarray):
                         marked += int(np.count_nonzero(array))
                     if column is self.schema.sample_weight and isinstance(array, np.ndarray):
                         negative += int(np.count_nonzero(array < 0))
                         weighty += int(np.count_nonzero(array))
-                if not all(f.is_clean for f in found.values()):
+                if not all(f.is_clean for f in findings.values()):
                     continue
                 arrays = [v for v in values if v is not None]
                 if writer is None:
@@ -200,27 +201,31 @@ class _WriteTask:
             "bytes": {name: size for name, size in sizes.items() if size},
             "row_groups": groups,
             "footer_crc": writer.footer_crc if writer is not None else None,
-            "columns": {name: f.to_dict() for name, f in found.items()},
+            "columns": {name: f.to_dict() for name, f in findings.items()},
         }
 
 
 def _without_skipped(
     batch: pa.RecordBatch, columns: Sequence[Column]
 ) -> tuple[pa.RecordBatch, int]:
-    """The batch without the rows that the user wants left out, and their number."""
+    """Leave out the rows that `handle_invalid="skip"` asks for; return the batch and their number."""
     usable: np.ndarray[Any, Any] | None = None
     for i, column in enumerate(columns):
         if column.invalid[0] == "skip":
-            mine = usable_rows(batch.column(i), column)
-            if mine is not None:
-                usable = mine if usable is None else usable & mine
+            mask = usable_rows(batch.column(i), column)
+            if mask is not None:
+                usable = mask if usable is None else usable & mask
     if usable is None:
         return batch, 0
     return batch.filter(pa.array(usable)), int(len(usable) - np.count_nonzero(usable))
 
 
 def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
-    """The manifest of what all tasks wrote, or the error that tells what is wrong with the data."""
+    """Return the manifest of the files of all tasks.
+
+    Raises:
+        InvalidArgumentError: the data cannot be used; the message has every reason.
+    """
     num_rows = sum(o["rows"] for o in outcomes)
     num_skipped = sum(o["skipped"] for o in outcomes)
     if num_rows == 0 and num_skipped:
@@ -233,14 +238,14 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
             "The DataFrame has no rows, so there is nothing to train on. Look at df.count(), and at the filters and "
             "joins that made it."
         )
-    found = {c.name: Findings() for c in schema.columns}
+    findings = {c.name: Findings() for c in schema.columns}
     for outcome in outcomes:
         for name, values in outcome["columns"].items():
-            found[name].add(Findings.from_dict(values))
+            findings[name].add(Findings.from_dict(values))
     wrong = [
         line
         for c in schema.columns
-        for line in problems(c, found[c.name], num_rows, is_flag=c is schema.validation)
+        for line in problems(c, findings[c.name], num_rows, is_flag=c is schema.validation)
     ]
     if (negative := sum(o["negative"] for o in outcomes)) and schema.sample_weight is not None:
         wrong.append(
@@ -255,7 +260,7 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     if wrong:
         listed = "\n".join(f"  {p}" for p in wrong)
         raise InvalidArgumentError(f"The data cannot be used for training:\n{listed}")
-    shapes = {c.name: _found_shape(c, found[c.name]) for c in schema.columns}
+    shapes = {c.name: _shape_of(c, findings[c.name]) for c in schema.columns}
     files = tuple(
         DataFile(o["path"], o["rows"], tuple(o["row_groups"]), footer_crc=o["footer_crc"])
         for o in outcomes
@@ -273,17 +278,17 @@ def _merge(outcomes: list[dict[str, Any]], schema: DataSchema) -> Manifest:
     )
 
 
-def _found_shape(column: Column, found: Findings) -> tuple[int, ...]:
+def _shape_of(column: Column, findings: Findings) -> tuple[int, ...]:
     if column.kind == "scalar":
         return ()
-    shape = next(iter(found.shapes), ())
+    shape = next(iter(findings.shapes), ())
     return shape if column.kind in ("array", "vector", "sparse") else (-1, *shape)
 
 
 def _settle(store: Store, data_dir: str, manifest: Manifest) -> None:
-    """Check that this process sees every file of the manifest, and delete what other attempts left beside them."""
-    seen = set(store.list(data_dir))
-    missing = [f.path for f in manifest.files if f.path not in seen]
+    """Check that this process sees every file of the manifest, and delete the files of other attempts."""
+    listed = set(store.list(data_dir))
+    missing = [f.path for f in manifest.files if f.path not in listed]
     if missing:
         raise PreflightError(
             f"The executors wrote {len(manifest.files)} files to {store.full_url(data_dir)}, but this process does "
@@ -291,7 +296,7 @@ def _settle(store: Store, data_dir: str, manifest: Manifest) -> None:
             "the driver and all executors share."
         )
     counted = {f.path for f in manifest.files}
-    for path in seen:
+    for path in listed:
         if path.endswith(".parquet") and path not in counted:
             store.delete(path)
     store.delete_unfinished(data_dir)

@@ -36,7 +36,7 @@ def narrowed(
 
     Args:
         values: as Spark has them.
-        column: what `check_schema` made of it.
+        column: as `check_schema` returned it.
         findings: where rows with numbers that cannot be used are counted.
         is_flag: store whether the value is above 0 (a validation column).
         fill: takes the place of such numbers; None counts them.

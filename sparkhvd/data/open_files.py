@@ -1,4 +1,4 @@
-"""The files of a manifest that are open at a time."""
+"""Cache of open files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ File = TypeVar("File", bound=_Closes)
 
 
 class OpenFiles(Generic[Key, File]):
-    """Opens files when they are asked for and keeps those that were used last; not for several threads at once."""
+    """Cache of open files: keeps those that were used last; not for several threads at once."""
 
     def __init__(self, open_file: Callable[[Key], File]) -> None:
-        """Nothing is open yet.
+        """Begin with no open file.
 
         Args:
             open_file: opens the file of a key, or raises.
@@ -34,7 +34,7 @@ class OpenFiles(Generic[Key, File]):
         self._files: OrderedDict[Key, File] = OrderedDict()
 
     def get(self, key: Key) -> File:
-        """The open file of a key."""
+        """Return the file of a key, opened if need be."""
         file = self._files.get(key)
         if file is None:
             file = self._files[key] = self._open_file(key)

@@ -1,6 +1,6 @@
-"""What a classic DataFrame's analyzed plan says about its data; nothing here starts a job.
+"""Identity of a classic DataFrame's data, from its analyzed plan; starts no job.
 
-The one place of the estimator that looks below the DataFrame API: no public call tells what a plan reads.
+The one module of `data` that looks below the DataFrame API: no public call tells the sources of a plan.
 """
 
 from __future__ import annotations
@@ -10,19 +10,23 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
+
+if TYPE_CHECKING:
+    from py4j.java_gateway import JavaObject, JavaPackage, JVMView
+    from pyspark.sql import DataFrame, SparkSession
 
 __all__ = ["OTHER_VALUES", "PlanFacts", "plan_facts"]
 
 # The obstacle of a plan with rand(), or with the clock.
 OTHER_VALUES = "the plan gives other values each time"
-# Every source file is looked at to see whether it changed; beyond this many that costs more than it saves.
+# The state of every source file is read; beyond this many that costs more than it saves.
 _MAX_INPUT_FILES = 5000
 # Leaves whose content is told by the plan itself. Not LocalRelation: its text has columns and no rows, and of these
 # the plan's hash has so few bits that rows with other signs have the same.
 _VALUE_LEAVES = frozenset({"Range", "OneRowRelation"})
-# Any conf of SQL that is set may decide what a plan gives, except these, which decide where and how fast it runs.
+# Any conf of SQL that is set may decide the rows of a plan, except these, which decide where and how fast it runs.
 _SQL_CONF = "spark.sql."
 _OTHER_CONFS = tuple(
     _SQL_CONF + name
@@ -85,15 +89,21 @@ _ML_PACKAGES = ("org.apache.spark.ml.", "org.apache.spark.sql.ml.")
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What identifies the data of a plan; `obstacle` says why nothing can, else it is empty."""
+    """Identity of the data of a plan.
+
+    Attributes:
+        obstacle: why nothing identifies them, else empty.
+        plan: JSON of all that decides rows, but for the content of files.
+        files: URL, size and time of change of every source file.
+    """
 
     obstacle: str
     plan: str = ""
     files: tuple[tuple[str, int, int], ...] = ()
 
 
-def plan_facts(df: Any) -> PlanFacts:
-    """Facts that are equal for two DataFrames only if their data are equal.
+def plan_facts(df: DataFrame) -> PlanFacts:
+    """Collect facts that are equal for two DataFrames only if their data are equal.
 
     Applies only if every leaf of the plan is a file scan or `range`, and no expression depends on anything but those.
     """
@@ -105,7 +115,7 @@ def plan_facts(df: Any) -> PlanFacts:
     others = sorted({name for name, is_known in leaves if not is_known})
     if others:
         return PlanFacts(f"the plan reads {', '.join(others)}")
-    patterns = df.sparkSession._jvm.org.apache.spark.sql.catalyst.trees.TreePattern
+    patterns = _jvm(df.sparkSession).org.apache.spark.sql.catalyst.trees.TreePattern
     # The clock is no "non-deterministic" expression for Spark; a subquery hides its own leaves.
     if not plan.deterministic() or plan.containsPattern(patterns.CURRENT_LIKE()):
         return PlanFacts(OTHER_VALUES)
@@ -129,8 +139,8 @@ def plan_facts(df: Any) -> PlanFacts:
     return PlanFacts("", json.dumps(_description(df, plan, has_functions)), tuple(files))
 
 
-def _description(df: Any, plan: Any, has_functions: bool) -> list[Any]:
-    """Everything that decides the rows of a plan, but for the content of its files; equal in every process.
+def _description(df: DataFrame, plan: JavaObject, has_functions: bool) -> list[object]:
+    """Describe all that decides the rows of a plan, but for the content of its files; equal in every process.
 
     Not `semanticHash()` of the plan: it holds the identity of a relation's file format, which every JVM makes anew.
     """
@@ -154,12 +164,18 @@ def _description(df: Any, plan: Any, has_functions: bool) -> list[Any]:
     ]
 
 
-def _class_name(java_object: Any) -> str:
+def _jvm(session: SparkSession) -> JVMView:
+    jvm: JVMView | None = session._jvm
+    assert jvm is not None  # of a classic session
+    return jvm
+
+
+def _class_name(java_object: JavaObject) -> str:
     return str(java_object.getClass().getSimpleName())
 
 
-def _text(plan: Any) -> str:
-    """The whole text of a plan; its `toString` leaves out what comes after 25 columns."""
+def _text(plan: JavaObject) -> str:
+    """Return the whole text of a plan; its `toString` ends after 25 columns."""
     from py4j.protocol import Py4JError
 
     whole = (True, False, 2**31 - 1, False)  # verbose, suffix, most fields, operator ids
@@ -169,41 +185,43 @@ def _text(plan: Any) -> str:
         return str(plan.treeString(*whole))
 
 
-def _structure(canonical: Any, session: Any) -> str:
-    """The plan as JSON: its text quotes no string and names no type, so that '1' looks like 1 in it."""
+def _structure(canonical: JavaObject, session: SparkSession) -> str:
+    """Return the plan as JSON: its text quotes no string and names no type, so that '1' looks like 1 in it."""
     from py4j.protocol import Py4JJavaError
 
     try:
-        found = str(canonical.toJSON())
+        text = str(canonical.toJSON())
     except Py4JJavaError:  # a node that is not made for it
         return str(session.sparkContext.applicationId)
-    found = re.sub(r'"jvmId":"[^"]*"', "", found)
-    # Binary literals are addresses here; the text has their bytes.
-    return re.sub(r'"value":"\[B@[0-9a-f]+"', "", found)
+    text = re.sub(r'"jvmId":"[^"]*"', "", text)
+    # Binary literals are addresses here; the plan's text has their bytes.
+    return re.sub(r'"value":"\[B@[0-9a-f]+"', "", text)
 
 
-def _hashes(node: Any) -> list[Any]:
-    """Hashes of the expressions of every node: of what neither text nor JSON shows, such as ANSI mode."""
+def _hashes(node: JavaObject) -> list[object]:
+    """Hash the expressions of every node, for facts that neither text nor JSON shows, such as ANSI mode."""
     below = [_hashes(child) for child in _items(node.children())]
     return [int(node.expressions().hashCode()), below]
 
 
-def _is_relation(leaf: Any) -> bool:
+def _is_relation(leaf: JavaObject) -> bool:
     return _class_name(leaf) == "LogicalRelation"
 
 
-def _relation(leaf: Any, session: Any) -> list[Any]:
-    """What a scan makes of its files."""
+def _relation(leaf: JavaObject, session: SparkSession) -> list[object]:
+    """Describe a scan's format, options, schemas and partitions."""
     relation = leaf.relation()
     form = relation.fileFormat()
     name = str(form.getClass().getName())
-    state = []
-    if name not in _FILE_FORMATS:  # whatever it holds: equal only if it says so, and only here
+    state: list[object] = []
+    if (
+        name not in _FILE_FORMATS
+    ):  # a state that is not known: equal only if it says so, and only here
         state = [session.sparkContext.applicationId, int(form.hashCode())]
     index = relation.location()
     roots = str(index.rootPaths().mkString("\n"))
     if _class_name(index) == "CatalogFileIndex":  # the catalog tells the values of its partitions
-        nil = getattr(session._jvm.scala.collection.immutable, "Nil$")
+        nil = getattr(_jvm(session).scala.collection.immutable, "Nil$")
         index = index.filterPartitions(getattr(nil, "MODULE$"))
     partitions = index.partitionSpec().partitions()
     return [
@@ -216,8 +234,8 @@ def _relation(leaf: Any, session: Any) -> list[Any]:
     ]
 
 
-def _sql_confs(df: Any) -> list[str]:
-    """What is set of Spark's SQL and may decide what a plan gives."""
+def _sql_confs(df: DataFrame) -> list[str]:
+    """List the confs of Spark SQL that are set and may decide the rows of a plan."""
     confs = df._jdf.sparkSession().sessionState().conf().getAllConfs()
     pairs = str(confs.toSeq().mkString("\0")).split("\0")  # each "(name,value)"
     return sorted(
@@ -227,13 +245,13 @@ def _sql_confs(df: Any) -> list[str]:
     )
 
 
-def _items(sequence: Any) -> Iterator[Any]:
+def _items(sequence: JavaObject) -> Iterator[JavaObject]:
     for i in range(sequence.size()):
         yield sequence.apply(i)
 
 
-def _leaf(leaf: Any) -> tuple[str, bool]:
-    """(what a leaf reads, whether its content can be told)."""
+def _leaf(leaf: JavaObject) -> tuple[str, bool]:
+    """Return the name of a leaf's source, and True if its content can be identified."""
     if not _is_relation(leaf):
         name = _class_name(leaf)
         return name, name in _VALUE_LEAVES
@@ -245,7 +263,7 @@ def _leaf(leaf: Any) -> tuple[str, bool]:
     return (source, True) if index in _FILE_INDEXES else (index, False)
 
 
-def _contains(plan: Any, patterns: Any, name: str) -> bool:
+def _contains(plan: JavaObject, patterns: JavaPackage, name: str) -> bool:
     from py4j.protocol import Py4JError
 
     try:
@@ -255,11 +273,11 @@ def _contains(plan: Any, patterns: Any, name: str) -> bool:
     return bool(plan.containsPattern(pattern))
 
 
-def _is_ml_code(plan: Any, patterns: Any) -> bool:
-    """Whether every Scala function in a plan belongs to Spark ML."""
+def _is_ml_code(plan: JavaObject, patterns: JavaPackage) -> bool:
+    """Return True if every Scala function in a plan belongs to Spark ML."""
     scala = patterns.SCALA_UDF()
 
-    def is_ml(expression: Any) -> bool:
+    def is_ml(expression: JavaObject) -> bool:
         if _class_name(expression) == "ScalaUDF" and not (
             str(expression.function().getClass().getName()).startswith(_ML_PACKAGES)
         ):
@@ -267,13 +285,13 @@ def _is_ml_code(plan: Any, patterns: Any) -> bool:
         below = _items(expression.children())
         return all(is_ml(child) for child in below if child.containsPattern(scala))
 
-    own = (e for e in _items(plan.expressions()) if e.containsPattern(scala))
+    here = (e for e in _items(plan.expressions()) if e.containsPattern(scala))
     below = (child for child in _items(plan.children()) if child.containsPattern(scala))
-    return all(map(is_ml, own)) and all(_is_ml_code(child, patterns) for child in below)
+    return all(map(is_ml, here)) and all(_is_ml_code(child, patterns) for child in below)
 
 
-def _caches(df: Any) -> list[str | int]:
-    """Which caches the plan is answered from: they hold what the sources were when they were filled.
+def _caches(df: DataFrame) -> list[str | int]:
+    """List the caches that answer the plan; they hold the sources' rows of the time when they were filled.
 
     A cache is named by the identity of its object, which nothing outside this application shares.
     """
@@ -282,12 +300,12 @@ def _caches(df: Any) -> list[str | int]:
     builders = [leaf.cacheBuilder() for leaf in leaves if _class_name(leaf) == "InMemoryRelation"]
     if not builders:
         return []
-    own = [session._jvm.java.lang.System.identityHashCode(b) for b in builders]
-    return [session.sparkContext.applicationId, *own]
+    identities = [_jvm(session).java.lang.System.identityHashCode(b) for b in builders]
+    return [session.sparkContext.applicationId, *identities]
 
 
-def _file_state(df: Any, url: str) -> tuple[int, int] | None:
-    """(size, time of change) of a source file, or None if that cannot be told."""
+def _file_state(df: DataFrame, url: str) -> tuple[int, int] | None:
+    """Return size and time of change of a source file, or None if they cannot be told."""
     parts = urlsplit(url)
     if parts.scheme in ("", "file"):
         try:
@@ -298,7 +316,7 @@ def _file_state(df: Any, url: str) -> tuple[int, int] | None:
     from py4j.protocol import Py4JJavaError
 
     session = df.sparkSession
-    path = session._jvm.org.apache.hadoop.fs.Path(url)
+    path = _jvm(session).org.apache.hadoop.fs.Path(url)
     try:
         system = path.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
         status = system.getFileStatus(path)

@@ -10,9 +10,13 @@ copies nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import StructType
 
 __all__ = ["join_vectors", "split_vectors", "vector_columns"]
 
@@ -20,13 +24,13 @@ PARTS = ("type", "size", "indices", "values")
 _DENSE = 1
 
 
-def vector_columns(schema: Any) -> tuple[bool, ...]:
-    """Which columns of a Spark schema are ML vectors."""
+def vector_columns(schema: StructType) -> tuple[bool, ...]:
+    """Return for each column of a Spark schema True if it has ML vectors."""
     return tuple(type(field.dataType).__name__ == "VectorUDT" for field in schema.fields)
 
 
-def split_vectors(df: Any, is_vector: Sequence[bool]) -> Any:
-    """`df` with four columns in place of every vector; the others stay as they are.
+def split_vectors(df: DataFrame, is_vector: Sequence[bool]) -> DataFrame:
+    """Put four columns in place of every vector; the others stay as they are.
 
     Args:
         df: the DataFrame, classic or Connect; its names are plain and differ from each other.
@@ -49,7 +53,7 @@ def split_vectors(df: Any, is_vector: Sequence[bool]) -> Any:
 
 
 def join_vectors(batch: pa.RecordBatch, is_vector: Sequence[bool]) -> pa.RecordBatch:
-    """A batch of what `split_vectors` made with the vectors as Spark's structs again; columns are named c0, c1, ..."""
+    """Join the columns of `split_vectors` to Spark's structs again; columns are named c0, c1, ..."""
     if not any(is_vector):
         return batch
     arrays = iter(batch.columns)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
-from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.data.reuse import Scope
 from sparkhvd.data.source import Target
 from sparkhvd.estimator.fitting.cross_validation import FoldModels
 from sparkhvd.estimator.fitting.inputs import (
     FitData,
     FitSources,
-    check_split,
     dataframe_sources,
     prepare_inputs,
     reader_packages,
@@ -30,37 +27,37 @@ from sparkhvd.estimator.fitting.on_parquet import (
     open_sources,
     split_arguments,
 )
-from sparkhvd.estimator.fitting.options import describe_result
 from sparkhvd.estimator.fitting.progress import EpochReporter, poll_interval, report_skipped
-from sparkhvd.estimator.fitting.request import Request, bind_features, check_request, try_model
+from sparkhvd.estimator.fitting.request import Request, check_request
 from sparkhvd.estimator.fitting.runs import Folds
+from sparkhvd.estimator.fitting.specify import specify
 from sparkhvd.estimator.model import TorchModel
-from sparkhvd.estimator.param_table import rows_of, with_signature
-from sparkhvd.estimator.params import TrainParams
+from sparkhvd.estimator.params.base import with_signature
+from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
 from sparkhvd.sessions import active_session, check_session
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules.architecture import copy_with
 from sparkhvd.training.modules.fitted import Fitted
-from sparkhvd.training.program import describe_program, store_program
+from sparkhvd.training.program import store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
-from sparkhvd.training.user_code.transformations import bind_transformed, flat_columns
+from sparkhvd.training.user_code.transformations import flat_columns
 
 if TYPE_CHECKING:
-    from pyspark.ml.param import Param
+    from pyspark.ml._typing import ParamMap
     from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Unpack
 
-    from sparkhvd.estimator.keywords import EstimatorKeywords
+    from sparkhvd.estimator.params.keywords import EstimatorKeywords
 
 __all__ = ["TorchEstimator"]
 
 
 @with_signature
 class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable["TorchEstimator"]):
-    """Trains a PyTorch module on a Spark DataFrame, one rank per Spark task, all started together.
+    """Estimator of a PyTorch module: trains it on a Spark DataFrame, one rank per Spark task, all started together.
 
         estimator = TorchEstimator(
             model=net, optimizer=torch.optim.Adam(net.parameters()), loss=nn.CrossEntropyLoss(),
@@ -71,11 +68,44 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     module and the optimizer given are not modified. Arguments and their meaning: `explainParams()`.
     """
 
-    def __init__(self, *positional: Any, **keywords: Unpack[EstimatorKeywords]) -> None:
+    def __init__(self, *positional: object, **keywords: Unpack[EstimatorKeywords]) -> None:
         super().__init__()
         self._scope: Scope | None = None  # what the fits of a fitMultiple share
         self._folds = Folds()  # copies have the same
         self._set_keywords(positional, keywords)
+
+    @overload
+    def fit(self, dataset: DataFrame, params: ParamMap | None = ...) -> TorchModel: ...
+
+    @overload
+    def fit(
+        self, dataset: DataFrame, params: list[ParamMap] | tuple[ParamMap]
+    ) -> list[TorchModel]: ...
+
+    def fit(
+        self,
+        dataset: DataFrame,
+        params: ParamMap | list[ParamMap] | tuple[ParamMap] | None = None,
+    ) -> TorchModel | list[TorchModel]:
+        """Train on a DataFrame: write its columns into the store in one Spark job, then train on all ranks; the driver waits.
+
+        A fit whose run stopped goes on from its last checkpoint if it is called again with the same `run_id`.
+
+        Args:
+            dataset: rows with the columns that the Params name; classic Spark or Spark Connect.
+            params: a param map that overrides Params of this fit, or a list of them, which gives a list of models.
+
+        Returns:
+            The trained model, as a Spark ML transformer.
+
+        Raises:
+            InvalidArgumentError: a Param or column is wrong (before any job), or the data hold what cannot be used
+                (before any rank starts).
+            PreflightError: the cluster or the store cannot run this.
+            RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
+                `run_id` goes on from it. Without a `run_id` a note at the error names it.
+        """
+        return super().fit(dataset, params)
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         """Train on a DataFrame; Spark's `fit` calls it."""
@@ -124,25 +154,18 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         models = []
         for each in maps:
             estimator = self.copy(each)
-            models.append(estimator._fit_sources(open_sources(estimator, places, session)))
+            sources, decoders = open_sources(estimator._options(), places, session)
+            models.append(estimator._set(decoders=decoders)._fit_sources(sources))
         return models if is_list else models[0]
 
     def _fit_sources(self, sources: FitSources) -> TorchModel:
-        """Train; the driver waits until the model is there.
-
-        Raises:
-            InvalidArgumentError: a param or column is wrong (before any job), or the data hold what cannot be used
-                (before any rank starts).
-            PreflightError: the cluster or the store cannot run this.
-            RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
-                run_id goes on from it. Without a run_id a note at the error names it.
-        """
-        request = check_request(self, sources)
+        """Train on sources of rows; errors as in `fit`."""
+        request = check_request(self._options(), sources, self.uid)
         with request.held:
             try:
                 model, epoch = self._train(request)
             except BaseException as e:
-                request.run.explain_failure(e, self._get("run_id"))
+                request.run.explain_failure(e, request.options.run_id)
                 raise
             if request.num_checkpoints:
                 request.run.finish(epoch, request.num_checkpoints)
@@ -153,36 +176,36 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     def _train(self, request: Request) -> tuple[TorchModel, int]:
         """Return the model, and the epoch whose weights it has."""
         with contextlib.nullcontext(self._scope) if self._scope else Scope() as scope:
+            options = request.options
             target = Target(
                 request.store,
                 request.run.run_dir,
                 scope,
-                request.data_key,
-                keep_data=self.getOrDefault("keep_data"),
+                options.data_key,
+                keep_data=options.keep_data,
             )
             data = prepare_inputs(
                 request.sources,
                 request.schema,
                 request.program,
                 target,
-                inputs=self._get("inputs"),
+                inputs=options.inputs,
             )
             report_skipped(data.skipped, request.cluster.verbose)
-            spec, widths = self._specify(request, data)
+            spec, widths = specify(request, data)
             request.held.check()
             request.run.check(spec.fingerprint, spec.epochs)
             if data.is_other_each_time:
                 request.run.warn_of_other_data()
-            given = self._get("model")
-            written = store_program(request.store, spec.run_dir, request.pickled, given)
-            spec = replace(spec, program_weights=written)
+            weights = store_program(request.store, spec.run_dir, request.pickled, options.model)
+            spec = replace(spec, program_weights=weights)
             report = self._launch(request, spec)
         return self._collect(request, spec, data, report, widths), report.results[0].epoch
 
     def fitMultiple(  # noqa: N802 - Spark's name
         self,
         dataset: DataFrame,
-        paramMaps: Sequence[dict[Param[Any], Any]],  # noqa: N803
+        paramMaps: Sequence[ParamMap],  # noqa: N803
     ) -> Iterator[tuple[int, TorchModel]]:
         """Fit with each of several param maps; they share the materialized data.
 
@@ -198,10 +221,8 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         maps = self._with_run_ids(paramMaps, dataset.semanticHash() if has_run_id else 0)
         return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)
 
-    def _with_run_ids(
-        self, maps: Sequence[dict[Param[Any], Any]], data: Hashable
-    ) -> list[dict[Param[Any], Any]]:
-        """Param maps with a run id of their own each, where one is set; equal `data` are one fold."""
+    def _with_run_ids(self, maps: Sequence[ParamMap], data: Hashable) -> list[ParamMap]:
+        """Give each param map a run id, where one is set; equal `data` are one fold."""
         run_ids = [given.get(self.run_id, self._get("run_id")) for given in maps]
         return [
             {**given, self.run_id: self._folds.name(run_id, data, index)} if run_id else given
@@ -209,83 +230,6 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         ]
 
     # -- run ------------------------------------------------------------------------------------------
-
-    def _specify(self, request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...] | None]:
-        """What the ranks get, now that the shapes of the columns are known; the model is tried on them."""
-        program, transformed = request.program, data.transformed
-        schema = data.schema if transformed is None else transformed
-        inputs = bind_features(self, program.model, schema)
-        if transformed is not None:
-            inputs = bind_transformed(inputs, transformed)
-        widths = try_model(program.model, inputs, schema, data.examples)
-        split, held_out = request.sources.split, data.validation
-        batch_size = self.getOrDefault("batch_size")
-        drop_last = self.getOrDefault("drop_last")
-        accumulate = self.getOrDefault("accumulate")
-        full = request.cluster.num_proc * batch_size * accumulate if drop_last else 1
-        check_split(data.manifest, split, full)
-        weight = schema.sample_weight
-        spec = TrainSpec(
-            store=request.store,
-            run_dir=request.run.run_dir,
-            start_from=request.run.start_from,
-            checkpoint_interval_s=self.getOrDefault("checkpoint_interval_s"),
-            num_checkpoints=max(1, request.num_checkpoints),
-            program_sha256=request.sha256,
-            data_dir=data.training.data_dir,
-            data_store=data.training.files,
-            inputs=inputs,
-            labels=bind_labels(schema, request.losses, self._get("label_shapes")),
-            sample_weight=weight.name if weight is not None else None,
-            loss_weights=request.loss_weights,
-            batch_size=batch_size,
-            val_batch_size=self._get("val_batch_size") or batch_size,
-            epochs=self.getOrDefault("epochs"),
-            seed=request.seed,
-            shuffle=self.getOrDefault("shuffle"),
-            shuffle_bytes=self._shuffle_bytes(),
-            drop_last=drop_last,
-            has_validation=request.sources.has_validation,
-            validation=float(split) if split and not isinstance(split, str) else None,
-            validation_dir=held_out.data_dir if held_out is not None else None,
-            validation_store=held_out.files if held_out is not None else None,
-            num_workers=self.getOrDefault("num_workers"),
-            val_num_workers=self._get("val_reader_num_workers") or self.getOrDefault("num_workers"),
-            **request.training,
-            looks_for_gpu=request.cluster.looks_for_gpu,
-            transformed=transformed,
-            trial=data.examples if widths is None else None,
-            fingerprint=self._fingerprint(request, data),
-        )
-        return spec, widths
-
-    def _shuffle_bytes(self) -> int:
-        # More than any data have: all of them are kept in memory.
-        return (
-            1 << 62
-            if self.getOrDefault("inmemory_cache_all")
-            else self.getOrDefault("shuffle_bytes")
-        )
-
-    def _fingerprint(self, request: Request, data: FitData) -> str:
-        """What two fits must share so that one can go on where the other stopped."""
-        values = {n: self._get(n) for n, row in rows_of(type(self)).items() if row.fingerprint}
-        if data.validation is not None:
-            values["validation"] = "a DataFrame"
-        facts = {
-            **describe_program(request.program),
-            **values,
-            **request.program.functions.describe(),
-            **data.describe(),
-            **describe_result(
-                request.training, has_schedule=request.program.lr_scheduler is not None
-            ),
-            "num_proc": request.cluster.num_proc,
-            "random_seed": request.seed,
-            # Decides whether rows are permuted at once or in windows.
-            "shuffle_bytes": self._shuffle_bytes() if self.getOrDefault("shuffle") else None,
-        }
-        return json.dumps(facts, sort_keys=True)
 
     def _launch(self, request: Request, spec: TrainSpec) -> JobReport[TrainResult]:
         checkpoints = Checkpoints(request.store, spec.run_dir)
@@ -298,7 +242,13 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             shared=request.store,
             run_dir=spec.run_dir,
             progress=checkpoints.latest_position,
-            requirements=("torch", "pyarrow", "numpy", "cloudpickle", *reader_packages(self._get)),
+            requirements=(
+                "torch",
+                "pyarrow",
+                "numpy",
+                "cloudpickle",
+                *reader_packages(request.options),
+            ),
             early=spec.early(),
             use_gpu=cluster.use_gpu,
             is_alone=cluster.finds_gpu,
@@ -307,7 +257,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             checkpoints,
             epochs=spec.epochs,
             verbose=cluster.verbose,
-            progress=self._get("progress"),
+            progress=request.options.progress,
             poll_s=poll_interval(request.store, cluster.num_proc, cluster.slots, cluster.verbose),
             name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
         )
@@ -327,7 +277,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         report: JobReport[TrainResult],
         widths: tuple[int, ...] | None,
     ) -> TorchModel:
-        """A TorchModel with the trained weights, this estimator's uid and its params."""
+        """Make a TorchModel with the trained weights, this estimator's uid and its params."""
         result: TrainResult = report.results[0]
         checkpoints = Checkpoints(request.store, spec.run_dir)
         state = checkpoints.load_weights(checkpoints.path(result.epoch))
@@ -362,12 +312,12 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     # -- save and load ---------------------------------------------------------------------------------
 
     def write(self) -> MLWriter:
-        """A writer: `estimator.write().overwrite().save(path)`."""
+        """Return a writer: `estimator.write().overwrite().save(path)`."""
         return EstimatorWriter(self)
 
     @classmethod
     def read(cls) -> MLReader[TorchEstimator]:
-        """A reader: `TorchEstimator.read().load(path)`."""
+        """Return a reader: `TorchEstimator.read().load(path)`."""
         return EstimatorReader(cls)
 
     @classmethod

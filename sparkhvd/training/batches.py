@@ -13,14 +13,16 @@ import numpy as np
 
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns.decoders import RowFunctions
-from sparkhvd.data.columns.ragged import Rows
+from sparkhvd.data.columns.ragged import Flags, Rows
 from sparkhvd.data.manifest import PARQUET, Manifest
 from sparkhvd.data.parquet.source import ParquetSource
+from sparkhvd.data.reading.batch import Batch
 from sparkhvd.data.reading.preload import Loading, begun
-from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.data.reading.subset import is_flagged
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.host_rows import HostRows
+from sparkhvd.training.host_rows import HostRows, read_flags_once
 from sparkhvd.training.spec import TrainSpec
 
 __all__ = ["Data", "StepPlan", "step_plans"]
@@ -73,6 +75,9 @@ class Data:
         files = spec.data_store or spec.store
         usable = self._usable("training", files, manifest)
         loading = begun(spec.store, spec.data_dir)
+        flags: Flags | None = None
+        if is_flagged(manifest, spec.training_subset):
+            flags = read_flags_once(files, manifest, usable, loading)
         self.training = _reader(
             spec,
             files,
@@ -80,6 +85,7 @@ class Data:
             spec.training_subset,
             functions,
             usable,
+            flags=flags,
             loading=loading,
             pin_memory=pin_memory,
         )
@@ -108,6 +114,7 @@ class Data:
                 "validation",
                 functions,
                 usable,
+                flags=flags,
                 is_training=False,
                 pin_memory=pin_memory,
             )
@@ -238,6 +245,7 @@ def _reader(
     usable: Rows | None,
     *,
     is_training: bool = True,
+    flags: Flags | None = None,
     loading: Loading | None = None,
     pin_memory: bool = False,
 ) -> Reader:
@@ -258,6 +266,7 @@ def _reader(
         num_workers=spec.num_workers if is_training else spec.val_num_workers,
         pin_memory=pin_memory,
         usable=usable,
+        flags=flags,
         loading=loading,
         sharing=sharing if sharing.is_shared else None,
     )

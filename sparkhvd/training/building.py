@@ -17,11 +17,7 @@ from sparkhvd.torch import arguments
 from sparkhvd.training.modules.architecture import light_copy
 from sparkhvd.training.program import build_optimizer
 
-__all__ = ["OVERRIDES", "Overrides", "build_model", "check_compression", "given_loss"]
-
-# Params that change the groups of the optimizer.
-OVERRIDES = ("learning_rate", "weight_decay", "lr_scaling")
-SCALINGS = ("linear",)
+__all__ = ["Overrides", "build_model", "check_compression", "given_loss"]
 
 # torch has one generator per process, and fits may run in several threads.
 _drawing = threading.Lock()
@@ -55,7 +51,7 @@ def build_model(given: Any, seed: int = 0) -> Any:
 
 @dataclass(frozen=True)
 class Overrides:
-    """What the Params say about the groups of the optimizer.
+    """Values that replace those of the optimizer's groups.
 
     Attributes:
         learning_rate: of all groups; None leaves them.
@@ -66,24 +62,6 @@ class Overrides:
     learning_rate: float | None = None
     weight_decay: float | None = None
     lr_scaling: str | None = None
-
-    @classmethod
-    def of(cls, get: Callable[[str], Any]) -> Overrides:
-        """From the Params.
-
-        Raises:
-            InvalidArgumentError: one is out of range.
-        """
-        for name in ("learning_rate", "weight_decay"):
-            value = get(name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise InvalidArgumentError(f"{name} is {value}; it must be 0 or more.")
-        scaling = get("lr_scaling")
-        if scaling not in (None, *SCALINGS):
-            raise InvalidArgumentError(
-                f"lr_scaling is {scaling!r}; it must be 'linear', or not given: then learning rates are used as given."
-            )
-        return cls(*(get(name) for name in OVERRIDES))
 
     def check(self, optimizer: Any, model: nn.Module) -> None:
         """Raise InvalidArgumentError if the optimizer has nothing to override; nothing is changed."""

@@ -72,11 +72,6 @@ def check_user_code(
         InvalidArgumentError: a function does not take what it is given, an object is no callback, or a param would
             have no effect.
     """
-    if "train_minibatch_fn" in params:
-        raise InvalidArgumentError(
-            "train_minibatch_fn is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns "
-            "the loss: the loop calls backward() and steps."
-        )
     for name in ("train_step", "validation_step"):
         if name in params:
             check_step_function(name, params[name])

@@ -11,34 +11,36 @@ import ctypes
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import sparkhvd.torch as hvd
-from sparkhvd.data.columns.ragged import Ragged, SparseRows, Values
+from sparkhvd.data.columns.ragged import Array, Flags, Ragged, Rows, SparseRows, Values
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.reading.prefetch import READ_S
+from sparkhvd.data.reading.preload import Loading
+from sparkhvd.data.reading.source import open_source
+from sparkhvd.data.reading.subset import read_flags
+from sparkhvd.data.store.store import Store
 from sparkhvd.engine.engine import Buffer
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.torch.context import context
 
-__all__ = ["HostRows"]
-
-Array = npt.NDArray[Any]
+__all__ = ["HostRows", "read_flags_once"]
 
 # Each array begins at a cache line of its own.
 _ALIGNMENT = 64
-# At the end of the memory each rank leaves one, so that it is known who shares it.
+# Each rank leaves a mark at the end of the memory, which shows the others that it shares it.
 _MARK = np.dtype(np.uint8)
 
 
 @dataclass(frozen=True)
-class _Said:
-    """What a rank tells the others before anything is shared.
+class _Part:
+    """The arrays of a rank's part, as it announces them before memory is shared.
 
     Attributes:
-        leaves: (shape, dtype) of each of its arrays.
-        error: why it has none; "" if it has.
+        leaves: (shape, dtype) of each array.
+        error: the reason why the rank has none; "" if it has.
     """
 
     leaves: list[tuple[tuple[int, ...], str]]
@@ -46,17 +48,17 @@ class _Said:
 
 
 class HostRows:
-    """The ranks of this host, as one reader's rows are shared among them.
+    """Shares the rows of one reader among the ranks of this host.
 
     Attributes:
         part: (number, count) of this rank's part of the rows.
     """
 
     def __init__(self, label: str) -> None:
-        """Ask who is on this host.
+        """Find the ranks of this host.
 
         Args:
-            label: in the names of what the ranks do together; another one for each reader.
+            label: begins the names of the collective operations; another one for each reader.
         """
         self._label = label
         self._engine = context().engine
@@ -67,17 +69,20 @@ class HostRows:
 
     @property
     def is_shared(self) -> bool:
-        """Whether any host has several ranks; the same on all ranks."""
+        """True if any host has several ranks; the same on all ranks."""
         return len(set(self._hosts)) < len(self._hosts)
 
     def gather(
         self, values: Mapping[str, Values] | None, error: BaseException | None = None
     ) -> dict[str, Values] | None:
-        """The rows of all ranks of the host, part after part, in shared memory. All ranks must call it.
+        """Put the parts of all ranks of the host together, in order, in shared memory. All ranks must call it.
+
+        A rank waits here for those that still read their part, no longer than `stall_shutdown_s`; 0 waits for ever. The
+        error names the operation, which begins with the label, and the ranks that are missing.
 
         Args:
             values: this rank's part; None if it could not be read.
-            error: why.
+            error: the reason.
 
         Returns:
             All rows; None, on all ranks of a host, if they cannot share memory.
@@ -86,29 +91,31 @@ class HostRows:
             StoreError: another rank could not read its part.
             CollectiveTimeoutError, PeerLostError: as for any operation.
         """
-        said = _Said([], f"{type(error).__name__}: {error}")
+        part = _Part([], f"{type(error).__name__}: {error}")
         if values is not None:
-            said = _Said([(leaf.shape, leaf.dtype.str) for leaf in _leaves(values)])
+            part = _Part([(leaf.shape, leaf.dtype.str) for leaf in _leaves(values)])
         name = f"{self._label}.sizes"
-        everyone: list[_Said] = self._here.run(hvd.allgather_object, said, name)
+        parts: list[_Part] = self._here.run(hvd.allgather_object, part, name)
         if error is not None:
             raise error
-        for rank, other in enumerate(everyone):
+        for rank, other in enumerate(parts):
             if other.error:
                 raise StoreError(f"rank {rank} could not read its part of the rows: {other.error}")
         assert values is not None
-        sizes = [_size(_layout(self._said_on(everyone, host))) for host in set(self._hosts)]
+        sizes = [_size(_layout(self._parts_on(parts, host))) for host in set(self._hosts)]
         try:
             buffer = self._engine.allocate(
-                max(sizes) + len(everyone), name=f"{self._label}.memory", one_piece=True
+                max(sizes) + len(parts), name=f"{self._label}.memory", one_piece=True
             )
-        except InvalidArgumentError:  # a host has no memory for it or forbids it, as all ranks hear
+        except (
+            InvalidArgumentError
+        ):  # a host lacks memory or forbids sharing; all ranks get this error
             return None
         memory = _Memory(buffer)
-        here = self._said_on(everyone, self._hosts[self._rank])
+        here = self._parts_on(parts, self._hosts[self._rank])
         whole = [memory.array(place) for place in _layout(here)]
-        self._copy(values, whole, here[: self.part[0]])
-        marks = memory.array(_Place(buffer.num_bytes - len(everyone), (len(here),), _MARK))
+        _copy(values, whole, here[: self.part[0]])
+        marks = memory.array(_Place(buffer.num_bytes - len(parts), (len(here),), _MARK))
         marks[self.part[0]] = 1
         self._engine.barrier(name=f"{self._label}.copied").wait()
         if not marks.all():  # an engine that uses sockets only has given each rank its own
@@ -116,25 +123,62 @@ class HostRows:
         arrays = iter(whole)
         return {name: _rebuilt(value, arrays) for name, value in values.items()}
 
-    def _said_on(self, everyone: Sequence[_Said], host: int) -> list[_Said]:
-        return [said for r, said in enumerate(everyone) if self._hosts[r] == host]
+    def _parts_on(self, parts: Sequence[_Part], host: int) -> list[_Part]:
+        return [part for rank, part in enumerate(parts) if self._hosts[rank] == host]
 
-    def _copy(
-        self, values: Mapping[str, Values], whole: Sequence[Array], before: Sequence[_Said]
-    ) -> None:
-        """Copy this rank's rows behind those of the ranks before it; rows that refer to elements begin behind theirs."""
-        for number, (leaf, target) in enumerate(zip(_leaves(values), whole, strict=True)):
-            start = sum(said.leaves[number][0][0] for said in before)
-            target[start : start + len(leaf)] = leaf
-        number = 0
-        for value in values.values():
-            for one in _ragged(value):
-                elements, rows = (
-                    sum(said.leaves[at][0][0] for said in before) for at in (number, number + 1)
-                )
-                whole[number + 1][rows : rows + len(one)] += elements
-                number += 3
-            number += isinstance(value, np.ndarray)
+
+def read_flags_once(
+    store: Store, manifest: Manifest, usable: Rows | None, loading: Loading | None
+) -> Flags:
+    """Read the validation column, a part on each rank of a host. All ranks must call it.
+
+    Args:
+        store: of the files.
+        manifest: with a validation column.
+        usable: ascending numbers of the rows that count; None means all.
+        loading: may have read this rank's part already.
+
+    Returns:
+        The flags of all usable rows.
+
+    Raises:
+        StoreError: another rank could not read its part.
+        CollectiveTimeoutError, PeerLostError: as for any operation.
+    """
+    host = HostRows("validation flags")
+    with open_source(store, manifest) as source:
+        if not host.is_shared:
+            return read_flags(source, manifest, usable)
+        flags: Flags | None = None
+        error: BaseException | None = None
+        try:
+            if usable is None and loading is not None and loading.part == host.part:
+                flags = loading.flags(READ_S)
+            if flags is None:
+                flags = read_flags(source, manifest, usable, host.part)
+        except BaseException as e:  # noqa: BLE001 - the others wait: it is raised when they know
+            error = e
+        shared = host.gather(None if flags is None else {"flags": flags}, error)
+        if shared is None:
+            return read_flags(source, manifest, usable)
+        whole: Flags = np.asarray(shared["flags"])
+        return whole
+
+
+def _copy(values: Mapping[str, Values], whole: Sequence[Array], before: Sequence[_Part]) -> None:
+    """Copy rows behind those of the ranks before; the starts of ragged rows move with their elements."""
+    for number, (leaf, target) in enumerate(zip(_leaves(values), whole, strict=True)):
+        start = sum(part.leaves[number][0][0] for part in before)
+        target[start : start + len(leaf)] = leaf
+    number = 0
+    for value in values.values():
+        for ragged in _ragged(value):
+            elements, rows = (
+                sum(part.leaves[leaf][0][0] for part in before) for leaf in (number, number + 1)
+            )
+            whole[number + 1][rows : rows + len(ragged)] += elements
+            number += 3
+        number += isinstance(value, np.ndarray)
 
 
 def _ragged(value: Values) -> list[Ragged]:
@@ -144,40 +188,42 @@ def _ragged(value: Values) -> list[Ragged]:
 
 
 def _leaves(values: Mapping[str, Values]) -> Iterator[Array]:
-    """The arrays that rows are made of, with as many entries in front as rows or elements."""
+    """Yield the arrays that rows are made of; their first dimension counts rows or elements."""
     for value in values.values():
         if isinstance(value, np.ndarray):
             yield value
-        for one in _ragged(value):
-            yield from (one.values, one.starts, one.lengths)
+        for ragged in _ragged(value):
+            yield from (ragged.values, ragged.starts, ragged.lengths)
 
 
 def _rebuilt(value: Values, arrays: Iterator[Array]) -> Values:
-    """Rows like these of other arrays."""
+    """Return rows of the same kind made of other arrays."""
     if isinstance(value, np.ndarray):
         return next(arrays)
-    made = [Ragged(next(arrays), next(arrays), next(arrays), one.inner) for one in _ragged(value)]
-    return SparseRows(made[0], made[1], value.width) if isinstance(value, SparseRows) else made[0]
+    ragged = [Ragged(next(arrays), next(arrays), next(arrays), r.inner) for r in _ragged(value)]
+    if isinstance(value, SparseRows):
+        return SparseRows(ragged[0], ragged[1], value.width)
+    return ragged[0]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an array of all rows lies: its first byte, its shape and its dtype."""
+    """The position of an array of all rows in memory, with its shape and dtype."""
 
     begin: int
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
 
     @property
     def end(self) -> int:
-        """Behind its last byte."""
+        """The byte behind the array."""
         return self.begin + math.prod(self.shape) * self.dtype.itemsize
 
 
-def _layout(parts: Sequence[_Said]) -> list[_Place]:
+def _layout(parts: Sequence[_Part]) -> list[_Place]:
     places: list[_Place] = []
     at = 0
-    for leaves in zip(*(said.leaves for said in parts), strict=True):
+    for leaves in zip(*(part.leaves for part in parts), strict=True):
         (_, *rest), dtype = leaves[0]
         rows = sum(shape[0] for shape, _ in leaves)
         places.append(_Place(at, (rows, *rest), np.dtype(dtype)))
@@ -190,7 +236,7 @@ def _size(places: Sequence[_Place]) -> int:
 
 
 class _Memory:
-    """Registered memory as arrays, each of which keeps it."""
+    """Registered memory as arrays, each of which keeps the memory alive."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._bytes = (ctypes.c_uint8 * buffer.num_bytes).from_address(buffer.address)

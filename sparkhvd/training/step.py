@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns import heads
-from sparkhvd.data.reading.reader import Batch
+from sparkhvd.data.reading.batch import Batch
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.batches import StepPlan
 from sparkhvd.training.checkpoints.resume import TrainingState

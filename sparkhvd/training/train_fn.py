@@ -25,7 +25,8 @@ from torch import Tensor
 
 import sparkhvd.torch as hvd
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.reading.batch import Batch
+from sparkhvd.data.reading.reader import Reader
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.batches import Data
 from sparkhvd.training.check_user_code import UserCode

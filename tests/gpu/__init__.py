@@ -1,4 +1,4 @@
-"""What one GPU can show. Needs torch and nothing else: where cloudpickle is missing, pickle takes its name.
+"""Checks on one GPU. Needs torch and nothing else: where cloudpickle is missing, pickle takes its name.
 
 The checks send plain values; only the estimator's need the real one, and are skipped then.
 """

@@ -31,7 +31,7 @@ FIGURES_S = {"step": 100.0, "overhead": 30.0, "pack": 40.0}
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """Line of the table."""
 
     name: str
     outcome: str
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Results:
-    """What is known so far; written down after every step, because the next one may be the last."""
+    """Results so far; written down after every step, because the next one may be the last."""
 
     def __init__(self, path: Path | None, head: str) -> None:
         self._path = path
@@ -134,7 +134,7 @@ def default_folder() -> str:
 
 
 def check(results: Results, only: str, end: float) -> None:
-    """All checks; one that fails does not stop the others."""
+    """Run all checks; one that fails does not stop the others."""
     from tests.gpu.parts import SKIPPED, parts
     from tests.gpu.ranks import Crew
 
@@ -160,14 +160,14 @@ def check(results: Results, only: str, end: float) -> None:
 
 
 def show_warnings() -> None:
-    """What NCCL has said since the last time."""
+    """Print NCCL's warnings since the last call."""
     for log in sorted(Path(os.environ["SPARKHVD_TEST_GPU_LOGS"]).iterdir()):
         print(f"NCCL in process {log.suffix[1:]}:\n{log.read_text()[-2000:]}", file=sys.stderr)
         log.unlink()
 
 
 def measure(results: Results, name: str, rounds: int, end: float) -> None:
-    """One table of benchmarks/gpu.py."""
+    """Measure one table of benchmarks/gpu.py."""
     from tests.gpu.parts import finish
 
     began = time.monotonic()

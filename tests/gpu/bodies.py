@@ -1,4 +1,4 @@
-"""What ranks do on one GPU, all on device 0: functions of the `Machine`. See `ranks.py` for who calls them."""
+"""Bodies of ranks on one GPU, all on device 0: functions of the `Machine`, called by `ranks.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OTHERS = (
 
 
 def collectives(gpu: Machine) -> str:
-    """Every collective on every type, with sizes of zero and odd ones, against the CPU's plane."""
+    """Compare every collective on every type, with sizes of zero and odd ones, against the CPU's plane."""
     runs = 0
     # On the stand-in all types are tested without processes, and here it is about the checks.
     dtypes = (torch.float16, torch.uint32, torch.bool) if gpu.is_stand_in else each.DTYPES
@@ -99,7 +99,7 @@ def quotients(gpu: Machine) -> None:
 
 
 def join(gpu: Machine) -> None:
-    """A rank that has no more data counts as zeros."""
+    """Check that a rank without more data counts as zeros."""
     size = hvd.size()
     if hvd.rank() == size - 1:
         hvd.join()
@@ -112,7 +112,7 @@ def join(gpu: Machine) -> None:
 
 
 def some_ranks(gpu: Machine) -> None:
-    """A process set beside all ranks, which has a communicator of its own."""
+    """Check a process set beside all ranks, which has a communicator of its own."""
     process_set = hvd.add_process_set([hvd.size() - 1])
     values = each.mine((9,), torch.float32)
     handle = hvd.allreduce_async(gpu.tensor(values), op=hvd.Sum)
@@ -134,7 +134,7 @@ def named(what: str) -> Any:
 
 
 def large(gpu: Machine) -> str:
-    """Some megabytes, which NCCL cuts in pieces."""
+    """Compare some megabytes, which NCCL cuts in pieces."""
     count = (1 << 12 if gpu.is_stand_in else 1 << 22) + 3
     rows = count + 100 * hvd.rank()
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
@@ -172,7 +172,7 @@ def streams(gpu: Machine) -> str:
 
 
 class Cpu:
-    """Where tensors stay: the other plane, with the same ranks."""
+    """CPU as a machine: the other plane, with the same ranks."""
 
     def tensor(self, values: Tensor) -> Tensor:
         return values
@@ -255,7 +255,7 @@ def perceptron(width: int = 64, layers: int = 4) -> nn.Module:
 def stepper(
     gpu: Machine, width: int, layers: int, rows: int = 64, **options: Any
 ) -> tuple[Callable[[], None], nn.Module]:
-    """A training step that asks for no values."""
+    """Return a training step that asks for no values, and its model."""
     model = gpu.module(perceptron(width, layers))
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3),
@@ -273,13 +273,13 @@ def stepper(
 
 
 def unsynchronized(gpu: Machine) -> str:
-    """The host waits for the GPU nowhere in a step."""
+    """Check that the host waits for the GPU nowhere in a step."""
     assert gpu.watch(gpu.synchronize).waits, "a wait of the host was not noticed"
     return f"no wait of the host in three steps, {_watched_steps(gpu)}"
 
 
 def unsynchronized_otherwise(gpu: Machine) -> str:
-    """The same with what an optimizer may be asked for."""
+    """Check the same with the options of an optimizer."""
     ways: dict[str, dict[str, Any]] = {
         "views": {"gradient_as_bucket_view": True},
         "fp16": {"compression": hvd.Compression.fp16},
@@ -313,7 +313,7 @@ def _watched_steps(gpu: Machine, **options: Any) -> str:
 
 
 def overlap(gpu: Machine) -> str:
-    """Gradients are reduced while backward goes on."""
+    """Check that gradients are reduced while backward goes on."""
     return _overlap_on_stand_in(gpu) if isinstance(gpu, StandIn) else _overlap_in_profile(gpu)
 
 
@@ -360,7 +360,7 @@ def _overlap_in_profile(gpu: Machine) -> str:
 
 
 def capture(gpu: Machine) -> str:
-    """A collective inside a CUDA graph's capture is refused, and the engine goes on."""
+    """Check that a collective inside a CUDA graph's capture is refused, and the engine goes on."""
     tensor = gpu.tensor(torch.ones(10))
     hvd.allreduce_(tensor, op=hvd.Sum)
     text = ""

@@ -31,7 +31,7 @@ def hangs(gpu: Machine) -> str:
 
 
 def dies(gpu: Machine) -> str:
-    """A process is gone without a word, as after a fault in a library."""
+    """End a process silently, as a fault in a library does."""
     if hvd.rank() == 1:
         os._exit(139)
     hvd.allreduce(gpu.tensor(torch.ones(3)))
@@ -43,6 +43,6 @@ def works(gpu: Machine) -> str:
 
 
 def serve(engine: Engine, talk: Talk) -> Any:
-    """As the real one, with these bodies."""
+    """Serve as the real one does, with these bodies."""
     BODIES.update({body.__name__: body for body in (fails, hangs, dies, works)})
     return rank.serve(engine, talk)

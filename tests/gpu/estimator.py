@@ -1,4 +1,4 @@
-"""One check of the estimator's training, as a program: `python -m tests.gpu.estimator "bf16-mixed" 1 cuda`.
+"""Check of the estimator's training, as a program: `python -m tests.gpu.estimator "bf16-mixed" 1 cuda`.
 
 A program of its own, because its ranks are started by `run_local`: what hangs goes with it.
 """
@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def no_compiler() -> str:
-    """Why torch.compile cannot make kernels here; "" if it can."""
+    """Return the reason why torch.compile cannot make kernels here; "" if it can."""
     import shutil
 
     from torch.utils._triton import has_triton

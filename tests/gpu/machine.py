@@ -32,7 +32,7 @@ WAITS = ("Synchronize", "_local_scalar_dense", "Memcpy DtoH (Device -> Pageable)
 
 
 class Seen(NamedTuple):
-    """What happened while some steps ran.
+    """Observations of some steps.
 
     Attributes:
         waits: where the host waited for the GPU.
@@ -50,49 +50,49 @@ class Machine(Protocol):
     main_stream: Any
 
     def tensor(self, values: Tensor) -> Tensor:
-        """On the GPU."""
+        """Copy values to the GPU."""
 
     def module(self, module: nn.Module) -> nn.Module:
-        """On the GPU."""
+        """Move a module to the GPU."""
 
     def use_engine(self, engine: Engine) -> AbstractContextManager[Any]:
-        """As `sparkhvd.torch.context.use_engine`."""
+        """Use an engine as `sparkhvd.torch.context.use_engine` does."""
 
     def synchronize(self) -> None:
-        """The host waits for all of this GPU's current stream."""
+        """Wait on the host for all of this GPU's current stream."""
 
     def new_stream(self) -> Any:
-        """One that no other waits for."""
+        """Make a stream that no other waits for."""
 
     def using(self, stream: Any) -> AbstractContextManager[Any]:
         """Make it the current one."""
 
     def await_stream(self, stream: Any) -> None:
-        """The current stream waits for another one."""
+        """Make the current stream wait for another one."""
 
     def init(self) -> None:
-        """As `hvd.init()`, for one rank on this GPU."""
+        """Initialise one rank on this GPU, as `hvd.init()` does."""
 
     def handle(self) -> int:
-        """The driver's handle of the current stream."""
+        """Return the driver's handle of the current stream."""
 
     def nccl(self) -> str:
-        """The library that the engine takes."""
+        """Return the NCCL library that the engine takes."""
 
     def mark(self) -> Any:
-        """A place in the current stream."""
+        """Record a place in the current stream."""
 
     def seconds_between(self, begin: Any, end: Any) -> float:
-        """From one place to a later one, by the GPU's clock; the host waits."""
+        """Return the seconds from one place to a later one, by the GPU's clock; the host waits."""
 
     def busy(self) -> None:
         """Keep the current stream busy for a millisecond or so."""
 
     def capturing(self) -> AbstractContextManager[Any]:
-        """As if the block were captured into a graph."""
+        """Treat the block as captured into a graph."""
 
     def watch(self, steps: Callable[[], None]) -> Seen:
-        """Where the host waits for the GPU in these steps."""
+        """Return the places where the host waits for the GPU in these steps."""
 
 
 class Cuda:
@@ -166,7 +166,7 @@ class Cuda:
 
 
 def profiled(steps: Callable[[], None]) -> list[Any]:
-    """The profiler's events from the beginning to the end of the steps, of the host and of the GPU."""
+    """Return the profiler's events from the beginning to the end of the steps, of the host and of the GPU."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     torch.cuda.synchronize()
@@ -189,7 +189,7 @@ def profiled(steps: Callable[[], None]) -> list[Any]:
 
 
 def is_on_gpu(event: Any) -> bool:
-    """Whether it happened on the device, and not in a call of the host."""
+    """Return True if an event happened on the device, and not in a call of the host."""
     return bool(event.device_type == torch.autograd.DeviceType.CUDA)
 
 
@@ -264,18 +264,18 @@ class StandIn:
 
 
 def machine() -> Machine:
-    """The GPU of this process."""
+    """Return the GPU of this process."""
     return StandIn() if is_stand_in() else Cuda()
 
 
 def is_stand_in() -> bool:
-    """Whether the checks run on the stand-in."""
+    """Return True if the checks run on the stand-in."""
     return os.environ.get(STAND_IN) == "1"
 
 
 @contextlib.contextmanager
 def as_with_partners() -> Iterator[None]:
-    """A DistributedOptimizer of one rank packs and reduces as one of several does, instead of doing nothing.
+    """Make a DistributedOptimizer of one rank pack and reduce as one of several does, instead of doing nothing.
 
     So one GPU shows all that a rank does itself; what is missing is the network.
     """
@@ -293,7 +293,7 @@ def nccl_library() -> str:
 
 
 def nccl_environment() -> dict[str, str]:
-    """What NCCL is told here: several ranks share this GPU, and there is no other network."""
+    """Return NCCL's variables here: several ranks share this GPU, and there is no other network."""
     wanted = {
         "MULTI_RANK_GPU_ENABLE": "1",  # from 2.30 on; until then see `share_gpu`
         "SOCKET_IFNAME": "lo",
@@ -320,7 +320,7 @@ def share_gpu(rank: int) -> None:
 
 
 def why_not() -> str:
-    """Why the checks cannot run here; "" if they can."""
+    """Return the reason why the checks cannot run here; "" if they can."""
     if is_stand_in():
         from tests.harness.fake_cuda import is_built
 
@@ -346,7 +346,7 @@ def description() -> str:
 
 
 def driver_version() -> str:
-    """The driver's own version where the kernel tells it, and the newest CUDA that it knows."""
+    """Return the driver's own version where the kernel tells it, and the newest CUDA that it knows."""
     version = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     cuda = f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}"

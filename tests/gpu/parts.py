@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 def parts(crew: Crew) -> list[Part]:
-    """All of them. What others stand on comes first, and what the estimator adds last."""
+    """Return all parts: foundations first, the estimator's last."""
 
     def body(name: str, size: int) -> Callable[[float], str]:
         return lambda seconds: crew.do(name, size, seconds)[0]
@@ -108,7 +108,7 @@ def parts(crew: Crew) -> list[Part]:
 
 
 def conformity(ranks: int) -> Callable[[float], str]:
-    """The program of native/tests, on the real libraries."""
+    """Return the part that runs the program of native/tests on the real libraries."""
 
     def run(seconds: float) -> str:
         program = ROOT / "build" / "native" / "nccl_conformity"
@@ -147,7 +147,7 @@ def passed(command: list[str], seconds: float) -> str:
 
 
 def failure(lines: list[str]) -> tuple[str, str]:
-    """The name and the text of the test that failed first."""
+    """Return name and text of the test that failed first."""
     for number, line in enumerate(lines):
         if line.startswith("FAILED") and "another rank failed" not in "".join(
             lines[number + 1 :][:1]
@@ -161,7 +161,7 @@ def failure(lines: list[str]) -> tuple[str, str]:
 def finish(
     command: list[str], seconds: float, environment: dict[str, str] | None = None
 ) -> tuple[int | None, str]:
-    """The exit status (None: its time was up) and the output of a program, which is gone with all its children."""
+    """Run a program and return its exit status (None: its time was up) and output; its children end with it."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command,
@@ -226,7 +226,7 @@ def again(seconds: float) -> str:
 
 
 def estimator(name: str, size: int) -> Callable[[float], str]:
-    """A check of `tests.harness.estimator_checks`; on the stand-in, which the estimator does not know, on the CPU."""
+    """Return the part of a check of `tests.harness.estimator_checks`; on the stand-in, which the estimator does not know, on the CPU."""
 
     def run(seconds: float) -> str:
         kind = "cpu" if is_stand_in() else "cuda"

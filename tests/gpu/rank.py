@@ -25,7 +25,7 @@ from tests.harness.rank_process import Talk
 
 @contextmanager
 def on_gpu(engine: Engine) -> Iterator[Machine]:
-    """The GPU, with the engine as this thread's own; SIGUSR1 prints all stacks."""
+    """Yield the GPU, with the engine as this thread's own; SIGUSR1 prints all stacks."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     share_gpu(engine.rank)
     gpu = machine()
@@ -34,7 +34,7 @@ def on_gpu(engine: Engine) -> Iterator[Machine]:
 
 
 def serve(engine: Engine, talk: Talk) -> None:
-    """One body after the other, as they are told; an empty name ends it."""
+    """Run one body after the other, by the names received; an empty name ends it."""
     with on_gpu(engine) as gpu, as_with_partners():
         talk.say("ready")
         while name := talk.hear():
@@ -80,7 +80,7 @@ def killed_at_first(engine: Engine, talk: Talk) -> dict[str, Any]:
 
 
 def survived(engine: Engine, gpu: Machine, run: Callable[[], None]) -> dict[str, Any]:
-    """When and how a run ended that a peer's death must end; the GPU works afterwards, and so does a new engine."""
+    """Return when and how a run ended by a peer's death; checks that the GPU works afterwards, and so does a new engine."""
     try:
         run()
     except PeerLostError as error:
@@ -100,7 +100,7 @@ def survived(engine: Engine, gpu: Machine, run: Callable[[], None]) -> dict[str,
 
 
 def again(engine: Engine, talk: Talk) -> int:
-    """The same processes leave and meet again, each time with a new communicator."""
+    """Let the same processes leave and meet again, each time with a new communicator."""
     rounds = 3
     settings = replace(engine.settings)
     for number in range(rounds):

@@ -21,7 +21,7 @@ _ECHOES = ("PeerLostError", "CollectiveError", "CollectiveTimeoutError")
 
 
 def settings() -> Settings:
-    """Several buckets even for small models; a wait that should not be ends with an error before its check does."""
+    """Return settings with several buckets even for small models; a wait that should not be ends with an error before its check does."""
     return Settings.resolve(
         connect_timeout_s=START_S, stall_shutdown_s=60.0, device_bucket_bytes=1024
     )
@@ -36,7 +36,7 @@ def started(body: str, size: int) -> Iterator[list[RankProcess]]:
 
 
 def hear(ranks: list[RankProcess], seconds: float) -> list[Any]:
-    """What each rank says next.
+    """Receive the next message of each rank.
 
     Raises:
         AssertionError: a rank failed, with the text of the one that failed by itself, or said nothing in time.
@@ -71,7 +71,7 @@ def dump_stacks(ranks: list[RankProcess]) -> None:
 
 
 def _place(text: str) -> str:
-    """The last line of a traceback that is in our tests."""
+    """Return the last line of a traceback that is in our tests."""
     lines = [line.split('"') for line in text.splitlines() if line.strip().startswith('File "')]
     ours = [(parts[1], parts[2]) for parts in lines if len(parts) > 2 and "/tests/" in parts[1]]
     if not ours:
@@ -99,7 +99,7 @@ class Crew:
         self._stack.close()
 
     def do(self, body: str, size: int, seconds: float) -> list[Any]:
-        """What the body of `bodies.py` gives on every rank."""
+        """Run a body of `bodies.py` on every rank and return the results."""
         began = time.monotonic()
         try:
             if size not in self._ranks:

@@ -1,4 +1,4 @@
-"""What can be tried of a real GPU's side without one: how a profile is read, and what NCCL is told."""
+"""Parts of a real GPU's side that need none: reading of a profile, NCCL's variables."""
 
 from __future__ import annotations
 

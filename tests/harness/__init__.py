@@ -1,1 +1,1 @@
-"""What tests share: ranks as threads, ranks as processes, faults, Spark sessions."""
+"""Shared parts of tests: ranks as threads, ranks as processes, faults, Spark sessions."""

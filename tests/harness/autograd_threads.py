@@ -25,14 +25,14 @@ DEADLINE_S = 60.0
 
 
 def make_backend() -> None:
-    """From now on torch believes that tensors of the stand-in are on a device with a thread."""
+    """Make torch take the stand-in's tensors for those of a device with a thread of autograd."""
     backend_registration._setup_privateuseone_for_python_backend("standin")
     # There is one such thread in a process, and the end of backward waits there for the other ranks: it is rank 0's.
     fake_cuda.torch_device = lambda gpu: "meta" if gpu.ordinal else "standin:0"
 
 
 class Recomputed(torch.autograd.Function):
-    """As a reentrant checkpoint: backward computes forward again, and calls backward."""
+    """Reentrant checkpoint: backward computes forward again, and calls backward."""
 
     @staticmethod
     def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

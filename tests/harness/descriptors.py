@@ -1,4 +1,4 @@
-"""What descriptors this process holds, for tests that compare them."""
+"""Descriptors of this process, for tests that compare them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def descriptors() -> frozenset[str]:
-    """This process's own descriptors, each with what it is open on: `15 -> socket:[4711]`.
+    """Return this process's descriptors, each with its target: `15 -> socket:[4711]`.
 
     To be compared by what is there and was not before: what an earlier test has left to a thread (a connection of
     Spark's, say) may go at any moment, and that is no leak. The gateway to a JVM may also open some, so it is left out.
@@ -28,7 +28,7 @@ def descriptors() -> frozenset[str]:
 
 
 def gateway_port() -> int | None:
-    """The port of the JVM that this process talks with, if there is one."""
+    """Return the port of this process's JVM gateway, if there is one."""
     pyspark = sys.modules.get("pyspark")
     gateway = getattr(getattr(pyspark, "SparkContext", None), "_gateway", None)
     return gateway and int(gateway.gateway_parameters.port)

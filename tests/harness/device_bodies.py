@@ -1,4 +1,4 @@
-"""What every rank of a GPU test does, on whatever GPU: the stand-in's, or a real one.
+"""Bodies of GPU tests for every rank, on the stand-in's GPU or a real one.
 
 Each body runs on all ranks. `gpu` puts tensors and modules there; results are compared with those of the CPU's plane,
 which has tests of its own.
@@ -32,13 +32,13 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 4e-2, torch.float32: 1e-6, tor
 
 
 class Gpu(Protocol):
-    """Where the tensors go."""
+    """GPU of a test."""
 
     def tensor(self, values: Tensor) -> Tensor:
-        """As `values.cuda()`."""
+        """Copy values to the GPU, as `values.cuda()` does."""
 
     def module(self, module: nn.Module) -> nn.Module:
-        """As `module.cuda()`."""
+        """Move a module to the GPU, as `module.cuda()` does."""
 
 
 class RealGpu:
@@ -57,7 +57,7 @@ class RealGpu:
 
 
 def random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
-    """Values of any type; small, so that products stay in range."""
+    """Draw values of any type; small, so that products stay in range."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
@@ -68,7 +68,7 @@ def random(shape: Sequence[int], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def mine(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """This rank's values."""
+    """Draw this rank's values."""
     return random(shape, dtype, 1000 * seed + hvd.rank())
 
 
@@ -94,7 +94,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def allreduces(gpu: Gpu, dtype: torch.dtype) -> None:
-    """Every reduction of a type, in all sizes."""
+    """Compare every reduction of a type, in all sizes."""
     ops = [hvd.Sum, hvd.Min, hvd.Max, hvd.Product]
     if dtype != torch.bool:
         ops.append(hvd.Average)
@@ -168,7 +168,7 @@ def compressed(gpu: Gpu) -> None:
 
 
 def gathers(gpu: Gpu, dtype: torch.dtype) -> None:
-    """Rows that differ between the ranks, none on some, none on all."""
+    """Compare gathers of rows that differ between the ranks, none on some, none on all."""
     rank = hvd.rank()
     for number, shape in enumerate([(rank,), (3, 2), (0, 4), (2 * rank + 1, 0), (rank % 2, 3, 2)]):
         values = mine(shape, dtype, number)
@@ -192,7 +192,7 @@ def alltoalls(gpu: Gpu, dtype: torch.dtype) -> None:
 
 
 def broadcasts(gpu: Gpu, dtype: torch.dtype) -> None:
-    """From every rank, in place and not."""
+    """Compare broadcasts from every rank, in place and not."""
     for root in range(hvd.size()):
         for number, shape in enumerate(SHAPES):
             values = mine(shape, dtype, number)
@@ -204,7 +204,7 @@ def broadcasts(gpu: Gpu, dtype: torch.dtype) -> None:
 
 
 def reducescatters(gpu: Gpu, dtype: torch.dtype) -> None:
-    """Rows that divide and rows that do not."""
+    """Compare reducescatters of rows that divide and rows that do not."""
     ops = [hvd.Sum, hvd.Max] if dtype == torch.bool else [hvd.Sum, hvd.Average, hvd.Min]
     for op in ops:
         for number, shape in enumerate([(1,), (2, 3), (7,), (12, 2), (0, 3)]):
@@ -252,12 +252,12 @@ def asynchronous(gpu: Gpu) -> None:
 
 
 def _ends(handle: hvd.Handle) -> bool:
-    """Whether `poll` becomes true; a result that was read has ended."""
+    """Return True when `poll` does; a result that was read has ended."""
     return hvd.poll(handle)
 
 
 def gathers_go_on_alone(gpu: Gpu) -> None:
-    """A rank does something else first, while the others wait for its part of an asynchronous gather."""
+    """Gather asynchronously while one rank does something else first and the others wait for its part."""
     values = mine((4, 2), torch.float32)
     handle = hvd.allgather_async(gpu.tensor(values), name="alone")
     if hvd.rank() == 0:
@@ -271,7 +271,7 @@ def gathers_go_on_alone(gpu: Gpu) -> None:
 
 
 def gradients(gpu: Gpu) -> None:
-    """The collectives as functions of autograd."""
+    """Compare the gradients of the collectives."""
     rank, size = hvd.rank(), hvd.size()
     functions: list[Callable[[Tensor], Tensor]] = [
         lambda x: hvd.allreduce(x, prescale_factor=0.5),
@@ -293,7 +293,7 @@ def gradients(gpu: Gpu) -> None:
 
 
 def subset(gpu: Gpu) -> None:
-    """A process set of some ranks, beside all."""
+    """Compare operations of a process set of some ranks, beside all."""
     process_set = hvd.add_process_set([0, hvd.size() - 1])
     values = mine((9,), torch.float32)
     if process_set.included():

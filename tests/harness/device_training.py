@@ -38,13 +38,13 @@ class Model(nn.Module):
         self.idle = nn.Linear(3, 3)
 
     def forward(self, x: Tensor, *, with_extra: bool = False) -> Tensor:
-        """The extra layer on request."""
+        """Compute the output, with the extra layer on request."""
         x = self.body(x)
         return self.head(x) + self.extra(x) if with_extra else self.head(x)
 
 
 def model(dtype: torch.dtype = torch.float64) -> Model:
-    """The same one whenever and wherever it is called."""
+    """Build the same model on every call, on every rank."""
     made = fill(Model()).to(dtype)
     assert isinstance(made, Model)
     return made
@@ -58,7 +58,7 @@ def batch(step: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, Tens
 
 
 def weights(module: nn.Module) -> Tensor:
-    """All parameters, on the CPU."""
+    """Return all parameters in one tensor, on the CPU."""
     return torch.cat([p.detach().cpu().reshape(-1).double() for p in module.parameters()])
 
 

@@ -31,7 +31,7 @@ _EPOCHS = 3
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check trains.
+    """Ranks and device of a check's training.
 
     Attributes:
         size: number of ranks.
@@ -45,7 +45,7 @@ class Place:
 
 
 def _train_rank(spec: TrainSpec, place: Place) -> tuple[TrainResult, str]:
-    """A rank: what training gave, and where it computed, as the inputs of its dense layers tell."""
+    """Train in a rank; return the result, and the device by the inputs of the dense layers."""
     mine = context()
     assert mine is not None
     if place.is_shared:
@@ -140,7 +140,7 @@ def _case(folder: str, model: type[nn.Module], **options: Any) -> Case:
 
 
 def _on_cpu(case: Case, epoch: int) -> Mapping[str, Tensor]:
-    """The model of a checkpoint, all of which must load on a machine without a GPU."""
+    """Return the model of a checkpoint, all of which must load on a machine without a GPU."""
     checkpoint = case.checkpoint(epoch)
     devices = {t.device.type for t in _tensors(vars(checkpoint))}
     assert devices == {"cpu"}, devices
@@ -181,7 +181,7 @@ def _equals_one_process(
 
 
 def _goes_on(place: Place) -> str:
-    """A run that is interrupted and goes on equals one that is not: optimizer and random numbers are those of before."""
+    """Check that a resumed run equals an uninterrupted one: optimizer and random numbers are those of before."""
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as parts:
         one, two = _case(whole, Noisy), _case(parts, Noisy)
         history = _trained(one, place).history

@@ -40,7 +40,7 @@ DRAIN_S = 30.0
 
 
 def library(name: str) -> Path:
-    """A library of the stand-in, wherever the build has put it."""
+    """Find a library of the stand-in in the build."""
     return next(iter(sorted(BUILD.rglob(name))), BUILD / name)
 
 
@@ -96,13 +96,13 @@ class Driver:
         return made.value
 
     def misuse(self) -> str:
-        """What a GPU would have punished at random."""
+        """Return the first misuse that a GPU would have punished at random."""
         found = self._library.fake_cuda_misuse
         found.restype = ctypes.c_char_p
         return str(found().decode())
 
     def control(self, function: str, *arguments: Any) -> int:
-        """One of the stand-in's own functions, such as `fake_cuda_skip_wait`."""
+        """Call one of the stand-in's own functions, such as `fake_cuda_skip_wait`."""
         given = [a.encode() if isinstance(a, str) else a for a in arguments]
         return int(getattr(self._library, function)(*given))
 
@@ -134,7 +134,7 @@ class _NoCollection:
         self._was_enabled = False
 
     def enter(self) -> None:
-        """One more function is to run on a stream."""
+        """Hold garbage collection off for one more function on a stream."""
         with self._lock:
             self._reasons += 1
             if self._reasons == 1:
@@ -142,7 +142,7 @@ class _NoCollection:
                 gc.disable()
 
     def leave(self) -> None:
-        """One of them has run."""
+        """Note that a function on a stream has run."""
         with self._lock:
             self._reasons -= 1
             if self._reasons == 0 and self._was_enabled:
@@ -153,7 +153,7 @@ _NO_COLLECTION = _NoCollection()
 
 
 class FakeDevice:
-    """One GPU of the stand-in, as sparkhvd's torch layer and `FakeTensor` need it."""
+    """GPU of the stand-in, as sparkhvd's torch layer and `FakeTensor` need it."""
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
         self.driver = driver
@@ -174,7 +174,7 @@ class FakeDevice:
     # --- As `sparkhvd.torch.cuda.Device`. ---
 
     def stream(self) -> int:
-        """This thread's current stream."""
+        """Return this thread's current stream."""
         if self.is_capturing:
             from sparkhvd.torch.cuda import refuse_capture
 
@@ -182,20 +182,20 @@ class FakeDevice:
         return self.current
 
     def here(self) -> Callable[[], Any]:
-        """The current stream, for any thread."""
+        """Return a context of the current stream, for any thread."""
         stream = self.current
         return lambda: self.using(stream)
 
     def await_stream(self, stream: int) -> None:
-        """By an event."""
+        """Make the current stream wait for another, by an event."""
         self.driver.set_current(self._context)
         self.driver.await_stream(self.current, stream)
 
     def keep_for(self, tensor: Tensor) -> None:
-        """Nothing: memory lives as long as what is enqueued on it."""
+        """Do nothing: memory lives as long as functions enqueued on it."""
 
     def over_buffer(self, buffer: Buffer) -> Tensor:
-        """The engine's memory as a tensor."""
+        """Return the engine's memory as a tensor."""
         memory: Any = (ctypes.c_char * buffer.num_bytes).from_address(buffer.address)
         memory.buffer = buffer
         return FakeTensor(torch.frombuffer(memory, dtype=torch.uint8), self)
@@ -229,7 +229,7 @@ class FakeDevice:
         return self.default_stream
 
     def new_stream(self) -> int:
-        """As `torch.cuda.Stream()`."""
+        """Make a stream, as `torch.cuda.Stream()` does."""
         self.driver.set_current(self._context)
         return self.driver.stream()
 
@@ -240,7 +240,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def using(self, stream: int) -> Iterator[None]:
-        """As `torch.cuda.stream`."""
+        """Use a stream in the block, as `torch.cuda.stream` does."""
         before = self.current
         self._local.stream = stream
         try:
@@ -282,7 +282,7 @@ class FakeDevice:
         self._spent.append(number)
 
     def synchronize(self) -> None:
-        """The host waits for the current stream."""
+        """Wait on the host for the current stream."""
         self.host_waits += 1
         self.driver.set_current(self._context)
         self.driver.synchronize(self.current)
@@ -292,7 +292,7 @@ class FakeDevice:
             raise FakeCudaError(f"An operation on a stream failed: {error!r}") from error
 
     def empty(self, like: Tensor) -> Tensor:
-        """A tensor of the stand-in's memory with the shape, strides and type of another one; not filled."""
+        """Make a tensor of the stand-in's memory with the shape, strides and type of another one; not filled."""
         self.driver.set_current(self._context)
         places = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True))
         if like.numel() == 0:
@@ -304,7 +304,7 @@ class FakeDevice:
         return flat.as_strided(like.shape, like.stride())
 
     def tensor(self, values: Tensor) -> FakeTensor:
-        """As `values.cuda()`."""
+        """Copy values to the GPU, as `values.cuda()` does."""
         raw = self.empty(values)
         copy = values.detach().clone()
         made = FakeTensor(raw, self)
@@ -312,7 +312,7 @@ class FakeDevice:
         return made
 
     def module(self, module: nn.Module) -> nn.Module:
-        """As `module.cuda()`."""
+        """Move a module to the GPU, as `module.cuda()` does."""
         moved: dict[Tensor, Tensor] = {}
         for each in module.modules():
             for name, parameter in each._parameters.items():
@@ -328,7 +328,7 @@ class FakeDevice:
 
 
 def torch_device(gpu: FakeDevice) -> str:
-    """Where tensors of the stand-in are to torch's own code: on "meta", of which it asks nothing."""
+    """Return the device on which torch's own code sees tensors of the stand-in: "meta", which computes nothing."""
     del gpu
     return "meta"
 
@@ -362,7 +362,7 @@ class FakeTensor(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As of every tensor, with a count of changes of its own; `x.data = y` gives it y's memory."""
+        """The tensor's data, with a count of changes of its own; `x.data = y` gives it y's memory."""
         return FakeTensor(self.raw, self.gpu)
 
     @data.setter
@@ -372,7 +372,7 @@ class FakeTensor(torch.Tensor):
         self.raw = value.raw
 
     def sparse_dim(self) -> int:
-        """Of a sparse one."""
+        """Return the sparse dimensions of a sparse tensor."""
         return self.raw.sparse_dim()
 
     def _indices(self) -> Tensor:
@@ -382,7 +382,7 @@ class FakeTensor(torch.Tensor):
         return FakeTensor(self.raw._values(), self.gpu)
 
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Of a sparse one."""
+        """Return a sparse tensor as a dense one."""
         raw, made = self.raw, self.gpu.empty(torch.empty(self.shape, dtype=self.raw.dtype))
         self.gpu.enqueue(lambda: made.copy_(raw.to_dense()))
         return FakeTensor(made, self.gpu)
@@ -393,7 +393,7 @@ class FakeTensor(torch.Tensor):
         return FakeTensor(self.raw.to_sparse(*args, **kwargs), self.gpu)
 
     def data_ptr(self) -> int:
-        """Where the stand-in has it."""
+        """Return the address in the stand-in's memory."""
         return self.raw.data_ptr()
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -407,7 +407,7 @@ class FakeTensor(torch.Tensor):
         return self.cpu().tolist()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of the memory."""
+        """Return the memory's storage."""
         return self.raw.untyped_storage()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -462,7 +462,7 @@ class FakeTensor(torch.Tensor):
 
 
 def _check_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """As torch's kernel, which takes the first target's type for all of them and knows no wide unsigned types."""
+    """Check the copies as torch's kernel does, which takes the first target's type for all of them and knows no wide unsigned types."""
     unknown = {torch.uint16, torch.uint32, torch.uint64}
     types = {each.dtype for each in targets}
     assert len(types) == 1, f"_foreach_copy_ to {types} would write beyond tensors"
@@ -494,7 +494,7 @@ def _is_cuda(place: Any) -> bool:
 
 
 def _raw(value: Any) -> Any:
-    """What a host function computes with."""
+    """Return the value with which a host function computes."""
     if isinstance(value, FakeTensor):
         return value.raw
     if isinstance(value, Tensor):
@@ -521,14 +521,14 @@ def _moved(value: Any, gpu: FakeDevice) -> Any:
 
 
 def _same(value: Any) -> Any:
-    """The memory itself, whatever will be in it."""
+    """Return the memory itself, before it is written."""
     if isinstance(value, FakeTensor):
         return value.raw
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operation that writes returns: its own arguments."""
+    """Return the result of an operation that writes: its own arguments."""
     returns = func._schema.returns
     if not returns:
         return None
@@ -547,18 +547,18 @@ def _written(func: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.cache
 def driver() -> Driver:
-    """The one of this process; its streams and their threads stay."""
+    """Return the driver of this process; its streams and their threads stay."""
     return Driver()
 
 
 @functools.cache
 def gpu(ordinal: int) -> FakeDevice:
-    """One of the stand-in's devices."""
+    """Return one of the stand-in's devices."""
     return FakeDevice(driver(), ordinal)
 
 
 def is_built() -> bool:
-    """Whether the stand-in is there."""
+    """Return True if the stand-in is built."""
     return library("libfake_nccl.so").exists()
 
 
@@ -584,14 +584,14 @@ def fake_gpus() -> Iterator[Driver]:
 
 
 def open_fake(engine: Engine, ordinal: int) -> FakeDevice:
-    """As `sparkhvd.torch.cuda.open_cuda`."""
+    """Open a device of the stand-in, as `sparkhvd.torch.cuda.open_cuda` does."""
     engine.open_device(ordinal, cuda_library=str(driver().path), nccl_library=str(driver().nccl))
     return gpu(ordinal)
 
 
 @contextlib.contextmanager
 def use_engine(engine: Engine) -> Iterator[Context]:
-    """As `sparkhvd.torch.context.use_engine`, where GPUs are those of the stand-in."""
+    """Use an engine as `sparkhvd.torch.context.use_engine` does, with GPUs of the stand-in."""
     with use_plain_engine(engine) as made:
         made.opener = open_fake
         yield made

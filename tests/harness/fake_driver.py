@@ -71,5 +71,5 @@ def fake_driver(folder: Path, source_text: str = _SOURCE, name: str = "fake_driv
 
 
 def uuid_of(number: int) -> str:
-    """The UUID of a GPU in FAKE_GPUS."""
+    """Return the UUID of a GPU in FAKE_GPUS."""
     return f"GPU-00000000-0000-0000-0000-{number:012x}"

@@ -15,7 +15,7 @@ HAPPENED_AT = "FAULT_HAPPENED_AT"
 
 
 def seconds_since(path: Path) -> float:
-    """How long ago the fault happened that was told to write to `path`."""
+    """Return the seconds since the fault that was told to write to `path`."""
     return time.monotonic() - float(path.read_text())  # every process of a machine has this clock
 
 
@@ -40,7 +40,7 @@ def kill_at_exit() -> None:
 
 
 def parent_of(pid: int) -> int:
-    """The process that started `pid`."""
+    """Return the parent of a process."""
     stat = Path(f"/proc/{pid}/stat").read_text()
     return int(stat.rpartition(")")[2].split()[1])
 

@@ -1,4 +1,4 @@
-"""How the JVMs of tests run, which live for seconds: most of their time goes into loading and compiling classes.
+"""Options of the tests' JVMs, which live for seconds: most of their time goes into loading and compiling classes.
 
 `python -m tests.harness.jvm` lets a JVM do what tests do and keeps the classes that it has loaded in an archive of this
 Python environment, whose pyspark they are of. On two cores, with the options and the archive, a local session with some
@@ -19,7 +19,7 @@ SMALL = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 
 
 def environment() -> dict[str, str]:
-    """The variables that give these options to drivers, their executors, and daemons of a standalone cluster."""
+    """Return the variables that give these options to drivers, their executors, and daemons of a standalone cluster."""
     options = SMALL
     if ARCHIVE.exists():
         options += f" -XX:SharedArchiveFile={ARCHIVE} -Xlog:cds=off -Xlog:cds+dynamic=off"

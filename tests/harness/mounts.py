@@ -32,7 +32,7 @@ def mounts(request: pytest.FixtureRequest) -> None:
 
 @contextlib.contextmanager
 def tmpfs(at: Path, num_bytes: int) -> Iterator[Path]:
-    """A file system in memory of this size."""
+    """Mount a file system in memory of this size."""
     at.mkdir(parents=True, exist_ok=True)
     mount(b"tmpfs", at, b"tmpfs", f"size={num_bytes}".encode())
     try:
@@ -42,7 +42,7 @@ def tmpfs(at: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def mount(what: bytes, at: Path, kind: bytes, options: bytes) -> None:
-    """The system call; no devices, no set-user-id programs.
+    """Mount a file system; no devices, no set-user-id programs.
 
     Raises:
         OSError: this process may not mount.

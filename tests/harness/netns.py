@@ -25,7 +25,7 @@ BURST_BYTES = 256 << 10
 
 @dataclass(frozen=True)
 class Host:
-    """One side of the cable.
+    """Host at one side of the cable.
 
     Attributes:
         namespace: name for `ip netns`.
@@ -38,7 +38,7 @@ class Host:
     address: str
 
     def command(self, *words: str) -> list[str]:
-        """The command line that runs `words` on this host."""
+        """Return the command line that runs `words` on this host."""
         return ["ip", "netns", "exec", self.namespace, *words]
 
     def run(self, *words: str, timeout_s: float = TIMEOUT_S) -> str:
@@ -60,7 +60,7 @@ class Host:
 
 @cache
 def why_not() -> str | None:
-    """Why two hosts cannot be made on this machine; None if they can."""
+    """Return the reason why two hosts cannot be made on this machine; None if they can."""
     if shutil.which("ip") is None:
         return "the command `ip` (iproute2) is not installed"
     try:
@@ -120,7 +120,7 @@ def _run(*words: str, timeout_s: float = TIMEOUT_S) -> str:
 
 
 def _remove(namespace: str) -> None:
-    """Its devices go with it, once no process is left in it: end those first."""
+    """Remove a namespace and its devices; ends its processes first, or it would stay."""
     with contextlib.suppress(RuntimeError):
         for pid in _run("ip", "netns", "pids", namespace).split():
             with contextlib.suppress(ProcessLookupError):

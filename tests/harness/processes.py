@@ -40,7 +40,7 @@ def find(command_contains: str, tag: str = TAG) -> set[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie."""
+    """Return True if a process exists and is no zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -49,7 +49,7 @@ def is_alive(pid: int) -> bool:
 
 
 def children(pid: int) -> set[int]:
-    """The processes whose parent is `pid`."""
+    """Return the processes whose parent is `pid`."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -61,7 +61,7 @@ def children(pid: int) -> set[int]:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had. Unlike getrusage's, it does not begin with what the parent had."""
+    """Return the most memory that this process has had. Unlike getrusage's, it does not begin with what the parent had."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) << 10
 
@@ -90,7 +90,7 @@ _reserved: dict[int, socket.socket] = {}
 
 
 def free_port() -> int:
-    """A port of loopback for a server that takes it with SO_REUSEADDR, as most do.
+    """Find a port of loopback for a server that takes it with SO_REUSEADDR, as most do.
 
     Nobody else who asks for any port gets it until `wait_for_port` has found the server.
     """

@@ -30,7 +30,7 @@ DEADLINE_S = 30.0
 
 
 class RankProcess:
-    """One rank, seen from the test."""
+    """Rank in a process of its own, as the test sees it."""
 
     def __init__(self, target: str, job: Job, listener: Listener, settings: Settings) -> None:
         self.rank = job.rank
@@ -69,21 +69,21 @@ class RankProcess:
         self._process.stdin.flush()
 
     def expect(self, timeout_s: float = DEADLINE_S) -> Any:
-        """The next value that the rank says or, in the end, returns."""
+        """Return the next value that the rank sends or, at its end, returns."""
         message = self._said.get(timeout=timeout_s)
         if "value" in message:
             return message["value"]
         raise AssertionError(f"rank {self.rank}: {message.get('error', 'ended without a word')}")
 
     def message(self, timeout_s: float) -> dict[str, Any] | None:
-        """The next value or error as it was sent, empty after the end; None if nothing comes in time."""
+        """Return the next value or error as it was sent, empty after the end; None if nothing comes in time."""
         try:
             return self._said.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
     def error(self, timeout_s: float = DEADLINE_S) -> dict[str, str]:
-        """The exception that ended the rank: kind, text and traceback."""
+        """Return the exception that ended the rank: kind, text and traceback."""
         message = self._said.get(timeout=timeout_s)
         assert "error" in message, f"rank {self.rank} said {message} instead of failing"
         return message

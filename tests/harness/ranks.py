@@ -23,7 +23,7 @@ Use = Callable[[Engine], AbstractContextManager[Any]]
 
 
 class RanksFailed(AssertionError):
-    """One or more ranks raised; `errors` has them by rank."""
+    """Failure of ranks; `errors` has them by rank."""
 
     def __init__(self, errors: dict[int, BaseException]) -> None:
         self.errors = errors
@@ -79,7 +79,7 @@ def rank_outcomes(
     using: Use | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> list[Any]:
-    """As `run_ranks`, but an exception of a rank is its outcome instead of failing the test."""
+    """Run ranks as `run_ranks` does; an exception of a rank is its outcome instead of failing the test."""
     settings = settings or Settings()
     meetings = rendezvous or in_process(size, hosts, settings)
 

@@ -87,7 +87,7 @@ def ranks_on(
 
 
 def main() -> None:
-    """A rank: `python -m tests.harness.ranks_on_hosts ADDRESS`."""
+    """Run a rank: `python -m tests.harness.ranks_on_hosts ADDRESS`."""
     talk = Talk()
     # The settings come with the job; those of the listener are the defaults.
     listener = Listener.bind(sys.argv[1], Settings())

@@ -33,7 +33,7 @@ CHANGES = {4, 9, 10, 11, 12, 16, 35, 45}
 
 
 class Refused(OSError):
-    """What the file system does not do."""
+    """Operation that the file system refuses."""
 
     def __init__(self, number: int = errno.EOPNOTSUPP) -> None:
         super().__init__(number, os.strerror(number))

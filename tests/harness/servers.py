@@ -128,7 +128,7 @@ class Cable:
             threading.Thread(target=_forward, args=(here, there), daemon=True).start()
 
     def cut(self) -> None:
-        """From now on connections are refused, and those that are open end."""
+        """Refuse connections from now on, and end those that are open."""
         self.is_cut = True
         for end in [self.listener, *self.ends]:
             with contextlib.suppress(OSError):
@@ -154,7 +154,7 @@ def _forward(one: socket.socket, other: socket.socket) -> None:
 
 @contextlib.contextmanager
 def cable(to: int) -> Iterator[Cable]:
-    """A connection to a port of this host that can be cut."""
+    """Make a connection to a port of this host that can be cut."""
     made = Cable(to)
     thread = threading.Thread(target=made.serve, daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""What runs only under `make soak`, and how long the rest runs there."""
+"""Tests that run only under `make soak`, and the longer runs of the others there."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """How a script ended and what it printed (both streams, in order)."""
+    """Exit status and output (both streams, in order) of a script."""
 
     returncode: int
     output: str
@@ -200,7 +200,7 @@ def run_on(
 def standalone_cluster(
     directory: Path, *, workers: int = 2, cores: int = 1, are_hosts: bool = False
 ) -> Iterator[str]:
-    """A standalone master and its workers on loopback; yields the master's `spark://` address.
+    """Start a standalone master and its workers on loopback; yields the master's `spark://` address.
 
     With `are_hosts` every worker has an address of its own, so that Spark takes them for different hosts.
     """
@@ -259,7 +259,7 @@ def standalone_cluster(
 
 @contextlib.contextmanager
 def connect_server(directory: Path, master: str = "local[2]") -> Iterator[str]:
-    """A Spark Connect server of its own on loopback, with `directory` as its working directory; yields its address."""
+    """Start a Spark Connect server on loopback, with `directory` as its working directory; yields its address."""
     import pyspark
 
     directory.mkdir(parents=True)
@@ -302,7 +302,7 @@ OWN_FOLDER = Path("/proc/self/cwd")
 
 
 def hiding(folder: Path) -> list[str] | None:
-    """What to put before a command for which a folder is another one, empty; None if this user may not mount."""
+    """Return the prefix of a command for which a folder is another one, empty; None if this user may not mount."""
     flags = "-m" if os.geteuid() == 0 else "-rm"
     mount = 'mount -t tmpfs none "$0" && exec "$@"'
     prefix = ["unshare", flags, "sh", "-c", mount, str(folder)]

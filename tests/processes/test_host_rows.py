@@ -19,7 +19,8 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
 from sparkhvd.data.parquet.dataset import open_dataset
 from sparkhvd.data.parquet.manifest import read_manifest
-from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.reading.batch import Batch
+from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import RankError
 from sparkhvd.runner import run_local
@@ -62,20 +63,20 @@ def make(folder: Path) -> Manifest:
 
 
 def digest_of(batch: Batch) -> bytes:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name, value in sorted(batch.columns.items()):
         parts = [value] if isinstance(value, np.ndarray) else []
-        for one in [value.indices, value.values] if isinstance(value, SparseRows) else [value]:
-            if isinstance(one, Ragged):
-                parts += [one.gathered(), one.lengths]
-        found.update(name.encode())
+        for rows in [value.indices, value.values] if isinstance(value, SparseRows) else [value]:
+            if isinstance(rows, Ragged):
+                parts += [rows.gathered(), rows.lengths]
+        digest.update(name.encode())
         for part in parts:
-            found.update(np.ascontiguousarray(part).tobytes())
-    return found.digest()
+            digest.update(np.ascontiguousarray(part).tobytes())
+    return digest.digest()
 
 
 def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> dict[str, Any]:
-    """Return the rows that one rank reads in two epochs, and their cost."""
+    """Read two epochs on one rank; return digests of the batches, bytes read and bytes of shared memory."""
     import sparkhvd.torch as hvd
     from sparkhvd.training.host_rows import HostRows
 
@@ -97,7 +98,7 @@ def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> 
     ) as reader:
         batches = [digest_of(batch) for epoch in (0, 1) for batch in reader.epoch(epoch)]
         read = number("/proc/self/io", "rchar:") - before
-        # No process unmaps before all have looked.
+        # No rank unmaps its memory before all have measured.
         hvd.barrier()
         shared = number("/proc/self/smaps_rollup", "Pss_Shmem:") << 10
         hvd.barrier()
@@ -126,6 +127,46 @@ def test_the_ranks_of_a_host_read_and_hold_rows_once(folder: Path, size: int, su
     assert sum(r["read"] for r in together) <= 1.1 * num_bytes
     held = [sum(r["shared"] for r in ranks) for ranks in (alone, together)]
     assert held[1] - held[0] <= 1.2 * num_bytes
+
+
+def flagged_epochs(folder: str, manifest: Manifest, is_shared: bool) -> dict[str, Any]:
+    """Read the training and the validation rows that a column tells; return them, and the bytes that were read."""
+    import sparkhvd.torch as hvd
+    from sparkhvd.training.host_rows import HostRows, read_flags_once
+
+    def rchar() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    hvd.init()
+    before = rchar()
+    options: dict[str, Any] = {"rank": hvd.rank(), "size": hvd.size(), "batch_size": 4096}
+    if is_shared:
+        options["flags"] = read_flags_once(Store(folder), manifest, None, None)
+    batches = []
+    for subset in ("train", "validation"):
+        sharing = HostRows(subset) if is_shared else None
+        with Reader(Store(folder), manifest, **options, subset=subset, sharing=sharing) as reader:
+            batches += [digest_of(batch) for batch in reader.epoch(0)]
+    return {"batches": batches, "read": rchar() - before}
+
+
+def test_rows_that_a_validation_column_divides_are_read_once(tmp_path: Path) -> None:
+    store = Store.create(tmp_path)
+    held_out = Column("held_out", "scalar", "uint8", (), "boolean", "bool")
+    files = []
+    for i, part in enumerate(np.array_split(np.arange(2_000_000), 2)):
+        values = {"id": part, "held_out": (np.arange(len(part)) >= 800_000).astype(np.uint8)}
+        path = f"{DATA_DIR}/part-{i}.parquet"
+        files.append(write_packed(store, path, (ID, held_out), values))
+    manifest = Manifest(tuple(files), DataSchema((), (ID,), None, held_out), 2_000_000)
+    alone, together = (
+        run_local(flagged_epochs, (str(tmp_path), manifest, is_shared), num_proc=2)
+        for is_shared in (False, True)
+    )
+    assert [r["batches"] for r in together] == [r["batches"] for r in alone]
+    num_bytes = sum(f.stat().st_size for f in tmp_path.glob(f"{DATA_DIR}/*.parquet"))
+    assert sum(r["read"] for r in alone) > 1.95 * num_bytes
+    assert sum(r["read"] for r in together) <= 1.1 * num_bytes
 
 
 def test_parquet_of_others_is_divided_at_its_row_groups(tmp_path: Path) -> None:

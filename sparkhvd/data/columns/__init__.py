@@ -1,11 +1,12 @@
-"""Describe columns: their types and shapes, and what becomes of them in a model.
+"""Describe columns: their types and shapes, and the tensors that a model gets.
 
 Each module imports only those above it:
 
     ragged    rows of variable length and sparse rows in memory
-    heads     what a model's outputs mean: classes, probabilities, values
-    schema    how each column is stored, and all checks of it
-    check     columns of a DataFrame, checked on the driver
+    heads     meaning of a model's outputs: classes, probabilities, values
+    schema    type, shape and storage of each column
+    storage   Spark types as stored types and tensors
+    check     columns of a source, checked on the driver
     decoders  the user's functions from stored values to arrays
     shapes    shapes of one row, as Params give them
     features  batches of columns as the arguments of `forward`

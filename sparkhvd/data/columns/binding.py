@@ -98,12 +98,12 @@ def _bind_by_name(
     by_name = {c.name: c for c in schema.features}
     unused = dict(by_name)
     arguments = []
-    for name, given in inputs.items():
+    for name, entry in inputs.items():
         if name not in forward.names and not forward.takes_any:
             raise InvalidArgumentError(
                 f"inputs names the argument {name!r}, which forward does not take. Its arguments are: {quoted(forward.names)}."
             )
-        members = [given] if isinstance(given, str) else list(given)
+        members = [entry] if isinstance(entry, str) else list(entry)
         for member in members:
             if member not in by_name:
                 raise InvalidArgumentError(
@@ -113,7 +113,7 @@ def _bind_by_name(
         if not members:
             raise InvalidArgumentError(f"inputs[{name!r}] is empty. Name at least one column.")
         chosen = [by_name[m] for m in members]
-        if isinstance(given, str):
+        if isinstance(entry, str):
             argument = _single(name, chosen[0])
         else:
             argument = _joined(name, chosen, default)
@@ -145,9 +145,9 @@ def _joined(name: str | None, columns: Sequence[Column], default: str) -> Argume
         return _single(name, columns[0])
     for column in columns if len(columns) > 1 else ():
         if column.kind == "sparse" or column.is_collated:
-            what = "is sparse" if column.kind == "sparse" else "has a collate function"
+            reason = "is sparse" if column.kind == "sparse" else "has a collate function"
             raise InvalidArgumentError(
-                f"Column {column.name!r} {what} and cannot be joined with {len(columns) - 1} other columns into one "
+                f"Column {column.name!r} {reason} and cannot be joined with {len(columns) - 1} other columns into one "
                 f"tensor. Give it an argument of its own: inputs={{'<argument>': {column.name!r}, ...}}."
             )
     floats = {c.tensor_dtype for c in columns if c.is_floating}

@@ -1,7 +1,7 @@
-"""The user's functions on rows: decoders of single values, and functions that make a batch of rows that differ.
+"""Functions of the user's on rows: decoders of single values, and functions that collate rows that differ to a batch.
 
-A decoder gets what Spark has in the row (`bytes`, `str`, or a numpy array) and returns a number or an array. A collate
-function gets the rows of a batch as a list and returns what the model gets.
+A decoder gets Spark's value of the row (`bytes`, `str`, or a numpy array) and returns a number or an array. A collate
+function gets the rows of a batch as a list and returns an argument of the model.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from sparkhvd.data.columns.ragged import Ragged
+from sparkhvd.data.columns.ragged import Ragged, Values
 from sparkhvd.data.columns.schema import Column, DataSchema, dtype_name
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 
-__all__ = ["RowFunctions", "pad"]
+__all__ = ["Decoder", "RowFunctions", "pad"]
 
 Array = npt.NDArray[Any]
+# A function of a value, or a mapping from values to numbers.
+Decoder = Callable[..., object] | Mapping[Any, object]
 
 # Pieces into which the rows of a chunk are divided for the threads that decode: enough to share them evenly.
 _TASKS = 64
@@ -28,10 +30,10 @@ _TASKS = 64
 
 @dataclass(frozen=True)
 class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
-    """A collate function that fills rows up with a value.
+    """Collate function that fills rows up with a value.
 
     Attributes:
-        value: what stands after a row's end.
+        value: stands after a row's end.
         length: entries of every row, longer rows are cut; None means the longest row of the batch.
     """
 
@@ -39,7 +41,7 @@ class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
     length: int | None = None
 
     def __call__(self, rows: Sequence[Array]) -> Array:
-        """(rows, length, ...) from arrays (entries, ...)."""
+        """Collate arrays (entries, ...) to one (rows, length, ...)."""
         length = max(map(len, rows), default=0) if self.length is None else self.length
         first = np.asarray(rows[0])
         out = np.full((len(rows), length, *first.shape[1:]), self.value, first.dtype)
@@ -50,14 +52,14 @@ class pad:  # noqa: N801 - used as a function: collate_fn={"tokens": pad(0)}
 
 @dataclass(frozen=True)
 class RowFunctions:
-    """The user's functions by column.
+    """Functions of the user's by column.
 
     Attributes:
         decoders: column -> function of a value, or a mapping from values to numbers.
         collate: column -> function of the list of a batch's rows.
     """
 
-    decoders: Mapping[str, Any] = field(default_factory=dict)
+    decoders: Mapping[str, Decoder] = field(default_factory=dict)
     collate: Mapping[str, Callable[[list[Any]], Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,9 +76,9 @@ class RowFunctions:
                     )
 
     def describe(self) -> dict[str, dict[str, str]]:
-        """Names of the functions, for comparing two runs."""
+        """Return the names of the functions, for comparing two runs."""
 
-        def name(function: Any) -> str:
+        def name(function: object) -> str:
             if isinstance(function, (Mapping, pad)):
                 return repr(function)
             return str(getattr(function, "__qualname__", type(function).__name__))
@@ -87,13 +89,13 @@ class RowFunctions:
         }
 
     def needs_example(self, schema: DataSchema) -> list[str]:
-        """Columns of which a row must be seen before the shape of a batch is known."""
+        """List the columns of which a row must be seen before the shape of a batch is known."""
         return [c.name for c in schema.columns if c.has_decoder or c.is_collated]
 
-    def with_decoded(self, schema: DataSchema, values: Mapping[str, Any]) -> DataSchema:
-        """The schema with shape and dtype of decoded columns, learned from the first row of `values`."""
+    def with_decoded(self, schema: DataSchema, values: Mapping[str, Values]) -> DataSchema:
+        """Return the schema with shape and dtype of decoded columns, learned from the first row of `values`."""
 
-        def seen(column: Column) -> Column:
+        def decoded(column: Column) -> Column:
             if not column.has_decoder or column.name not in values:
                 return column
             first = self._decode_one(column, _raw(column, values[column.name], 0))
@@ -105,8 +107,8 @@ class RowFunctions:
             return replace(column, decoded=first.shape, tensor_dtype=tensor)
 
         return DataSchema(
-            tuple(seen(c) for c in schema.features),
-            tuple(seen(c) for c in schema.labels),
+            tuple(decoded(c) for c in schema.features),
+            tuple(decoded(c) for c in schema.labels),
             schema.sample_weight,
             schema.validation,
         )
@@ -114,10 +116,10 @@ class RowFunctions:
     def decode(
         self,
         columns: Sequence[Column],
-        values: Mapping[str, Any],
+        values: Mapping[str, Values],
         pool: ThreadPoolExecutor | None = None,
     ) -> dict[str, Any]:
-        """Rows after their decoders: an array (rows, *decoded) each, or a list of rows where a batch is collated.
+        """Run the decoders: an array (rows, *decoded) each, or a list of rows where a batch is collated.
 
         Args:
             columns: those of `values`, as `with_decoded` described them.
@@ -129,8 +131,8 @@ class RowFunctions:
         """
         return {c.name: self._decode_column(c, values[c.name], pool) for c in columns}
 
-    def collate_batch(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns of one batch with their collate functions applied.
+    def collate_batch(self, columns: Mapping[str, object]) -> dict[str, Any]:
+        """Run the collate functions on the columns of one batch.
 
         Raises:
             InvalidArgumentError: a function raised.
@@ -142,24 +144,27 @@ class RowFunctions:
 
     # -- one column ----------------------------------------------------------------------------------
 
-    def _decode_column(self, column: Column, values: Any, pool: ThreadPoolExecutor | None) -> Any:
-        # What `pad` gets needs no list of rows.
+    def _decode_column(
+        self, column: Column, values: Values, pool: ThreadPoolExecutor | None
+    ) -> Values | list[Any]:
+        # `pad` needs no list of rows.
         is_padded = isinstance(self.collate.get(column.name), pad) and column.kind == "ragged"
         if not column.has_decoder and (is_padded or not column.is_collated):
             return values
         count = len(values)
 
-        def one(number: int) -> Any:
+        def decoded(number: int) -> Any:
             raw = _raw(column, values, number)
             return self._decode_one(column, raw) if column.has_decoder else raw
 
         if pool is None:
-            rows = list(map(one, range(count)))
+            rows = list(map(decoded, range(count)))
         else:
             # A task of its own for every row would cost more than many decoders.
             step = max(1, count // _TASKS)
             shares = (range(i, min(i + step, count)) for i in range(0, count, step))
-            rows = [r for share in pool.map(lambda rs: list(map(one, rs)), shares) for r in share]
+            decoded_shares = pool.map(lambda numbers: list(map(decoded, numbers)), shares)
+            rows = [row for share in decoded_shares for row in share]
         if column.is_collated:
             if not column.has_decoder:
                 return rows
@@ -176,7 +181,7 @@ class RowFunctions:
             out[number] = row
         return out
 
-    def _decode_one(self, column: Column, raw: Any) -> Array:
+    def _decode_one(self, column: Column, raw: bytes | str | Array) -> Array:
         function = self.decoders[column.name]
         try:
             value = function[raw] if isinstance(function, Mapping) else function(raw)
@@ -184,9 +189,9 @@ class RowFunctions:
         except SparkhvdError:
             raise
         except Exception as e:
-            what = f"a value of {len(raw)} bytes" if isinstance(raw, bytes) else f"{raw!r:.100}"
+            shown = f"a value of {len(raw)} bytes" if isinstance(raw, bytes) else f"{raw!r:.100}"
             raise InvalidArgumentError(
-                f"decoders[{column.name!r}] failed for {what}: {type(e).__name__}: {e}"
+                f"decoders[{column.name!r}] failed for {shown}: {type(e).__name__}: {e}"
             ) from e
         if array.dtype.kind not in "fiub":
             raise InvalidArgumentError(
@@ -195,29 +200,31 @@ class RowFunctions:
         return array
 
     def _decoded_dtype(self, column: Column, first: Array) -> np.dtype[Any]:
-        """The first row's, but of a mapping the one that holds all of its values."""
+        """Return the first row's dtype, or for a mapping a dtype that holds all of its values."""
         function = self.decoders[column.name]
         if not isinstance(function, Mapping):
             return first.dtype
         values = [np.asarray(value).dtype for value in function.values()]
         return np.result_type(first.dtype, *(d for d in values if d.kind in "fiub"))
 
-    def _collate(self, name: str, rows: Any) -> Any:
+    def _collate(self, name: str, rows: object) -> object:
         function = self.collate[name]
         if isinstance(rows, Ragged) and isinstance(function, pad):
             return rows.padded(function.value, function.length)
         try:
-            return function(rows)
+            return function(cast("list[Any]", rows))
         except SparkhvdError:
             raise
         except Exception as e:
+            count = len(cast("list[Any]", rows))
             raise InvalidArgumentError(
-                f"collate_fn[{name!r}] failed for a batch of {len(rows)} rows: {type(e).__name__}: {e}"
+                f"collate_fn[{name!r}] failed for a batch of {count} rows: {type(e).__name__}: {e}"
             ) from e
 
 
-def _raw(column: Column, values: Any, number: int) -> Any:
-    """The value of a row as the user's function gets it."""
+def _raw(column: Column, values: Values, number: int) -> bytes | str | Array:
+    """Return the value of a row as the user's function gets it."""
+    assert isinstance(values, Ragged)
     row = values.row(number)
     if column.kind == "binary":
         return row.tobytes()
@@ -226,5 +233,5 @@ def _raw(column: Column, values: Any, number: int) -> Any:
     return row.copy()  # the function may write to it
 
 
-def _fits(found: np.dtype[Any], column: Column) -> bool:
-    return column.is_explicit or np.can_cast(found, column.row_dtype, "same_kind")
+def _fits(dtype: npt.DTypeLike, column: Column) -> bool:
+    return column.is_explicit or np.can_cast(dtype, column.row_dtype, "same_kind")

@@ -49,7 +49,7 @@ class Argument:
     def tensor(self, batch: Mapping[str, object]) -> Any:
         """Build the argument from a batch of columns (B, *shape).
 
-        Sparse vectors become one sparse COO tensor (B, dimensions). What a collate function made stays as it is, with
+        Sparse vectors become one sparse COO tensor (B, dimensions). The result of a collate function stays as it is, with
         arrays as tensors and floats in the argument's dtype.
         """
         first = batch[self.columns[0]]

@@ -1,9 +1,6 @@
-"""What the outputs of a model mean, decided by its loss: classes, probabilities or values."""
+"""Meaning of a model's outputs, decided by its loss: classes, probabilities or values."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +26,13 @@ SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
 LINKS = (SOFTMAX, SIGMOID, IDENTITY)
 
 
-def outputs_of(result: Any) -> tuple[Tensor, ...]:
-    """The outputs of a model as a tuple of tensors.
+def outputs_of(result: object) -> tuple[Tensor, ...]:
+    """Return the outputs of a model as a tuple of tensors.
 
     Raises:
         InvalidArgumentError: they are something else.
     """
-    outputs: Sequence[Any] = (result,) if isinstance(result, Tensor) else result
+    outputs = (result,) if isinstance(result, Tensor) else result
     if isinstance(outputs, dict):
         outputs = list(outputs.values())
     if not isinstance(outputs, (tuple, list)) or not all(isinstance(o, Tensor) for o in outputs):
@@ -46,8 +43,8 @@ def outputs_of(result: Any) -> tuple[Tensor, ...]:
     return tuple(outputs)
 
 
-def link_of(loss: Any) -> str:
-    """How probabilities follow from the outputs of a model that was trained with this loss."""
+def link_of(loss: object) -> str:
+    """Return the link from outputs to probabilities for a model that was trained with this loss."""
     if isinstance(loss, nn.CrossEntropyLoss) or loss is F.cross_entropy:
         return SOFTMAX
     if isinstance(loss, nn.BCEWithLogitsLoss) or loss is F.binary_cross_entropy_with_logits:
@@ -56,12 +53,12 @@ def link_of(loss: Any) -> str:
 
 
 def rows(output: Tensor) -> Tensor:
-    """The output as (rows, elements)."""
+    """Reshape an output to (rows, elements)."""
     return output.reshape(len(output), -1)
 
 
 def prediction(link: str, output: Tensor) -> Tensor:
-    """(rows,) the class, or the value of an output with one element per row."""
+    """Return the class of each row, or the value of an output with one element per row."""
     flat = rows(output)
     if flat.shape[1] > 1:
         return flat.argmax(dim=1)
@@ -70,7 +67,7 @@ def prediction(link: str, output: Tensor) -> Tensor:
 
 
 def probability(link: str, output: Tensor) -> Tensor | None:
-    """(rows, classes), or None where the loss does not tell. One logit gives both classes, as Spark ML does."""
+    """Return probabilities (rows, classes), or None where the loss has none. One logit gives both classes, as Spark ML does."""
     flat = rows(output)
     if link == SOFTMAX:
         return torch.softmax(flat, dim=1)
@@ -81,6 +78,6 @@ def probability(link: str, output: Tensor) -> Tensor | None:
 
 
 def raw(link: str, output: Tensor) -> Tensor:
-    """(rows, elements) the output itself. One logit z gives (-z, z), so that Spark's evaluators can rank by it."""
+    """Return the output itself as (rows, elements). One logit z gives (-z, z), so that Spark's evaluators can rank by it."""
     flat = rows(output)
     return torch.cat([-flat, flat], dim=1) if link == SIGMOID and flat.shape[1] == 1 else flat

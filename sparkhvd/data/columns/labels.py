@@ -1,4 +1,4 @@
-"""From label columns to what the loss compares with the model's outputs."""
+"""Label columns as the tensors that the loss compares with the model's outputs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,10 @@ from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.columns.shapes import checked_shape
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["LabelBinding", "bind_labels", "check_output_shapes", "is_class_index"]
+__all__ = ["LabelBinding", "bind_labels", "is_class_index"]
+
+# User's function or module, or None where the user's step has its own.
+Loss = Callable[..., object] | None
 
 # Losses whose target is a class index: it stays int64 and has no class axis.
 _CLASS_INDEX_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
@@ -28,7 +30,7 @@ _INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "bool")
 _INTEGER_FUNCTIONS = ("multilabel_margin_loss",)
 
 
-def _label(name: str, value: Any, dtype: torch.dtype) -> Tensor:
+def _label(name: str, value: object, dtype: torch.dtype) -> Tensor:
     if isinstance(value, np.ndarray):
         return from_numpy(value, dtype)
     if not isinstance(value, Tensor):
@@ -40,7 +42,7 @@ def _label(name: str, value: Any, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class LabelBinding:
-    """How label columns become tensors and meet the outputs of the model; picklable.
+    """Label columns as tensors, and their match with the outputs of the model; picklable.
 
     Attributes:
         columns: names of the label columns.
@@ -56,8 +58,8 @@ class LabelBinding:
     follows_output: tuple[bool, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
 
-    def apply(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """One tensor per label column: (B, *its shape); by default (B,) for scalars, (B, w) for arrays and vectors."""
+    def apply(self, batch: Mapping[str, object]) -> tuple[Tensor, ...]:
+        """Build one tensor per label column: (B, *its shape); by default (B,) for scalars, (B, w) for arrays and vectors."""
         labels = [
             _label(name, batch[name], getattr(torch, dtype))
             for name, dtype in zip(self.columns, self.dtypes, strict=True)
@@ -68,9 +70,9 @@ class LabelBinding:
         )
 
     def match(self, outputs: Sequence[Tensor], labels: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The labels with the shape and dtype that the loss needs for these outputs.
+        """Give the labels the shape and dtype that the loss needs for these outputs.
 
-        Call it at every step, before the loss: it is a check of shapes and, mostly, a view.
+        Called at every step, before the loss: a check of shapes and, mostly, a view.
 
         Raises:
             InvalidArgumentError: outputs and labels differ in number, or a label cannot meet its output without
@@ -86,7 +88,7 @@ class LabelBinding:
         )
 
     def dtype_hint(self, error: Exception) -> str:
-        """Return which `label_dtypes` to give if a loss of the user's own has failed over integer labels, else ""."""
+        """Name the `label_dtypes` to give if a loss of the user's own has failed over integer labels; else return ""."""
         integers = [
             name
             for name, dtype, kind in zip(self.columns, self.dtypes, self.kinds, strict=True)
@@ -94,8 +96,8 @@ class LabelBinding:
         ]
         if not integers or not re.search(r"dtype|scalar type|Long|Integral", str(error)):
             return ""
-        given = ", ".join(f"{name!r}: 'float32'" for name in integers)
-        return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{given}}}."
+        dtypes = ", ".join(f"{name!r}: 'float32'" for name in integers)
+        return f". Integer labels stay integers for a loss of your own; if it wants floats, give label_dtypes={{{dtypes}}}."
 
     def _match(self, i: int, output: Tensor, label: Tensor) -> Tensor:
         if output.dim() == 0 or output.shape[0] != label.shape[0]:
@@ -112,19 +114,17 @@ class LabelBinding:
         if math.prod(output.shape[1:]) == math.prod(label.shape[1:]):
             return label.reshape(output.shape)
         if self.kinds[i] == "unknown" and not _broadcasts(output.shape[1:], label.shape[1:]):
-            return (
-                label  # a loss of the user's own may compare unlike shapes, as cross-entropy does
-            )
-        raise self._unlike(i, output.shape, label.shape)
+            return label  # a loss of the user's own may compare different shapes, as cross-entropy does
+        raise self._mismatch(i, output.shape, label.shape)
 
     def _match_classes(self, i: int, output: Tensor, label: Tensor) -> Tensor:
-        """A class index has the output's shape without the class axis, which is the second."""
+        """Give class indices the output's shape without the class axis, which is the second."""
         expected = (*output.shape[:1], *output.shape[2:])
         if output.dim() < 2 or math.prod(label.shape[1:]) != math.prod(expected[1:]):
-            raise self._unlike(i, output.shape, label.shape)
+            raise self._mismatch(i, output.shape, label.shape)
         return label.reshape(expected)
 
-    def _unlike(
+    def _mismatch(
         self, i: int, output: tuple[int, ...], label: tuple[int, ...]
     ) -> InvalidArgumentError:
         expected = (
@@ -139,7 +139,7 @@ class LabelBinding:
 
 
 def _broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Whether rows of these shapes would broadcast; the batch axis only ever meets itself."""
+    """Return True if rows of these shapes would broadcast; the batch axis only ever meets itself."""
     if len(a) != len(b):
         return False
     return all(x == y or 1 in (x, y) for x, y in zip(a, b, strict=True))
@@ -147,7 +147,7 @@ def _broadcasts(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
 
 def bind_labels(
     schema: DataSchema,
-    loss: Callable[..., Any] | Sequence[Callable[..., Any]],
+    loss: Loss | Sequence[Loss],
     label_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None = None,
 ) -> LabelBinding:
     """Decide the dtype of every label from its column and its loss (one loss for all, or one per label).
@@ -168,12 +168,12 @@ def bind_labels(
             f"There are {len(losses)} losses and {len(labels)} label columns ({quoted(c.name for c in labels)}). Give one "
             "loss for all, or one per label."
         )
-    kinds = [_kind(one) for one in losses]
+    kinds = [_kind(each) for each in losses]
     dtypes, follows = [], []
-    for column, kind, one in zip(labels, kinds, losses, strict=True):
+    for column, kind, each in zip(labels, kinds, losses, strict=True):
         if kind == "class_index" and column.is_floating and column.kind == "scalar":
             raise InvalidArgumentError(
-                f"label_cols names column {column.name!r} of type {column.source}, but {_loss_name(one)} needs class "
+                f"label_cols names column {column.name!r} of type {column.source}, but {_loss_name(each)} needs class "
                 f"indices. If it holds whole numbers, give label_dtypes={{{column.name!r}: 'int64'}}."
             )
         integer = kind in ("class_index", "integer")
@@ -186,37 +186,41 @@ def bind_labels(
 
 
 def _label_shapes(
-    labels: Sequence[Column], given: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None
+    labels: Sequence[Column],
+    label_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None,
 ) -> tuple[tuple[int, ...] | None, ...]:
-    if given is None:
+    if label_shapes is None:
         return (None,) * len(labels)
     names = [c.name for c in labels]
-    if isinstance(given, Mapping):
-        unknown = [name for name in given if name not in names]
+    if isinstance(label_shapes, Mapping):
+        unknown = [name for name in label_shapes if name not in names]
         if unknown:
             raise InvalidArgumentError(
                 f"label_shapes names {quoted(unknown)}, which label_cols does not. It has {quoted(names)}."
             )
         return tuple(
-            checked_shape("label_shapes", given[c.name], c) if c.name in given else None
+            checked_shape("label_shapes", label_shapes[c.name], c)
+            if c.name in label_shapes
+            else None
             for c in labels
         )
-    if len(given) != len(labels):
+    if len(label_shapes) != len(labels):
         raise InvalidArgumentError(
-            f"label_shapes has {len(given)} shapes and there are {len(labels)} label columns ({quoted(names)}). Give "
+            f"label_shapes has {len(label_shapes)} shapes and there are {len(labels)} label columns ({quoted(names)}). Give "
             "one per column, or a dict by column."
         )
     return tuple(
-        checked_shape("label_shapes", shape, c) for shape, c in zip(given, labels, strict=True)
+        checked_shape("label_shapes", shape, c)
+        for shape, c in zip(label_shapes, labels, strict=True)
     )
 
 
-def is_class_index(loss: Callable[..., Any]) -> bool:
-    """Whether a loss takes class indices (or, for cross-entropy, arrays of probabilities) as labels."""
+def is_class_index(loss: object) -> bool:
+    """Return True if a loss takes class indices (or, for cross-entropy, arrays of probabilities) as labels."""
     return _kind(loss) == "class_index"
 
 
-def _kind(loss: Callable[..., Any]) -> str:
+def _kind(loss: object) -> str:
     name = getattr(loss, "__name__", "")
     module = getattr(loss, "__module__", "") or ""
     is_functional = module.startswith(("torch.nn.functional", "torch._C"))
@@ -228,12 +232,5 @@ def _kind(loss: Callable[..., Any]) -> str:
     return "elementwise" if is_torch_class or is_functional else "unknown"
 
 
-def _loss_name(loss: Callable[..., Any]) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
-
-
-def check_output_shapes(
-    binding: LabelBinding, outputs: Sequence[Tensor], labels: Sequence[Tensor]
-) -> None:
-    """Raise InvalidArgumentError if the outputs of the first batch cannot meet the labels."""
-    binding.match(outputs, labels)
+def _loss_name(loss: object) -> str:
+    return str(getattr(loss, "__name__", type(loss).__name__))

@@ -1,6 +1,6 @@
-"""Rows of variable length in memory: their values in one piece, and where each row's part of it lies.
+"""Rows of variable length in memory: their values in one piece, and the place of each row in it.
 
-Taking and slicing rows moves no values; only what a batch needs is gathered, without Python code per row.
+Taking and slicing rows moves no values; only the rows of a batch are gathered, without Python code per row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "Array",
+    "Flags",
     "Ragged",
     "Rows",
     "SparseRows",
@@ -28,11 +30,13 @@ __all__ = [
 Array = npt.NDArray[Any]
 # Row numbers of a data set.
 Rows = npt.NDArray[np.int64]
+# One per row.
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows of different lengths.
+    """Rows of different lengths in one array.
 
     Attributes:
         values: (n,) the elements of all rows, with or without gaps between rows.
@@ -48,12 +52,12 @@ class Ragged:
 
     @classmethod
     def from_lengths(cls, values: Array, lengths: Array, inner: tuple[int, ...] = ()) -> Ragged:
-        """Rows that lie one after another in `values`."""
+        """Divide `values` into rows that lie one after another."""
         return cls(values, np.cumsum(lengths) - lengths, lengths, inner)
 
     @classmethod
-    def empty(cls, dtype: Any, num_rows: int = 0, inner: tuple[int, ...] = ()) -> Ragged:
-        """Rows without elements."""
+    def empty(cls, dtype: npt.DTypeLike, num_rows: int = 0, inner: tuple[int, ...] = ()) -> Ragged:
+        """Make rows without elements."""
         zeros = np.zeros(num_rows, np.int64)
         return cls(np.empty(0, dtype), zeros, zeros, inner)
 
@@ -64,17 +68,17 @@ class Ragged:
         return Ragged(self.values, self.starts[rows], self.lengths[rows], self.inner)
 
     def take(self, rows: Array) -> Ragged:
-        """The rows of these numbers, in this order; the values are shared."""
+        """Select rows by number, in this order; the values are shared."""
         return Ragged(self.values, self.starts[rows], self.lengths[rows], self.inner)
 
     def row(self, number: int) -> Array:
-        """One row: (entries, *inner), a view."""
+        """View one row as (entries, *inner)."""
         start = self.starts[number]
         flat = self.values[start : start + self.lengths[number]]
         return flat.reshape(-1, *self.inner) if self.inner else flat
 
     def gathered(self) -> Array:
-        """(n,) the elements row by row, without gaps."""
+        """Return the elements (n,) row by row, without gaps."""
         total = int(self.lengths.sum())
         if not total:
             return self.values[:0]
@@ -83,16 +87,16 @@ class Ragged:
         return np.take(self.values, self.positions(), mode="clip")
 
     def packed(self) -> Ragged:
-        """The same rows one after another, in memory of their own."""
+        """Copy the rows, one after another, to memory of their own."""
         return Ragged.from_lengths(self.gathered().copy(), self.lengths, self.inner)
 
     def positions(self) -> Array:
-        """(n,) where in `values` each element lies, row by row."""
+        """Return the positions (n,) of the elements in `values`, row by row."""
         ahead = np.cumsum(self.lengths) - self.lengths
         return np.repeat(self.starts - ahead, self.lengths) + np.arange(int(self.lengths.sum()))
 
-    def padded(self, value: Any, length: int | None = None) -> Array:
-        """(rows, length, *inner) with `value` after each row's end; None pads to the longest row, longer rows are cut."""
+    def padded(self, value: float, length: int | None = None) -> Array:
+        """Return (rows, length, *inner) with `value` after each row's end; None pads to the longest row, longer rows are cut."""
         width = math.prod(self.inner)
         longest = int(self.lengths.max()) // max(width, 1) if len(self) else 0
         out_length = longest if length is None else length
@@ -105,7 +109,7 @@ class Ragged:
 
 @dataclass(frozen=True)
 class SparseRows:
-    """Rows of a sparse matrix: of each the columns that are not zero, ascending, and their values.
+    """Rows of a sparse matrix: the columns of each that are not zero, ascending, and their values.
 
     Attributes:
         indices: int32, columns.
@@ -118,8 +122,8 @@ class SparseRows:
     width: int
 
     @classmethod
-    def empty(cls, dtype: Any, width: int, num_rows: int = 0) -> SparseRows:
-        """Rows of zeros."""
+    def empty(cls, dtype: npt.DTypeLike, width: int, num_rows: int = 0) -> SparseRows:
+        """Make rows of zeros."""
         return cls(Ragged.empty(np.int32, num_rows), Ragged.empty(dtype, num_rows), width)
 
     def __len__(self) -> int:
@@ -129,15 +133,15 @@ class SparseRows:
         return SparseRows(self.indices[rows], self.values[rows], self.width)
 
     def take(self, rows: Array) -> SparseRows:
-        """The rows of these numbers, in this order."""
+        """Select rows by number, in this order."""
         return SparseRows(self.indices.take(rows), self.values.take(rows), self.width)
 
     def packed(self) -> SparseRows:
-        """The same rows one after another, in memory of their own."""
+        """Copy the rows, one after another, to memory of their own."""
         return SparseRows(self.indices.packed(), self.values.packed(), self.width)
 
     def coordinates(self) -> Array:
-        """(2, n) int64: row and column of each value, in the order of `values.gathered()`."""
+        """Return row and column of each value as (2, n) int64, in the order of `values.gathered()`."""
         lengths = self.values.lengths
         out = np.empty((2, int(lengths.sum())), np.int64)
         out[0] = np.repeat(np.arange(len(lengths)), lengths)
@@ -145,7 +149,7 @@ class SparseRows:
         return out
 
     def dense(self) -> Array:
-        """(rows, width), for people and tests."""
+        """Return a dense matrix (rows, width), for people and tests."""
         out = np.zeros((len(self), self.width), self.values.values.dtype)
         rows, columns = self.coordinates()
         out[rows, columns] = self.values.gathered()
@@ -156,7 +160,7 @@ Values = Array | Ragged | SparseRows
 
 
 def take(values: Values, rows: Array, empty: Callable[..., Array] = np.empty) -> Values:
-    """The rows of these numbers, in this order; an array is made by `empty(shape, dtype)`."""
+    """Select rows by number, in this order; an array is made by `empty(shape, dtype)`."""
     if isinstance(values, np.ndarray):
         out = empty((len(rows), *values.shape[1:]), values.dtype)
         # Indices come from a permutation, so they are in range: "clip" skips the check and a buffer.
@@ -164,27 +168,32 @@ def take(values: Values, rows: Array, empty: Callable[..., Array] = np.empty) ->
     return values.take(rows)
 
 
-def joined(parts: Sequence[Any], empty: Ragged | SparseRows) -> Ragged | SparseRows:
-    """The rows of packed parts in one piece; `empty` if there are none."""
+def joined(parts: Sequence[Ragged | SparseRows], empty: Ragged | SparseRows) -> Ragged | SparseRows:
+    """Join packed parts of the kind of `empty` in one piece; return `empty` if there are none."""
     if not parts:
         return empty
     if len(parts) == 1:
-        return parts[0]  # type: ignore[no-any-return]  # parts are of the type of `empty`
+        return parts[0]
     if isinstance(empty, SparseRows):
-        indices = joined([p.indices for p in parts], empty.indices)
-        values = joined([p.values for p in parts], empty.values)
-        assert isinstance(indices, Ragged)
-        assert isinstance(values, Ragged)
-        return SparseRows(indices, values, empty.width)
+        sparse = [p for p in parts if isinstance(p, SparseRows)]
+        return SparseRows(
+            _joined([p.indices for p in sparse], ()),
+            _joined([p.values for p in sparse], ()),
+            empty.width,
+        )
+    return _joined([p for p in parts if isinstance(p, Ragged)], empty.inner)
+
+
+def _joined(parts: Sequence[Ragged], inner: tuple[int, ...]) -> Ragged:
     return Ragged.from_lengths(
         np.concatenate([p.values for p in parts]),
         np.concatenate([p.lengths for p in parts]),
-        empty.inner,
+        inner,
     )
 
 
 def row_shape(values: Values) -> tuple[int, ...]:
-    """The shape of a row, -1 in front where rows differ."""
+    """Return the shape of a row, with -1 in front where rows differ."""
     if isinstance(values, SparseRows):
         return (values.width,)
     if isinstance(values, Ragged):
@@ -193,7 +202,7 @@ def row_shape(values: Values) -> tuple[int, ...]:
 
 
 def num_bytes(values: Values) -> int:
-    """Bytes of the elements, as they are stored."""
+    """Count the bytes of the elements, as they are stored."""
     if isinstance(values, np.ndarray):
         return values.nbytes
     if isinstance(values, SparseRows):
@@ -202,7 +211,7 @@ def num_bytes(values: Values) -> int:
 
 
 def keep_mask(size: int, starts: Array, ends: Array) -> Array:
-    """(size,) bool: true from each start to its end; the ranges do not overlap."""
+    """Return a mask (size,) that is true from each start to its end; the ranges do not overlap."""
     change = np.zeros(size + 1, np.int8)
     change[starts] += 1
     change[ends] -= 1

@@ -1,7 +1,6 @@
-"""Which DataFrame columns take part, how each is stored, and every check of them on the driver.
+"""Columns of a data set: role, type, shape and storage of each.
 
-Nothing here starts a Spark job, and nothing imports pyspark or torch: types are recognised by their names,
-so ranks can read a schema without either.
+Types are recognised by their names, so that ranks can read a schema without pyspark, and Spark's workers without torch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ TENSOR_DTYPES = (*FLOATS, *INTEGERS, "bool")
 
 @dataclass(frozen=True)
 class Column:
-    """One column of the DataFrame and how the packed files hold it.
+    """Column of a data set: its type for Spark, in the files, and as a tensor.
 
     Attributes:
         name: as the user typed it.
@@ -55,10 +54,10 @@ class Column:
         tensor_dtype: torch name of the tensor that the trainer sees; differs from `dtype` for bfloat16 and bool.
         is_explicit: the user chose the dtype (`feature_dtypes`, `label_dtypes`).
         has_decoder: a function of the user's turns each stored value into a number or array.
-        is_collated: a function of the user's turns the rows of a batch into what the model gets.
+        is_collated: a function of the user's turns the rows of a batch into an argument of the model.
         decoded: shape of one row's value after the decoder; None until data have been read.
         is_sparse: whether a vector is kept sparse; None lets its width decide.
-        invalid: what to do with rows that are null or hold a null, NaN, infinity or a number that the tensor cannot
+        invalid: policy for rows that are null or hold a null, NaN, infinity or a number that the tensor cannot
             hold: ("error",), ("skip",) or ("fill", value).
         cast_to: torch name of the floating type in which a tensor holds these integers beside floats; empty if they
             stay integers.
@@ -85,7 +84,7 @@ class Column:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether every row takes the same number of bytes in the packed files."""
+        """True if every row takes the same number of bytes in the packed files."""
         return self.kind in FIXED_KINDS
 
     @property
@@ -102,7 +101,7 @@ class Column:
 
     @property
     def is_floating(self) -> bool:
-        """Whether the values are floating point (as a tensor)."""
+        """True if the tensor's values are floating point."""
         return self.tensor_dtype in FLOATS
 
     @property
@@ -126,7 +125,7 @@ class Column:
         return (self.shape or ())[1:] if self.kind == "ragged" else ()
 
     def keeps_sparse(self, width: int) -> bool:
-        """Whether vectors of this width are stored sparse."""
+        """Return True if vectors of this width are stored sparse."""
         if self.kind == "sparse":
             return True
         if self.kind != "vector":
@@ -134,19 +133,16 @@ class Column:
         return width > DENSE_WIDTH if self.is_sparse is None else self.is_sparse
 
     def with_shape(self, shape: tuple[int, ...]) -> Column:
-        """This column with the shape that the data turned out to have; a wide vector becomes sparse."""
+        """Return the column with the shape that the data have; a wide vector becomes sparse."""
         if self.kind == "vector" and self.keeps_sparse(math.prod(shape)):
             return replace(self, kind="sparse", shape=shape)
         return replace(self, shape=shape)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Column:
-        """The column whose fields `dataclasses.asdict` gave, also after a way through JSON."""
-
-        def whole(value: Any) -> Any:
-            return None if value is None else tuple(value)
-
-        tuples = {n: whole(fields[n]) for n in ("shape", "decoded", "invalid") if n in fields}
+        """Rebuild a column from `dataclasses.asdict`, also after a way through JSON."""
+        lists = {n: fields[n] for n in ("shape", "decoded", "invalid") if n in fields}
+        tuples = {n: None if v is None else tuple(v) for n, v in lists.items()}
         return cls(**{**fields, **tuples})
 
 
@@ -171,7 +167,7 @@ class DataSchema:
         return sum(c.row_bytes for c in self.columns)
 
     def column(self, name: str) -> Column:
-        """The column of that name."""
+        """Return the column of that name."""
         for column in self.columns:
             if column.name == name:
                 return column
@@ -181,7 +177,7 @@ class DataSchema:
         )
 
     def with_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> DataSchema:
-        """This schema with the shapes found in the data."""
+        """Return the schema with the shapes found in the data."""
 
         def shaped(column: Column) -> Column:
             return column.with_shape(tuple(shapes[column.name]))
@@ -194,12 +190,12 @@ class DataSchema:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values from which `from_dict` rebuilds the schema."""
+        """Return plain values from which `from_dict` rebuilds the schema."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataSchema:
-        """The schema that `to_dict` described."""
+        """Rebuild the schema from `to_dict`."""
         column = Column.from_dict
         weight, validation = values["sample_weight"], values["validation"]
         return cls(
@@ -210,17 +206,17 @@ class DataSchema:
         )
 
     def to_json(self) -> str:
-        """Text from which `from_json` rebuilds the schema."""
+        """Return the text from which `from_json` rebuilds the schema."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> DataSchema:
-        """The schema that `to_json` wrote."""
+        """Rebuild the schema from `to_json`."""
         return cls.from_dict(json.loads(text))
 
 
-def dtype_name(dtype: Any) -> str:
-    """The torch name of a dtype given as text, torch.dtype or numpy dtype: "float32", "bfloat16", ...
+def dtype_name(dtype: object) -> str:
+    """Return the torch name of a dtype given as text, torch.dtype or numpy dtype: "float32", "bfloat16", ...
 
     Raises:
         InvalidArgumentError: it is none that a tensor of numbers can have.
@@ -231,7 +227,7 @@ def dtype_name(dtype: Any) -> str:
         name = str(dtype).removeprefix("torch.")
     else:
         try:
-            name = np.dtype(dtype).name
+            name = np.dtype(dtype).name  # type: ignore[call-overload]  # anything; TypeError tells
         except TypeError:
             name = str(dtype)
     name = {"float": "float32", "double": "float64", "half": "float16", "long": "int64"}.get(
@@ -245,5 +241,5 @@ def dtype_name(dtype: Any) -> str:
 
 
 def stored_dtype(tensor_dtype: str) -> str:
-    """The numpy type in which values of a torch type are stored without loss."""
+    """Return the numpy type that stores values of a torch type without loss."""
     return {"bfloat16": "float32", "bool": "uint8"}.get(tensor_dtype, tensor_dtype)

@@ -1,7 +1,7 @@
 """Checksums of the blocks of a file, so that any read of it is verified, however small.
 
 They stand between the last row group and the footer, where readers of Parquet do not look: a CRC-32 (little-endian
-uint32) of every 16 KiB from the first byte of the file on, and a trailer of 16 bytes: how many bytes they are of
+uint32) of every 16 KiB from the first byte of the file on, and a trailer of 16 bytes: the number of bytes that they cover
 (uint64), the CRC-32 of the CRCs and of that number (uint32), and a mark.
 """
 
@@ -15,13 +15,16 @@ import struct
 import zlib
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from sparkhvd.engine import engine
 from sparkhvd.errors import EngineUnavailableError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = [
     "BLOCK_BYTES",
@@ -33,7 +36,7 @@ __all__ = [
     "table_bytes",
 ]
 
-# Small, because what is verified first is read up to the edges of its blocks; the checksums are 1/4096 of the data.
+# Small, because reads are extended to the edges of blocks that are not verified yet; the checksums are 1/4096 of the data.
 BLOCK_BYTES = 16 << 10
 TRAILER_BYTES = 16
 _TRAILER = struct.Struct("<QI4s")
@@ -46,9 +49,9 @@ def add_blocks(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
     """Continue the CRC-32 of each block over bytes that lie together.
 
     Args:
-        crcs: (blocks,) of the blocks that the bytes are part of: 0 for one that begins, else what came before.
+        crcs: (blocks,) of the blocks that hold the bytes: 0 for a block that begins, else the CRC so far.
         data: contiguous.
-        at: where the first byte lies in its block.
+        at: position of the first byte in its block.
     """
     _native_or_zlib()(crcs, data, at)
 
@@ -76,24 +79,24 @@ def _with_zlib(crcs: Crcs, data: npt.NDArray[np.uint8], at: int) -> None:
 
 
 class SummingSink(io.RawIOBase):
-    """A file to be written once from its start to its end, which computes the checksums of what passes."""
+    """A file to be written once from start to end; computes the checksums of its bytes."""
 
-    def __init__(self, sink: Any) -> None:
+    def __init__(self, sink: IO[bytes] | io.RawIOBase) -> None:
         self._sink = sink
         self._crcs = array("I")
         self._position = 0
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the bytes written so far."""
         return self._position
 
-    def write(self, data: Any) -> int:
-        """Write all of it."""
-        flat = np.frombuffer(data, np.uint8)
+    def write(self, data: ReadableBuffer) -> int:
+        """Write all of the data."""
+        flat = np.frombuffer(memoryview(data), np.uint8)
         at = self._position % BLOCK_BYTES
         crcs = np.zeros(-(-(at + len(flat)) // BLOCK_BYTES), np.uint32)
         if at:
@@ -105,7 +108,7 @@ class SummingSink(io.RawIOBase):
         return len(flat)
 
     def flush(self) -> None:
-        """Hand on what is buffered."""
+        """Flush the file."""
         if not self.closed:
             self._sink.flush()
 
@@ -118,13 +121,13 @@ class SummingSink(io.RawIOBase):
 
 
 def table_bytes(trailer: bytes) -> int | None:
-    """Bytes of the table that ends with this trailer, with it; None if it is no trailer."""
+    """Return the bytes of the table that ends with this trailer; None if it is no trailer."""
     size, _, mark = _TRAILER.unpack(trailer)
     return -(-size // BLOCK_BYTES) * 4 + TRAILER_BYTES if mark == _MARK else None
 
 
 def decode(table: bytes) -> tuple[int, Crcs] | None:
-    """How many bytes a table is of, and the CRCs of their blocks; None if it is damaged."""
+    """Return the bytes that a table covers, and the CRCs of their blocks; None if it is damaged."""
     crcs, trailer = table[:-TRAILER_BYTES], table[-TRAILER_BYTES:]
     size, crc, _ = _TRAILER.unpack(trailer)
     if zlib.crc32(trailer[:8], zlib.crc32(crcs)) != crc:

@@ -1,4 +1,4 @@
-"""One open packed file: where a row group's values lie, and reading them in place."""
+"""Read the values of an open packed file in place, row group by row group."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparkhvd.data.arrow_types import VERIFIED
-from sparkhvd.data.columns.ragged import keep_mask
+from sparkhvd.data.columns.ragged import Array, Flags, keep_mask
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import DAMAGED_NAME
 from sparkhvd.data.packed.blocks import (
@@ -31,18 +30,17 @@ from sparkhvd.data.packed.layout import (
     MAGIC,
     METADATA_KEY,
     PREFIX_BYTES,
-    Array,
 )
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 
 __all__ = ["Checked", "PackedFile"]
 
-# By path, (blocks,) whether a block's checksum was right.
-Checked = dict[str, npt.NDArray[np.bool_]]
-# What is verified right after it was read is still in the CPU's cache.
+# By path, (blocks,) True where the checksum was right.
+Checked = dict[str, Flags]
+# Bytes that are verified right after they were read are still in the CPU's cache.
 _PIECE_BYTES = 512 << 10
-# Most footers are shorter, with the checksums before them, so that one request gets them.
+# Most footers and the checksums before them are shorter, so that one request gets them.
 _END_BYTES = 64 << 10
 # More than a page header takes up to its sizes.
 _HEADER_BYTES = 32
@@ -53,14 +51,14 @@ class _Chunk:
     """A column of one row group.
 
     Attributes:
-        offset: where its values start in the file; None if they must be decoded.
+        offset: of its values in the file; None if they must be decoded.
     """
 
     offset: int | None
 
 
 class PackedFile:
-    """One open file. Whatever is read has been verified, once: a block is read whole until its checksum was right."""
+    """An open file. Every block is verified once: it is read whole until its checksum was right."""
 
     def __init__(
         self,
@@ -72,10 +70,10 @@ class PackedFile:
         """Open a file and read its footer.
 
         Args:
-            store: where it is.
+            store: of the file.
             path: in the store.
-            checked: blocks that need not be verified, to which others are added.
-            footer_crc: CRC-32 of its end, see `DataFile`; None if it is not known.
+            checked: blocks that are verified; more are added.
+            footer_crc: CRC-32 of its end, see `DataFile`; None if unknown.
 
         Raises:
             StoreError: it is damaged.
@@ -83,11 +81,11 @@ class PackedFile:
         self.path = path
         self._store = store
         local = store.local_path(path)
-        # Whether several threads may read from it at a time.
+        # True if several threads may read from it at a time.
         self.is_shared = store.shares_files
         self._source = pa.OSFile(local) if local is not None else store.open_input(path)
         self._end = b""
-        # Of what must be decoded.
+        # Held while values are decoded.
         self._decoding = threading.Lock()
         try:
             end = self._read_end()
@@ -112,17 +110,19 @@ class PackedFile:
         self._decoded: tuple[int, pa.Table] | None = None
         self._page: tuple[tuple[int, int], Array] | None = None
 
-    def damaged(self, what: str) -> StoreError:
-        """The error that says so; the data are marked, so that no fit uses them again."""
-        with suppress(Exception):  # a store that only lets itself be read
-            self._store.write_bytes(f"{self.path.rpartition('/')[0]}/{DAMAGED_NAME}", what.encode())
+    def damaged(self, reason: str) -> StoreError:
+        """Mark the data, so that no fit uses them again; return the error to raise."""
+        with suppress(Exception):  # this user may only read the store
+            self._store.write_bytes(
+                f"{self.path.rpartition('/')[0]}/{DAMAGED_NAME}", reason.encode()
+            )
         return StoreError(
-            f"{self._store.full_url(self.path)!r} of the materialized data is damaged: {what}. Look at the storage; fit "
+            f"{self._store.full_url(self.path)!r} of the materialized data is damaged: {reason}. Look at the storage; fit "
             "again, which materializes the data anew."
         )
 
     def _read_end(self) -> bytes:
-        """The end of the file from its footer on, if it looks like Parquet."""
+        """Read the end of the file from its footer on, if it looks like Parquet."""
         end = self._last(_END_BYTES)
         if end[-len(MAGIC) :] != MAGIC:
             return end
@@ -130,7 +130,7 @@ class PackedFile:
         return self._last(count)
 
     def _last(self, count: int) -> bytes:
-        """The last bytes of the file; what was read before is not read again."""
+        """Return the last bytes of the file; bytes that were read before are not read again."""
         size = self._source.size()
         count = min(count, size)
         if count > len(self._end):
@@ -151,12 +151,12 @@ class PackedFile:
         self._end = b""
 
     def close(self) -> None:
-        """Close it and forget what was decoded."""
+        """Close the file and release decoded rows."""
         self._source.close()
         self._decoded = None
 
     def columns(self) -> list[Column]:
-        """The columns as the file's own metadata describe them."""
+        """Return the columns as the file's own metadata describe them."""
         if self._description is None:
             raise InvalidArgumentError(
                 f"{self.path!r} is Parquet, but not packed: it has no {METADATA_KEY.decode()!r} metadata. Only "
@@ -209,22 +209,22 @@ class PackedFile:
             whole = self._request(len(before) + len(out) + len(after), at)
             out[:] = whole[len(before) : len(before) + len(out)]
             parts = [whole]
-        found = np.zeros(last - first, np.uint32)
+        actual = np.zeros(last - first, np.uint32)
         for part in parts:
             if whole is None and len(part):
                 self._fill(part, at)
             kept = part[max(0, begin - at) : max(0, stop - at)]
             if len(kept):
                 number, within = divmod(max(at, begin) - begin, BLOCK_BYTES)
-                add_blocks(found[number:], kept, within)
+                add_blocks(actual[number:], kept, within)
             at += len(part)
         expected = self._sums[first:last]
-        if found.tobytes() != expected.tobytes():  # quicker than numpy on few
-            wrong = int(np.flatnonzero(found != expected)[0])
+        if actual.tobytes() != expected.tobytes():  # quicker than numpy on few
+            wrong = int(np.flatnonzero(actual != expected)[0])
             name = self.metadata.schema.column(where[1]).name
             raise self.damaged(
                 f"the block at byte {(first + wrong) * BLOCK_BYTES} with column {name!r} of row group {where[0]} has the "
-                f"checksum {found[wrong]:08x}, and had {expected[wrong]:08x} when it was written"
+                f"checksum {actual[wrong]:08x}, and had {expected[wrong]:08x} when it was written"
             )
         self._checked[first:last] = True
 
@@ -237,7 +237,7 @@ class PackedFile:
         self._check_length(self._source.readinto(out.data), out.nbytes)
 
     def _request(self, count: int, offset: int) -> Array:
-        """Some bytes from `offset` as they came, read-only; threads may ask at the same time."""
+        """Return bytes from `offset`, read-only; threads may call it at the same time."""
         content = np.frombuffer(self._source.read_at(count, offset), np.uint8)
         self._check_length(len(content), count)
         return content
@@ -264,7 +264,7 @@ class PackedFile:
         return chunk
 
     def _decode_page(self, row_group: int, index: int) -> Array:
-        """A page as we would have written it; the lengths before the values are left out."""
+        """Return a page as a packed file has it, with zeros for the lengths before the values."""
         column = self._decoded_column(row_group, index)
         rows = len(column)
         offsets = np.frombuffer(column.buffers()[1], np.int32, rows + 1, column.offset * 4)
@@ -298,7 +298,7 @@ class PackedFile:
 
 
 def _page_bytes(header: bytes) -> int:
-    """Bytes of a page's values as its header has them; -1 if it is no plain data page.
+    """Return the bytes of a page's values by its header; -1 if it is no plain data page.
 
     The header is Thrift compact: field 1 (int32 type, 0 = DATA_PAGE), then 2 (int32 size before compression), zigzag
     varints.

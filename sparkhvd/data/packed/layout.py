@@ -1,11 +1,8 @@
-"""How columns lie in a packed file: its Parquet fields and their sizes."""
+"""The layout of columns in a packed file: its Parquet fields and their sizes."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from sparkhvd.data.columns.ragged import Ragged, SparseRows
@@ -17,17 +14,14 @@ __all__ = [
     "METADATA_KEY",
     "PAGE_BYTES",
     "PREFIX_BYTES",
-    "Array",
     "little_endian",
     "parquet_fields",
     "payload_types",
     "payloads",
 ]
 
-Array = npt.NDArray[Any]
-
 METADATA_KEY = b"sparkhvd"
-# In what that describes: whether blocks have checksums, see `blocks`.
+# In that description: true if blocks have checksums, see `blocks`.
 CHECKSUMS_KEY = "block_checksums"
 # A Parquet file begins with it, and ends with its footer, the footer's length (4 bytes) and it again.
 MAGIC = b"PAR1"
@@ -37,13 +31,13 @@ PAGE_BYTES = 1 << 30
 PREFIX_BYTES = 4
 
 
-def little_endian(dtype: str) -> np.dtype[Any]:
-    """The type as it lies in files, on any machine."""
+def little_endian(dtype: str) -> np.dtype[np.generic]:
+    """Return the type as files store it, on any machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
-def payload_types(column: Column) -> list[np.dtype[Any]]:
-    """Types of the BYTE_ARRAY columns of a column whose rows differ: of sparse vectors indices and values."""
+def payload_types(column: Column) -> list[np.dtype[np.generic]]:
+    """Return the types of the BYTE_ARRAY columns of a column whose rows differ: of sparse vectors indices and values."""
     if column.is_fixed:
         return []
     values = little_endian(column.dtype)
@@ -51,12 +45,12 @@ def payload_types(column: Column) -> list[np.dtype[Any]]:
 
 
 def payloads(values: Ragged | SparseRows) -> list[Ragged]:
-    """What the BYTE_ARRAY columns of a column hold, in the order of `payload_types`."""
+    """Return the rows of the BYTE_ARRAY columns of a column, in the order of `payload_types`."""
     return [values.indices, values.values] if isinstance(values, SparseRows) else [values]
 
 
 def parquet_fields(column: Column) -> list[pa.Field]:
-    """The Parquet columns of a column. Required fields: no definition levels stand before the values."""
+    """Return the Parquet columns of a column. Required fields: no definition levels stand before the values."""
     if column.is_fixed:
         return [pa.field(column.name, pa.binary(column.row_bytes), nullable=False)]
     names = [f"{column.name}.indices", column.name] if column.kind == "sparse" else [column.name]

@@ -1,4 +1,4 @@
-"""A whole file or folder as arrays, for people."""
+"""Read a whole file or folder into numpy arrays, for people."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.data.columns.ragged import SparseRows, Values
+from sparkhvd.data.columns.ragged import Array, SparseRows, Values
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import MANIFEST_NAME, DataFile, Manifest
 from sparkhvd.data.packed.file import PackedFile
-from sparkhvd.data.packed.layout import Array
 from sparkhvd.data.packed.rows import RowSource
 from sparkhvd.data.store import addresses
 from sparkhvd.data.store.store import Store
@@ -47,7 +46,7 @@ def read_packed(path: str | os.PathLike[str], **storage_options: Any) -> dict[st
         )
     with RowSource(store, manifest) as source:
         values = source.read([c.name for c in manifest.schema.columns])
-    return {c.name: _for_people(c, values[c.name]) for c in manifest.schema.columns}
+    return {c.name: _as_objects(c, values[c.name]) for c in manifest.schema.columns}
 
 
 def _manifest_of_file(store: Store, name: str) -> Manifest:
@@ -63,14 +62,14 @@ def _manifest_of_file(store: Store, name: str) -> Manifest:
 
 
 def _manifest_of_folder(store: Store, name: str) -> Manifest:
-    """The manifest, with its files where the folder is now."""
+    """Load a manifest, with the paths of its files in the folder as it is named now."""
     stored = Manifest.load(store, name)
     moved = tuple(replace(f, path=f"{name}/{PurePosixPath(f.path).name}") for f in stored.files)
     return replace(stored, files=moved)
 
 
-def _for_people(column: Column, values: Values) -> Array:
-    """Rows of any length as an object array."""
+def _as_objects(column: Column, values: Values) -> Array:
+    """Return rows of different lengths as an object array."""
     if isinstance(values, np.ndarray):
         return values
     out = np.empty(len(values), object)

@@ -15,7 +15,7 @@ _REQUESTS_S = 3600.0
 
 
 def together(calls: Sequence[Callable[[], None]]) -> None:
-    """Make calls that wait for a remote store, a few at a time; the first error is raised when all have ended.
+    """Make calls that wait for a remote store, a few at a time; raise the first error when all have ended.
 
     Raises:
         TimeoutError: the store has not answered some of them for an hour.

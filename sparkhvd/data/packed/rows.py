@@ -1,20 +1,19 @@
-"""Rows of packed files by their numbers."""
+"""Read rows of packed files by row number."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from sparkhvd.data.buffers import Empty, fresh
-from sparkhvd.data.columns.ragged import Ragged, Rows, SparseRows, keep_mask
+from sparkhvd.data.columns.ragged import Array, Ragged, Rows, SparseRows, Values, keep_mask
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.open_files import OpenFiles
 from sparkhvd.data.packed.file import Checked, PackedFile
-from sparkhvd.data.packed.layout import PREFIX_BYTES, Array, little_endian, payload_types
+from sparkhvd.data.packed.layout import PREFIX_BYTES, little_endian, payload_types
 from sparkhvd.data.packed.requests import together
 from sparkhvd.data.packed.spans import Span
 from sparkhvd.data.store.store import Store
@@ -61,8 +60,8 @@ class RowSource:
 
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
-    ) -> dict[str, Any]:
-        """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
+    ) -> dict[str, Values]:
+        """Read columns as arrays (rows, *shape); `Ragged` or `SparseRows` where rows differ in length.
 
         Args:
             names: columns to read.
@@ -70,14 +69,15 @@ class RowSource:
             empty: makes the arrays.
         """
         asked = [self._columns[name] for name in names]
-        out: dict[str, Any] = self._read_fixed([c for c in asked if c.is_fixed], rows, empty)
+        out: dict[str, Values] = {}
+        out.update(self._read_fixed([c for c in asked if c.is_fixed], rows, empty))
         for column in asked:
             if not column.is_fixed:
                 out[column.name] = self._read_variable(column, rows, empty)
         return out
 
     def examples(self, count: int) -> Rows:
-        """Numbers of the first `count` rows, or of all if there are fewer."""
+        """Return the numbers of the first `count` rows, or of all if there are fewer."""
         return np.arange(min(count, self._manifest.num_rows), dtype=np.int64)
 
     # -- rows of one length --------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class RowSource:
         start: int,
         wanted: Rows | None,
     ) -> None:
-        """Fill `target` with rows of a column from `start` in a row group: all, or of a span the wanted ones."""
+        """Fill `target` with rows of a column from `start` in a row group: all of them, or those in `wanted`."""
         row_group, index = self._groups[group][1], self._index[name]
         if wanted is None:
             opened.read_into(target, row_group, index, start)
@@ -154,7 +154,7 @@ class RowSource:
         return parts[0]
 
     def _span(self, column: Column, rows: Rows | None, start: int, stop: int) -> Span:
-        """Where neighbouring rows lie, learned from the column of their ends."""
+        """Locate neighbouring rows, by the column of their ends."""
         first = start if rows is None else int(rows[start])
         last = stop - 1 if rows is None else int(rows[stop - 1])
         group = int(np.searchsorted(self._ends, first, side="right"))
@@ -171,9 +171,14 @@ class RowSource:
         return Span(group, low, ends.astype(np.int64), wanted)
 
     def _payload(
-        self, spans: Sequence[Span], column: Column, part: int, dtype: np.dtype[Any], empty: Empty
+        self,
+        spans: Sequence[Span],
+        column: Column,
+        part: int,
+        dtype: np.dtype[np.generic],
+        empty: Empty,
     ) -> Ragged:
-        """One BYTE_ARRAY column of the spans' rows.
+        """Read one BYTE_ARRAY column of the spans' rows.
 
         Where all rows of a span are wanted they stay as they lie in the page, with their lengths between them, if the
         values are aligned then; else the wanted ones are moved together.
@@ -227,13 +232,16 @@ class RowSource:
     def _open_file(self, path: str) -> PackedFile:
         file = self._files[path]
         opened = PackedFile(self._store, file.path, self._checked, file.footer_crc)
-        found = tuple(
+        row_groups = tuple(
             opened.metadata.row_group(g).num_rows for g in range(opened.metadata.num_row_groups)
         )
-        if found != file.row_groups or opened.metadata.num_columns != self._num_parquet_columns:
+        if (
+            row_groups != file.row_groups
+            or opened.metadata.num_columns != self._num_parquet_columns
+        ):
             opened.close()
             raise opened.damaged(
-                f"it is not what the manifest lists: row groups {found} with {opened.metadata.num_columns} columns, not "
+                f"it is not what the manifest lists: row groups {row_groups} with {opened.metadata.num_columns} columns, not "
                 f"{file.row_groups} with {self._num_parquet_columns}"
             )
         return opened

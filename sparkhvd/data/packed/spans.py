@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sparkhvd.data.packed.layout import PREFIX_BYTES, Array
+from sparkhvd.data.columns.ragged import Array
+from sparkhvd.data.packed.layout import PREFIX_BYTES
 
 __all__ = ["Span"]
 
@@ -19,7 +20,7 @@ class Span:
         group: the row group.
         low: its first row.
         ends: (rows + 1,) elements of the row group before the first row, and up to each row's end.
-        wanted: which of the rows are asked for; None means all.
+        wanted: positions of the rows to return; None means all.
     """
 
     group: int
@@ -28,22 +29,22 @@ class Span:
     wanted: Array | None
 
     def page_bytes(self, itemsize: int) -> int:
-        """Bytes of the rows in the page, with the length before each."""
+        """Return the bytes of the rows in the page, with the length before each."""
         elements = int(self.ends[-1] - self.ends[0])
         return elements * itemsize + (len(self.ends) - 1) * PREFIX_BYTES
 
     def row_begins(self, itemsize: int) -> Array:
-        """(rows,) where each row's values begin, in bytes from the first row's length."""
+        """Return (rows,) the offsets of each row's values, in bytes from the first row's length."""
         rows = np.arange(1, len(self.ends), dtype=np.int64)
         begins: Array = (self.ends[:-1] - self.ends[0]) * itemsize + rows * PREFIX_BYTES
         return begins
 
     def stays(self, itemsize: int) -> bool:
-        """Whether values can stay as they lie in the page."""
+        """Return True if values can stay as they lie in the page."""
         return self.wanted is None and itemsize <= PREFIX_BYTES
 
     def num_bytes(self, itemsize: int) -> int:
-        """Bytes of memory that the rows take."""
+        """Return the bytes of memory that the rows take."""
         if self.stays(itemsize):
             return self.page_bytes(itemsize)
         counts = np.diff(self.ends)

@@ -1,4 +1,4 @@
-"""Writes packed files."""
+"""Write packed files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import IO
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparkhvd.data.columns.ragged import Values
+from sparkhvd.data.columns.ragged import Array, Values
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import FORMAT_VERSION, DataFile
 from sparkhvd.data.packed.blocks import SummingSink
@@ -24,7 +24,6 @@ from sparkhvd.data.packed.layout import (
     METADATA_KEY,
     PAGE_BYTES,
     PREFIX_BYTES,
-    Array,
     little_endian,
     parquet_fields,
     payload_types,
@@ -42,7 +41,11 @@ class PackedWriter:
     """Writes one packed file; holds at most one row group in memory."""
 
     def __init__(
-        self, sink: Any, columns: Sequence[Column], *, row_group_bytes: int = ROW_GROUP_BYTES
+        self,
+        sink: IO[bytes] | io.RawIOBase,
+        columns: Sequence[Column],
+        *,
+        row_group_bytes: int = ROW_GROUP_BYTES,
     ) -> None:
         self._columns = tuple(columns)
         parameters = inspect.signature(pq.ParquetWriter).parameters
@@ -59,7 +62,7 @@ class PackedWriter:
         # Positions of the columns of row ends.
         firsts = np.cumsum([0, *(len(group) for group in fields)])
         self._ends = [int(i) for i, c in zip(firsts, columns, strict=False) if not c.is_fixed]
-        options: dict[str, Any] = {
+        options: dict[str, object] = {
             "compression": "NONE",
             "use_dictionary": False,
             "write_statistics": False,
@@ -113,7 +116,7 @@ class PackedWriter:
         return zlib.crc32(footer.getbuffer()[len(MAGIC) :])
 
     def _variable_bytes(self, values: Sequence[Values], rows: int) -> Array:
-        """(rows,) bytes that each row takes besides those of fixed columns."""
+        """Return (rows,) the bytes that each row takes besides those of fixed columns."""
         total = np.zeros(rows, np.int64)
         for column, value in zip(self._columns, values, strict=True):
             if isinstance(value, np.ndarray):
@@ -129,7 +132,7 @@ class PackedWriter:
         return total
 
     def _fitting(self, sizes: Array | None) -> int:
-        """How many of the next rows the row group still takes; a first row always fits."""
+        """Return the number of next rows that the row group still takes; a first row always fits."""
         room = self._group_bytes - self._pending_bytes - self._pending_rows * self._fixed_bytes
         if sizes is None:
             fitting = max(room, 0) // max(self._fixed_bytes, 1)
@@ -144,11 +147,11 @@ class PackedWriter:
         for index in self._ends:
             lengths = [np.frombuffer(b.column(index).buffers()[1], np.int64) for b in self._pending]
             offsets = [b.column(index).offset for b in self._pending]
-            mine = [
+            parts = [
                 v[at : at + b.num_rows]
                 for v, at, b in zip(lengths, offsets, self._pending, strict=True)
             ]
-            ends = np.cumsum(np.concatenate(mine), dtype=np.int64)
+            ends = np.cumsum(np.concatenate(parts), dtype=np.int64)
             field = self._schema.field(index)
             column = _fixed_array(field.type, ends)
             table = table.set_column(index, field, column)
@@ -162,7 +165,7 @@ def _fixed_array(kind: pa.DataType, values: Array) -> pa.Array:
 
 
 def _arrays(column: Column, values: Values) -> list[pa.Array]:
-    """The Arrow arrays of a column; of rows that differ, first their lengths, which become ends row group by row group."""
+    """Return the Arrow arrays of a column; if rows differ, first their lengths, which become ends in each row group."""
     if isinstance(values, np.ndarray):
         return [_fixed_array(pa.binary(column.row_bytes), values)]
     parts = payloads(values)
@@ -182,15 +185,20 @@ def _arrays(column: Column, values: Values) -> list[pa.Array]:
 
 
 def write_packed(
-    store: Store, path: str, columns: Sequence[Column], values: Mapping[str, Values], **options: Any
+    store: Store,
+    path: str,
+    columns: Sequence[Column],
+    values: Mapping[str, Values],
+    *,
+    row_group_bytes: int = ROW_GROUP_BYTES,
 ) -> DataFile:
     """Write arrays, or rows of any length, as one packed file."""
     with store.open_output(path) as sink:
-        writer = PackedWriter(sink, columns, **options)
-        given = [values[c.name] for c in columns]
+        writer = PackedWriter(sink, columns, row_group_bytes=row_group_bytes)
+        ordered = [values[c.name] for c in columns]
         stored: list[Values] = [
             np.ascontiguousarray(v, little_endian(c.dtype)) if isinstance(v, np.ndarray) else v
-            for c, v in zip(columns, given, strict=True)
+            for c, v in zip(columns, ordered, strict=True)
         ]
         if len(stored[0]):
             writer.append(stored)

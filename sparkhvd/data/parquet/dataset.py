@@ -24,7 +24,8 @@ from sparkhvd.data.parquet.folders import (
     partition_values,
     refuse_tables,
 )
-from sparkhvd.data.store.store import Store, StoredFile
+from sparkhvd.data.store.listing import StoredFile
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

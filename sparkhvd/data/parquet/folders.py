@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from urllib.parse import unquote
 
-from sparkhvd.data.store.store import StoredFile
+from sparkhvd.data.store.listing import StoredFile
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["PartitionValue", "is_hidden", "partition_values", "refuse_tables"]

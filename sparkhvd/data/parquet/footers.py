@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.data.arrow_types import num_leaves, spark_type
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.parquet.dataset import ParquetDataset, read_footer
-from sparkhvd.data.store.connect import RemoteStore
-from sparkhvd.data.store.store import Store, StoredFile
+from sparkhvd.data.store.listing import StoredFile
+from sparkhvd.data.store.remote_store import RemoteStore
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:

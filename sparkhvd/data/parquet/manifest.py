@@ -33,7 +33,7 @@ def read_manifest(dataset: ParquetDataset, schema: DataSchema) -> Manifest:
 
     Args:
         dataset: as `open_dataset` returned it.
-        schema: what `check_schema` made of its columns.
+        schema: the columns, as `check_schema` returned them.
 
     Raises:
         InvalidArgumentError: a file lacks a column or has it in another type, footers count nulls where

@@ -1,4 +1,4 @@
-"""Data sets that petastorm wrote: its codecs become decoders of our reader.
+"""Decoders for data sets that petastorm wrote, made of its codecs.
 
 Such a data set is Parquet whose `_common_metadata` holds a Unischema: for each column a numpy type, a shape, and the codec
 that made bytes of arrays and images. petastorm reads the Unischema and decodes values; files are read by sparkhvd, so
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from sparkhvd.data.columns.decoders import Decoder
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["UNISCHEMA_KEY", "CodecDecoder", "codec_decoders"]
@@ -26,18 +27,18 @@ _SCALAR = "ScalarCodec"  # these columns are plain in the files
 
 @dataclass(frozen=True)
 class CodecDecoder:
-    """A decoder of one column: petastorm's codec, then the user's own function, if there is one.
+    """Decoder of one column: petastorm's codec, then the user's own function, if there is one.
 
     Attributes:
         field: petastorm's UnischemaField.
-        then: the user's function of what the codec returns, or a mapping from it; or None.
+        then: the user's function of the codec's value, or a mapping from it; or None.
     """
 
     field: Any
-    then: Callable[[Any], Any] | Mapping[Any, Any] | None = None
+    then: Decoder | None = None
 
     def __call__(self, value: bytes) -> Any:
-        """The array or number that the bytes of a row stand for."""
+        """Decode the bytes of a row to an array or number."""
         decoded = self.field.codec.decode(self.field, value)
         if self.then is None:
             return decoded
@@ -45,9 +46,9 @@ class CodecDecoder:
 
 
 def codec_decoders(
-    metadata: Mapping[bytes, bytes], names: Sequence[str], decoders: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The user's decoders, and before them petastorm's for the columns that it has encoded.
+    metadata: Mapping[bytes, bytes], names: Sequence[str], decoders: Mapping[str, Decoder]
+) -> dict[str, Decoder]:
+    """Put petastorm's decoders before the user's, for the columns that it has encoded.
 
     Args:
         metadata: of `_common_metadata`; without a Unischema the data are plain, and the user's decoders come back.
@@ -67,13 +68,13 @@ def codec_decoders(
             f"reader='petastorm': petastorm cannot read the Unischema of the data: {type(e).__name__}: {e}. Write it again "
             "with petastorm-generate-metadata.py, or leave reader out and give decoders."
         ) from e
-    found = dict(decoders)
+    composed = dict(decoders)
     for name in names:
         field = schema.fields.get(name)
         codec = type(getattr(field, "codec", None)).__name__
         if codec not in ("NoneType", _SCALAR):
-            found[name] = CodecDecoder(field, decoders.get(name))
-    return found
+            composed[name] = CodecDecoder(field, decoders.get(name))
+    return composed
 
 
 def _import_get_schema() -> Callable[[Any], Any]:

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Generic, TypeVar
 
 from sparkhvd.errors import InternalError, InvalidArgumentError
 
@@ -16,17 +16,17 @@ __all__ = ["READ_S", "STOP_S", "Prefetch"]
 # The longest wait for one chunk, which may be all the rows of a slow store; and, at the end of an epoch, for a thread
 # that is in a read which may never return (a mount whose server has gone).
 READ_S = 3600.0
-
-
 STOP_S = 60.0
 
+Item = TypeVar("Item")
 
-class Prefetch:
+
+class Prefetch(Generic[Item]):
     """Runs an iterator in a thread, at most `length` items ahead."""
 
-    def __init__(self, items: Iterator[dict[str, Any]], length: int) -> None:
+    def __init__(self, items: Iterator[Item], length: int) -> None:
         self._items = items
-        self._queue: queue.Queue[dict[str, Any] | BaseException] = queue.Queue(maxsize=length)
+        self._queue: queue.Queue[Item | BaseException] = queue.Queue(maxsize=length)
         self._length = length
         self._has_all = False  # nothing is read any more
         self._stopping = threading.Event()
@@ -35,11 +35,11 @@ class Prefetch:
 
     @property
     def is_nearly_empty(self) -> bool:
-        """Whether everything has been read, and at most half of the room for it is taken."""
+        """True if everything has been read, and at most half of the room for it is taken."""
         return self._has_all and 2 * self._queue.qsize() <= self._length + 1
 
-    def get(self) -> dict[str, Any] | BaseException:
-        """The next item, or what the thread died of."""
+    def get(self) -> Item | BaseException:
+        """Return the next item, or the error that ended the thread."""
         deadline = time.monotonic() + READ_S
         while not self._stopping.is_set():
             left = deadline - time.monotonic()
@@ -55,7 +55,7 @@ class Prefetch:
         )
 
     def stop(self, limit_s: float) -> bool:
-        """End the thread and wait for it, but not for ever; returns whether it has ended."""
+        """End the thread and wait for it up to a limit; return True if it has ended."""
         self._stopping.set()
         deadline = time.monotonic() + limit_s
         while self._thread.is_alive() and time.monotonic() < deadline:

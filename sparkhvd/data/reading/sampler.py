@@ -1,4 +1,4 @@
-"""Which rows each rank sees at each step: pure functions of (rows, size, rank, batch size, seed, epoch).
+"""Plan the rows of each rank and step: pure functions of (rows, size, rank, batch size, seed, epoch).
 
 Global batch `s` is the rows of all ranks at step `s`. Every global batch but the last holds size * batch_size
 rows; the last is levelled over the ranks, and takes one row more where that row would be a step of its own. Three
@@ -39,12 +39,12 @@ __all__ = [
 ]
 
 
-# What a random stream is for, so that two uses of one seed never share a stream.
+# Purposes of random streams, so that two uses of one seed never share a stream.
 _SPLIT, _ORDER, _WINDOW = 1, 2, 3
 
 
 def _generator(*key: int) -> np.random.Generator:
-    """The same stream on every machine for the same key."""
+    """Return the random stream of a key, the same on every machine."""
     return np.random.Generator(np.random.PCG64([k & (2**64 - 1) for k in key]))
 
 
@@ -68,7 +68,7 @@ def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[Rows, R
 
 
 def level(num_rows: int, size: int, batch_size: int) -> tuple[int, ...]:
-    """Rows per rank for a final global batch of `num_rows` <= size * batch_size + 1.
+    """Return the rows per rank of a final global batch of `num_rows` <= size * batch_size + 1.
 
     No rank gets exactly one row if that can be avoided (BatchNorm cannot train on one): fewer ranks then share
     the rows, with at most one row more than `batch_size` on one of them. A batch size of 1 always means one row.
@@ -87,9 +87,11 @@ def cuts(length: int, unit: int, last: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Window:
-    """Some of a rank's rows, in order: `rows` ascending as they are read, permuted by `order`.
+    """Consecutive rows of a rank's order.
 
-    `rows=None` stands for all rows, so that `order` holds the numbers; `order=None` keeps them as they are.
+    Attributes:
+        rows: ascending row numbers, as they are read; None means all rows, whose numbers are in `order`.
+        order: permutation of `rows`; None keeps them ascending.
     """
 
     rows: Rows | None
@@ -97,20 +99,20 @@ class Window:
 
     @property
     def num_rows(self) -> int:
-        """How many rows it has."""
+        """The number of rows."""
         numbers = self.rows if self.order is None else self.order
         assert numbers is not None
         return len(numbers)
 
     def row_numbers(self) -> Rows:
-        """The row numbers in the order in which batches take them."""
+        """Return the row numbers in the order in which batches take them."""
         if self.rows is None:
             assert self.order is not None
             return self.order
         return self.rows if self.order is None else self.rows[self.order]
 
     def without_first(self, count: int) -> Window:
-        """The window without the first `count` rows of its order, which need not be read then."""
+        """Return the window without the first `count` rows of its order, which need not be read then."""
         if self.rows is None:
             assert self.order is not None
             return Window(None, self.order[count:])
@@ -122,7 +124,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Plan:
-    """One epoch: the rows of every rank and step. Every rank computes the same plan.
+    """The rows of every rank and step of an epoch. Every rank computes the same plan.
 
     Attributes:
         size: number of ranks.
@@ -145,7 +147,7 @@ class Plan:
         return self.num_full_steps + bool(self.last_counts)
 
     def rows_per_rank(self, step: int) -> tuple[int, ...]:
-        """How many rows each rank has in a step."""
+        """Return the number of rows of each rank in a step."""
         if not 0 <= step < self.num_steps:
             raise InvalidArgumentError(
                 f"Step {step} does not exist: the epoch has {self.num_steps} steps."
@@ -153,19 +155,19 @@ class Plan:
         return (self.batch_size,) * self.size if step < self.num_full_steps else self.last_counts
 
     def rank_rows(self, rank: int) -> Rows:
-        """All row numbers of a rank, in order."""
+        """Return all row numbers of a rank, in order."""
         pieces = [w.row_numbers() for w in self.windows(rank)]
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
     def batch_rows(self, rank: int, step: int) -> Rows:
-        """Row numbers of a rank's batch. Computes the whole epoch: for tests and tools."""
+        """Return the row numbers of a rank's batch. Computes the whole epoch: for tests and tools."""
         start = step * self.batch_size
         return self.rank_rows(rank)[start : start + self.rows_per_rank(step)[rank]]
 
     def windows(self, rank: int, start_step: int = 0) -> Iterator[Window]:
-        """The rank's rows in order, in pieces of whole batches (but for the end) that fit the memory bound.
+        """Yield the rank's rows in order, in pieces of whole batches (but for the end) that fit the memory bound.
 
-        With `start_step`, only the rows from that step on: what lies before is neither planned nor read.
+        With `start_step`, only the rows from that step on: earlier rows are neither planned nor read.
         """
         for window in self._order.windows(self, rank, self._rows_before(rank, start_step)):
             if window.num_rows:
@@ -173,19 +175,19 @@ class Plan:
             del window
 
     def _rows_before(self, rank: int, step: int) -> int:
-        """How many rows a rank has in the steps before `step`."""
+        """Return the number of rows that a rank has in the steps before `step`."""
         last = self.last_counts[rank] if step > self.num_full_steps else 0
         return min(step, self.num_full_steps) * self.batch_size + last
 
 
 @dataclass(frozen=True)
 class _Order:
-    """In which order rows come."""
+    """An order of rows."""
 
     rows: Rows | int
 
     def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
-        """The rank's rows without its first `start`."""
+        """Yield the rank's rows without its first `start`."""
         raise NotImplementedError
 
 
@@ -194,7 +196,7 @@ def _numbers(rows: Rows | int, positions: Rows) -> Rows:
 
 
 def _sliced(plan: Plan, rank: int) -> Rows:
-    """Positions in the global sequence that a rank takes: its slice of every global batch."""
+    """Return the positions in the global sequence that a rank takes: its slice of every global batch."""
     width = plan.size * plan.batch_size
     starts = np.arange(plan.num_full_steps, dtype=np.int64) * width + rank * plan.batch_size
     positions = (starts[:, None] + np.arange(plan.batch_size, dtype=np.int64)).ravel()
@@ -206,7 +208,7 @@ def _sliced(plan: Plan, rank: int) -> Rows:
 
 
 def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
-    """The order of rows that are all in memory, of all ranks together."""
+    """Return the order of an epoch's rows that are all in memory, over all ranks."""
     return _generator(seed, _ORDER, epoch).permutation(num_rows)
 
 
@@ -228,7 +230,7 @@ class _Interleaved(_Order):
 
 
 def _shard(plan: Plan, rank: int) -> tuple[int, int, int]:
-    """(first, last + 1, rows of the last step) of a rank's contiguous part of a sequence of rows."""
+    """Return (first, last + 1, rows of the last step) of a rank's contiguous part of a sequence of rows."""
     last = plan.last_counts or (0,) * plan.size
     full = plan.num_full_steps * plan.batch_size
     begin = full * rank + sum(last[:rank])
@@ -278,7 +280,7 @@ class _Blocks(_Order):
                 len(positions)
             )
             whole = Window(_numbers(self.rows, positions), order)
-            # Nothing of a window is held here when the next one is planned.
+            # A window is released before the next one is planned.
             del positions, order
             if start > first:
                 whole = whole.without_first(start - first)
@@ -287,7 +289,7 @@ class _Blocks(_Order):
 
 
 def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
-    """Ascending positions of the part [start, stop) of the sequence of blocks."""
+    """Return the ascending positions of the part [start, stop) of the sequence of blocks."""
     low = int(np.searchsorted(ends, start, side="right"))
     high = int(np.searchsorted(ends, stop, side="left")) + 1
     begins = ends[low:high] - np.diff(ends[low:high], prepend=ends[low - 1] if low else 0)
@@ -316,7 +318,7 @@ def epoch_plan(
     block_edges: Rows | None = None,
     permute: Callable[[], Rows] | None = None,
 ) -> Plan:
-    """The plan of one epoch.
+    """Plan one epoch.
 
     Args:
         rows: ascending row numbers, or a count for 0..rows-1.
@@ -330,7 +332,7 @@ def epoch_plan(
         block_rows: neighbouring rows that are read together; None means a 16th of the window.
         block_edges: where blocks begin, from 0 on and with the number of rows at the end, instead of blocks of
             `block_rows`: for files that are read best in pieces of their own.
-        permute: gives `permutation(number of rows, seed, epoch)` where somebody has made it already.
+        permute: returns `permutation(number of rows, seed, epoch)`; None computes it.
     """
     if size < 1 or batch_size < 1:
         raise InvalidArgumentError(

@@ -1,12 +1,12 @@
-"""The one question of a reader to the files of a manifest: rows by number."""
+"""Read rows of a dataset by row number, whichever format its files have."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from sparkhvd.data.buffers import Empty, fresh
-from sparkhvd.data.columns.ragged import Rows
+from sparkhvd.data.columns.ragged import Rows, Values
 from sparkhvd.data.manifest import PACKED, Manifest
 from sparkhvd.data.packed import RowSource
 from sparkhvd.data.store.store import Store
@@ -28,8 +28,8 @@ class Source(Protocol):
 
     def read(
         self, names: Sequence[str], rows: Rows | None = None, empty: Empty = fresh
-    ) -> dict[str, Any]:
-        """Arrays (rows, *shape) of the named columns; `Ragged` or `SparseRows` where rows differ in length.
+    ) -> dict[str, Values]:
+        """Read columns as arrays (rows, *shape); `Ragged` or `SparseRows` where rows differ in length.
 
         Args:
             names: columns to read.
@@ -38,7 +38,7 @@ class Source(Protocol):
         """
 
     def examples(self, count: int) -> Rows:
-        """Numbers of the first `count` rows that can be used, or of all if there are fewer."""
+        """Return the numbers of the first `count` usable rows, or of all if there are fewer."""
 
     def close(self) -> None:
         """Close every file."""
@@ -49,11 +49,11 @@ class Source(Protocol):
 
 
 def open_source(store: Store, manifest: Manifest) -> Source:
-    """The source that reads the files of a manifest.
+    """Open the files of a manifest.
 
     Args:
-        store: where the files are.
-        manifest: which they are.
+        store: of the files.
+        manifest: names them.
     """
     if manifest.layout == PACKED:
         return RowSource(store, manifest)

@@ -1,13 +1,13 @@
-"""Which rows of the data a reader has, and whether they fit in memory."""
+"""Select the rows of a reader, and divide them among processes that read a part each."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from sparkhvd.data.columns.ragged import Rows
+from sparkhvd.data.columns.ragged import Flags, Rows, Values
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.sampler import split_validation
 from sparkhvd.data.reading.source import Source
@@ -15,10 +15,13 @@ from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
     "SUBSETS",
+    "Division",
     "column_names",
     "count_of",
     "fits_in_memory",
-    "part_of",
+    "flagged",
+    "is_flagged",
+    "read_flags",
     "read_rows",
     "same_rows",
     "select_rows",
@@ -28,9 +31,82 @@ SUBSETS = ("all", "train", "validation")
 
 
 def column_names(manifest: Manifest) -> list[str]:
-    """Features, labels and sample weight: what training reads of every row."""
+    """Return the columns that training reads of every row: features, labels and sample weight."""
     split = manifest.schema.validation
     return [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
+
+
+def is_flagged(manifest: Manifest, subset: str) -> bool:
+    """Return True if a column tells the rows of the subset."""
+    return subset != "all" and manifest.schema.validation is not None
+
+
+@dataclass(frozen=True)
+class Division:
+    """Division of rows into contiguous parts, for processes that read one each; equal on all of them.
+
+    Attributes:
+        edges: row numbers where the source's pieces begin, at which parts are cut; None cuts anywhere.
+        file_rows: rows of the files, to cut at equal numbers of these, so that a process finds its part before it knows
+            the whole selection; None cuts at equal numbers of selected rows.
+    """
+
+    edges: Rows | None = None
+    file_rows: int | None = None
+
+    @classmethod
+    def of(cls, source: Source, manifest: Manifest, subset: str) -> Division:
+        """Return the division of a subset's rows."""
+        return cls(source.block_edges, manifest.num_rows if is_flagged(manifest, subset) else None)
+
+    def part(self, rows: Rows | int, number: int, count: int) -> Rows | int:
+        """Return the ascending row numbers of part `number` of `count`; all rows if there is one part."""
+        if count == 1:
+            return rows
+        low, high = (self._cut(rows, n, count) for n in (number, number + 1))
+        return np.arange(low, high, dtype=np.int64) if isinstance(rows, int) else rows[low:high]
+
+    def _cut(self, rows: Rows | int, number: int, count: int) -> int:
+        """Return the position in a selection where a part begins."""
+        total = count_of(rows) if self.file_rows is None else self.file_rows
+        cut = total * number // count
+        if self.file_rows is not None:
+            if self.edges is not None:
+                cut = _nearest(self.edges, cut)
+            return cut if isinstance(rows, int) else int(np.searchsorted(rows, cut))
+        if self.edges is not None:
+            cut = _nearest(
+                self.edges if isinstance(rows, int) else np.searchsorted(rows, self.edges), cut
+            )
+        return cut
+
+
+def _nearest(edges: Rows, wanted: int) -> int:
+    return int(edges[np.argmin(np.abs(edges - wanted))])
+
+
+def read_flags(
+    source: Source, manifest: Manifest, usable: Rows | None = None, part: tuple[int, int] = (0, 1)
+) -> Flags:
+    """Read the validation flags of the usable rows, or of a part of them.
+
+    Args:
+        source: of the manifest's files.
+        manifest: with a validation column.
+        usable: ascending numbers of the rows that count; None means all.
+        part: (number, count) of the part.
+    """
+    column = manifest.schema.validation
+    assert column is not None
+    rows = manifest.num_rows if usable is None else usable
+    values = read_rows(source, [column.name], rows, part, Division(source.block_edges))
+    flags: Flags = np.asarray(values[column.name]) != 0
+    return flags
+
+
+def flagged(flags: Flags, subset: str) -> Rows:
+    """Return the ascending positions of the subset's rows."""
+    return np.flatnonzero(flags if subset == "validation" else ~flags)
 
 
 def select_rows(
@@ -41,27 +117,29 @@ def select_rows(
     validation: float | None,
     seed: int,
     usable: Rows | None = None,
+    flags: Flags | None = None,
 ) -> Rows | int:
-    """Ascending numbers of the rows of a subset, or a count for all from 0 on.
+    """Return the ascending numbers of the rows of a subset, or a count for all from 0 on.
 
     Args:
-        source: of the manifest's files; read only if a column tells the validation rows.
-        manifest: which files there are.
+        source: of the manifest's files; read only if a column tells the validation rows and `flags` is None.
+        manifest: of the data.
         subset: "all", "train" or "validation".
         validation: the validation fraction; None if the manifest has a validation column (or there is none).
         seed: decides the split.
         usable: ascending numbers of the rows that count; None means all.
+        flags: the validation flags of the usable rows, if they have been read.
 
     Raises:
-        InvalidArgumentError: the subset cannot be told apart.
+        InvalidArgumentError: the data have no validation rows.
     """
     total: Rows | int = manifest.num_rows if usable is None else usable
     if subset == "all":
         return total
-    column = manifest.schema.validation
-    if column is not None:
-        flags = source.read([column.name], usable)[column.name] != 0
-        chosen = np.flatnonzero(flags if subset == "validation" else ~flags)
+    if is_flagged(manifest, subset):
+        if flags is None:
+            flags = read_flags(source, manifest, usable)
+        chosen = flagged(flags, subset)
         return chosen if usable is None else usable[chosen]
     if not validation:
         if subset == "train":
@@ -77,39 +155,29 @@ def select_rows(
 
 
 def fits_in_memory(rows: Rows | int, row_bytes: int, limit_bytes: int) -> bool:
-    """Whether rows of `row_bytes` bytes are held in memory under this limit."""
+    """Return True if rows of `row_bytes` bytes are held in memory under this limit."""
     return count_of(rows) * row_bytes <= limit_bytes
 
 
 def count_of(rows: Rows | int) -> int:
-    """How many rows there are."""
+    """Return the number of rows of a selection."""
     return rows if isinstance(rows, int) else len(rows)
 
 
 def read_rows(
-    source: Source, names: Sequence[str], rows: Rows | int, part: tuple[int, int] = (0, 1)
-) -> dict[str, Any]:
-    """The arrays of these columns and rows, or of a part of the rows, as `Source.read` gives them."""
-    numbers = None if isinstance(rows, int) else rows
-    return source.read(names, numbers if part == (0, 1) else part_of(source, rows, *part))
+    source: Source,
+    names: Sequence[str],
+    rows: Rows | int,
+    part: tuple[int, int],
+    division: Division,
+) -> dict[str, Values]:
+    """Read columns of a part of the rows, as `Source.read` gives them."""
+    numbers = division.part(rows, *part)
+    return source.read(names, None if isinstance(numbers, int) else numbers)
 
 
-def part_of(source: Source, rows: Rows | int, number: int, count: int) -> Rows:
-    """Ascending row numbers of one of `count` parts of a selection; cut where the source's pieces begin, if it has some."""
-    total = count_of(rows)
-    edges = source.block_edges
-    cuts = []
-    for wanted in (total * number // count, total * (number + 1) // count):
-        if edges is not None:
-            places = edges if isinstance(rows, int) else np.searchsorted(rows, edges)
-            wanted = int(places[np.argmin(np.abs(places - wanted))])
-        cuts.append(wanted)
-    chosen = np.arange(*cuts, dtype=np.int64)
-    return chosen if isinstance(rows, int) else rows[cuts[0] : cuts[1]]
-
-
-def same_rows(a: Any, b: Any) -> bool:
-    """Whether two selections are of the same rows."""
+def same_rows(a: Rows | int, b: Rows | int) -> bool:
+    """Return True if two selections have the same rows."""
     if isinstance(a, int) or isinstance(b, int):
-        return bool(isinstance(a, int) and isinstance(b, int) and a == b)
+        return isinstance(a, int) and isinstance(b, int) and a == b
     return bool(np.array_equal(a, b))

@@ -4,29 +4,34 @@ Names: every path is relative to the store and uses "/". `data/` holds materiali
 run reports, `models/` weights that are too large for a closure.
 
 Atomicity: a file appears under its name when it is whole, or not at all (`atomic`), on file systems that rename, that
-replace, and that only append. What decides something carries a checksum (`checksummed`).
+replace, and that only append. Small files that decide something carry a checksum (`checksummed`).
 
 Ownership: a data directory has a lease that its owner renews (`leases`), a run's folder a lock of the fit that writes it
-(`run_lock`). Nobody deletes what another one holds; what nobody holds any more goes with `Store.clean()`.
+(`run_lock`). Nobody deletes files that another process holds; those without an owner go with `Store.clean()`.
 
 Access: a process that sees the store opens it itself. A Spark Connect client that does not see it reads and writes
-through small Spark tasks (`connect`).
+through small Spark tasks (`connect`, `remote_store`).
 
 Secrets: storage options and passwords of a URL travel with the store to the ranks and are shown nowhere (`addresses`).
 
 Each module imports only those above it:
 
-    addresses     what a path or URL means, what of it is secret, and the file system that it names
+    addresses     paths and URLs, their secrets and file systems
     atomic        writing a file whole or not at all
+    place         the file system behind a store, opened on first use
+    listing       files and folders of a store
+    writer        writing and deleting files of a store
     checksummed   small files that tell damage from another version
-    processes     whether a process that wrote its name is still there
+    processes     processes that own files, and whether they are alive
     run_lock      one fit at a time in a run's folder
     leases        owners of data directories
-    cleaning      deletes what nobody owns
+    cleaning      deletes data and runs that have no owner
     contents      lists and deletes runs and data
     temporary     folders that go with their process
     store         `Store`
-    connect       a store that only the executors see
+    remote_calls  calls on a store that a Spark task makes
+    remote_store  a store that only executors see
+    connect       finds out whether this process sees a store
     task_errors   a `StoreError` of a Spark task as one of the driver
     spark_files   files where Spark resolves a path
     default       the store of a fit that names none

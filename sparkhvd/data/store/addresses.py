@@ -1,4 +1,4 @@
-"""Where a store is: what a path or URL means, what of it is secret, and the file system that it names."""
+"""Parse paths and URLs of stores, hide their secrets, open their file systems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, unquote_plus, urlencode, urlsplit
 
 import pyarrow.fs as pafs
@@ -37,7 +36,7 @@ _ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs"}
 _OBJECT_STORES = frozenset(
     {"s3", "gs", "abfs", "abfss", "az", "adl", "oss", "obs", "oci", "cos", "tos", "hf", "lakefs"}
 )
-# What a query may say that everybody may read; all else in it is hidden.
+# Parameters of a query that everybody may read; all others are hidden.
 _OPEN_QUERY = frozenset(
     {
         "allow_bucket_creation",
@@ -79,10 +78,10 @@ class Address:
 
 
 def parse(given: str) -> Address:
-    """The place that a path or URL names; nothing is opened.
+    """Parse a path or URL; opens nothing.
 
     Raises:
-        InvalidArgumentError: it names none.
+        InvalidArgumentError: it names no place for a store.
     """
     scheme, colon, rest = given.partition(":")
     if given.startswith("/") or not colon or "/" in scheme:
@@ -122,9 +121,9 @@ def parse(given: str) -> Address:
 
 
 def split(given: str) -> tuple[str, str]:
-    """(folder, name in it) of a path or URL: the folder as `parse` takes it, the name as a file system does.
+    """Split a path or URL into a folder, as `parse` takes it, and a name, as the file system takes it.
 
-    A relative path is that of this process.
+    A relative path is relative to this process's working directory.
     """
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", given):
         folder, _, name = os.path.abspath(given).rpartition("/")
@@ -188,7 +187,7 @@ def check_databricks(root: str, given: str) -> None:
 
 
 def without_secrets(url: str) -> str:
-    """The URL without "user:password@" and without what a query may hide, such as a signature."""
+    """Return the URL without "user:password@" and without secrets of its query, such as a signature."""
     if not _is_quoted(url):
         return f"{url.partition(':')[0]}://<hidden>"
     parts = urlsplit(url)
@@ -202,7 +201,7 @@ def without_secrets(url: str) -> str:
 
 
 def _is_quoted(url: str) -> bool:
-    """Whether nothing looks like a password with a "/", "?", "#" or "[" in it that is not quoted.
+    """Return False if a password seems to hold a "/", "?", "#" or "[" that is not quoted.
 
     Such a password ends the part of the URL for user and host, and its "@" comes later; or no port is where one would be.
     """
@@ -215,26 +214,26 @@ def _is_quoted(url: str) -> bool:
     return ":" not in parts.netloc or "@" not in after
 
 
-def secrets_of(full: str, options: Mapping[str, Any]) -> frozenset[str]:
-    """The strings that no message may hold: passwords and keys of the URL and of the storage options."""
+def secrets_of(full: str, options: Mapping[str, object]) -> frozenset[str]:
+    """Return the passwords and keys of the URL and of the storage options: no message may hold them."""
     if not _is_quoted(full):
         return frozenset({full})
     parts = urlsplit(full)
     user, _, _ = parts.netloc.rpartition("@")
-    found = {user.partition(":")[2]} if ":" in user else set()
+    secrets = {user.partition(":")[2]} if ":" in user else set()
     if ":" in user:
-        found.add(user)
+        secrets.add(user)
     for pair in parts.query.split("&"):
         name, _, value = pair.partition("=")
         if name not in _OPEN_QUERY:
-            found.update((value, unquote_plus(value)))
-    found.update(_secret_options(options))
-    both = {text for one in found for text in (one, unquote(one), quote(one, safe=""))}
+            secrets.update((value, unquote_plus(value)))
+    secrets.update(_secret_options(options))
+    both = {text for raw in secrets for text in (raw, unquote(raw), quote(raw, safe=""))}
     # Shorter ones would be found in ordinary words.
     return frozenset(text for text in both if len(text) >= 4)
 
 
-def _secret_options(options: Mapping[str, Any]) -> Iterator[str]:
+def _secret_options(options: Mapping[str, object]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _secret_options(value)
@@ -246,12 +245,12 @@ def _secret_options(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def has_atomic_writes(scheme: str) -> bool:
-    """Whether a file appears when it is closed, whole, also over an older one: true of object stores."""
+    """Return True if a file appears whole when it is closed, also over an older one, as on object stores."""
     return scheme in _OBJECT_STORES
 
 
 def is_sequential(root: str) -> bool:
-    """Whether files of this local folder may only be written in one sequential pass.
+    """Return True if files of this local folder may only be written in one sequential pass.
 
     True of Databricks' Volumes and DBFS, and taken to be true of every other FUSE mount: most of them stand before an
     object store.
@@ -262,7 +261,7 @@ def is_sequential(root: str) -> bool:
 
 
 def _mount_kind(path: str) -> str:
-    """The kind of file system that a path lies on, as the kernel names it; "" where that is not known."""
+    """Return the kernel's name for the file system that holds a path; "" if it is unknown."""
     try:
         device = os.stat(path).st_dev
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
@@ -276,8 +275,8 @@ def _mount_kind(path: str) -> str:
     return ""
 
 
-def open_filesystem(address: Address, options: Mapping[str, Any]) -> tuple[pafs.FileSystem, str]:
-    """The file system of an address and the store's root in it.
+def open_filesystem(address: Address, options: Mapping[str, object]) -> tuple[pafs.FileSystem, str]:
+    """Open the file system of an address; return it and the store's root in it.
 
     Raises:
         OSError: it cannot be reached, or a library that it needs is missing.
@@ -298,45 +297,45 @@ def open_filesystem(address: Address, options: Mapping[str, Any]) -> tuple[pafs.
     return kind(**{**url_options(scheme, address.full), **options}), address.root
 
 
-def url_options(scheme: str, full: str) -> dict[str, Any]:
-    """What a URL says besides the path, as arguments of pyarrow's file system of its scheme."""
+def url_options(scheme: str, full: str) -> dict[str, object]:
+    """Return the user and query of a URL as arguments of pyarrow's file system of its scheme."""
     parts = urlsplit(full)
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
-    found: dict[str, Any] = dict(parse_qsl(parts.query))
-    for name, value in found.items():
+    query: dict[str, object] = dict(parse_qsl(parts.query))
+    for name, value in parse_qsl(parts.query):
         if value.lower() in ("true", "false"):
-            found[name] = value.lower() == "true"
+            query[name] = value.lower() == "true"
     if scheme == "s3":
-        said: dict[str, Any] = {"access_key": user, "secret_key": password}
+        login: dict[str, object] = {"access_key": user, "secret_key": password}
     elif scheme == "gs":
-        if (limit := found.pop("retry_limit_seconds", None)) is not None:
-            found["retry_time_limit"] = timedelta(seconds=float(limit))
-        said = {"anonymous": True} if user == "anonymous" else {}
+        if (limit := query.pop("retry_limit_seconds", None)) is not None:
+            query["retry_time_limit"] = timedelta(seconds=float(str(limit)))
+        login = {"anonymous": True} if user == "anonymous" else {}
     elif scheme in ("hdfs", "viewfs"):
-        for name in {"replication", "buffer_size", "default_block_size"} & found.keys():
-            found[name] = int(found[name])
-        said = {"user": user}
+        for name in {"replication", "buffer_size", "default_block_size"} & query.keys():
+            query[name] = int(str(query[name]))
+        login = {"user": user}
     else:  # abfs, abfss: the account is the host's first part
         account, _, domain = (parts.hostname or "").partition(".")
-        if found.pop("enable_tls", True) is False:
-            found |= {"blob_storage_scheme": "http", "dfs_storage_scheme": "http"}
-        said = {"account_name": account if domain else user, "account_key": password}
-    return {**{k: v for k, v in said.items() if v}, **found}
+        if query.pop("enable_tls", True) is False:
+            query |= {"blob_storage_scheme": "http", "dfs_storage_scheme": "http"}
+        login = {"account_name": account if domain else user, "account_key": password}
+    return {**{k: v for k, v in login.items() if v}, **query}
 
 
 def _bucket(full: str) -> str:
-    """The URI without the path: a file system is that of the bucket, and pyarrow takes no blanks."""
+    """Return the URI without its path: one file system serves the bucket, and pyarrow takes no blanks."""
     return urlsplit(full)._replace(path="/").geturl()
 
 
-def _open_fsspec(address: Address, options: Mapping[str, Any]) -> tuple[pafs.FileSystem, str]:
+def _open_fsspec(address: Address, options: Mapping[str, object]) -> tuple[pafs.FileSystem, str]:
     import fsspec
 
     filesystem, root = fsspec.core.url_to_fs(address.full, **options)
     return pafs.PyFileSystem(pafs.FSSpecHandler(filesystem)), root.rstrip("/")
 
 
-def _open_hdfs(full: str, options: Mapping[str, Any]) -> pafs.FileSystem:
+def _open_hdfs(full: str, options: Mapping[str, object]) -> pafs.FileSystem:
     try:
         if options:
             parts = urlsplit(full)

@@ -1,4 +1,4 @@
-"""How a file gets into a store whole or not at all.
+"""Write files of a store whole or not at all.
 
     local folders, HDFS, most of fsspec    written under a temporary name, then renamed
     FUSE mounts, Databricks' Volumes       written on this host's disk, copied in one pass under a temporary name, renamed
@@ -18,9 +18,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
+import pyarrow as pa
 import pyarrow.fs as pafs
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = [
     "COPY_BYTES",
@@ -37,34 +41,38 @@ __all__ = [
 ]
 
 COPY_BYTES = 16 << 20
-# How often folders are made again that another process removes while they are empty.
+# Times that folders are made again which another process removed while they were empty.
 _TRIES = 100
-# What a FUSE mount answers that does not implement rename.
+# Errors of a FUSE mount that does not implement rename.
 _NO_RENAME = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EXDEV)
 
 
 class Sink(io.RawIOBase):
-    """A file to be written once from start to end; keeps the store's own error, which others may hide."""
+    """A file to be written once from start to end; keeps the store's own error, which callers may wrap.
 
-    def __init__(self, file: Any, place: str = "") -> None:
+    Attributes:
+        error: the first error of the file; None so far.
+        is_whole: True once the writer has ended well: errors from then on are the store's.
+        staged_in: folder on this host's disk where the file is collected; "" if it is written in the store.
+    """
+
+    def __init__(self, file: IO[bytes] | pa.NativeFile, staged_in: str = "") -> None:
         self._file = file
         self._position = 0
         self.error: Exception | None = None
-        # Set when its writer has ended well: what fails from then on is the store's failure.
         self.is_whole = False
-        # Where it is collected, if that is not the store.
-        self.place = place
+        self.staged_in = staged_in
 
     def writable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Bytes written so far."""
+        """Return the bytes written so far."""
         return self._position
 
-    def write(self, data: Any) -> int:
-        """Write all of it."""
+    def write(self, data: ReadableBuffer) -> int:
+        """Write all of the data."""
         with self._kept():
             self._file.write(data)
         size = memoryview(data).nbytes
@@ -72,7 +80,7 @@ class Sink(io.RawIOBase):
         return size
 
     def flush(self) -> None:
-        """Hand on what is buffered."""
+        """Flush the file."""
         if not self.closed and not self._file.closed:
             with self._kept():
                 self._file.flush()
@@ -93,8 +101,8 @@ class Sink(io.RawIOBase):
 
 @contextlib.contextmanager
 def local_output(target: str, temporary: str) -> Iterator[Sink]:
-    """A file of a local folder: `temporary` while it is written, then `target`."""
-    # Nothing is flushed to the device: a store outlives processes, and a lost machine loses the run anyway.
+    """Write a file of a local folder as `temporary`, then rename it to `target`."""
+    # No fsync: a store outlives processes, and a lost machine loses the run anyway.
     sink = Sink(open(temporary, "wb"))  # noqa: SIM115
     try:
         yield sink
@@ -137,16 +145,16 @@ def copy_in(source: IO[bytes], target: str, temporary: str) -> None:
             _copy(source, file)
 
 
-def _copy(source: IO[bytes], sink: Any) -> None:
+def _copy(source: IO[bytes], sink: io.RawIOBase) -> None:
     while chunk := source.read(COPY_BYTES):
         view = memoryview(chunk)
         while view:
-            view = view[sink.write(view) :]
+            view = view[sink.write(view) or 0 :]
 
 
 @contextlib.contextmanager
 def staged_output(deliver: Callable[[IO[bytes]], None]) -> Iterator[Sink]:
-    """A file on this host's disk; when the block has ended without error, `deliver` copies it into the store."""
+    """Write a file on this host's disk; `deliver` copies it into the store when the block ends without error."""
     with tempfile.TemporaryFile(prefix="sparkhvd-staged-") as file:
         sink = Sink(file, tempfile.gettempdir())
         yield sink
@@ -158,7 +166,7 @@ def staged_output(deliver: Callable[[IO[bytes]], None]) -> Iterator[Sink]:
 
 @contextlib.contextmanager
 def remote_output(filesystem: pafs.FileSystem, target: str, temporary: str) -> Iterator[Sink]:
-    """A file of another file system: `temporary` while it is written, then `target`."""
+    """Write a file of another file system as `temporary`, then rename it to `target`."""
     sink = Sink(filesystem.open_output_stream(temporary))
     try:
         yield sink
@@ -174,9 +182,9 @@ def remote_output(filesystem: pafs.FileSystem, target: str, temporary: str) -> I
 
 
 def _move(filesystem: pafs.FileSystem, source: str, target: str) -> None:
-    """Rename over what may be there. Some file systems refuse that, by an error or in silence.
+    """Rename, also over an older file, which some file systems refuse by an error or in silence.
 
-    What is there is then moved aside, and deleted or moved back: errors do not tell a refusal from a lost connection.
+    The older file is then moved aside, and deleted or moved back: errors do not tell a refusal from a lost connection.
     """
     try:
         filesystem.move(source, target)
@@ -193,14 +201,14 @@ def _move(filesystem: pafs.FileSystem, source: str, target: str) -> None:
         try:
             filesystem.move(older, target)
         except Exception:  # noqa: BLE001 - drivers of fsspec raise what they like
-            raise OSError(f"{e}; what was there before is now {older}") from e
+            raise OSError(f"{e}; the file that was there before is now {older}") from e
         raise
     with contextlib.suppress(Exception):
         filesystem.delete_file(older)
 
 
 def make_folder(filesystem: pafs.FileSystem, folder: str) -> None:
-    """Make a folder and those above it, unless they are there."""
+    """Make a folder and its parents, unless they exist."""
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pafs.FSSpecHandler):
         handler.fs.makedirs(folder, exist_ok=True)
@@ -209,7 +217,7 @@ def make_folder(filesystem: pafs.FileSystem, folder: str) -> None:
 
 
 def make_local_folder(folder: str, root: str) -> None:
-    """Make a folder below a root that must be there."""
+    """Make a folder below a root that must exist."""
     for tries_left in reversed(range(_TRIES)):
         missing = []
         here = Path(folder)
@@ -221,30 +229,30 @@ def make_local_folder(folder: str, root: str) -> None:
                 path.mkdir(exist_ok=True)
             return
         except (FileNotFoundError, FileExistsError):
-            # Another process found one of them empty and removed it; or the root is gone, or a file is in the way.
+            # Another process removed one that was still empty; or the root is gone, or a file is in the way.
             if not tries_left or not os.path.isdir(root):
                 raise
 
 
 def remove_empty_folder(filesystem: pafs.FileSystem, folder: str) -> None:
-    """Remove a folder if the file system has a call that refuses one with something in it."""
+    """Remove an empty folder if the file system has a call that refuses a folder with content."""
     handler = getattr(filesystem, "handler", None)
     if isinstance(handler, pafs.FSSpecHandler):
         with contextlib.suppress(
             Exception
-        ):  # each driver has its own way to say that it is not empty
+        ):  # each driver has its own error for a folder with content
             handler.fs.rmdir(folder)
 
 
 def make_root(root: str) -> str:
-    """Make a folder for this user alone, with those above it; returns the topmost that was made, or "".
+    """Make a folder for this user alone, with its parents; return the topmost that was made, or "".
 
-    One that is there keeps its permissions.
+    A folder that exists keeps its permissions.
     """
     missing = ""
     here = root
     while here != "/" and not os.path.lexists(here):
         missing, here = here, posixpath.dirname(here)
-    # Those above get the usual permissions, as `mkdir -p -m` gives them.
+    # Parents get the usual permissions, as `mkdir -p -m` gives them.
     Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
     return missing

@@ -1,4 +1,4 @@
-"""Small files of a store with a checksum in them: a damaged one is told from one that says something else."""
+"""Small files of a store with a checksum, which tells a damaged file from another version of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["dump_sealed", "load_sealed"]
 _SEAL = "sha256"
 
 
-def dump_sealed(values: Mapping[str, Any]) -> bytes:
+def dump_sealed(values: Mapping[str, object]) -> bytes:
     """Return a JSON object as bytes, with the SHA-256 of its other entries as the entry "sha256"."""
     # Through JSON once, so that the checksum is of what a reader gets (tuples are lists then).
     plain = json.loads(json.dumps(dict(values)))
@@ -20,11 +20,11 @@ def dump_sealed(values: Mapping[str, Any]) -> bytes:
 
 
 def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
-    """Return the entries that `dump_sealed` wrote; None if they are not what was written.
+    """Return the entries that `dump_sealed` wrote; None if the file is damaged.
 
     Args:
         data: the file.
-        required: whether a file without a checksum, as older versions wrote it, counts as damaged.
+        required: treat a file without a checksum, as older versions wrote it, as damaged.
     """
     try:
         values = json.loads(data)
@@ -38,5 +38,5 @@ def load_sealed(data: bytes, *, required: bool = True) -> dict[str, Any] | None:
     return values if seal == _digest(values) else None
 
 
-def _digest(values: dict[str, Any]) -> str:
+def _digest(values: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Deletes what nobody needs any more from a store; what it may not delete it names in a warning."""
+"""Delete data and runs that nobody needs any more; a warning names those that must stay."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Cleaning"]
 
-# A warning names so many folders.
+# Folders that a warning names.
 _NAMED = 20
 
 
 class Cleaning:
-    """One walk over a store.
+    """Deletes data and runs in one walk over a store.
 
     Args:
         store: to clean.
@@ -41,7 +41,7 @@ class Cleaning:
         """Delete kept data, and data whose owner is gone."""
         for directory in self._store.data_directories():
             if is_owners(directory):
-                self._delete(directory, self._is_over)
+                self._delete(directory, self._is_deletable)
             else:
                 self.failed.append(directory)
 
@@ -51,7 +51,7 @@ class Cleaning:
             self._delete(run, self._is_free)
 
     def warn(self, stacklevel: int) -> None:
-        """Name what stays, if anything does; `stacklevel` as of `warnings.warn`, from the caller."""
+        """Warn about folders that stay, if any; `stacklevel` is that of `warnings.warn` from the caller."""
         if not self.failed:
             return
         more = ", ..." if len(self.failed) > _NAMED else ""
@@ -61,7 +61,7 @@ class Cleaning:
             stacklevel=stacklevel + 1,
         )
 
-    def _is_over(self, directory: str) -> bool:
+    def _is_deletable(self, directory: str) -> bool:
         lease = lease_of(self._store, directory)
         return (lease is not None and lease.keep) or is_abandoned(self._store, directory, self._now)
 
@@ -77,5 +77,5 @@ class Cleaning:
             (self.failed if self._store.exists(path) else self.deleted).append(path)
         except StoreError:
             self.failed.append(path)
-        except OSError:  # its owner deletes it at this moment
+        except OSError:  # its owner is deleting it
             pass

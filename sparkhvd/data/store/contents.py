@@ -1,4 +1,4 @@
-"""Runs and materialized data in a store: listed with their sizes, and deleted where nobody uses them."""
+"""List runs and materialized data of a store with their sizes, and delete those that nobody uses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparkhvd.data.store.checksummed import load_sealed
 from sparkhvd.data.store.leases import is_abandoned, is_owners, lease_of
+from sparkhvd.data.store.listing import StoredFile
 from sparkhvd.data.store.run_lock import HOLDER_NAME, hold, holder_of, is_running
 from sparkhvd.errors import InvalidArgumentError, StoreError
 
 if TYPE_CHECKING:
-    from sparkhvd.data.store.store import Store, StoredFile
+    from sparkhvd.data.store.store import Store
 
 __all__ = [
     "FINISHED_NAME",
@@ -41,10 +42,10 @@ class StoredRun:
     Attributes:
         run_id: its name.
         state: "finished", "interrupted", or "running" as far as that is known from here.
-        epochs: that its newest checkpoint has.
+        epochs: trained epochs of its newest checkpoint.
         num_bytes: of all its files.
-        changed: when one of them changed last; None where nothing tells.
-        holder: the fit that runs: "process 12 on host a, since ..."; "" if none does.
+        changed: time of the last change; None if unknown.
+        holder: the running fit: "process 12 on host a, since ..."; "" if there is none.
     """
 
     run_id: str
@@ -63,7 +64,7 @@ class StoredData:
         path: its folder, relative to the store.
         state: "kept" until they are deleted, "in use" by the application that made them, or "abandoned".
         num_bytes: of all its files.
-        changed: when one of them changed last; None where nothing tells.
+        changed: time of the last change; None if unknown.
         application: the Spark application that made them; "" if unknown.
     """
 
@@ -77,7 +78,7 @@ class StoredData:
 def list_runs(store: Store) -> tuple[StoredRun, ...]:
     """Return the runs of a store by name."""
     files = _files_by_folder(store, "runs", depth=1)
-    return tuple(_run(store, run_id, found) for run_id, found in sorted(files.items()))
+    return tuple(_run(store, run_id, group) for run_id, group in sorted(files.items()))
 
 
 def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
@@ -86,7 +87,7 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
     warm = max((int(m[1]) for name in names if (m := _WARM.match(name))), default=0)
     part = f"warm-{warm}/" if warm else ""
     holder = holder_of(store, run_id) if HOLDER_NAME in names else None
-    runs = holder is not None and is_running(holder)
+    is_held = holder is not None and is_running(holder)
     state = "finished" if f"{part}{FINISHED_NAME}" in names else "interrupted"
     epochs = 0
     if f"{part}{POINTER_NAME}" in names:
@@ -94,11 +95,11 @@ def _run(store: Store, run_id: str, files: list[StoredFile]) -> StoredRun:
         epochs = 0 if pointer is None else int(pointer["epoch"])
     return StoredRun(
         run_id,
-        "running" if runs else state,
+        "running" if is_held else state,
         epochs,
         sum(f.size for f in files),
         _changed(files),
-        str(holder) if runs else "",
+        str(holder) if is_held else "",
     )
 
 
@@ -120,7 +121,7 @@ def delete_run(store: Store, run_id: str) -> None:
 
 def list_data(store: Store) -> tuple[StoredData, ...]:
     """Return the materialized data of a store by path."""
-    found = []
+    entries = []
     now = time.time()
     for folder, files in sorted(_files_by_folder(store, "data", depth=2).items()):
         path = f"data/{folder}"
@@ -132,15 +133,15 @@ def list_data(store: Store) -> tuple[StoredData, ...]:
             state = "abandoned"
         size = sum(f.size for f in files)
         app_id = "" if lease is None else lease.app_id
-        found.append(StoredData(path, state, size, _changed(files), app_id))
-    return tuple(found)
+        entries.append(StoredData(path, state, size, _changed(files), app_id))
+    return tuple(entries)
 
 
 def delete_data(store: Store, path: str) -> None:
     """Delete materialized data that are kept or abandoned.
 
     Raises:
-        InvalidArgumentError: `path` is no folder that `list_data` gives, or the application that made them may use them.
+        InvalidArgumentError: `list_data` gives no such path, or the application that made them may use them.
         StoreError: they cannot be deleted.
     """
     if not (path.startswith("data/") and is_owners(path) and store.exists(path)):
@@ -165,19 +166,19 @@ def _delete(store: Store, path: str) -> None:
         )
 
 
-def _files_by_folder(store: Store, root: str, *, depth: int) -> dict[str, list[Any]]:
-    """Files by their folder so many levels below `root`, with paths relative to that folder."""
+def _files_by_folder(store: Store, root: str, *, depth: int) -> dict[str, list[StoredFile]]:
+    """Group files by their folder `depth` levels below `root`, with paths relative to that folder."""
     try:
         files = store.below(root).files()
     except FileNotFoundError:
         return {}
-    found: dict[str, list[Any]] = defaultdict(list)
+    groups: dict[str, list[StoredFile]] = defaultdict(list)
     for file in files:
         parts = file.path.split("/")
         if len(parts) > depth:
-            inside = type(file)("/".join(parts[depth:]), file.size, file.modified_ns)
-            found["/".join(parts[:depth])].append(inside)
-    return found
+            inside = StoredFile("/".join(parts[depth:]), file.size, file.modified_ns)
+            groups["/".join(parts[:depth])].append(inside)
+    return groups
 
 
 def _changed(files: Iterable[StoredFile]) -> datetime | None:

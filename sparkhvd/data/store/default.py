@@ -1,11 +1,11 @@
-"""Which store a fit or a model uses when none is given."""
+"""Choose the store of a fit or a model that names none."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 from os import PathLike, fspath
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sparkhvd.data.store.addresses import secrets_of, without_secrets
 from sparkhvd.data.store.connect import as_seen_by, make_private
@@ -15,6 +15,9 @@ from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.sessions import is_connect
 from sparkhvd.spark import SparkShim
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
 __all__ = ["STORE_CONF", "default_store"]
 
 STORE_CONF = "spark.sparkhvd.store"
@@ -23,14 +26,14 @@ STORE_CONF = "spark.sparkhvd.store"
 _temporary = TemporaryFolders()
 
 
-def default_store(spark: Any, given: Any = None) -> Store:
-    """The store given (also as a path or URL), else the conf's, else a temporary folder on a local master.
+def default_store(spark: SparkSession, given: object = None) -> Store:
+    """Return the given store (also as a path or URL), else the conf's, else a temporary folder on a local master.
 
     For a Spark Connect session that is the store as this client reaches it, see `connect`.
 
     Raises:
-        InvalidArgumentError: there is none, and the master is not local; or it cannot be written.
-        StoreError: the folder of a `Store` that was given is not there; it may be mounted no more.
+        InvalidArgumentError: no store is given and the master is not local; or the store cannot be written.
+        StoreError: the folder of a given `Store` does not exist; it may no longer be mounted.
     """
     if isinstance(given, Store):
         store = as_seen_by(spark, given)
@@ -70,7 +73,7 @@ def default_store(spark: Any, given: Any = None) -> Store:
     return store
 
 
-def _created(spark: Any, given: str | PathLike[str]) -> Store:
+def _created(spark: SparkSession, given: str | PathLike[str]) -> Store:
     if is_connect(spark):
         return as_seen_by(spark, Store(fspath(given)), make=True)
     return Store.create(given)

@@ -1,4 +1,4 @@
-"""Who owns a data directory of a store: a small file in it that the owner renews while it lives."""
+"""Leases of data directories: a small file in each that its owner renews while it lives."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LEASE_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Lease:
-    """Who owns a data directory, and until when nobody else may delete it.
+    """The owner of a data directory, which nobody else may delete before the lease expires.
 
     Attributes:
         app_id: the application that materialized the data.
-        renewed: when it last said that it lives, in s since 1970.
-        keep: whether the data stay when it has ended.
+        renewed: time of the last renewal, in s since 1970.
+        keep: True if the data stay when the application has ended.
     """
 
     app_id: str
@@ -31,21 +31,21 @@ class Lease:
     keep: bool = False
 
     def is_expired(self, now: float) -> bool:
-        """Whether the owner has been silent for so long that it must be gone."""
+        """Return True if the owner must be gone, because it has not renewed the lease for a day."""
         return not self.keep and now - self.renewed > LEASE_S
 
     @classmethod
     def parse(cls, content: bytes) -> Lease | None:
-        """The lease in a file; fields of other versions are passed over. None if it is none."""
+        """Parse a lease file, ignoring fields of other versions; return None if it is none."""
         try:
-            found = json.loads(content)
-            return cls(str(found["app_id"]), float(found["renewed"]), bool(found.get("keep")))
+            fields = json.loads(content)
+            return cls(str(fields["app_id"]), float(fields["renewed"]), bool(fields.get("keep")))
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
 
 
 def lease_of(store: Store, data_dir: str) -> Lease | None:
-    """The lease of a data directory, or None if it has none (yet)."""
+    """Return the lease of a data directory, or None if it has none (yet)."""
     try:
         return Lease.parse(store.read_bytes(f"{data_dir}/{LEASE_NAME}"))
     except (FileNotFoundError, NotADirectoryError):
@@ -53,17 +53,17 @@ def lease_of(store: Store, data_dir: str) -> Lease | None:
 
 
 def write_lease(store: Store, data_dir: str, lease: Lease) -> None:
-    """Say who owns a data directory."""
+    """Write the lease of a data directory."""
     store.write_bytes(f"{data_dir}/{LEASE_NAME}", json.dumps(asdict(lease)).encode())
 
 
 def is_owners(data_dir: str) -> bool:
-    """Whether a path is the directory of one owner, `data/<key>/<owner>`, and not of a key that could not be listed."""
+    """Return True for a directory of one owner, `data/<key>/<owner>`, False for a key that could not be listed."""
     return data_dir.count("/") == 2
 
 
 def is_abandoned(store: Store, data_dir: str, now: float) -> bool:
-    """Whether the owner of a data directory is gone; without a lease, whether nothing in it changed for a day."""
+    """Return True if the owner of a data directory is gone, or, without a lease, nothing in it changed for a day."""
     lease = lease_of(store, data_dir)
     if lease is not None:
         return lease.is_expired(now)

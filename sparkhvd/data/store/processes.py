@@ -1,4 +1,4 @@
-"""Processes that own something in a file system: written down, and asked later whether they are still there."""
+"""Processes that own files: written down, and checked later for being alive."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Process"]
 
 @dataclass(frozen=True)
 class Process:
-    """A process of some machine.
+    """A process of a machine.
 
     Attributes:
         host: name of its host.
         pid: its number there.
         machine: boot of the machine and its namespace of pids: two containers of one host differ; "" if unknown.
-        started: its start in clock ticks since that boot, so that a later process of the same number is told apart.
+        started: its start in clock ticks since that boot, which tells it from a later process of the same number.
     """
 
     host: str
@@ -34,17 +34,17 @@ class Process:
         return cls(socket.gethostname(), os.getpid(), _machine(), _started(os.getpid()))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Process:
+    def from_dict(cls, values: Mapping[str, object]) -> Process:
         """Return the process that `to_dict` described."""
         names = ("host", "machine", "started")
-        return cls(pid=int(values["pid"]), **{n: str(values[n]) for n in names})
+        return cls(pid=int(str(values["pid"])), **{n: str(values[n]) for n in names})
 
     def to_dict(self) -> dict[str, Any]:
         """Return this as JSON-able data."""
         return asdict(self)
 
     def is_alive(self) -> bool | None:
-        """Tell whether the process is there; None where that cannot be seen from this one."""
+        """Return True if the process is alive; None if this process cannot see it."""
         if not self.machine or self.machine != _machine():
             return None
         try:
@@ -69,7 +69,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """The start of a process; "" if it is not seen; "ended" of one that only its parent has not noticed yet."""
+    """Return the start of a process; "" if it is not seen, "ended" for a zombie."""
     try:
         # The name before the last ")" may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

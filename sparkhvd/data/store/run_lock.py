@@ -1,14 +1,15 @@
-"""Who fits into a run's folder at the moment: one process at a time.
+"""The lock of a run's folder: one fit at a time writes into it.
 
     runs/<run_id>/holder.json    the process, and a time that it renews every `RENEW_S`
 
-A holder on this machine is alive or not, which the system tells. One on another machine, or in another container, is
-given up when its file has not changed for `EXPIRES_S`, by the clock of the one who watches: clocks of hosts are never compared,
-and a resume after a crash waits no longer.
+The system tells if a holder on this machine is alive. A holder on another machine, or in another container, counts as
+dead when its file has not changed for `EXPIRES_S`, by the clock of the watching process: clocks of hosts are never
+compared, and a resume after a crash waits no longer.
 
-Threads: one per held run renews the file. Ownership: the file is its holder's; whoever takes over writes it anew, and the
-holder before sees that at its next renewal or `check`. Shutdown: `release` ends the thread, whose last act is to delete the file. A client that does
-not see the store could renew it only through tasks, whose slots its ranks hold, so it looks and holds nothing.
+Threads: one per held run renews the file. Ownership: the file is its holder's; a fit that takes over writes it anew, and
+the former holder sees that at its next renewal or `check`. Shutdown: `release` ends the thread, whose last act is to
+delete the file. A client that does not see the store could renew it only through tasks, whose slots its ranks hold, so
+it checks for other holders and holds nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
 from sparkhvd.data.store.processes import Process
@@ -40,13 +41,13 @@ _LAST_S = 10.0
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run.
+    """The fit that holds a run.
 
     Attributes:
         process: the driver of the fit.
         token: of the fit.
-        since: when it began, in s since 1970 by its own clock.
-        renewed: when it last said that it lives, by that clock.
+        since: its start, in s since 1970 by its own clock.
+        renewed: its last renewal, by that clock.
     """
 
     process: Process
@@ -55,7 +56,7 @@ class Holder:
     renewed: float
 
     def is_alive(self) -> bool | None:
-        """Tell whether the fit goes on; None where only time can tell."""
+        """Return True if the fit is alive; None if only the age of its file can tell."""
         if self.process == Process.current():
             return self.token in _held
         return self.process.is_alive()
@@ -73,7 +74,7 @@ class Held:
     """A run that this process holds; a context manager that releases it."""
 
     def __init__(self, store: Store, run_id: str) -> None:
-        """Hold it from now on; `hold` has made sure that nobody else does."""
+        """Hold the run; `hold` has checked that no other fit does."""
         self._store = store
         self._run_id = run_id
         self._path = _path(run_id)
@@ -88,10 +89,10 @@ class Held:
             self._thread.start()
 
     def check(self) -> None:
-        """Make sure that nobody has taken the run over.
+        """Check that no other fit has taken the run over.
 
         Raises:
-            InvalidArgumentError: somebody has, as the message says.
+            InvalidArgumentError: another fit has; the message names it.
         """
         if self._thread is not None:
             holder = holder_of(self._store, self._run_id)
@@ -99,10 +100,10 @@ class Held:
                 raise _refusal(self._store, self._run_id, holder)
 
     def release(self) -> None:
-        """Let others have the run."""
+        """Release the run."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join(_LAST_S)  # a store that hangs must not hold what has ended
+            self._thread.join(_LAST_S)  # a store that hangs must not hold a fit that has ended
             _held.discard(self._token)
 
     def __enter__(self) -> Held:
@@ -129,18 +130,18 @@ class Held:
                     self._store.delete_if_empty(self._path.rpartition("/")[0])
 
     def _write(self) -> None:
-        values: dict[str, Any] = {"token": self._token, "since": self._since}
+        values: dict[str, object] = {"token": self._token, "since": self._since}
         values |= {"renewed": time.time(), "process": Process.current().to_dict()}
         self._store.write_bytes(self._path, dump_sealed(values))
 
 
 def hold(store: Store, run_id: str, *, verbose: int = 1) -> Held:
-    """Hold a run, if nobody else does.
+    """Hold a run, if no other fit does.
 
     Args:
         store: where the run is.
         run_id: its name.
-        verbose: 0 prints no line when it must be waited to see whether another holder lives.
+        verbose: 0 prints no line while waiting to see whether another holder is alive.
 
     Raises:
         InvalidArgumentError: another fit holds it and is alive; the message names its host, its process and its start.
@@ -167,7 +168,7 @@ def holder_of(store: Store, run_id: str) -> Holder | None:
 
 
 def is_running(holder: Holder) -> bool:
-    """Tell whether a fit goes on, at once: of another machine by the time that it wrote."""
+    """Return True if a fit is alive, without waiting: on another machine by the time in its file."""
     alive = holder.is_alive()
     return abs(time.time() - holder.renewed) < EXPIRES_S if alive is None else alive
 
@@ -177,7 +178,7 @@ def _path(run_id: str) -> str:
 
 
 def _changes(store: Store, run_id: str, holder: Holder, verbose: int) -> bool:
-    """Watch whether the holder, of another machine, renews its file."""
+    """Watch a holder on another machine; return True if it renews its file."""
     if verbose:
         sys.stdout.write(
             f"The run {run_id!r} was held by {holder}: waiting up to {EXPIRES_S:g} s to see whether that fit is alive.\n"

@@ -1,11 +1,12 @@
-"""Files where Spark resolves a path, written from and read into files of this host.
+"""Write and read files where Spark resolves a path, from and into files of this host.
 
 Classic Spark: on this host's own file system a file is moved into its place; else the driver's JVM copies it, through
-whatever file system the path has. Nothing passes through its heap or through an executor.
+the file system of the path. No content passes through its heap or through an executor.
 
 Spark Connect: the client has no JVM, so a file is written as a text file and read as a table of bytes. Spark's text
 writer puts the bytes of a string as they are and one separator after each row: rows are cut at newlines, or at zeros where
-those are denser (weights that are all 0 have no newline), and the one too many at the end is ignored by torch and pickle. The DataFrame API has no other writer of files that are not tables.
+those are denser (weights that are all 0 have no newline), and torch and pickle ignore the last separator. The DataFrame
+API has no other writer of files that are not tables.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sparkhvd.sessions import is_connect
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
+    from pyspark.sql import SparkSession
 
 __all__ = ["read_file", "staging_folder", "write_file"]
 
@@ -36,10 +38,10 @@ _SEPARATORS = (b"\n", b"\0")
 
 
 @contextlib.contextmanager
-def staging_folder(spark: Any, path: str) -> Iterator[str]:
-    """A folder on this host for files that `write_file` will put below `path`; it goes when the block ends.
+def staging_folder(spark: SparkSession, path: str) -> Iterator[str]:
+    """Make a folder on this host for files that `write_file` will put below `path`; deleted when the block ends.
 
-    Where it can be it is on the file system of `path`, so that nothing is copied.
+    If possible it is on the file system of `path`, so that nothing is copied.
     """
     with contextlib.ExitStack() as stack:
         near = os.path.dirname(_local_path(spark, path))
@@ -47,7 +49,7 @@ def staging_folder(spark: Any, path: str) -> Iterator[str]:
             near = os.path.dirname(near)
         folder = ""
         if near:
-            with contextlib.suppress(OSError):  # not ours to write to
+            with contextlib.suppress(OSError):  # this user may not write there
                 made = tempfile.TemporaryDirectory(prefix=".sparkhvd-tmp-", dir=near)
                 folder = stack.enter_context(made)
         if not folder:
@@ -56,7 +58,7 @@ def staging_folder(spark: Any, path: str) -> Iterator[str]:
         yield folder
 
 
-def write_file(spark: Any, folder: str, path: str) -> None:
+def write_file(spark: SparkSession, folder: str, path: str) -> None:
     """Make a file of this host the one file of a folder, which does not exist yet; the file may be gone afterwards.
 
     Raises:
@@ -68,7 +70,7 @@ def write_file(spark: Any, folder: str, path: str) -> None:
             shutil.move(path, f"{local}/part-00000")
             return
         system, target = _hadoop(spark, f"{folder}/part-00000")
-        hadoop = spark._jvm.org.apache.hadoop.fs
+        hadoop = _jvm(spark).org.apache.hadoop.fs
         system.copyFromLocalFile(False, False, hadoop.Path(f"file://{path}"), target)
         return
     size = os.path.getsize(path)
@@ -92,7 +94,7 @@ def write_file(spark: Any, folder: str, path: str) -> None:
 
 
 def _artifact(name: str, separator: bytes, batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
-    """In a task: the rows of a file that the client has added to its session."""
+    """Yield, in a task, the rows of a file that the client has added to its session."""
     import pyarrow as pa
     from pyspark import SparkFiles
 
@@ -103,8 +105,8 @@ def _artifact(name: str, separator: bytes, batches: Iterator[RecordBatch]) -> It
 
 
 @contextlib.contextmanager
-def read_file(spark: Any, folder: str) -> Iterator[str]:
-    """A path on this host with the content of the one file of a folder; it goes when the block ends.
+def read_file(spark: SparkSession, folder: str) -> Iterator[str]:
+    """Copy the one file of a folder to this host and give its path; deleted when the block ends.
 
     Raises:
         InvalidArgumentError: the folder holds none, or several.
@@ -115,24 +117,29 @@ def read_file(spark: Any, folder: str) -> Iterator[str]:
             _read_table(spark, folder, path)
         else:
             system, target = _hadoop(spark, folder)
-            found = [f.getPath() for f in system.listStatus(target)]
-            # The names that Spark itself does not read: _SUCCESS, checksums.
-            found = [p for p in found if p.getName()[:1] not in "_."]
-            _expect_one(folder, len(found))
-            local = spark._jvm.org.apache.hadoop.fs.Path(f"file://{path}")
-            system.copyToLocalFile(False, found[0], local, True)
+            paths = [f.getPath() for f in system.listStatus(target)]
+            # Without the names that Spark itself does not read: _SUCCESS, checksums.
+            paths = [p for p in paths if p.getName()[:1] not in "_."]
+            _expect_one(folder, len(paths))
+            local = _jvm(spark).org.apache.hadoop.fs.Path(f"file://{path}")
+            system.copyToLocalFile(False, paths[0], local, True)
         yield path
 
 
-def _hadoop(spark: Any, path: str) -> tuple[Any, Any]:
-    """The Hadoop file system of a path, and the path, in the driver's JVM."""
-    target = spark._jvm.org.apache.hadoop.fs.Path(path)
+def _jvm(spark: SparkSession) -> Any:
+    """Return the JVM of a classic session."""
+    return spark._jvm
+
+
+def _hadoop(spark: SparkSession, path: str) -> tuple[Any, Any]:
+    """Return the Hadoop file system of a path, and the path, in the driver's JVM."""
+    target = _jvm(spark).org.apache.hadoop.fs.Path(path)
     conf = spark._jsparkSession.sessionState().newHadoopConf()
     return target.getFileSystem(conf), target
 
 
-def _local_path(spark: Any, path: str) -> str:
-    """The path on this host that Spark means by `path`, through mount tables too; "" if it is elsewhere."""
+def _local_path(spark: SparkSession, path: str) -> str:
+    """Return the path on this host that Spark means by `path`, through mount tables too; "" if it is elsewhere."""
     if is_connect(spark):
         return ""
     system, target = _hadoop(spark, path)
@@ -142,12 +149,12 @@ def _local_path(spark: Any, path: str) -> str:
             return ""
         rest.insert(0, target.getName())
         target = target.getParent()
-    found = system.resolvePath(target).toUri()
-    return os.path.join(found.getPath(), *rest) if found.getScheme() == "file" else ""
+    uri = system.resolvePath(target).toUri()
+    return os.path.join(uri.getPath(), *rest) if uri.getScheme() == "file" else ""
 
 
 def _separator(path: str) -> bytes:
-    """What rows of a file are cut at: what makes the longest of them shortest."""
+    """Choose the separator of a file's rows that makes the longest row shortest."""
     with _mapped(path) as data:
         longest = {s: max(end - start for start, end in _rows(data, s)) for s in _SEPARATORS}
     return min(_SEPARATORS, key=lambda separator: longest[separator])
@@ -155,8 +162,8 @@ def _separator(path: str) -> bytes:
 
 @contextlib.contextmanager
 def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
-    """The bytes of a file, without a copy of them in memory."""
-    if not os.path.getsize(path):  # which cannot be mapped
+    """Map a file into memory, without a copy."""
+    if not os.path.getsize(path):  # an empty file cannot be mapped
         yield b""
         return
     with (
@@ -167,7 +174,7 @@ def _mapped(path: str) -> Iterator[mmap.mmap | bytes]:
 
 
 def _rows(data: mmap.mmap | bytes, separator: bytes) -> Iterator[tuple[int, int]]:
-    """Begin and end of each row; there is a separator between one and the next."""
+    """Yield begin and end of each row; a separator stands between two rows."""
     start = 0
     while True:
         end = data.find(separator, start + CHUNK_BYTES)
@@ -178,7 +185,7 @@ def _rows(data: mmap.mmap | bytes, separator: bytes) -> Iterator[tuple[int, int]
         start = end + 1
 
 
-def _read_table(spark: Any, folder: str, path: str) -> None:
+def _read_table(spark: SparkSession, folder: str, path: str) -> None:
     from pyspark.sql import functions as F  # noqa: N812 - everyone's name
 
     table = spark.read.format("binaryFile").load(folder)
@@ -190,6 +197,6 @@ def _read_table(spark: Any, folder: str, path: str) -> None:
             file.write(part.collect()[0].part)
 
 
-def _expect_one(folder: str, found: int) -> None:
-    if found != 1:
-        raise InvalidArgumentError(f"{folder!r} holds {found} files; one is expected.")
+def _expect_one(folder: str, count: int) -> None:
+    if count != 1:
+        raise InvalidArgumentError(f"{folder!r} holds {count} files; one is expected.")

@@ -1,8 +1,8 @@
-"""Temporary folders of this process, which go when it ends, however it ends.
+"""Temporary folders of this process, deleted when it ends, however it ends.
 
-A process that ends well deletes its folders. One that was killed cannot: SIGKILL and, without a handler of its own, SIGTERM run no Python.
-So each folder has a file that its process keeps locked until it is gone, which the system sees to; and whoever makes the next folder
-on this machine deletes those of the same user whose lock is free.
+A process that ends well deletes its folders. A killed process cannot: SIGKILL and, without a handler, SIGTERM run no
+Python. So each folder has a file that its process keeps locked, which the system unlocks when the process is gone; the
+next process of the same user on this machine that makes a folder deletes those whose lock is free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 __all__ = ["TemporaryFolders"]
 
 _PREFIX = "sparkhvd-store-"
-# A store does not list names that begin so.
+# A store lists no names with this prefix.
 _OWNER = ".sparkhvd-tmp-owner"
 _TRIES = 10
 
@@ -26,7 +26,6 @@ class TemporaryFolders:
     """The folders of this process by key, for example one per Spark application."""
 
     def __init__(self) -> None:
-        """No folder is made yet."""
         self._mutex = threading.Lock()
         self._folders: dict[str, str] = {}
 
@@ -75,7 +74,7 @@ def _sweep() -> None:
 
 
 def _lock(folder: str, flags: int = 0) -> int | None:
-    """Lock a folder's owner file; returns its descriptor, or None if another process has it, or has deleted it.
+    """Lock a folder's owner file; return its descriptor, or None if another process holds or has deleted it.
 
     Raises:
         OSError: there is no such file, or it cannot be locked here.

@@ -5,11 +5,12 @@ Everything is checked before the first Spark job.
 Each module imports only those above it:
 
     cluster           ranks, GPUs and settings that the session gives
-    inputs            columns of the data, checked and made ready
-    options           Params of the training loop
+    inputs            data of a fit: sources, checked columns, prepared rows
+    loop              options of the training loop
     runs              runs of the store, and what may go on from them
     request           a fit as it was asked for
+    specify           the ranks' spec
     progress          epochs, shown while the ranks train
     cross_validation  fits that share their data
-    on_parquet        `fit_on_parquet`
+    on_parquet        sources of `fit_on_parquet`
 """

@@ -1,4 +1,4 @@
-"""What a fit takes from the cluster: number of ranks, GPUs, and settings that may stand in the Spark conf.
+"""Cluster of a fit: number of ranks, GPUs, and settings that the Spark conf may hold.
 
 An argument wins over the conf (`spark.sparkhvd.<name>`), the conf over the environment, the environment over the
 default. Nothing here starts a job.
@@ -7,33 +7,31 @@ default. Nothing here starts a job.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.fit import TrainParams
+from sparkhvd.estimator.params.options import FitOptions
+from sparkhvd.estimator.params.table import Row, rows_of
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.gpu import decide, probe, profiles
 from sparkhvd.settings import CONF_PREFIX, Settings
 from sparkhvd.spark import SparkShim
 
-__all__ = ["Cluster", "Given", "resolve_cluster"]
+if TYPE_CHECKING:
+    pass
 
-# Params that may stand in the conf -> their type and least value.
-_PARAMS: dict[str, tuple[type, float]] = {
-    "num_proc": (int, 1),
-    "max_retries": (int, 0),
-    "start_timeout": (float, 0),
-    "verbose": (int, 0),
-}
+__all__ = ["Cluster", "resolve_cluster"]
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """How the ranks of a fit are launched.
+    """Launch of a fit's ranks.
 
     Attributes:
         num_proc: number of ranks.
@@ -58,53 +56,41 @@ class Cluster:
     finds_gpu: bool = False
 
 
-@dataclass(frozen=True)
-class Given:
-    """What the caller says.
-
-    Attributes:
-        value: the value of a Param by name, its default included, or None.
-        is_set: whether the caller gave it.
-    """
-
-    value: Callable[[str], Any]
-    is_set: Callable[[str], bool]
-
-
-def resolve_cluster(shim: SparkShim, given: Given) -> Cluster:
+def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
     """Decide on everything that depends on the cluster; prints the number of ranks where nobody gave it.
 
     Raises:
         InvalidArgumentError: an argument or a conf is wrong (the message has its name).
         PreflightError: the configured cluster can never run that many ranks at once, or gives several of them one GPU.
     """
-    keys = [CONF_PREFIX + name for name in _PARAMS] + Settings.conf_keys()
+    keys = [CONF_PREFIX + name for name in _rows_in_conf()] + Settings.conf_keys()
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *keys))
-    values = {name: _param(name, given, conf) for name in _PARAMS}
-    settings = launching.choose_settings(given.value("settings"), {}, conf)
+    options = replace(options, **_values_of_conf(options, conf))
+    settings = launching.choose_settings(options.settings, {}, conf)
     preflight.check_conf(conf)
-    use_gpu = given.value("use_gpu")
     # Whether Spark takes the profile that may be needed is found out when the ranks are launched.
-    plan = decide.decide(conf, use_gpu, refused=profiles.no_profiles())
+    plan = decide.decide(conf, options.use_gpu, refused=profiles.no_profiles())
     slots = profiles.slots_of(conf, plan)
     looks = plan.mode == decide.Mode.FREE and placement.is_local(conf.get("spark.master", ""))
     may_find = looks and torch.version.cuda is not None
     takes_gpus = plan.mode == decide.Mode.HOST or may_find
     chosen = slots
-    if values["num_proc"] is None and takes_gpus:
+    if options.num_proc is None and takes_gpus:
         chosen = profiles.default_slots(shim, conf, slots, settings.values.cuda_library)
-    num_proc = placement.choose_num_proc(values["num_proc"], chosen)
-    if values["num_proc"] is None and values["verbose"]:
+    num_proc = placement.choose_num_proc(options.num_proc, chosen)
+    if options.num_proc is None and options.verbose:
         ranks = f"{num_proc} rank{'s' * (num_proc != 1)}"
         per = "GPU" if plan.mode == decide.Mode.TASK or chosen is not slots else "task slot"
         sys.stdout.write(f"num_proc is not given: {ranks}, one per {per} ({chosen.reason}).\n")
         sys.stdout.flush()
-    given_values = {**values, "num_proc": num_proc}
     return Cluster(
-        **given_values,
+        num_proc=num_proc,
+        max_retries=options.max_retries,
+        start_timeout=options.start_timeout,
+        verbose=options.verbose,
         settings=settings,
         slots=slots.maximum,
-        use_gpu=use_gpu,
+        use_gpu=options.use_gpu,
         looks_for_gpu=looks,
         # Over Connect the ranks are on another host.
         finds_gpu=may_find
@@ -113,26 +99,26 @@ def resolve_cluster(shim: SparkShim, given: Given) -> Cluster:
     )
 
 
-def _param(name: str, given: Given, conf: Mapping[str, str]) -> Any:
-    """The caller's value, else the conf's, else the default."""
-    kind, least = _PARAMS[name]
-    key = CONF_PREFIX + name
-    text = conf.get(key, "")
-    if given.is_set(name) or not text:
-        value, source = given.value(name), name
-    else:
-        source = key
+def _rows_in_conf() -> dict[str, Row]:
+    return {name: row for name, row in rows_of(TrainParams).items() if row.in_conf}
+
+
+def _values_of_conf(options: FitOptions, conf: Mapping[str, str]) -> dict[str, Any]:
+    """Read the Params that the conf has and the caller has not given."""
+    values: dict[str, Any] = {}
+    for name, row in _rows_in_conf().items():
+        key = CONF_PREFIX + name
+        text = conf.get(key, "")
+        if name in options.explicit or not text:
+            continue
+        kind = float if row.holds == "float" else int
         try:
             value = kind(text)
         except ValueError:
             raise InvalidArgumentError(
                 f"{key} is {text!r}; it must be a plain {kind.__name__}. Set another, or give {name} to fit."
             ) from None
-    if value is None:
-        return None
-    # A length of time is more than 0, a count at least its least.
-    if kind is float and not value > least:
-        raise InvalidArgumentError(f"{source} is {value}; it must be more than {least:g}.")
-    if kind is int and value < least:
-        raise InvalidArgumentError(f"{source} is {value}; it must be at least {least:g}.")
-    return value
+        if row.check is not None and (problem := row.check(value)):
+            raise InvalidArgumentError(f"{key} is {value}; {problem}.")
+        values[name] = value
+    return values

@@ -1,4 +1,4 @@
-"""The models of one `fitMultiple`, and the end of the data that their fits share."""
+"""Models of one `fitMultiple`, and the end of the data that their fits share."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["FoldModels"]
 
 
 class FoldModels(Iterator[tuple[int, "TorchModel"]]):
-    """Pairs (index of the param map, model); several threads may take them, as a CrossValidator's do."""
+    """Iterator over pairs (index of the param map, model); several threads may take them, as a CrossValidator's do."""
 
     def __init__(
         self, models: Iterator[tuple[int, TorchModel]], num_models: int, scope: Scope
     ) -> None:
-        """Take care of `scope` until all `num_models` fits of `models` have ended, well or not."""
+        """Keep `scope` open until all `num_models` fits of `models` have ended, well or not."""
         self._models = models
         self._left = num_models
         self._lock = threading.Lock()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from sparkhvd.data.reading.source import Source, open_source
 from sparkhvd.data.reuse import PreparedData
 from sparkhvd.data.source import DataFrameSource, DataSource, ParquetFiles, Target
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.options import FitOptions, PredictOptions
 from sparkhvd.sessions import is_dataframe
 from sparkhvd.training.program import Program
 from sparkhvd.training.user_code.transformations import transformed_by
@@ -120,14 +121,14 @@ class FitData:
         }
 
 
-def row_functions(get: Callable[[str], Any]) -> RowFunctions:
-    """Return the user's decoders and collate functions, from the Params."""
-    return RowFunctions(get("decoders") or {}, get("collate_fn") or {})
+def row_functions(options: PredictOptions) -> RowFunctions:
+    """Return the user's decoders and collate functions."""
+    return RowFunctions(options.decoders or {}, options.collate_fn or {})
 
 
-def reader_packages(get: Callable[[str], Any]) -> tuple[str, ...]:
+def reader_packages(options: FitOptions) -> tuple[str, ...]:
     """List the packages that executors need for the `reader` Param alone."""
-    return ("petastorm",) if get("reader") == "petastorm" else ()
+    return ("petastorm",) if options.reader == "petastorm" else ()
 
 
 def dataframe_sources(df: DataFrame, validation: DataFrame | float | str | None) -> FitSources:
@@ -150,7 +151,7 @@ def _check_reader(reader: str, source: DataSource) -> None:
 
 
 def check_inputs(
-    get: Callable[[str], Any],
+    options: FitOptions,
     sources: FitSources,
     *,
     functions: RowFunctions,
@@ -160,7 +161,7 @@ def check_inputs(
     """Check the columns of all sources and decide how each is stored; starts no job.
 
     Args:
-        get: the value of a Param by its name.
+        options: of the fit.
         sources: of the fit.
         functions: the user's decoders and collate functions.
         model_dtype: dtype of the model's parameters.
@@ -170,30 +171,30 @@ def check_inputs(
         InvalidArgumentError: a column cannot be used, the validation source has other columns, or `reader` is none for
             these data.
     """
-    _check_reader(get("reader"), sources.training)
-    sparse_cols = get("sparse_cols")
-    if sparse_cols is None and get("input_shapes") is not None:
+    _check_reader(options.reader, sources.training)
+    sparse_cols = options.sparse_cols
+    if sparse_cols is None and options.input_shapes is not None:
         sparse_cols = []  # a shape is one of a dense tensor
-    options: dict[str, Any] = {
-        "feature_cols": get("feature_cols"),
-        "label_cols": get("label_cols"),
-        "sample_weight_col": get("sample_weight_col"),
+    decisions: dict[str, Any] = {
+        "feature_cols": options.feature_cols,
+        "label_cols": options.label_cols,
+        "sample_weight_col": options.sample_weight_col,
         "model_dtype": model_dtype,
-        "feature_dtypes": get("feature_dtypes"),
-        "label_dtypes": get("label_dtypes"),
+        "feature_dtypes": options.feature_dtypes,
+        "label_dtypes": options.label_dtypes,
         "class_labels": class_labels,
         "decoders": functions.decoders,
         "collated": functions.collate,
         "sparse_cols": sparse_cols,
-        "handle_invalid": get("handle_invalid") or "error",
+        "handle_invalid": options.handle_invalid or "error",
     }
     training, validation = sources.training, sources.validation
     schema = check_schema(
-        training.schema, validation=sources.split, data_name=training.name, **options
+        training.schema, validation=sources.split, data_name=training.name, **decisions
     )
     if validation is not None:
         try:
-            other = check_schema(validation.schema, data_name=validation.name, **options)
+            other = check_schema(validation.schema, data_name=validation.name, **decisions)
         except InvalidArgumentError as e:
             raise InvalidArgumentError(f"The {validation.name} given as validation: {e}") from e
         for ours, theirs in zip(schema.columns, other.columns, strict=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.data.parquet.dataset import ParquetDataset, open_dataset, store_of
 from sparkhvd.data.parquet.petastorm import UNISCHEMA_KEY, codec_decoders
 from sparkhvd.data.source import ParquetFiles
-from sparkhvd.data.store.connect import RemoteStore
+from sparkhvd.data.store.remote_store import RemoteStore
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitSources
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.ml.param import Param
     from pyspark.sql import SparkSession
 
-    from sparkhvd.estimator.params import TrainParams
+    from sparkhvd.estimator.params.options import FitOptions
 
 __all__ = ["ParamMap", "PathLike", "Places", "open_sources", "split_arguments"]
 
@@ -74,42 +74,45 @@ def split_arguments(
     return path, [dict(each or {}) for each in maps], is_list
 
 
-def open_sources(params: TrainParams, places: Places, spark: SparkSession) -> FitSources:
-    """Find the files and return the sources of the fit; petastorm's decoders join those of `params`.
+def open_sources(
+    options: FitOptions, places: Places, spark: SparkSession
+) -> tuple[FitSources, dict[str, Any] | None]:
+    """Find the files; return the sources of the fit, and its decoders, which petastorm's join.
 
     Args:
-        params: the copy of the estimator that is to fit.
+        options: of the fit.
         places: of the data.
         spark: the session whose tasks become ranks.
 
     Raises:
         InvalidArgumentError: a Param is about materialized data, two say the same, or there are no Parquet files.
     """
-    _check_options(params, places)
-    training_store, validation_store = _locate(params, places)
+    _check_options(options, places)
+    training_store, validation_store = _locate(options, places)
     training = open_dataset(_reachable(spark, training_store))
     validation = None
     if validation_store is not None:
         validation = ParquetFiles(open_dataset(_reachable(spark, validation_store)), spark)
-    names = [*(params._get("feature_cols") or []), *(params._get("label_cols") or [])]
-    decoders = params._get("decoders") or {}
-    if params.getOrDefault("reader") == "petastorm":
-        params._set(decoders=codec_decoders(training.metadata, names, decoders))
+    names = [*(options.feature_cols or []), *(options.label_cols or [])]
+    decoders = options.decoders or {}
+    if options.reader == "petastorm":
+        decoders = codec_decoders(training.metadata, names, decoders)
     else:
         _refuse_encoded(training, [name for name in names if name not in decoders])
-    split = params._get("validation") if validation is None else None
-    return FitSources(ParquetFiles(training, spark), validation, split)
+    split = options.validation if validation is None else None
+    assert not is_dataframe(split)  # refused above
+    return FitSources(ParquetFiles(training, spark), validation, split), decoders or None
 
 
-def _check_options(params: TrainParams, places: Places) -> None:
+def _check_options(options: FitOptions, places: Places) -> None:
     """Refuse Params about materialized data, and two ways of saying which rows validate."""
     for name in ("data_key", "keep_data"):
-        if params._get(name):
+        if getattr(options, name):
             raise InvalidArgumentError(
-                f"{name} is {params._get(name)!r}; it is about data that fit(df) writes, and fit_on_parquet reads the files as "
+                f"{name} is {getattr(options, name)!r}; it is about data that fit(df) writes, and fit_on_parquet reads the files as "
                 f"they are. Clear it: estimator.clear(estimator.{name})."
             )
-    validation = params._get("validation")
+    validation = options.validation
     if is_dataframe(validation):
         raise InvalidArgumentError(
             "validation is a DataFrame, which Spark would have to write first, and fit_on_parquet runs no job over data. Give "
@@ -122,18 +125,18 @@ def _check_options(params: TrainParams, places: Places) -> None:
         )
 
 
-def _locate(params: TrainParams, places: Places) -> tuple[Store, Store | None]:
+def _locate(options: FitOptions, places: Places) -> tuple[Store, Store | None]:
     """Return the places of the training data and, if they are files of their own, the validation data."""
-    options, index = places.storage_options, places.dataset_idx
-    validation_path = places.validation_path
-    validation = store_of(validation_path, options) if validation_path is not None else None
+    index, validation_path = places.dataset_idx, places.validation_path
+    storage = places.storage_options
+    validation = store_of(validation_path, storage) if validation_path is not None else None
     if places.path is not None:
         if index is not None:
             raise InvalidArgumentError(
                 f"dataset_idx is {index}, which counts data below the store, and path is {places.path!r}. Give one."
             )
-        return store_of(places.path, options), validation
-    store = params._get("store")
+        return store_of(places.path, storage), validation
+    store = options.store
     if store is None:
         raise InvalidArgumentError(
             "fit_on_parquet: path is not given, and there is no store whose data could be meant. Give the path of a Parquet "
@@ -141,7 +144,7 @@ def _locate(params: TrainParams, places: Places) -> tuple[Store, Store | None]:
         )
     store = store if isinstance(store, Store) else Store.create(store)
     suffix = "" if index is None else f".{index}"
-    if validation is None and params._get("validation"):
+    if validation is None and options.validation:
         validation = store.below(_HOROVOD_VALIDATION + suffix)
     return store.below(_HOROVOD_TRAINING + suffix), validation
 

@@ -1,7 +1,7 @@
-"""Epochs as they happen, on the driver: the run's metrics file is polled while the ranks train.
+"""Live reports of epochs on the driver, which polls the run's metrics file while the ranks train.
 
 Threads: one background thread polls; it prints and calls the user's function. Ownership: it alone reads the
-metrics file. Shutdown: leaving the block stops it after one last look, so every epoch is reported exactly once.
+metrics file. Shutdown: leaving the block stops it after a last read, so every epoch is reported exactly once.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparkhvd.data.reuse import renew_leases
+from sparkhvd.data.ownership import renew_leases
 from sparkhvd.data.store.store import Store
 from sparkhvd.training.checkpoints.files import Checkpoints
 
 __all__ = ["EpochReporter", "format_epoch", "poll_interval", "report_skipped"]
 
-# An epoch of less than this is reported together with the next; a look costs one small read.
+# Seconds between two reads of the metrics file; shorter epochs are reported together.
 POLL_S = 0.25
-# Where a look costs a Spark task.
+# The same where a read costs a Spark task.
 TASK_POLL_S = 2.0
-# The longest wait for a look that is under way when the training ends.
-_LAST_LOOK_S = 60.0
-# The fits of this process that train now.
+# Longest wait for a read that is under way when the training ends.
+_LAST_READ_S = 60.0
+# Fits of this process that train now.
 _training: list[EpochReporter] = []
 _training_lock = threading.Lock()
 
 
-def format_epoch(record: dict[str, Any], epochs: int) -> str:
-    """One line for an epoch: "epoch 3/10  loss 0.1234  accuracy 0.9600  val_loss 0.1300  12,345 rows/s"."""
+def format_epoch(record: Mapping[str, object], epochs: int) -> str:
+    """Format an epoch as one line: "epoch 3/10  loss 0.1234  accuracy 0.9600  val_loss 0.1300  12,345 rows/s"."""
     shown = {
         name: value
         for name, value in record.items()
@@ -44,12 +44,12 @@ def format_epoch(record: dict[str, Any], epochs: int) -> str:
     return f"epoch {record['epoch']:>{width}}/{epochs}{numbers}{speed}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, (int, float)) else str(value)
 
 
 def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
-    """Print what handle_invalid left out: "handle_invalid left out 3 of 40 training rows with a null or invalid number".
+    """Print the rows that handle_invalid left out: "handle_invalid left out 3 of 40 training rows with a null or invalid number".
 
     Args:
         skipped: by name of the rows, how many were left out, and how many there are with them.
@@ -64,22 +64,22 @@ def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None
 
 
 def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) -> float | None:
-    """Seconds between two looks; None, and a line that says why, where a look needs a task slot that ranks hold."""
+    """Return the seconds between two reads; None, and a printed reason, where a read needs a task slot that the ranks hold."""
     if store.is_seen:
         return POLL_S
     if slots is None or slots > num_proc:
         return TASK_POLL_S
     if verbose:
         sys.stdout.write(
-            f"Epochs are printed when the training ends: this client does not see {store.url}, and a task that looks "
-            f"needs a slot beyond the ranks' {num_proc} of {slots}.\n"
+            f"Epochs are printed when the training ends: this client does not see {store.url}. Live epoch output needs a free "
+            f"task slot; the ranks use all {slots}.\n"
         )
         sys.stdout.flush()
     return None
 
 
 class EpochReporter:
-    """Prints one line per epoch and calls the user's function; a context manager around the launch."""
+    """Reporter of epochs: prints one line for each and calls the user's function; a context manager around the launch."""
 
     def __init__(
         self,
@@ -87,18 +87,18 @@ class EpochReporter:
         *,
         epochs: int,
         verbose: int,
-        progress: Callable[[dict[str, Any]], Any] | None,
+        progress: Callable[[dict[str, Any]], object] | None,
         poll_s: float | None = POLL_S,
         name: str = "",
     ) -> None:
-        """Nothing runs before `with`.
+        """Prepare a reporter; nothing runs before `with`.
 
         Args:
             checkpoints: of the run.
-            epochs: that it will have.
+            epochs: number that the run will have.
             verbose: 0 prints nothing.
             progress: called with the record of each epoch, or None.
-            poll_s: seconds from one look to the next; None looks only when the training has ended.
+            poll_s: seconds between two reads; None reads only when the training has ended.
             name: put before the lines, in brackets, once another fit of this process trains at the same time.
         """
         self._checkpoints = checkpoints
@@ -110,7 +110,7 @@ class EpochReporter:
         self._prefix = ""
         self._reported = 0
         self._stopping = threading.Event()
-        self._reading_since: float | None = None  # of the look that is under way
+        self._reading_since: float | None = None  # start of the read that is under way
         self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
 
     def __enter__(self) -> EpochReporter:
@@ -119,8 +119,8 @@ class EpochReporter:
         with _training_lock:
             _training.append(self)
             if len(_training) > 1:
-                for one in _training:
-                    one._prefix = f"[{one._name}] " if one._name else ""
+                for reporter in _training:
+                    reporter._prefix = f"[{reporter._name}] " if reporter._name else ""
         self._thread.start()
         return self
 
@@ -128,15 +128,15 @@ class EpochReporter:
         with _training_lock:
             _training.remove(self)
         self._stopping.set()
-        # The user's function may take its time; a store that does not answer is not waited for.
+        # The user's function may take its time; a store that does not answer ends the wait.
         while self._thread.is_alive():
             began = self._reading_since
-            if began is not None and time.monotonic() - began > _LAST_LOOK_S:
+            if began is not None and time.monotonic() - began > _LAST_READ_S:
                 return
             self._thread.join(0.05)
 
     def ended(self, reason: str, epoch: int) -> None:
-        """Print why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
+        """Print the reason why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
         if self._verbose and reason:
             sys.stdout.write(
                 f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}\n"
@@ -145,11 +145,11 @@ class EpochReporter:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._poll_s):
-            self._look()
+            self._read()
             renew_leases()
-        self._look()
+        self._read()
 
-    def _look(self) -> None:
+    def _read(self) -> None:
         self._reading_since = time.monotonic()
         try:
             history = self._checkpoints.history()

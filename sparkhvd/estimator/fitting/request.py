@@ -1,11 +1,11 @@
-"""What a fit was asked for, checked on the driver before the first Spark job."""
+"""Request of a fit, checked on the driver before the first Spark job."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,12 +19,12 @@ from sparkhvd.data.store.default import default_store
 from sparkhvd.data.store.run_lock import Held, hold
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.cluster import Cluster, Given, resolve_cluster
+from sparkhvd.estimator.fitting.cluster import Cluster, resolve_cluster
 from sparkhvd.estimator.fitting.inputs import FitSources, check_inputs, row_functions
-from sparkhvd.estimator.fitting.options import training_options
+from sparkhvd.estimator.fitting.loop import LoopOptions, loop_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
-from sparkhvd.estimator.param_table import rows_of
-from sparkhvd.estimator.params import TrainParams
+from sparkhvd.estimator.params.fit import changed_options, train_fn_effects
+from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.spark import SparkShim
 from sparkhvd.training.building import (
     Overrides,
@@ -44,10 +44,7 @@ from sparkhvd.training.program import (
     resolve_losses,
 )
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["Request", "bind_features", "check_request", "to_ranks", "train_fn_effects", "try_model"]
+__all__ = ["Request", "bind_features", "check_request", "overrides", "try_model"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,10 @@ class Request:
     """A fit whose arguments have been checked; no Spark job has run yet.
 
     Attributes:
-        shim: the session.
+        options: values of the Params.
+        loop: options of the training loop that follow from several Params.
         sources: of the rows.
+        shim: session whose tasks become ranks.
         store: where everything goes.
         cluster: how many ranks, and how they are started.
         schema: the columns that take part.
@@ -70,12 +69,12 @@ class Request:
         run: in the store.
         held: the hold on it; released by who got the request.
         num_checkpoints: epochs whose checkpoints stay after the fit; 0: nothing of the run.
-        data_key: the user's name for the data, or None.
-        training: more fields of `TrainSpec`.
     """
 
-    shim: SparkShim
+    options: FitOptions
+    loop: LoopOptions
     sources: FitSources
+    shim: SparkShim
     store: Store
     cluster: Cluster
     schema: DataSchema
@@ -89,8 +88,6 @@ class Request:
     run: Run
     held: Held
     num_checkpoints: int
-    data_key: str | None
-    training: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -109,58 +106,63 @@ class _Losses:
 
     @property
     def links(self) -> tuple[str, ...]:
-        """How probabilities follow from outputs."""
+        """Links from outputs to probabilities, one per label."""
         return tuple(heads.link_of(loss) for loss in self.given)
 
 
-def check_request(params: TrainParams, sources: FitSources) -> Request:
+def check_request(options: FitOptions, sources: FitSources, uid: str) -> Request:
     """Check everything that can be known before the first job: Params, columns, model, cluster, store and run.
+
+    Args:
+        options: of the fit.
+        sources: of its rows.
+        uid: of the estimator; names a run without a `run_id`.
 
     Raises:
         InvalidArgumentError: something is wrong.
     """
-    get = params._get
-    params._check_values()
-    model, user, overrides = _check_model(params, sources)
-    labels = _required(params, "label_cols", "the columns with the labels")
-    _required(params, "feature_cols", "the columns that become the model's input")
-    losses = _check_losses(params, model, user, len(labels))
-    functions = row_functions(get)
-    schema = _check_columns(params, sources, model, user, losses, functions)
+    model, user = _check_model(options, sources)
+    labels = _required("label_cols", options.label_cols, "the columns with the labels")
+    _required("feature_cols", options.feature_cols, "the columns that become the model's input")
+    losses = _check_losses(options, model, user, len(labels))
+    functions = row_functions(options)
+    schema = _check_columns(options, sources, model, user, losses, functions)
     program = Program(
         model=model,
-        optimizer=get("optimizer"),
+        optimizer=options.optimizer,
         losses=losses.used,
         is_sum=losses.is_sum,
-        metrics=resolve_metrics(get("metrics"), labels, losses.links),
-        lr_scheduler=get("lr_scheduler"),
-        compression=check_compression(get("gradient_compression")),
+        metrics=resolve_metrics(options.metrics, labels, losses.links),
+        lr_scheduler=options.lr_scheduler,
+        compression=check_compression(options.gradient_compression),
         functions=functions,
         user=user,
     )
-    num_checkpoints = _num_checkpoints(params)
-    options = training_options(
-        get,
-        to_ranks(params),
+    num_checkpoints = _num_checkpoints(options)
+    loop = loop_options(
+        options,
         model=model,
         metric_names=[m.name for m in program.metrics],
         has_validation=sources.has_validation,
     )
-    loss_weights = _loss_weights(params, len(labels))
-    pickled, sha256 = dump_program(replace(program, model=get("model")))
+    loss_weights = _loss_weights(options, len(labels))
+    unbuilt: Any = options.model  # a function makes the module in each rank
+    pickled, sha256 = dump_program(replace(program, model=unbuilt))
     shim = SparkShim(sources.training.spark)
-    cluster = resolve_cluster(shim, Given(get, params.isSet))
+    cluster = resolve_cluster(shim, options)
     limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
-    store = default_store(shim.session, get("store")).waiting(limit_s)
-    run_id = check_run_id(get("run_id") or new_run_id(params.uid))
+    store = default_store(shim.session, options.store).waiting(limit_s)
+    run_id = check_run_id(options.run_id or new_run_id(uid))
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(hold(store, run_id, verbose=cluster.verbose))
-        run = open_run(store, run_id, warm_start=params.getOrDefault("warm_start"))
-        seed = run.seed(get("random_seed"))
+        run = open_run(store, run_id, warm_start=options.warm_start)
+        seed = run.seed(options.random_seed)
         stack.pop_all()  # released by the caller
     return Request(
-        shim=shim,
+        options=options,
+        loop=loop,
         sources=sources,
+        shim=shim,
         store=store,
         cluster=cluster,
         schema=schema,
@@ -174,78 +176,58 @@ def check_request(params: TrainParams, sources: FitSources) -> Request:
         run=run,
         held=held,
         num_checkpoints=num_checkpoints,
-        data_key=get("data_key"),
-        training={"overrides": overrides, **options},
     )
 
 
-def _num_checkpoints(params: TrainParams) -> int:
-    given = params._get("keep_checkpoints")
-    if given is None:
-        return 1 if params._get("run_id") else 0
-    if not given and params.getOrDefault("warm_start"):
+def _num_checkpoints(options: FitOptions) -> int:
+    if options.keep_checkpoints is None:
+        return 1 if options.run_id else 0
+    if not options.keep_checkpoints and options.warm_start:
         raise InvalidArgumentError(
             "keep_checkpoints is 0, which deletes the run when its model is there, and warm_start trains further from a run "
             "that is there. Give keep_checkpoints=1 or leave it out."
         )
-    return int(given)
+    return options.keep_checkpoints
 
 
-def _required(params: TrainParams, name: str, meaning: str) -> list[str]:
-    value = params._get(name)
-    if not value:
+def _required(name: str, columns: list[str] | None, meaning: str) -> list[str]:
+    if not columns:
         raise InvalidArgumentError(f"{name} is required: name {meaning}.")
-    return list(value)
+    return columns
 
 
-def to_ranks(params: TrainParams) -> dict[str, Any]:
-    """Fields of `TrainSpec` that are Params as they are."""
-    return {n: params._get(n) for n, row in rows_of(type(params)).items() if row.to_ranks}
-
-
-def train_fn_effects(params: TrainParams) -> dict[str, str]:
-    """Params that a `train_fn` does not see, or sees by way of the optimizer."""
-    return {name: row.train_fn for name, row in rows_of(type(params)).items() if row.train_fn}
-
-
-def _changed(params: TrainParams) -> dict[str, Any]:
-    """The params with another value than their default."""
-    set_params = {p.name: value for p, value in params._paramMap.items()}
-    defaults = {p.name: value for p, value in params._defaultParamMap.items()}
-    return {n: v for n, v in set_params.items() if n not in defaults or v != defaults[n]}
-
-
-def _check_model(
-    params: TrainParams, sources: FitSources
-) -> tuple[torch.nn.Module, UserCode, Overrides]:
-    """The module, the user's code, and what Params change of the optimizer."""
-    given, optimizer = params._get("model"), params._get("optimizer")
-    model = check_model(build_model(given))
+def _check_model(options: FitOptions, sources: FitSources) -> tuple[torch.nn.Module, UserCode]:
+    """Check the module, the optimizer and the user's code; return the module and the code."""
+    model = check_model(build_model(options.model))
     # Validation rows may come from files, which no Param names.
-    changed = {**_changed(params), "validation": sources.has_validation}
-    user = check_user_code(changed, train_fn_effects(params))
-    overrides = Overrides.of(params._get)
-    if user.train_fn is None or optimizer is not None:
-        check_optimizer(optimizer, given, model)
-        overrides.check(optimizer, model)
-    return model, user, overrides
+    changed = {**changed_options(options), "validation": sources.has_validation}
+    user = check_user_code(changed, train_fn_effects())
+    if user.train_fn is None or options.optimizer is not None:
+        check_optimizer(options.optimizer, options.model, model)
+        overrides(options).check(options.optimizer, model)
+    return model, user
+
+
+def overrides(options: FitOptions) -> Overrides:
+    """Select the values that replace those of the optimizer's groups."""
+    return Overrides(options.learning_rate, options.weight_decay, options.lr_scaling)
 
 
 def _check_losses(
-    params: TrainParams, model: torch.nn.Module, user: UserCode, num_labels: int
+    options: FitOptions, model: torch.nn.Module, user: UserCode, num_labels: int
 ) -> _Losses:
-    loss = given_loss(params._get("loss"), params._get("loss_constructors"), model)
+    loss = given_loss(options.loss, options.loss_constructors, model)
     used: tuple[Any, ...] = ()
     is_sum: tuple[bool, ...] = ()
     if loss is not None or not user.computes_loss:
-        per_row = params._get("sample_weight_col") is not None
+        per_row = options.sample_weight_col is not None
         used, is_sum = resolve_losses(loss, num_labels, per_row=per_row)
     given = tuple(loss) if isinstance(loss, (list, tuple)) else (loss,) * num_labels
     return _Losses(given, used, is_sum)
 
 
 def _check_columns(
-    params: TrainParams,
+    options: FitOptions,
     sources: FitSources,
     model: torch.nn.Module,
     user: UserCode,
@@ -253,39 +235,37 @@ def _check_columns(
     functions: RowFunctions,
 ) -> DataSchema:
     """Check the columns of the sources, and where their shapes are known, that model and loss fit them."""
-    labels = params._get("label_cols")
-    pairs = zip(labels, losses.given, strict=True)
+    pairs = zip(options.label_cols or [], losses.given, strict=True)
     schema = check_inputs(
-        params._get,
+        options,
         sources,
         functions=functions,
         model_dtype=model_dtype(model),
         class_labels=[name for name, loss in pairs if is_class_index(loss)],
     )
-    bind_labels(schema, losses.given, params._get("label_shapes"))
+    bind_labels(schema, losses.given, options.label_shapes)
     if not user.transformations:  # else what the model gets is known when there are data
-        inputs = bind_features(params, model, schema)
+        inputs = bind_features(options, model, schema)
         schema = replace(schema, features=inputs.with_casts(schema.features))
         if all(c.row_shape is not None for c in schema.features):
             try_model(model, inputs, schema)
     return schema
 
 
-def _loss_weights(params: TrainParams, num_labels: int) -> tuple[float, ...]:
-    given = params._get("loss_weights")
-    if given is None:
+def _loss_weights(options: FitOptions, num_labels: int) -> tuple[float, ...]:
+    weights = options.loss_weights
+    if weights is None:
         return (1.0 / num_labels,) * num_labels
-    if len(given) != num_labels:
+    if len(weights) != num_labels:
         raise InvalidArgumentError(
-            f"loss_weights has {len(given)} numbers and label_cols {num_labels} columns. Give one per label."
+            f"loss_weights has {len(weights)} numbers and label_cols {num_labels} columns. Give one per label."
         )
-    return tuple(given)
+    return tuple(weights)
 
 
-def bind_features(params: TrainParams, model: torch.nn.Module, schema: DataSchema) -> InputBinding:
-    """Which columns become which argument of the model."""
-    shapes, inputs = params._get("input_shapes"), params._get("inputs")
-    return bind_inputs(model, schema, input_shapes=shapes, inputs=inputs)
+def bind_features(options: FitOptions, model: torch.nn.Module, schema: DataSchema) -> InputBinding:
+    """Decide which columns become which argument of the model."""
+    return bind_inputs(model, schema, input_shapes=options.input_shapes, inputs=options.inputs)
 
 
 def try_model(
@@ -294,7 +274,7 @@ def try_model(
     schema: DataSchema,
     examples: Mapping[str, Any] | None = None,
 ) -> tuple[int, ...] | None:
-    """Elements per row of the model's outputs, one per label, from a run on zeros; the model is not changed.
+    """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
 
     None where only ranks can tell, see `output_widths`.
 

@@ -1,8 +1,8 @@
-"""Runs in the store, seen from the driver: new, unfinished or finished, and what may go on from them.
+"""Runs in the store on the driver: new, unfinished or finished, and the fits that may resume them.
 
     runs/<run_id>/             a fit: program, checkpoints, metrics, outcomes of its attempts
     runs/<run_id>/finished.json    written when the driver has got the model; the run is over
-    runs/<run_id>/holder.json      while a fit goes on: its process, see `data/holding.py`
+    runs/<run_id>/holder.json      while a fit goes on: its process, see `data/store/run_lock.py`
     runs/<run_id>/warm-<n>/    the n-th fit that started from the finished weights; laid out like a run
 
 `fit` with a `run_id`: one that does not exist begins; an unfinished one goes on from its last checkpoint; a
@@ -38,7 +38,7 @@ _SEED = "seed.json"
 
 @dataclass(frozen=True)
 class Run:
-    """One run in the store.
+    """Run in the store.
 
     Attributes:
         store: where it is.
@@ -51,33 +51,33 @@ class Run:
     start_from: str = ""
 
     def seed(self, given: int | None) -> int:
-        """The seed given; else the one that this run had before; else a new one, which the run remembers."""
+        """Choose the seed: the given one, else that of the run, else a new one; the run remembers it."""
         seed = given
         if seed is None:
             for name in (_FINGERPRINT, _SEED):
-                noted = self._read(name)
-                if noted is not None and isinstance(noted.get("random_seed"), int):
-                    return int(noted["random_seed"])
+                values = self._read(name)
+                if values is not None and isinstance(values.get("random_seed"), int):
+                    return int(values["random_seed"])
             seed = secrets.randbits(32)
         self._write(_SEED, {"random_seed": seed})
         return seed
 
     def _read(self, name: str) -> dict[str, Any] | None:
-        """What a file of the run holds; None if there is none, or a damaged one."""
+        """Return the contents of a file of the run; None if there is none, or a damaged one."""
         try:
             return load_sealed(self.store.read_bytes(f"{self.run_dir}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _write(self, name: str, values: dict[str, Any]) -> None:
+    def _write(self, name: str, values: dict[str, object]) -> None:
         self.store.write_bytes(f"{self.run_dir}/{name}", dump_sealed(values))
 
     def check(self, fingerprint: str, epochs: int) -> None:
-        """Refuse to go on with other data, params, model or optimizer than the run's checkpoints have.
+        """Refuse to resume with other data, params, model or optimizer than the run's checkpoints have.
 
         Args:
             fingerprint: of this fit; the run remembers it.
-            epochs: that this fit asks for.
+            epochs: number that this fit asks for.
 
         Raises:
             InvalidArgumentError: they differ; the message lists how.
@@ -121,11 +121,11 @@ class Run:
             )
 
     def finish(self, epoch: int, num_checkpoints: int) -> None:
-        """Note that the driver has the model, and delete the checkpoints that nobody needs any more.
+        """Note that the driver has the model, and delete the checkpoints that are not kept.
 
         Args:
-            epoch: its checkpoint stays: the model's weights.
-            num_checkpoints: of the last epochs so many stay, at least 1.
+            epoch: epoch of the model's weights, whose checkpoint stays.
+            num_checkpoints: number of last epochs whose checkpoints stay, at least 1.
         """
         self._write(FINISHED_NAME, {"epoch": epoch})
         with _warning_of_leftovers():
@@ -137,7 +137,7 @@ class Run:
             self.store.delete(self.run_dir)
 
     def explain_failure(self, error: BaseException, run_id: str | None) -> None:
-        """Note at an error how the run goes on, if `run_id` was not given; without a checkpoint delete it."""
+        """Add a note to an error: how to resume the run, if `run_id` was not given. Delete a run without a checkpoint."""
         if run_id or not self.store.is_seen:
             return
         with contextlib.suppress(OSError, SparkhvdError):  # the error itself says more
@@ -153,10 +153,10 @@ class Run:
                 self.store.delete(self.run_dir)
 
     def finished_weights(self) -> str:
-        """The file with the weights of a finished run, relative to the store; "" if it has not finished.
+        """Return the file with the weights of a finished run, relative to the store; "" if it has not finished.
 
         Raises:
-            InvalidArgumentError: the file that says so is damaged.
+            InvalidArgumentError: the file that marks the run as finished is damaged.
         """
         finished = self._read(FINISHED_NAME)
         if finished is not None:
@@ -172,7 +172,7 @@ class Run:
 
 @contextlib.contextmanager
 def _warning_of_leftovers() -> Iterator[None]:
-    """A store that fails at the very end costs disk space, not the model."""
+    """Warn if files cannot be deleted: a store that fails at the very end costs disk space, and the model is there."""
     try:
         yield
     except StoreError as e:
@@ -180,7 +180,7 @@ def _warning_of_leftovers() -> Iterator[None]:
 
 
 def new_run_id(uid: str) -> str:
-    """A name that no other fit has."""
+    """Make a name that no other fit has."""
     return f"{uid}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
@@ -198,20 +198,20 @@ def check_run_id(run_id: str) -> str:
 
 
 class Folds:
-    """Names the fits of several `fitMultiple` with one run_id: a CrossValidator calls it once per fold."""
+    """Run ids for several calls of `fitMultiple` with one run_id: a CrossValidator calls it once per fold."""
 
     def __init__(self) -> None:
-        """No fold is known yet."""
+        """Start without folds."""
         self._lock = threading.Lock()
         self._seen: dict[str, list[Hashable]] = {}
 
     def name(self, run_id: str, data: Hashable, index: int) -> str:
-        """The run id of a param map: mine-0, mine-1; of the second fold mine-fold2-0, mine-fold2-1.
+        """Make the run id of a param map: mine-0, mine-1; of the second fold mine-fold2-0, mine-fold2-1.
 
         Args:
-            run_id: that the estimator or the param map has.
+            run_id: the estimator's or the param map's.
             data: equal for equal data; equal data are one fold.
-            index: of the param map.
+            index: index of the param map.
         """
         with self._lock:
             seen = self._seen.setdefault(run_id, [])
@@ -222,7 +222,7 @@ class Folds:
 
 
 def open_run(store: Store, run_id: str, *, warm_start: bool) -> Run:
-    """The run to begin or to go on with.
+    """Open the run to begin or to resume.
 
     Raises:
         InvalidArgumentError: the run has finished and `warm_start` is False.

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.gradients.powersgd import PowerSGD
 from sparkhvd.training.modules import architecture, weights
 
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
 __all__ = ["Archive", "Decoder", "shown_place"]
 
 # Ours, by the names that users know.
@@ -39,11 +42,11 @@ COMPRESSIONS = {
     "bf16": Compression.bf16,
 }
 # The first torch whose torch.load(..., weights_only=True) runs no code of a crafted file, as far as is known:
-# CVE-2025-32434 (mended in 2.6) and CVE-2026-24747.
+# CVE-2025-32434 (fixed in 2.6) and CVE-2026-24747.
 SAFE_TORCH = (2, 10)
 # Settings that name files which a fit writes.
 PATH_SETTINGS = tuple(f.name for f in fields(Settings) if f.metadata["unit"] == "path")
-# What reading JSON that is not ours may raise, besides our own.
+# Errors of reading JSON of others, besides our own.
 _MALFORMED = (
     ValueError,
     TypeError,
@@ -56,18 +59,18 @@ _MALFORMED = (
 
 
 class Archive:
-    """What JSON cannot hold: tensors by name, and values that need a pickle."""
+    """Encoder of values as JSON, with the parts that JSON cannot hold: tensors by name, and values that need a pickle."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.code: dict[str, Any] = {}
-        # What the names of a module's tensors begin with, where that is not its name.
+        # Prefixes of the names of a module's tensors, where these are not its name.
         self.prefixes: dict[str, str] = {}
         # The estimator's module, whose tensors a pickled optimizer names.
         self.module: nn.Module | None = None
 
-    def encode(self, name: str, value: Any) -> Any:
-        """The value as JSON-able data; what has none goes to `code` under `name`."""
+    def encode(self, name: str, value: object) -> object:
+        """Encode a value as JSON-able data; what has none goes to `code` under `name`."""
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         if isinstance(value, Store):
@@ -79,7 +82,7 @@ class Archive:
         if isinstance(value, bytes):
             return {"bytes": value.hex()}
         # Other mappings, such as a defaultdict, do more than hold entries.
-        if type(value) in (dict, OrderedDict):
+        if isinstance(value, dict) and type(value) in (dict, OrderedDict):
             return self._encode_dict(name, value)
         if isinstance(value, nn.Module):
             return self._encode_module(name, value)
@@ -87,7 +90,7 @@ class Archive:
             return self._encode_optimizer(name, value)
         return _encode_known(value) or self._pickled(name, value)
 
-    def _encode_dict(self, name: str, value: Mapping[Any, Any]) -> Any:
+    def _encode_dict(self, name: str, value: Mapping[object, object]) -> object:
         if all(isinstance(k, str) for k in value):
             return {"dict": {k: self.encode(f"{name}.{k}", v) for k, v in value.items()}}
         if all(isinstance(k, (str, bytes, bool, int, float)) for k in value):
@@ -97,7 +100,7 @@ class Archive:
             }
         return self._pickled(name, value)
 
-    def _encode_module(self, name: str, module: nn.Module) -> Any:
+    def _encode_module(self, name: str, module: nn.Module) -> object:
         if name == "model":
             self.module = module
         tensors = architecture.tensors_of(module)
@@ -111,7 +114,7 @@ class Archive:
             return {"module": description}
         return self._pickled(name, module, what=architecture.foreign_class(module))
 
-    def _encode_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> Any:
+    def _encode_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> object:
         reference = _torch_name(type(optimizer))
         if reference is None or self.module is None:
             return self._pickled(name, optimizer)
@@ -139,14 +142,14 @@ class Archive:
             return self._pickled(name, optimizer)
         return {"optimizer": _mark_tuples(data)}
 
-    def _pickled(self, name: str, value: Any, what: str | None = None) -> dict[str, str]:
+    def _pickled(self, name: str, value: object, what: str | None = None) -> dict[str, str]:
         self.code[name] = value
         kind = value if callable(value) and hasattr(value, "__qualname__") else type(value)
         return {"code": name, "what": what or f"{kind.__module__}.{kind.__qualname__}"}
 
 
-def _encode_known(value: Any) -> dict[str, Any] | None:
-    """Values of torch and of this package that have a name; None for others."""
+def _encode_known(value: object) -> dict[str, Any] | None:
+    """Encode a value of torch or of this package that has a name; None for others."""
     if (reference := _torch_name(value)) is not None:
         return {"torch": reference}
     if isinstance(value, type) and value in COMPRESSIONS.values():
@@ -160,8 +163,8 @@ def _encode_known(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def _torch_name(value: Any) -> str | None:
-    """The name under which torch itself exports a value, for example "torch.optim.Adam"; else None."""
+def _torch_name(value: object) -> str | None:
+    """Return the name under which torch itself exports a value, for example "torch.optim.Adam"; else None."""
     name = getattr(value, "__name__", "")
     for home, module in (("torch.optim", torch.optim), ("torch.nn.functional", nn.functional)):
         if (
@@ -185,7 +188,7 @@ def _torch_value(reference: str) -> Any:
     return value
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -193,8 +196,8 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _mark_tuples(value: Any) -> Any:
-    """Tuples (such as Adam's betas) survive JSON as {"tuple": [...]}."""
+def _mark_tuples(value: object) -> object:
+    """Mark tuples (such as Adam's betas) as {"tuple": [...]}, which survives JSON."""
     if isinstance(value, tuple):
         return {"tuple": [_mark_tuples(v) for v in value]}
     if isinstance(value, list):
@@ -205,25 +208,25 @@ def _mark_tuples(value: Any) -> Any:
 
 
 class Decoder:
-    """From JSON and files back to values."""
+    """Decoder of JSON and files to values."""
 
-    def __init__(self, path: str, spark: Any, *, trusted: bool) -> None:
+    def __init__(self, path: str, spark: SparkSession, *, trusted: bool) -> None:
         self.path = path
         self.spark = spark
         self.trusted = trusted
-        # As in `Archive`.
+        # See `Archive`.
         self.prefixes: dict[str, str] = {}
         self._tensors: dict[str, Tensor] | None = None
         self.module: nn.Module | None = None
         self._code: dict[str, Any] | None = None
         self._raised_by_code: BaseException | None = None
 
-    def decode(self, name: str, value: Any) -> Any:
-        """The value that `Archive.encode` wrote under this name.
+    def decode(self, name: str, value: object) -> Any:
+        """Decode what `Archive.encode` wrote under this name.
 
         Raises:
-            InvalidArgumentError: it is nothing that `Archive.encode` writes.
-            UntrustedError: it is code, a store or a file to write, and nobody trusts the saved directory.
+            InvalidArgumentError: `Archive.encode` writes no such entry.
+            UntrustedError: it is code, a store or a file to write, and the saved directory is not trusted.
         """
         with self.reading(name):
             if name == "store" and value is not None:  # a path or URL may be plain text
@@ -232,7 +235,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """What the block raises over a part of the file that is not as this package saves it becomes one error."""
+        """Turn errors over parts of the file that are not as this package saves them into one error."""
         try:
             yield
         except SparkhvdError:
@@ -249,7 +252,7 @@ class Decoder:
         why = "a fit would write where that file says"
         check_trusted(self.path, what, self.spark, trusted=self.trusted, why=why)
 
-    def _decode(self, name: str, value: Any) -> Any:
+    def _decode(self, name: str, value: object) -> Any:
         if isinstance(value, list):
             return [self._decode(f"{name}.{i}", v) for i, v in enumerate(value)]
         if not isinstance(value, dict):
@@ -270,7 +273,7 @@ class Decoder:
             self.module = result
         return result
 
-    def _plain(self, kind: str, content: Any) -> Any:
+    def _plain(self, kind: str, content: Any) -> object:
         if kind == "torch":
             return _torch_value(content)
         if kind == "optimizer":
@@ -290,7 +293,7 @@ class Decoder:
         )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The saved tensors whose names begin with `name`, without it."""
+        """Return the saved tensors whose names begin with `name`, without it."""
         if torch.__version__ < SAFE_TORCH:  # type: ignore[operator]  # it compares with tuples, too
             safe = ".".join(map(str, SAFE_TORCH))
             why = f"a crafted file of them can run code where torch is below {safe} (here {torch.__version__})"
@@ -301,7 +304,7 @@ class Decoder:
         start = self.prefixes.get(name, f"{name}." if name else "")
         return {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
 
-    def _optimizer(self, saved: dict[str, Any]) -> Any:
+    def _optimizer(self, saved: dict[str, Any]) -> torch.optim.Optimizer:
         data = _unmark(saved)
         assert self.module is not None
         parameters = list(self.module.parameters())
@@ -309,7 +312,7 @@ class Decoder:
             {**options, "params": [parameters[i] for i in members]}
             for options, members in zip(data["groups"], data["params"], strict=True)
         ]
-        optimizer = _torch_value(data["class"])(groups)
+        optimizer: torch.optim.Optimizer = _torch_value(data["class"])(groups)
         tensors = self.tensors("")
         state = {
             int(number): {
@@ -335,7 +338,7 @@ class Decoder:
             raise
 
 
-# Kinds that JSON holds whole -> what makes the value.
+# Kinds that JSON holds whole -> function that makes the value.
 _KNOWN: Mapping[str, Callable[[Any], Any]] = {
     "store": Store,
     "bytes": bytes.fromhex,
@@ -346,7 +349,7 @@ _KNOWN: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def shown_place(value: Any) -> str:
+def shown_place(value: object) -> str:
     """Return a saved store, path or URL as messages show it: without secrets."""
     ((_, value), *_) = value.items() if isinstance(value, dict) and value else [("", value)]
     return without_secrets(value) if isinstance(value, str) else repr(value)
@@ -356,7 +359,7 @@ def _of_module(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_buffers()), **dict(module.named_parameters())}
 
 
-def _unmark(value: Any) -> Any:
+def _unmark(value: object) -> Any:
     if isinstance(value, list):
         return [_unmark(v) for v in value]
     if isinstance(value, dict):

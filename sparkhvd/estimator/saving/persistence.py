@@ -6,10 +6,10 @@ A saved directory lies wholly where Spark resolves its path, because Spark write
     weights/      one file, which torch.load(..., weights_only=True) reads: tensors by name
     code/         one file, a pickle; only if there are classes or functions that JSON cannot name. Needs trust.
 
-What decides where a fit writes needs trust, too: paths among an estimator's settings, and its store. An estimator that
-nobody trusts is loaded without its store, with a warning; so is a model, which uses one only to share large weights.
+Values that name where a fit writes need trust, too: paths among an estimator's settings, and its store. An estimator that
+is not trusted is loaded without its store, with a warning; so is a model, which uses one only to share large weights.
 
-What JSON can name: `encoding.py`. How the files get where Spark resolves the path: `data.store.spark_files`.
+`encoding.py` holds the values that JSON can name, `data.store.spark_files` brings files to where Spark resolves the path.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from sparkhvd.data.columns.features import Argument, InputBinding
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.store.spark_files import staging_folder, write_file
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.encoding import Archive, Decoder, shown_place
 from sparkhvd.estimator.saving.trust import TRUST_CONF, is_trusted
 from sparkhvd.sessions import is_connect, is_dataframe, ml_context
@@ -40,16 +41,16 @@ from sparkhvd.training.modules.fitted import Fitted
 __all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter"]
 
 FORMAT_VERSION = 1
-# What the metadata line calls our part.
+# Key of this package's part in the metadata line.
 KEY = "sparkhvd"
 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """What a save writes.
+    """Encoded instance, ready to be written.
 
     Attributes:
-        content: our part of the metadata.
+        content: this package's part of the metadata.
         files: name of the part -> file on this host.
     """
 
@@ -58,9 +59,9 @@ class _Encoded:
 
 
 class _Writer(MLWriter):
-    """Writes metadata, weights and code."""
+    """Writer of metadata, weights and code."""
 
-    def __init__(self, instance: Any) -> None:
+    def __init__(self, instance: TorchParams) -> None:
         super().__init__()
         self.instance = instance
 
@@ -75,7 +76,7 @@ class _Writer(MLWriter):
         JavaWrapper(java_obj=ML_CONNECT_HELPER_ID)._call_java("handleOverwrite", path, True)
 
     def save(self, path: str) -> None:
-        """Write everything below `path`. What fails before it is encoded leaves an older save as it is."""
+        """Write everything below `path`; a failure to encode leaves an older save as it is."""
         with self._encoded(path) as encoded:
             if self.shouldOverwrite:
                 self._handleOverwrite(path)
@@ -88,7 +89,7 @@ class _Writer(MLWriter):
 
     @contextlib.contextmanager
     def _encoded(self, path: str) -> Iterator[_Encoded]:
-        """Everything that is to be saved below `path`, in files of this host."""
+        """Encode everything that is to be saved below `path`, in files of this host."""
         archive = Archive()
         content = {"format_version": FORMAT_VERSION, **self._content(archive)}
         json.dumps(content)
@@ -116,14 +117,14 @@ class _Writer(MLWriter):
             write_file(spark, f"{path}/{name}", file)
 
     def _content(self, archive: Archive) -> dict[str, Any]:
-        """The instance as JSON-able data. The module comes first: others refer to its tensors."""
+        """Encode the instance as JSON-able data. The module comes first: others refer to its tensors."""
         values = {p.name: v for p, v in self.instance._paramMap.items()}
         names = sorted(values, key=lambda name: (name != "model", name))
         return {"params": {name: archive.encode(name, values[name]) for name in names}}
 
 
 class EstimatorWriter(_Writer):
-    """Writes an estimator."""
+    """Writer of an estimator."""
 
     def _content(self, archive: Archive) -> dict[str, Any]:
         if is_dataframe(self.instance._get("validation")):
@@ -135,7 +136,7 @@ class EstimatorWriter(_Writer):
 
 
 class ModelWriter(_Writer):
-    """Writes a model."""
+    """Writer of a model."""
 
     def _content(self, archive: Archive) -> dict[str, Any]:
         fitted = self.instance._require_fitted()
@@ -156,7 +157,7 @@ class ModelWriter(_Writer):
 
 
 class _Reader(MLReader[Any]):
-    """Reads what `_Writer` wrote."""
+    """Reader of what `_Writer` wrote."""
 
     def __init__(self, cls: type[Any], *, trusted: bool = False) -> None:
         super().__init__()
@@ -164,11 +165,11 @@ class _Reader(MLReader[Any]):
         self.trusted = trusted
 
     def load(self, path: str) -> Any:
-        """The instance saved at `path`.
+        """Load the instance saved at `path`.
 
         Raises:
             InvalidArgumentError: the path holds another class, or another format.
-            UntrustedError: it holds code that nobody trusts.
+            UntrustedError: it holds code and is not trusted.
         """
         spark = self.sparkSession
         metadata = DefaultParamsReader.loadMetadata(path, ml_context(spark))
@@ -192,22 +193,22 @@ class _Reader(MLReader[Any]):
                 instance._set(**{name: decoder.decode(name, value)})
         return instance
 
-    def _is_wanted(self, name: str, value: Any, path: str) -> bool:
-        """Whether a Param is taken from the file: a store only from one that somebody trusts."""
+    def _is_wanted(self, name: str, value: object, path: str) -> bool:
+        """Return True if a Param is taken from the file: a store only from a trusted one."""
         return (
             name != "store"
             or value is None
             or is_trusted(path, self.sparkSession, trusted=self.trusted)
         )
 
-    def _restore(self, instance: Any, content: dict[str, Any], decoder: Decoder) -> None:
-        """What is not a Param."""
+    def _restore(self, instance: TorchParams, content: dict[str, Any], decoder: Decoder) -> None:
+        """Restore the parts that are not Params."""
 
 
 class EstimatorReader(_Reader):
-    """Reads an estimator."""
+    """Reader of an estimator."""
 
-    def _is_wanted(self, name: str, value: Any, path: str) -> bool:
+    def _is_wanted(self, name: str, value: object, path: str) -> bool:
         is_wanted = super()._is_wanted(name, value, path)
         if not is_wanted:
             warnings.warn(
@@ -220,9 +221,9 @@ class EstimatorReader(_Reader):
 
 
 class ModelReader(_Reader):
-    """Reads a model."""
+    """Reader of a model."""
 
-    def _restore(self, instance: Any, content: dict[str, Any], decoder: Decoder) -> None:
+    def _restore(self, instance: TorchParams, content: dict[str, Any], decoder: Decoder) -> None:
         instance._fitted = _fitted(content, decoder)
 
 

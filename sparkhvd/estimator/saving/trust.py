@@ -1,4 +1,4 @@
-"""Which saved files may run code when they are loaded, or say where a fit writes.
+"""Trust in saved files: those that may run code when they are loaded, or name the places where a fit writes.
 
 A file that holds classes or functions of the user is a program, and one that holds a store or the path of a log decides
 where data go and which files are replaced. It is loaded only when the caller says so: by
@@ -11,9 +11,12 @@ import contextlib
 import posixpath
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sparkhvd.errors import UntrustedError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 __all__ = ["TRUST_CONF", "check_trusted", "is_trusted", "trust"]
 
@@ -25,7 +28,7 @@ _is_trusted: ContextVar[bool] = ContextVar("sparkhvd_trust", default=False)
 
 @contextlib.contextmanager
 def trust() -> Iterator[None]:
-    """Inside, everything that is loaded may run code: `with sparkhvd.trust(): PipelineModel.load(path)`."""
+    """Let everything that is loaded inside the block run code: `with sparkhvd.trust(): PipelineModel.load(path)`."""
     token = _is_trusted.set(True)
     try:
         yield
@@ -33,8 +36,8 @@ def trust() -> Iterator[None]:
         _is_trusted.reset(token)
 
 
-def is_trusted(path: str, spark: Any, *, trusted: bool = False) -> bool:
-    """Whether somebody trusts the file; arguments as in `check_trusted`."""
+def is_trusted(path: str, spark: SparkSession, *, trusted: bool = False) -> bool:
+    """Return True if the file is trusted; arguments as in `check_trusted`."""
     return (
         trusted
         or _is_trusted.get()
@@ -45,7 +48,7 @@ def is_trusted(path: str, spark: Any, *, trusted: bool = False) -> bool:
 def check_trusted(
     path: str,
     what: str,
-    spark: Any,
+    spark: SparkSession,
     *,
     trusted: bool = False,
     why: str = "loading it runs code from that file",
@@ -54,13 +57,13 @@ def check_trusted(
 
     Args:
         path: the saved directory.
-        what: the class or function that would have to be loaded, or the value that would be used.
+        what: name of the class or function that would have to be loaded, or the value that would be used.
         spark: session whose conf may name trusted path prefixes.
         trusted: the caller of `load` said so.
-        why: what it would do.
+        why: its effect, for the message.
 
     Raises:
-        UntrustedError: nobody did.
+        UntrustedError: the file is not trusted.
     """
     if is_trusted(path, spark, trusted=trusted):
         return
@@ -71,10 +74,10 @@ def check_trusted(
 
 
 def _has_trusted_prefix(path: str, prefixes: str) -> bool:
-    """Whether the path is one of the comma-separated prefixes or below one."""
+    """Return True if the path is one of the comma-separated prefixes or below one."""
     path = posixpath.normpath(path)
-    for given in prefixes.split(","):
-        if prefix := given.strip():
+    for part in prefixes.split(","):
+        if prefix := part.strip():
             prefix = posixpath.normpath(prefix)
             if path == prefix or path.startswith(prefix.rstrip("/") + "/"):
                 return True

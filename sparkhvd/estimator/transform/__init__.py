@@ -1,7 +1,13 @@
-"""Transform in Spark's Python workers: Arrow batches in, the same with output columns out. Imports nothing of pyspark.
+"""Transform in Spark's Python workers: Arrow batches in, the same with output columns out.
+
+The driver matches columns and decides on outputs before Spark runs anything. `gpu` and `worker` are what the workers load: they import
+nothing of pyspark.
 
 Each module imports only those above it:
 
-    gpu     the device of a worker
-    worker  the loop over batches
+    gpu      the device of a worker
+    worker   the loop over batches
+    columns  the DataFrame's columns for those of the training
+    outputs  the columns to add
+    stage    the Spark stage
 """

@@ -1,4 +1,4 @@
-"""Where a Python worker computes in `TorchModel.transform`: the GPU of its Spark task, or the CPU.
+"""Device of a Python worker in `TorchModel.transform`: the GPU of its Spark task, or the CPU.
 
 The worker is Spark's, and serves other tasks later, so CUDA_VISIBLE_DEVICES stays as it is: the address of a GPU is its
 number in the process. Every process that uses a GPU takes a few hundred MB of it, so on a host only so many tasks compute
@@ -36,11 +36,11 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class TaskGpus:
-    """What Spark says of the task.
+    """GPUs that Spark gave a task.
 
     Attributes:
-        addresses: of its GPUs.
-        partition: its number.
+        addresses: addresses of the GPUs.
+        partition: number of the task's partition.
         name: the same in all workers of the task, and in no other task of this host; "" outside a task.
     """
 
@@ -66,11 +66,11 @@ def task_gpus() -> TaskGpus:
 
 
 def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
-    """The device of this task.
+    """Choose the device of this task.
 
     Args:
         use_gpu: the Param; None is a GPU where Spark gave the task one, and torch is built for any.
-        task: what Spark says of it.
+        task: its GPUs.
 
     Raises:
         InvalidArgumentError: it is to be a GPU, and this process sees none, or not the one that Spark gave the task.
@@ -109,7 +109,7 @@ def choose(use_gpu: bool | None, task: TaskGpus) -> torch.device:
 
 
 def _ordinal(address: str, count: int) -> int | None:
-    """The number that torch gives the GPU with an address: the address itself, or that of the GPU with this UUID."""
+    """Find the number that torch gives the GPU with an address: the address itself, or that of the GPU with this UUID."""
     if address.isdigit():
         return int(address) if int(address) < count else None
     for index in range(count):
@@ -120,7 +120,7 @@ def _ordinal(address: str, count: int) -> int | None:
 
 
 def _uuid(index: int) -> str:
-    """Of a GPU, as torch counts; "" where this torch does not say."""
+    """Return the UUID of a GPU, as torch counts; "" where this torch does not say."""
     return str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
 
 
@@ -133,14 +133,14 @@ def held(
     wait_s: float = WAIT_S,
     folder: Path | None = None,
 ) -> Iterator[None]:
-    """Be of one of at most `limit` tasks of this host that compute on a device inside the block; the CPU is free.
+    """Hold one of the `limit` places of tasks of this host that compute on a device inside the block; the CPU has no limit.
 
     Args:
-        device: of this process.
+        device: device of this process.
         task: its name, see `TaskGpus`; "" is a task of its own.
-        limit: tasks.
+        limit: number of tasks.
         wait_s: the longest wait.
-        folder: of the lock files.
+        folder: folder of the lock files.
 
     Raises:
         TimeoutError: the others did not end in `wait_s` seconds.
@@ -168,7 +168,7 @@ def held(
 
 
 def _lock(paths: Sequence[Path], task: str) -> int | None:
-    """Hold one of these files for a task: that which another worker of it holds, else a free one, else none."""
+    """Lock one of these files for a task: the one that another worker of it holds, else a free one, else none."""
     for take in (_join, _begin) if task else (_begin,):
         for path in paths:
             # The folder for temporary files is everybody's: no link of another user's is followed.
@@ -186,7 +186,7 @@ def _lock(paths: Sequence[Path], task: str) -> int | None:
 
 
 def _join(lock: int, task: bytes) -> bool:
-    """Hold a file that is this task's already."""
+    """Lock a file that is this task's already."""
     import fcntl  # absent on Windows, where a Connect client imports this file
 
     if _owner(lock) != task:
@@ -196,7 +196,7 @@ def _join(lock: int, task: bytes) -> bool:
 
 
 def _begin(lock: int, task: bytes) -> bool:
-    """Hold a file that nobody holds, and make it this task's."""
+    """Lock a free file, and make it this task's."""
     import fcntl  # as above
 
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a Python worker does in `TorchModel.transform`: Arrow batches in, the same with output columns out.
+"""Python worker of `TorchModel.transform`: Arrow batches in, the same with output columns out.
 
 Loaded in every worker, so it imports nothing of pyspark.
 """
@@ -12,9 +12,10 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ from sparkhvd.training.modules.architecture import load_shell
 from sparkhvd.training.modules.weights import Weights
 from sparkhvd.training.to_device import Mover
 
+if TYPE_CHECKING:
+    from pyspark import Broadcast
+
 __all__ = ["Output", "PredictSpec", "load_spec", "predict"]
 
 # Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
@@ -46,12 +50,12 @@ MAX_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Output:
-    """One output column.
+    """Output column.
 
     Attributes:
         name: of the column.
         kind: "output", "prediction", "probability" or "raw".
-        label: index of the model's output that it shows.
+        label: index of the model's output in the column.
         is_vector: an ML vector; else a double.
     """
 
@@ -63,16 +67,16 @@ class Output:
 
 @dataclass(frozen=True)
 class PredictSpec:
-    """Everything a worker needs.
+    """Specification of a transform for its workers.
 
     Attributes:
         shell: the module without its weights, see `architecture.dump_shell`.
         weights: its weights.
         columns: feature columns with the names and shapes of the training data.
-        sources: where they are among the columns of the DataFrame.
-        names: of all columns of the DataFrame.
-        inputs: which columns become which argument.
-        links: per label, how probabilities follow from outputs.
+        sources: their indices among the columns of the DataFrame.
+        names: names of all columns of the DataFrame.
+        inputs: columns of each argument of the model.
+        links: per label, the link from outputs to probabilities.
         outputs: columns to add, in order.
         output_fn: the user's probabilities from an output, or None.
         functions: the user's decoders and collate functions.
@@ -93,14 +97,14 @@ class PredictSpec:
 
 
 class ModelCache:
-    """The models that this process used last."""
+    """Cache of the models that this process used last."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._models: OrderedDict[tuple[str, str, str], nn.Module] = OrderedDict()
 
     def get(self, spec: PredictSpec, device: torch.device) -> nn.Module:
-        """The model of a spec, in eval mode, on the device."""
+        """Return the model of a spec, in eval mode, on the device."""
         key = (spec.weights.sha256, hashlib.sha256(spec.shell).hexdigest(), str(device))
         if key not in self._models:
             # One thread per task: Spark runs as many tasks as there are cores.
@@ -115,7 +119,7 @@ class ModelCache:
 _cache = ModelCache(KEPT_MODELS)
 
 
-def load_spec(carried: Any) -> PredictSpec:
+def load_spec(carried: bytes | Broadcast[bytes]) -> PredictSpec:
     """Return the spec that the driver pickled, from the bytes that came with Spark's function."""
     spec: PredictSpec = pickle.loads(bytes_of(carried))  # noqa: S301 - the driver's closure
     return spec
@@ -155,7 +159,7 @@ def _predicted(
 
 
 def rows_at_once(columns: Sequence[Column]) -> int:
-    """Rows per call of the model: fewer where decoded rows are large."""
+    """Compute the rows per call of the model: fewer where decoded rows are large."""
     widths = [
         math.prod(c.row_shape) * c.row_dtype.itemsize
         for c in columns
@@ -165,9 +169,9 @@ def rows_at_once(columns: Sequence[Column]) -> int:
 
 
 def run(
-    spec: PredictSpec, model: nn.Module, columns: dict[str, Any], move: Mover
+    spec: PredictSpec, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> list[np.ndarray[Any, Any]]:
-    """The output columns for some rows: (rows,) for doubles, (rows, width) for vectors; float64."""
+    """Compute the output columns of some rows: (rows,) for doubles, (rows, width) for vectors; float64."""
     decoded = spec.functions.decode(spec.columns, columns)
     arguments, keywords = move(spec.inputs.apply(spec.functions.collate_batch(decoded)))
     outputs = heads.outputs_of(model(*arguments, **keywords))
@@ -182,7 +186,7 @@ def run(
 
 
 def column_values(spec: PredictSpec, column: Output, output: Tensor) -> np.ndarray[Any, Any]:
-    """The values of one output column in float64."""
+    """Compute the values of one output column in float64."""
     link = spec.links[column.label]
     tensor: Tensor | None
     if column.kind == "output":
@@ -190,8 +194,8 @@ def column_values(spec: PredictSpec, column: Output, output: Tensor) -> np.ndarr
     elif column.kind == "raw":
         tensor = heads.raw(link, output)
     elif spec.output_fn is not None:
-        own = heads.rows(spec.output_fn(output))
-        tensor = own if column.kind == "probability" else heads.prediction(heads.IDENTITY, own)
+        rows = heads.rows(spec.output_fn(output))
+        tensor = rows if column.kind == "probability" else heads.prediction(heads.IDENTITY, rows)
     elif column.kind == "probability":
         tensor = heads.probability(link, output)
     else:
@@ -201,8 +205,8 @@ def column_values(spec: PredictSpec, column: Output, output: Tensor) -> np.ndarr
     return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
 
 
-def features(spec: PredictSpec, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[str, Any]]:
-    """The feature columns of a batch by name, and the batch without the rows that `handle_invalid` leaves out.
+def features(spec: PredictSpec, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[str, Values]]:
+    """Leave out the rows that `handle_invalid` skips; return the rest of the batch, and its feature columns by name.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message says how many rows.
@@ -218,7 +222,7 @@ def features(spec: PredictSpec, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, 
 
 
 def feature(array: pa.Array, column: Column, source: str) -> Values:
-    """A feature column as (rows, *shape), or as rows of any length.
+    """Convert a feature column to (rows, *shape), or to rows of any length.
 
     Raises:
         InvalidArgumentError: a value cannot be used; the message says how many rows.
@@ -256,8 +260,8 @@ def _problem(found: Findings, column: Column) -> str:
     return f"has {shapes} elements per row in a batch; the model was trained with {expected}."
 
 
-def to_arrow(values: np.ndarray[Any, Any]) -> pa.Array:
-    """Doubles, or rows of doubles as Spark's struct of a dense vector."""
+def to_arrow(values: npt.NDArray[np.float64]) -> pa.Array:
+    """Convert to doubles, or rows of doubles to Spark's struct of a dense vector."""
     if values.ndim == 1:
         return numpy_to_array(values)
     num_rows, width = values.shape

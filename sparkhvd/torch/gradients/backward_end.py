@@ -1,4 +1,4 @@
-"""The moment in which a backward pass ends, with all passes that it lies in."""
+"""End of a backward pass, with all passes that it lies in."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["BackwardEnd", "after_backward"]
 def after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward pass has ended, behind those that were given before.
 
-    It is called in the thread that ends the pass, on a GPU with the caller's streams as the current ones; what it raises comes out of
-    `backward()`.
+    It is called in the thread that ends the pass, on a GPU with the caller's streams as the current ones; its exceptions come
+    out of `backward()`.
     """
     Variable._execution_engine.queue_callback(callback)
 
@@ -28,7 +28,7 @@ class BackwardEnd:
     when the pass ends in an exception.
 
     Args:
-        callback: is given this object.
+        callback: gets this object.
     """
 
     def __init__(self, callback: Callable[[BackwardEnd], None]) -> None:
@@ -43,6 +43,6 @@ class BackwardEnd:
         else:
             self._handle = node.register_hook(self._enter_outer)
 
-    def _enter_outer(self, *_: Any) -> None:
+    def _enter_outer(self, *_: object) -> None:
         self._handle.remove()
         after_backward(self._leave)

@@ -1,12 +1,13 @@
-"""One bucket of gradients on a GPU: one flat piece of memory, packed, reduced and handed out without the host waiting.
+"""Bucket of gradients on a GPU: in flat memory, packed, reduced and handed out without the host waiting.
 
 **The flat memory** comes from the engine: allocated and registered as NCCL wants it, in the type that is sent. Behind
-the gradients it has one flag per parameter: who has a gradient at all.
+the gradients it has one flag per parameter: whether this rank has its gradient.
 
 **A cycle** is: gradients are copied into their places, all at once, on the stream that produced the last of them, and
 scaled there; the sum runs on the engine's stream while backward goes on; `wait` makes the caller's stream wait, divides
-what is left to divide of an average (of 3, 5, 6, 7, ... ranks) and lets `.grad` be views of the flat memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is
-added to where it lies, and then nothing is copied in. With compression, and where backward had no part in a gradient
+where scaling before the sum was not all of an average (of 3, 5, 6, 7, ... ranks) and lets `.grad` be views of the flat
+memory. So nothing is copied out; a gradient that is kept (`zero_grad(False)`) is added to where it lies, and then nothing is
+copied in. With compression, and where backward had no part in a gradient
 (a captured graph wrote it), the sums are copied into the gradients, all at once.
 
 **What packing moves**, of S bytes of gradients. Kept ones are scaled where they lie: 2 S (read and written). Others must
@@ -32,6 +33,7 @@ from sparkhvd.torch.collectives.tensors import DTYPES
 from sparkhvd.torch.compressors import BUILT_IN
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device, copy_each
+from sparkhvd.torch.gradients.cuda_memory import FlatGradients
 from sparkhvd.torch.gradients.dense import GradientBucket
 from sparkhvd.torch.gradients.entry import (
     Entry,
@@ -51,19 +53,18 @@ _LARGE_BYTES = 8 << 20
 
 
 class DeviceBucket(GradientBucket):
-    """Gradients of one type on the rank's GPU.
+    """Bucket of gradients of one type on the rank's GPU.
 
     Args:
         name: of the operation.
         entries: the parameters.
-        flagged: whether who has a gradient at all travels along.
-        options: how to reduce.
+        flagged: send a flag for each gradient that this rank has.
+        options: of the reducer.
         device: the GPU.
         context: whose engine reduces.
     """
 
     __slots__ = (
-        "_addresses",
         "_as_views",
         "_call",
         "_casts",
@@ -74,19 +75,16 @@ class DeviceBucket(GradientBucket):
         "_divisor",
         "_factor",
         "_flags",
-        "_flat",
-        "_homes",
+        "_memory",
         "_num_values",
         "_offsets",
         "_ones",
         "_part",
         "_places",
         "_resparsify",
-        "_slots",
         "_sums",
         "_takers",
         "_takes_sparse",
-        "_values",
     )
 
     def __init__(
@@ -112,29 +110,26 @@ class DeviceBucket(GradientBucket):
         self._factor, self._divisor = scheme.before, scheme.divisor
         num_flags = (1 + self._resparsify) * len(entries) if flagged else 0
         self._call = self._arrange(num_flags, options, scheme.op)
-        # What the flags are of a rank that has all gradients, all of them dense.
+        # Flags of a rank that has all gradients, all of them dense.
         self._ones: Tensor | None = None
         if flagged:
             ones = entries[0].param.new_ones(self._num_copies, num_flags)
             ones[:, len(entries) :].zero_()
             self._ones = ones
-        self._flags: Tensor | None = None  # what this rank says, as often as it is sent
-        self._sums: Tensor | None = None  # what all say together
-        self._flat: Tensor | None = None
-        self._values: Tensor | None = None  # the part of it that gradients have
-        self._part: Tensor | None = None  # of these what this rank has the sum of
-        self._slots: list[Tensor] = []  # what `.grad` is
-        # Where they must lie, which users do not see: `model.cpu()` gives the same `.grad` other memory.
-        self._homes: list[Tensor] = []
-        self._addresses: list[int] = []
+        self._flags: Tensor | None = None  # of this rank, as often as they are sent
+        self._sums: Tensor | None = None  # of the flags of all ranks
+        self._memory: FlatGradients | None = None
+        self._part: Tensor | None = (
+            None  # of the gradients' memory, the part that this rank gets the sum of
+        )
         self._takers: set[int] = set()  # entries whose gradients the results are copied into
         self._places = {id(entry): number for number, entry in enumerate(entries)}
 
-    # How many ranks want the sums of the flags for themselves; 1 if the sums come to all.
+    # How many copies of the flags are sent: one, or one for each rank that gets the sums for itself.
     _num_copies = 1
 
     def _arrange(self, num_flags: int, options: ReduceOptions, op: ReduceOp) -> Call:
-        """Decide where everything is, in elements; the operation, which `_put` gives its memory."""
+        """Arrange gradients and flags, in elements; return the operation, which `_put` gives its memory."""
         entries, wire = self.entries, self.entries[0].wire_dtype
         counts = [entry.param.numel() for entry in entries]
         *self._offsets, self._num_values = offsets_of(counts, wire.itemsize)
@@ -164,75 +159,56 @@ class DeviceBucket(GradientBucket):
 
     @property
     def has_memory(self) -> bool:
-        """Whether `lay_out` was called."""
-        return self._flat is not None
+        """Return True if `lay_out` was called."""
+        return self._memory is not None
 
     def lay_out(self, memory: Tensor) -> None:
         """Take this many bytes as the flat memory; every rank alike."""
-        wire = self.entries[0].wire_dtype
-        flat = memory.view(wire)
-        flat.zero_()
-        first = flat.storage_offset()
-        for entry, offset in zip(self.entries, self._offsets, strict=True):
-            home = flat.as_strided(entry.shape, entry.stride, first + offset).detach()
-            self._homes.append(home)
-            self._slots.append(home.data)  # each counts its own changes
-            self._addresses.append(home.data_ptr())
-        self._flat, self._values = flat, flat[: self._num_values]
+        flat = memory.view(self.entries[0].wire_dtype)
+        self._memory = FlatGradients(flat, self.entries, self._offsets, self._num_values)
         self._put(flat, 0 if self._ones is None else self._ones.shape[1])
 
-    def _slot(self, number: int) -> Tensor:
-        """What `.grad` of a parameter shall be: the same tensor as before, unless that was moved away."""
-        slot = self._slots[number]
-        if slot.data_ptr() != self._addresses[number]:
-            slot = self._slots[number] = self._homes[number].data
-        return slot
+    @property
+    def _flat(self) -> FlatGradients:
+        assert self._memory is not None
+        return self._memory
 
-    @torch.no_grad()
     def show(self) -> None:
         """Let `.grad` lie in the flat memory from now on, before any backward."""
-        for entry, slot in zip(self.entries, self._slots, strict=True):
-            grad = entry.param.grad
-            if grad is not None:
-                slot.copy_(grad if grad.layout is torch.strided else grad.to_dense())
-            entry.param.grad = slot
+        self._flat.show()
 
     def zero(self) -> None:
         """Set all gradients to zero, where they lie."""
-        assert self._values is not None
-        self._values.zero_()
-        for number, entry in enumerate(self.entries):
-            entry.param.grad = self._slot(number)
+        self._flat.zero()
 
     def take(self, entry: Entry) -> None:
-        """The gradient as it is, or zeros."""
+        """Take the gradient as it is, or zeros."""
         entry.grad = entry.param.grad
         if entry.grad is not None:
             return
         if entry.wire_dtype != entry.dtype or not self._casts:
-            entry.grad = entry.stand_in()
+            entry.grad = entry.make_zeros()
             return
         require_same_dtype(entry)
         require_same_shape(entry, entry.param)
         # `start` sets it to zero.
-        entry.param.grad = entry.grad = self._slot(self._places[id(entry)])
+        entry.param.grad = entry.grad = self._flat.slot(self._places[id(entry)])
         entry.missing = True
 
     @torch.no_grad()
     def start(self, engine: Engine) -> None:
         """Pack the gradients of all entries, which `grad` has, and submit them."""
-        assert self._flat is not None
         stream = self._device.stream()
         await_streams(self._device, self.entries)
         self._pack()
-        # What was packed is read on this stream, whose memory is torch's business; the flat one is the engine's.
+        # The sources of packing are read on this stream, as torch expects; the flat memory is the engine's.
         self.work = submit(
             self._context,
             self._device,
             self._call,
             self.name,
             stream,
-            self._flat.untyped_storage(),
+            self._flat.flat.untyped_storage(),
             finish=self._divide if self._divisor != 1.0 else None,
         )
 
@@ -241,7 +217,7 @@ class DeviceBucket(GradientBucket):
         divide_([self._part], self._divisor)  # one launch
 
     def _pack(self) -> None:
-        factor = self._factor
+        factor, memory = self._factor, self._flat
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         zeros: list[Tensor] = []
@@ -249,7 +225,7 @@ class DeviceBucket(GradientBucket):
         flags = self._flags
         self._takers.clear()
         for number, entry in enumerate(self.entries):
-            grad, slot = entry.grad, self._slot(number)
+            grad, slot = entry.grad, memory.slot(number)
             assert grad is not None
             is_shown = grad is slot or self._becomes_view(entry)
             if not is_shown and _can_take_result(entry, grad):
@@ -275,25 +251,18 @@ class DeviceBucket(GradientBucket):
         if zeros:
             torch._foreach_zero_(zeros)
         if factor != 1.0:
-            self._scale(unscaled, factor)
+            memory.scale(unscaled, factor)
         if self._resparsify and flags is not None:
             self._flag_dimensions(flags[:, len(self.entries) :])
 
-    def _scale(self, slots: list[Tensor], factor: float) -> None:
-        if len(slots) == len(self._slots):
-            assert self._values is not None
-            self._values.mul_(factor)  # one launch
-        elif slots:
-            torch._foreach_mul_(slots, factor)
-
     def _flag_dimensions(self, dimensions: Tensor) -> None:
-        """In how many dimensions gradients are sparse, beside the flags."""
+        """Write in how many dimensions gradients are sparse, beside the flags."""
         for number, entry in enumerate(self.entries):
             if entry.grad is not None and entry.grad.layout is not torch.strided:
                 dimensions[:, number].fill_(entry.grad.sparse_dim())
 
     def _source(self, entry: Entry, grad: Tensor) -> Tensor:
-        """What to copy into a gradient's place."""
+        """Return the values to copy into a gradient's place."""
         require_same_dtype(entry)
         require_same_shape(entry, grad)
         if not grad.is_cuda or grad.device.index != self._device.ordinal:
@@ -324,8 +293,9 @@ class DeviceBucket(GradientBucket):
         contexts = {id(entry): context for entry, _, context in self.sent}
         targets: list[Tensor] = []
         sources: list[Tensor] = []
+        slots = self._flat.slots
         for number, entry in enumerate(self.entries):
-            grad, slot = entry.grad, self._slots[number]
+            grad, slot = entry.grad, slots[number]
             assert grad is not None
             is_sparse = grad.layout is not torch.strided
             if is_sparse and self._resparsify:
@@ -345,22 +315,22 @@ class DeviceBucket(GradientBucket):
             drop_unused(self.entries, self._sums.tolist(), resparsify=self._resparsify)
 
     def _becomes_view(self, entry: Entry) -> bool:
-        """Whether `.grad` shall be the reduced gradient where it lies, instead of a copy.
+        """Return True if `.grad` shall be the reduced gradient where it lies, instead of a copy.
 
-        Not if it came without a hook, as what a captured graph writes: that goes on to write into its own memory.
+        A gradient that came without a hook is copied: a captured graph goes on to write into its own memory.
         """
         if entry.wire_dtype != entry.dtype or not self._casts:
             return False
         return entry.stream is not None or self._as_views
 
     def _reduced(self, number: int, gradient: Tensor) -> Tensor:
-        """Of the gradient of an entry what this rank has the sum of."""
+        """Return the part of an entry's gradient that this rank gets the sum of."""
         del number
         return gradient
 
 
 def _can_take_result(entry: Entry, grad: Tensor) -> bool:
-    """Whether a result can be copied into a gradient: it has its planned form and is nobody else's."""
+    """Return True if a result can be copied into a gradient: it has its planned form, and memory of its own."""
     return (
         grad.layout is torch.strided
         and grad.dtype is entry.dtype

@@ -1,4 +1,4 @@
-"""One bucket of gradients on a GPU of which every rank gets only its slice: a reducescatter of flat memory, in place."""
+"""Bucket of gradients on a GPU, each rank with its slice: a reducescatter of flat memory, in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["ShardedDeviceBucket"]
 
 
 class ShardedDeviceBucket(DeviceBucket):
-    """As `DeviceBucket`; afterwards this rank's part of each gradient is reduced, and the rest is undefined.
+    """Bucket on the rank's GPU that leaves this rank's part of each gradient reduced, and the rest undefined.
 
     The parameters of a bucket are those of one `Slices`, in its order; so the parts are those that the rank steps.
     """
@@ -29,8 +29,8 @@ class ShardedDeviceBucket(DeviceBucket):
         counts = [entry.param.numel() for entry in entries]
         self._slices = Slices.cut(counts, entries[0].dtype.itemsize, self._num_copies)
         self._offsets, self._num_values = list(self._slices.offsets), self._slices.total
-        said = self._num_copies * num_flags
-        *_, self._count = offsets_of([self._num_values, said, num_flags], wire.itemsize)
+        num_sent = self._num_copies * num_flags
+        *_, self._count = offsets_of([self._num_values, num_sent, num_flags], wire.itemsize)
         shapes: list[tuple[int, ...]] = [(self._num_values,)]
         if num_flags:
             shapes.append((self._num_copies, num_flags))
@@ -43,10 +43,10 @@ class ShardedDeviceBucket(DeviceBucket):
         self._call.place(0, flat.data_ptr(), own.data_ptr())
         self._part = own[: self._slices.length]
         if num_flags:
-            said = self._num_copies * num_flags
+            num_sent = self._num_copies * num_flags
             wire = self.entries[0].wire_dtype
-            _, first, sums, _ = offsets_of([self._num_values, said, num_flags], wire.itemsize)
-            flags = flat[first : first + said].view(self._num_copies, num_flags)
+            _, first, sums, _ = offsets_of([self._num_values, num_sent, num_flags], wire.itemsize)
+            flags = flat[first : first + num_sent].view(self._num_copies, num_flags)
             self._flags, self._sums = flags, flat[sums : sums + num_flags]
             self._call.place(1, flags.data_ptr(), self._sums.data_ptr())
 

@@ -1,6 +1,6 @@
-"""One bucket of dense gradients: a gather list over their own memory, reduced as one operation and in place.
+"""Bucket of dense gradients: a gather list over their own memory, reduced as one operation and in place.
 
-What cannot be reduced where it lies (compressed, sparse, of another type, with strides that the plan does not
+A gradient that cannot be reduced where it lies (compressed, sparse, of another type, with strides that the plan does not
 have) is copied, and the result goes back into the gradient, or takes its place.
 """
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 class GradientBucket:
-    """What buckets of dense gradients have in common: one cycle after the other.
+    """Base of the buckets of dense gradients: takes gradients, one cycle after the other.
 
     Args:
         name: of the operation.
@@ -53,18 +53,18 @@ class GradientBucket:
         self.entries = entries
         self.pending = len(entries)
         self.work: Operation | None = None
-        # What was sent instead of the gradient itself: (gradient, what was sent, compression's context).
+        # Copies that were sent instead of gradients: (parameter, copy, compression's context).
         self.sent: list[tuple[Entry, Tensor, Any]] = []
         for entry in entries:
             entry.bucket = self  # type: ignore[assignment]  # a subclass adds start() and wait()
 
     def take(self, entry: Entry) -> None:
-        """The gradient as it is, or zeros."""
+        """Take the gradient as it is, or zeros."""
         grad = entry.param.grad
-        entry.grad = entry.stand_in() if grad is None else grad
+        entry.grad = entry.make_zeros() if grad is None else grad
 
     def reset(self) -> None:
-        """Ready for the next cycle."""
+        """Get ready for the next cycle."""
         self.work = None
         self.sent.clear()
         self.pending = len(self.entries)
@@ -75,16 +75,16 @@ class GradientBucket:
 
 
 class DenseBucket(GradientBucket):
-    """Gradients of one type, reduced where they lie.
+    """Bucket of gradients of one type, reduced where they lie.
 
     Args:
         name: of the operation.
         entries: the parameters.
-        flagged: whether who has a gradient at all travels along.
-        options: how to reduce.
-        compression: what is sent instead.
+        flagged: send a flag for each gradient that this rank has.
+        options: of the reducer.
+        compression: of the gradients.
         flat: the memory of all gradients, if they are views of it.
-        neighbours: all parameters whose gradients are reduced, by whichever optimizer.
+        neighbours: returns all parameters whose gradients are reduced, by any optimizer.
     """
 
     __slots__ = (
@@ -114,7 +114,7 @@ class DenseBucket(GradientBucket):
         if flat is not None:
             shapes = [(flat.numel(),)]
         if flagged:
-            # Who has a gradient and, where sparse ones are sent as dense, in how many dimensions it is sparse.
+            # A flag per gradient and, where sparse ones are sent as dense, in how many dimensions it is sparse.
             shapes.append(((1 + options.sparse_as_dense) * len(entries),))
         self.call = allreduce_call(
             shapes,
@@ -132,7 +132,7 @@ class DenseBucket(GradientBucket):
             entry.address = -1
         self._flagged = flagged
         if flagged:
-            # Who has a gradient: ones go in as they are, and are read only if a gradient is missing here.
+            # Flags of a rank that has all gradients; the sums are read only if one is missing here.
             self.ones = torch.ones(len(entries), dtype=entries[0].wire_dtype)
             if self._resparsify:
                 self.ones = torch.cat([self.ones, torch.zeros_like(self.ones)])
@@ -141,7 +141,7 @@ class DenseBucket(GradientBucket):
     def start(self, engine: Engine) -> None:
         """Submit the gradients of all entries, which `grad` has."""
         tensors = self.call.tensors
-        keep: list[Any] = []
+        keep: list[torch.UntypedStorage | Tensor] = []
         plain = self._plain
         for position, entry in enumerate(self.entries):
             tensor = entry.grad
@@ -169,7 +169,7 @@ class DenseBucket(GradientBucket):
             has_gradient = self._flags()
             tensors[-1].input = has_gradient.data_ptr()
             tensors[-1].output = self.flags.data_ptr()
-            # Not the bucket itself: it holds the work, and the work the engine, which holds what is kept.
+            # Not the bucket itself: it holds the work, and the work the engine, which holds the kept objects.
             keep += (has_gradient, self.flags)
         self.work = engine.start(self.call, self.name, keep)
 
@@ -194,7 +194,7 @@ class DenseBucket(GradientBucket):
         return torch.tensor(flags, dtype=self.ones.dtype)
 
     def _send_instead(self, entry: Entry, grad: Tensor) -> Tensor:
-        """What to send for a gradient that cannot be, or shall not be, sent from where it lies."""
+        """Return the copy to send for a gradient that cannot be, or shall not be, sent from where it lies."""
         require_cpu(entry, grad)
         require_same_dtype(entry)
         require_same_shape(entry, grad)
@@ -228,7 +228,7 @@ class DenseBucket(GradientBucket):
 
 
 class ViewBucket(DenseBucket):
-    """Gradients that are views of one flat registered memory, reduced there."""
+    """Bucket of gradients that are views of flat registered memory, reduced there."""
 
     __slots__ = ("_flat", "_memory", "_sparse_as_dense")
 

@@ -1,10 +1,10 @@
-"""One parameter whose gradients are reduced, the protocol of its bucket, and the way of results back into `.grad`."""
+"""Parameter whose gradients are reduced, the protocol of its bucket, and the way of results back into `.grad`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,16 +33,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """How gradients are reduced.
+    """Options of a reducer.
 
     Attributes:
         op: the reduction.
-        predivide: what every rank's gradient is divided by; the result is multiplied by it.
-        compression: what is sent in place of the gradients.
+        predivide: divisor of every rank's gradient; the result is multiplied by it.
+        compression: of the gradients.
         passes: backward passes per cycle; their gradients add up locally and are not divided.
         sparse_as_dense: send sparse gradients as dense ones.
-        bucket_bytes: when a bucket is full.
-        device_bucket_bytes: the same of one on a GPU.
+        bucket_bytes: size of a full bucket.
+        device_bucket_bytes: size of a full bucket on a GPU.
         groups: parameter numbers that share a bucket.
         process_set: the engine's number of the ranks that reduce.
         ranks: their global ranks, ascending.
@@ -72,7 +72,7 @@ class Bucket(Protocol):
     Attributes:
         name: of the operation.
         entries: the parameters.
-        pending: how many have no complete gradient yet in this cycle.
+        pending: number of parameters without a complete gradient in this cycle.
         work: the operation, once it was submitted.
     """
 
@@ -82,26 +82,26 @@ class Bucket(Protocol):
     work: Operation | None
 
     def start(self, engine: Engine) -> None:
-        """Submit; an entry's `grad` is None where `take` found none."""
+        """Submit the operation; an entry's `grad` is None where `take` found none."""
 
     def wait(self) -> None:
         """Wait until the reduced gradients lie in `.grad`."""
 
     def take(self, entry: Entry) -> None:
-        """Find a gradient that came without a hook, or what stands in for it."""
+        """Take a gradient that came without a hook, or zeros in its place."""
 
     def reset(self) -> None:
-        """The cycle has ended."""
+        """Get ready for the next cycle."""
 
 
 class Parked:
-    """Where the parameters are of which it is not known yet how to reduce them; never complete."""
+    """Place of the parameters that no rank has given a gradient yet, in no bucket; never complete."""
 
     pending = -1
 
 
 class Entry:
-    """One parameter."""
+    """Parameter with the gradient of the running cycle."""
 
     __slots__ = (
         "address",
@@ -133,7 +133,7 @@ class Entry:
         self.sparse_dim = 0  # dimensions that are indices; 0 = the gradient is dense
         self.bucket: Bucket | Parked
         self.grad: Tensor | None = None  # this cycle's gradient, once it is complete
-        self.missing = False  # this rank's gradient is a stand-in of zeros
+        self.missing = False  # this rank's gradient is missing; zeros are in its place
         self.address = -1  # of what was sent last; the call is told when it changes
         self.stream: int | None = None  # of the GPU, on which the gradient became complete
         self.place = -1  # where the gradient lay when it was submitted; -1 of a sparse one
@@ -146,12 +146,12 @@ class Entry:
         return self.param.numel() * self.wire_dtype.itemsize
 
     def forget_stride(self) -> None:
-        """Other ranks have other strides: what is sent is row-major."""
+        """Send row-major gradients: other ranks have other strides."""
         self.stride = torch.empty(self.shape, device="meta").stride()
 
     @property
     def is_changed(self) -> bool:
-        """Whether `.grad` is another tensor, lies elsewhere, or has other values than what was submitted."""
+        """Return True if `.grad` is another tensor, lies elsewhere, or has other values than the submitted gradient."""
         grad = self.param.grad
         if grad is not self.grad:
             return True
@@ -159,8 +159,8 @@ class Entry:
             return False
         return grad._version != self.version or (self.place >= 0 and grad.data_ptr() != self.place)
 
-    def stand_in(self) -> Tensor:
-        """Zeros in place of a gradient that this rank does not have, also as `.grad`."""
+    def make_zeros(self) -> Tensor:
+        """Make zeros in place of a gradient that this rank does not have, also as `.grad`."""
         require_same_dtype(self)
         require_same_shape(self, self.param)
         # The optimizer's own tensor, so that a later backward pass is noticed.
@@ -171,17 +171,17 @@ class Entry:
 
 
 def _memory_layout(param: Tensor) -> tuple[int, ...]:
-    """The strides that autograd gives to the gradient of `param`: its own if its memory has no holes."""
+    """Return the strides that autograd gives to the gradient of `param`: its own if its memory has no holes."""
     return tuple(torch.empty_like(param, device="meta").stride())
 
 
 def drop_unused(entries: Sequence[Entry], flags: Sequence[float], *, resparsify: bool) -> None:
-    """Let stand-ins of zeros be what they are on the ranks that have a gradient, or nothing if no rank has one.
+    """Give gradients that are missing here the layout that they have on other ranks, or drop them if no rank has one.
 
     Args:
         entries: the parameters of a bucket, whose results lie in `.grad`.
-        flags: of each how many ranks have a gradient, times any number; with `resparsify` then of each in how many
-            dimensions their gradients are sparse, added up, times the same number.
+        flags: for each the number of ranks that have a gradient, times any number; with `resparsify` then for each the number of
+            dimensions in which their gradients are sparse, added up, times the same number.
         resparsify: whether sparse gradients were sent as dense ones, and shall be sparse again.
     """
     for number, (entry, used) in enumerate(zip(entries, flags, strict=False)):
@@ -192,21 +192,21 @@ def drop_unused(entries: Sequence[Entry], flags: Sequence[float], *, resparsify:
         elif resparsify and (dimensions := flags[len(entries) + number]):
             # As on the ranks that have one: some optimizers take sparse gradients only.
             assert entry.param.grad is not None
-            dense: Any = entry.param.grad
+            dense = entry.param.grad
             entry.param.grad = dense.to_sparse(round(dimensions / used))
 
 
 def owns_memory(tensor: Tensor) -> bool:
-    """Whether no other tensor has this one's storage.
+    """Return True if no other tensor has this one's storage.
 
     Backward takes views for gradients: `(p.view(-1) + q.view(-1)).backward()` gives both the memory of one gradient,
-    which backward may still read afterwards. What the engine writes must be nobody else's.
+    which backward may still read afterwards. The engine must write no memory of another tensor.
     """
     return is_alone(tensor.untyped_storage())
 
 
 def is_alone(memory: torch.UntypedStorage) -> bool:
-    """Whether at most one tensor has this memory; `memory` itself, which is one object for all who ask, counts not."""
+    """Return True if at most one tensor has this memory; the object `memory` is the same in all calls and does not count."""
     return bool(_use_count(memory._cdata) <= _ALONE)
 
 
@@ -250,13 +250,13 @@ def require_same_dtype(entry: Entry) -> None:
         )
 
 
-def require_same_shape(entry: Entry, found: Tensor) -> None:
+def require_same_shape(entry: Entry, tensor: Tensor) -> None:
     """Refuse a parameter or gradient whose shape is not the planned one: the engine would read and write beside it."""
-    if found.shape != entry.shape:
-        whose = "it" if found is entry.param else "its gradient"
+    if tensor.shape != entry.shape:
+        whose = "it" if tensor is entry.param else "its gradient"
         raise InvalidArgumentError(
             f"DistributedOptimizer: {entry.name!r} had shape {entry.shape} when the optimizer was built, and "
-            f"{whose} has {tuple(found.shape)} now. Build DistributedOptimizer after the model has its shape."
+            f"{whose} has {tuple(tensor.shape)} now. Build DistributedOptimizer after the model has its shape."
         )
 
 
@@ -274,10 +274,10 @@ def give_back(entry: Entry, result: Tensor, neighbours: Neighbours, *, resparsif
 
 
 class Neighbours:
-    """Where the gradients of all optimizers lie; looked up once, and only if somebody asks.
+    """Memory of the gradients of all optimizers; looked up at the first question.
 
     Args:
-        parameters: gives all parameters whose gradients are reduced.
+        parameters: returns all parameters whose gradients are reduced.
     """
 
     def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -285,7 +285,7 @@ class Neighbours:
         self._by_storage: dict[int, list[tuple[Tensor, int, int]]] | None = None
 
     def overlap(self, entry: Entry, grad: Tensor) -> bool:
-        """Whether another gradient has some of this one's memory, as those that backward made of one tensor."""
+        """Return True if another gradient has some of this one's memory, as those that backward made of one tensor."""
         if owns_memory(grad):
             return False
         first, last = _span(grad)
@@ -300,18 +300,18 @@ class Neighbours:
             for param in self._parameters():
                 grad = param.grad
                 if grad is not None and grad.layout is torch.strided:
-                    found = self._by_storage.setdefault(grad.untyped_storage()._cdata, [])
-                    found.append((param, *_span(grad)))
+                    spans = self._by_storage.setdefault(grad.untyped_storage()._cdata, [])
+                    spans.append((param, *_span(grad)))
         return self._by_storage.get(storage, [])
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte and of the one behind the last."""
+    """Return the addresses of the first byte and of the one behind the last."""
     places = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
     return first, first + (places + 1) * tensor.element_size()
 
 
 def _is_one_place_per_element(grad: Tensor) -> bool:
-    """Whether no two elements surely or possibly share memory."""
+    """Return True if surely no two elements share memory."""
     return bool(torch._debug_has_internal_overlap(grad) == 0)

@@ -1,7 +1,7 @@
 """Lay tensors out in flat memory that the ranks of a job divide: as equal slices, or each tensor cut by itself.
 
 NCCL's reducescatter and allgather move such memory as one operation, in place. So gradients, and the parameters that
-were stepped, are in it for the time of an operation. It says nothing of where the tensors themselves are.
+were stepped, are in it for the time of an operation; the tensors themselves may lie elsewhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _aligned(count: int, itemsize: int) -> int:
 
 
 def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
-    """Where tensors of so many elements begin, in elements; the last number is where they end."""
+    """Return where tensors of so many elements begin, in elements, and at last where they end."""
     offsets = [0]
     for count in counts:
         offsets.append(offsets[-1] + _aligned(count, itemsize))
@@ -34,13 +34,13 @@ def offsets_of(counts: Sequence[int], itemsize: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Slices:
-    """Flat memory of tensors of one type; all numbers are of elements.
+    """Flat memory of tensors of one type, in slices; all numbers but the last are of elements.
 
     Attributes:
         counts: of each tensor.
-        offsets: where each begins.
+        offsets: first element of each tensor.
         length: of one slice.
-        num: of slices.
+        num: how many slices there are.
     """
 
     counts: tuple[int, ...]
@@ -50,13 +50,13 @@ class Slices:
 
     @classmethod
     def cut(cls, counts: Sequence[int], itemsize: int, num: int) -> Slices:
-        """Tensors one after the other; slices begin and end inside of them."""
+        """Lay out tensors one after the other; slices begin and end inside of them."""
         *offsets, end = offsets_of(counts, itemsize)
         return cls(tuple(counts), tuple(offsets), _aligned(-(-end // num), itemsize), num)
 
     @classmethod
     def owned(cls, counts: Sequence[int], owners: Sequence[int], itemsize: int, num: int) -> Slices:
-        """Every tensor in the slice of its owner."""
+        """Lay out every tensor in the slice of its owner."""
         ends = [0] * num
         inside = []
         for count, owner in zip(counts, owners, strict=True):
@@ -72,7 +72,7 @@ class Slices:
         return self.length * self.num
 
     def part(self, number: int, place: int) -> tuple[int, int]:
-        """Of a tensor the first element that is in a slice, and the one behind the last; (0, 0) if there is none."""
+        """Return the first element of a tensor that is in a slice, and the one behind the last; (0, 0) if there is none."""
         begin = self.offsets[number]
         first = max(0, place * self.length - begin)
         last = min(self.counts[number], (place + 1) * self.length - begin)
@@ -80,7 +80,7 @@ class Slices:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one range of memory, each once."""
+    """Return True if the elements fill one range of memory, each once."""
     lengths = sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
     expected = 1
     for stride, length in lengths:
@@ -91,18 +91,18 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of its memory, as a view."""
+    """Return the elements of a dense tensor in the order of its memory, as a view."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def cut_range(count: int, num_parts: int, part: int) -> tuple[int, int]:
-    """First element of a part, and the one behind its last."""
+    """Return the first element of a part, and the one behind its last."""
     first = part * (count // num_parts) + min(part, count % num_parts)
     return first, first + own_rows(count, num_parts, part)
 
 
 def same_places(strides: tuple[int, ...], tensor: Tensor) -> bool:
-    """Whether equal indices mean equal places; the stride of a dimension of length 1 is arbitrary."""
+    """Return True if equal indices mean equal places; the stride of a dimension of length 1 is arbitrary."""
     return all(
         a == b or n == 1 for a, b, n in zip(strides, tensor.stride(), tensor.shape, strict=True)
     )

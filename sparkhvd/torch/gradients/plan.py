@@ -1,4 +1,4 @@
-"""Which gradients are reduced together, as what kind of bucket, and in whose memory."""
+"""Division of gradients into buckets: which are reduced together, as which kind of bucket, in which memory."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ import functools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from sparkhvd.torch.compressors import NoneCompressor
+from sparkhvd.engine.engine import ReduceOp
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.compressors import BUILT_IN, Compressor, NoneCompressor
 from sparkhvd.torch.context import Context
-from sparkhvd.torch.cuda import Device
+from sparkhvd.torch.cuda import Device, opened
 from sparkhvd.torch.gradients.cuda import DeviceBucket, give_memory
 from sparkhvd.torch.gradients.cuda_sharded import ShardedDeviceBucket
 from sparkhvd.torch.gradients.dense import DenseBucket, ViewBucket
 from sparkhvd.torch.gradients.entry import Bucket, Entry, ReduceOptions
-from sparkhvd.torch.gradients.powersgd import LowRankBucket, PowerSGD
-from sparkhvd.torch.gradients.registered_views import GradientMemory
+from sparkhvd.torch.gradients.low_rank import LowRankBucket
+from sparkhvd.torch.gradients.powersgd import PowerSGD, describe
+from sparkhvd.torch.gradients.registered_views import GradientMemory, needed_bytes
 from sparkhvd.torch.gradients.sharded import ShardedBucket
 from sparkhvd.torch.gradients.sparse import SparseBucket
 
-__all__ = ["BucketPlanner", "plan_buckets"]
+__all__ = ["BucketPlanner", "make_entries", "plan_buckets"]
 
 
 def plan_buckets(
@@ -34,7 +39,7 @@ def plan_buckets(
 
     Args:
         sizes: bytes of each tensor.
-        kinds: what must be equal within a bucket (the element type).
+        kinds: of each tensor; equal within a bucket.
         order: tensor numbers, in the order in which they are expected to become ready.
         bucket_bytes: when a bucket is full.
         groups: tensor numbers that stay together whatever their size; the rest is divided as above.
@@ -67,6 +72,34 @@ def plan_buckets(
     return sorted(buckets, key=lambda bucket: place[bucket[-1]])
 
 
+def make_entries(named: Sequence[tuple[str, Tensor]], options: ReduceOptions) -> list[Entry]:
+    """Make an entry for each parameter.
+
+    Raises:
+        InvalidArgumentError: the engine cannot reduce its type, or the compression changes its shape.
+    """
+    return [
+        Entry(index, name, param, _wire_dtype(name, param, options.compression))
+        for index, (name, param) in enumerate(named)
+    ]
+
+
+def _wire_dtype(
+    name: str, param: Tensor, compression: type[Compressor] | Compressor
+) -> torch.dtype:
+    if compression is NoneCompressor or isinstance(compression, PowerSGD):
+        wire = param.detach()
+    else:
+        wire = compression.compress(torch.zeros_like(param))[0]
+    engine_dtype(f"DistributedOptimizer, {name!r}", wire)
+    if wire.shape != param.shape:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: {describe(compression)} turns {name!r} of shape {tuple(param.shape)} "
+            f"into {tuple(wire.shape)}. A compressor must keep the shape."
+        )
+    return wire.dtype
+
+
 class BucketPlanner:
     """Makes the buckets of a reducer, the same on every rank.
 
@@ -74,45 +107,85 @@ class BucketPlanner:
         context: of the ranks.
         entries: the reducer's parameters, by index.
         options: of the reducer.
-        label: how the names of its operations begin.
-        flagged: whether a flag per parameter says if any rank used it.
-        device: this rank's GPU, if it has parameters there.
-        low_rank: what compresses some of them.
-        memory: where gradients of the CPU live, if they are views.
+        label: prefix of the names of its operations.
 
     Attributes:
         options: of the reducer; may be replaced between two plans.
+        entries: the reducer's parameters, by index.
+        device: this rank's GPU, if it has parameters there.
+        low_rank: the compression of large matrices, if there is one.
+        is_flagged: whether a flag per parameter tells if any rank used it. So a parameter that no rank used ends without
+            gradient, exactly as in one process.
+
+    Raises:
+        InvalidArgumentError: the compression is not for this reduction, or has other parameters of the same names.
     """
 
     def __init__(
-        self,
-        context: Context,
-        entries: Sequence[Entry],
-        options: ReduceOptions,
-        *,
-        label: str,
-        flagged: bool,
-        device: Device | None,
-        low_rank: PowerSGD | None,
-        memory: GradientMemory | None,
+        self, context: Context, entries: Sequence[Entry], options: ReduceOptions, label: str
     ) -> None:
         self.options = options
+        self.entries = entries
+        compression = options.compression
+        self.is_flagged = (
+            options.op in (ReduceOp.AVERAGE, ReduceOp.SUM)
+            and (isinstance(compression, PowerSGD) or compression in BUILT_IN)
+            and not options.as_views  # every gradient is there
+        )
         self._context = context
-        self._entries = entries
-        self._label = label
-        self._flagged = flagged
-        self._device = device
-        self._low_rank = low_rank
-        self._memory = memory
+        self._prefix = self._label = label
+        self.device: Device | None = None
+        for entry in entries:
+            if not entry.param.is_cpu:
+                name = f"DistributedOptimizer, {entry.name!r}"
+                self.device = opened(context, name, entry.param)
+        self.low_rank: PowerSGD | None = None
+        if isinstance(compression, PowerSGD):
+            self.low_rank = self._claim(compression)
+        self._joins = context.joins
+        self._memory: GradientMemory | None = None
         self._plan_number = 0
 
-    def restart(self, label: str) -> None:
-        """Count plans anew, under another name: ranks that had joined have missed some."""
-        self._label, self._plan_number = label, 0
+    def _claim(self, compression: PowerSGD) -> PowerSGD:
+        if not self.is_flagged:
+            raise InvalidArgumentError(
+                f"DistributedOptimizer: {compression!r} is for sums of gradients, and op is "
+                f"{self.options.op.name.title()}. Use Average or Sum."
+            )
+        compression.claim(self.entries)
+        return compression
+
+    def allocate_views(self) -> None:
+        """Allocate the memory that gradients on the CPU are views of; on a GPU each bucket has its own."""
+        needed = needed_bytes([entry for entry in self.entries if entry.param.is_cpu])
+        if needed:
+            buffer = self._context.engine.allocate(
+                needed, name=f"{self._label}.memory", process_set=self.options.process_set
+            )
+            self._memory = GradientMemory(buffer)
+
+    def zero_views(self) -> None:
+        """Set the gradients that are views of memory of the CPU to zero."""
+        if self._memory is not None:
+            self._memory.zero([entry for entry in self.entries if entry.param.is_cpu])
+
+    def follow_joins(self) -> bool:
+        """Reset what all ranks have alike, if ranks have joined and missed steps; return True if buckets must be divided anew."""
+        if self.low_rank is None or self._joins == self._context.joins:
+            return False
+        self._joins = self._context.joins
+        self.low_rank.restart(self.entries)
+        # Ranks may have had different numbers of plans, so these are counted anew under another name.
+        self._prefix, self._plan_number = f"{self._label}.joined.{self._joins}", 0
+        return True
+
+    def count_step(self) -> bool:
+        """Count a step; return True if it was the last of a warm-up, so that buckets must be divided anew."""
+        return self.low_rank is not None and self.low_rank.count_step(self.entries)
 
     def divide(self, order: Sequence[int]) -> list[Bucket]:
         """Make buckets of these parameters."""
-        entries, options = self._entries, self.options
+        entries, options = self.entries, self.options
         dense = [index for index in order if not entries[index].sparse_dim]
         plan: list[tuple[int, ...]] = []
         for is_cpu, bucket_bytes in (
@@ -129,7 +202,7 @@ class BucketPlanner:
                 [[index for index in group if index in among] for group in options.groups],
             )
         # A new plan has new names, because the old ones mean other shapes to the engine.
-        prefix = f"{self._label}.{self._plan_number}"
+        prefix = f"{self._prefix}.{self._plan_number}"
         self._plan_number += 1
         named = [
             (f"{prefix}.{n}", [entries[index] for index in indices])
@@ -155,35 +228,35 @@ class BucketPlanner:
         return buckets
 
     def bucket(self, name: str, entries: list[Entry]) -> Bucket:
-        """One bucket of these parameters, which are alike in what divides buckets."""
-        options, device = self.options, None if entries[0].param.is_cpu else self._device
+        """Make a bucket of these parameters, which have one type and one device."""
+        options, device = self.options, None if entries[0].param.is_cpu else self.device
         # Of all optimizers: a bucket that knew the reducer would keep it alive.
         neighbours = functools.partial(_reduced_parameters, self._context)
-        if self._low_rank is not None:
+        if self.low_rank is not None:
             if self._is_low_rank(entries[0]):
                 gpu = None if device is None else (self._context, device)
-                return LowRankBucket(name, entries, options, self._low_rank, neighbours, gpu)
+                return LowRankBucket(name, entries, options, self.low_rank, neighbours, gpu)
             options = replace(options, compression=NoneCompressor)
         if device is not None:
             kind = ShardedDeviceBucket if options.sharded else DeviceBucket
-            return kind(name, entries, self._flagged, options, device, self._context)
+            return kind(name, entries, self.is_flagged, options, device, self._context)
         if options.sharded:
             place = options.ranks.index(self._context.engine.topology.rank)
-            return ShardedBucket(name, entries, self._flagged, options, place)
+            return ShardedBucket(name, entries, self.is_flagged, options, place)
         return DenseBucket(
-            name, entries, self._flagged, options, options.compression, neighbours=neighbours
+            name, entries, self.is_flagged, options, options.compression, neighbours=neighbours
         )
 
     def give_memory(self, buckets: Sequence[Bucket], *, is_registered: bool) -> None:
-        """To buckets on the GPU that have none; the same on every rank. Waits for them if it is registered."""
-        if self._device is None:
+        """Give memory to buckets on the GPU that have none, the same on every rank; waits for them if it is registered."""
+        if self.device is None:
             return
         lacking = [b for b in buckets if isinstance(b, DeviceBucket) and not b.has_memory]
         give_memory(
             self._context.engine,
-            self._device,
+            self.device,
             lacking,
-            name=f"{self._label}.memory.{self._plan_number}",
+            name=f"{self._prefix}.memory.{self._plan_number}",
             process_set=self.options.process_set,
             is_registered=is_registered,
         )
@@ -199,7 +272,7 @@ class BucketPlanner:
         ]
 
     def _is_low_rank(self, entry: Entry) -> bool:
-        return self._low_rank is not None and self._low_rank.is_due(entry)
+        return self.low_rank is not None and self.low_rank.is_due(entry)
 
 
 def _reduced_parameters(context: Context) -> Iterable[Tensor]:

@@ -2,60 +2,49 @@
 
 A gradient of n x m is sent as P of n x rank and Q of m x rank, in two rounds: P = M Q is averaged and made
 orthonormal, Q = M^T P is averaged, and every rank uses P Q^T. Q is kept, so that over the steps this is a power
-iteration towards the average gradient's largest singular vectors. What a rank's gradient has and P Q^T does not is
-the rank's *error*; it is added to the next gradient, so nothing is lost, only delayed.
+iteration towards the average gradient's largest singular vectors. The difference between a rank's gradient and P Q^T
+is the rank's *error*; it is added to the next gradient, so nothing is lost, only delayed.
 
-**What all ranks have alike** are Q and the number of steps, because they follow from what was averaged. **What is
-the rank's own** is the error.
+**All ranks have alike** Q and the number of steps, because they follow from averages. The error is **the rank's own**.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn, TypedDict
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Engine, ReduceOp, allreduce_call
-from sparkhvd.engine.library import DEVICE_CPU
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
-from sparkhvd.torch.collectives.cuda_reductions import divide_, submit
-from sparkhvd.torch.collectives.handles import Operation
-from sparkhvd.torch.collectives.tensors import engine_dtype, lend
 from sparkhvd.torch.compressors import Compressor
-from sparkhvd.torch.context import Context
-from sparkhvd.torch.cuda import Device
-from sparkhvd.torch.gradients.cuda import await_streams
-from sparkhvd.torch.gradients.entry import (
-    Entry,
-    Neighbours,
-    ReduceOptions,
-    give_back,
-    owns_memory,
-    require_cpu,
-    require_same_place,
-    require_same_shape,
-)
+from sparkhvd.torch.gradients.entry import Entry
 
-__all__ = ["LowRankBucket", "PowerSGD", "stateless"]
+__all__ = ["MatrixState", "PowerSGD", "SavedMatrix", "describe", "matrix_shape", "stateless"]
 
-# Compressed is what gets at least this many times smaller: less does not pay for the arithmetic.
+# Gradients are compressed if they get at least this many times smaller: less does not pay for the arithmetic.
 _WORTH = 4
 
 
+class SavedMatrix(TypedDict):
+    """`MatrixState` in a `state_dict`."""
+
+    steps: int
+    q: Tensor
+    error: Tensor | None
+
+
 @dataclass
-class _State:
-    """Of one parameter.
+class MatrixState:
+    """State of a parameter whose gradient is compressed.
 
     Attributes:
-        steps: that it has made.
+        steps: steps that it has made.
         q: m x rank; the same on every rank.
-        error: n x m; what was not sent yet. None until the first compressed step.
+        error: n x m; the part of its gradients that was not sent yet. None until the first compressed step.
     """
 
     steps: int
@@ -64,7 +53,7 @@ class _State:
 
 
 class PowerSGD(Compressor):
-    """Sends gradients as two thin matrices. For one optimizer; made by `Compression.powersgd`.
+    """Compression that sends gradients as two thin matrices. For one optimizer; made by `Compression.powersgd`.
 
     Args:
         rank: columns of P and Q.
@@ -82,7 +71,7 @@ class PowerSGD(Compressor):
             )
         self.rank = columns
         self.warm_up_steps = steps
-        self._states: dict[str, _State] = {}
+        self._states: dict[str, MatrixState] = {}
         self._parameters: dict[str, weakref.ref[Tensor]] = {}
 
     def __repr__(self) -> str:
@@ -90,20 +79,20 @@ class PowerSGD(Compressor):
 
     @staticmethod
     def compress(tensor: Tensor) -> NoReturn:
-        """Not possible for a tensor alone."""
+        """Refuse: a tensor alone has no state."""
         raise InvalidArgumentError(
-            f"Compression.powersgd keeps what it has not sent of the gradients of an optimizer; it cannot compress "
+            f"Compression.powersgd keeps the unsent part of an optimizer's gradients; it cannot compress "
             f"a tensor of shape {tuple(tensor.shape)} alone. Use Compression.fp16 or .bf16 here."
         )
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> NoReturn:
-        """Not possible for a tensor alone."""
+    def decompress(tensor: Tensor, ctx: object) -> NoReturn:
+        """Refuse: a tensor alone has no state."""
         del ctx
         PowerSGD.compress(tensor)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must be saved to go on exactly. The errors are this rank's own: save it on every rank.
+    def state_dict(self) -> dict[str, SavedMatrix]:
+        """Return the state from which training goes on exactly. The errors are this rank's own: save it on every rank.
 
         Returns:
             By parameter name: steps, q and error (None before the first compressed step). The tensors are not
@@ -114,7 +103,7 @@ class PowerSGD(Compressor):
             for name, state in self._states.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, SavedMatrix]) -> None:
         """Go on from a saved state, before the optimizer is built. Every rank must, from the same step.
 
         Raises:
@@ -126,18 +115,18 @@ class PowerSGD(Compressor):
                 f"{self!r}: load_state_dict() after the optimizer was built. Load first, then build it."
             )
         self._states = {
-            name: _State(
-                int(found["steps"]),
-                found["q"].clone(),
-                None if found["error"] is None else found["error"].clone(),
+            name: MatrixState(
+                int(saved["steps"]),
+                saved["q"].clone(),
+                None if (error := saved["error"]) is None else error.clone(),
             )
-            for name, found in state.items()
+            for name, saved in state.items()
         }
 
     # --- For the reducer. ---
 
     def claim(self, entries: Sequence[Entry]) -> None:
-        """These parameters' gradients are reduced with this from now on.
+        """Take over these parameters, whose gradients are compressed from now on.
 
         Raises:
             InvalidArgumentError: a name is another parameter's already, or the loaded state is for other shapes.
@@ -151,10 +140,10 @@ class PowerSGD(Compressor):
             self._parameters[entry.name] = weakref.ref(entry.param)
             if not self._is_worth(entry):
                 continue
-            state = self._states.setdefault(entry.name, _State(0, self._first_q(entry)))
+            state = self._states.setdefault(entry.name, MatrixState(0, self._first_q(entry)))
             state.q = _beside(entry, state.q)  # a loaded one may come from a file
             state.error = None if state.error is None else _beside(entry, state.error)
-            _, columns = _sides(entry)
+            _, columns = matrix_shape(entry)
             wanted = (columns, self._columns(entry))
             if tuple(state.q.shape) != wanted:
                 raise InvalidArgumentError(
@@ -163,22 +152,22 @@ class PowerSGD(Compressor):
                 )
 
     def fingerprint(self, entries: Sequence[Entry]) -> list[str]:
-        """Of every parameter what must be the same on all ranks, in words."""
-        found = [self._states.get(entry.name) for entry in entries]
+        """Describe the state of every parameter that must be the same on all ranks."""
+        states = [self._states.get(entry.name) for entry in entries]
         return [
             ""
             if state is None
             else f", after {state.steps} steps, q {float(state.q.cpu().sum())!r}"
-            for state in found
+            for state in states
         ]
 
     def is_due(self, entry: Entry) -> bool:
-        """Whether the gradient is compressed in this step."""
+        """Return True if the gradient is compressed in this step."""
         state = self._states.get(entry.name)
         return state is not None and self._is_worth(entry) and state.steps >= self.warm_up_steps
 
     def count_step(self, entries: Sequence[Entry]) -> bool:
-        """These made a step; whether the warm-up of any is over now."""
+        """Count a step of these parameters; return True if the warm-up of one of them is over now."""
         is_over = False
         for entry in entries:
             if entry.name in self._states:
@@ -188,33 +177,33 @@ class PowerSGD(Compressor):
         return is_over
 
     def restart(self, entries: Sequence[Entry]) -> None:
-        """Make alike again what all ranks must have alike; the warm-up is over."""
+        """Reset the state that all ranks have alike, Q and the number of steps; the warm-up is over."""
         for entry in entries:
             if entry.name in self._states:
                 state = self._states[entry.name]
                 state.steps = max(state.steps, self.warm_up_steps)
                 state.q = self._first_q(entry)
 
-    def state_of(self, entry: Entry) -> _State:
-        """Of a parameter that is compressed, with an error."""
+    def state_of(self, entry: Entry) -> MatrixState:
+        """Return the state of a parameter that is compressed, with an error."""
         state = self._states[entry.name]
         if state.error is None:
-            state.error = state.q.new_zeros(_sides(entry))
+            state.error = state.q.new_zeros(matrix_shape(entry))
         return state
 
     def _is_worth(self, entry: Entry) -> bool:
         if len(entry.shape) < 2 or not entry.dtype.is_floating_point:
             return False
-        return _WORTH * self.rank * sum(_sides(entry)) <= entry.param.numel()
+        return _WORTH * self.rank * sum(matrix_shape(entry)) <= entry.param.numel()
 
     def _columns(self, entry: Entry) -> int:
-        return min(self.rank, *_sides(entry))
+        return min(self.rank, *matrix_shape(entry))
 
     def _first_q(self, entry: Entry) -> Tensor:
-        """Random, and the same on every rank."""
+        """Return a random Q, the same on every rank."""
         generator = torch.Generator().manual_seed(entry.index)
-        _, columns = _sides(entry)
-        # Not orthogonal: only what it spans matters.
+        _, columns = matrix_shape(entry)
+        # Not orthogonal: only its span matters.
         shape = (columns, self._columns(entry))
         return _beside(
             entry, torch.randn(shape, generator=generator, dtype=_arithmetic(entry.dtype))
@@ -222,7 +211,7 @@ class PowerSGD(Compressor):
 
 
 def stateless(compression: type[Compressor] | Compressor) -> type[Compressor]:
-    """The compression, where only one without a memory can be used (Adasum)."""
+    """Return the compression, where only one without state can be used (Adasum)."""
     if isinstance(compression, type):
         return compression
     raise InvalidArgumentError(
@@ -231,270 +220,26 @@ def stateless(compression: type[Compressor] | Compressor) -> type[Compressor]:
     )
 
 
+def describe(compression: type[Compressor] | Compressor) -> str:
+    """Return the compression's name, the same on every rank."""
+    if isinstance(compression, PowerSGD):
+        return repr(compression)
+    # An object's own `repr` may hold its address, which is no difference between ranks.
+    return (compression if isinstance(compression, type) else type(compression)).__name__
+
+
 def _beside(entry: Entry, values: Tensor) -> Tensor:
-    """Values where the parameter is."""
+    """Return values on the device of the parameter."""
     if values.device == entry.param.device:
         return values
     return entry.param.new_empty(values.shape, dtype=values.dtype).copy_(values)
 
 
-def _sides(entry: Entry) -> tuple[int, int]:
-    """Rows and columns of the gradient as a matrix: its first dimension, all others."""
+def matrix_shape(entry: Entry) -> tuple[int, int]:
+    """Return rows and columns of the gradient as a matrix: its first dimension, all others."""
     rows = entry.shape[0]
     return rows, entry.param.numel() // rows
 
 
 def _arithmetic(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
-
-
-class _Matrix:
-    """One gradient in the middle of its reduction.
-
-    Attributes:
-        p: its part of what the first round averages.
-        next_q: its part of what the second round averages.
-    """
-
-    __slots__ = ("entry", "is_finite", "matrix", "next_q", "p", "state")
-
-    def __init__(self, entry: Entry, state: _State, p: Tensor, next_q: Tensor) -> None:
-        self.entry = entry
-        self.state = state
-        self.p = p
-        self.next_q = next_q
-        self.matrix = torch.empty(0)
-        self.is_finite = True
-
-    def project(self) -> None:
-        """First round: P = (gradient + error) Q."""
-        entry, error = self.entry, self.state.error
-        assert entry.grad is not None
-        assert error is not None
-        grad = entry.grad
-        if error.is_cpu:
-            require_cpu(entry, grad)
-        else:
-            require_same_place(entry, grad)
-        require_same_shape(entry, grad)
-        entry.place = grad.data_ptr() if grad.layout is torch.strided else -1
-        if (
-            grad.layout is torch.strided
-            and grad.dtype is error.dtype
-            and grad.is_contiguous()
-            and owns_memory(entry.grad)
-        ):
-            # In the gradient's own memory, whose contents are undefined until the cycle ends.
-            self.matrix = grad.detach().view(error.shape).add_(error)
-        else:
-            grad = grad.detach()
-            dense = grad if grad.layout is torch.strided else grad.to_dense()
-            self.matrix = dense.reshape(error.shape).to(error.dtype) + error
-        torch.mm(self.matrix, self.state.q, out=self.p)
-
-    def project_back(self) -> None:
-        """Second round: Q = (gradient + error)^T P, with P orthonormal."""
-        if not self.p.is_cpu:
-            self._project_back_unseen()
-            return
-        self.is_finite = bool(self.p.isfinite().all())
-        if not self.is_finite:  # on every rank, because P is the same on all of them
-            self.next_q.zero_()
-            return
-        # Householder's QR: where P has fewer dimensions than columns the rest is orthonormal too, so a gradient of
-        # zeros does not leave a Q of zeros for ever.
-        self.p.copy_(torch.linalg.qr(self.p)[0])
-        torch.mm(self.matrix.t(), self.p, out=self.next_q)
-
-    def finish(self, factor: float, neighbours: Neighbours, *, resparsify: bool) -> None:
-        """The gradient is P Q^T; what it lacks is the error."""
-        state, entry = self.state, self.entry
-        assert state.error is not None
-        if not self.p.is_cpu:
-            self._finish_unseen(factor)
-        elif not (self.is_finite and bool(self.next_q.isfinite().all())):
-            # The optimizer, or GradScaler, must see it; the memory must not.
-            self.matrix.fill_(torch.nan)
-        else:
-            torch.addmm(self.matrix, self.p, self.next_q.t(), alpha=-1, out=state.error)
-            torch.mm(self.p, (self.next_q * factor).t(), out=self.matrix)
-            length = self.next_q.norm()
-            # Of length 1: the product with the next gradient keeps its range.
-            state.q = self.next_q / length if length > 0 else self.next_q.clone()
-        grad = entry.grad
-        assert grad is not None
-        if self.matrix.data_ptr() != grad.data_ptr() or grad.layout is not torch.strided:
-            give_back(entry, self.matrix.view(entry.shape), neighbours, resparsify=resparsify)
-        self.matrix = torch.empty(0)
-
-    # On a GPU the host does not look at values, because it would have to wait for them.
-
-    def _project_back_unseen(self) -> None:
-        is_finite = self.p.isfinite().all()
-        self.p.copy_(torch.linalg.qr(self.p.masked_fill(~is_finite, 0.0))[0])
-        torch.mm(self.matrix.t(), self.p, out=self.next_q)
-        # So that every rank has what is not finite in the second round, and keeps its error.
-        self.next_q.masked_fill_(~is_finite, torch.nan)
-
-    def _finish_unseen(self, factor: float) -> None:
-        state = self.state
-        assert state.error is not None
-        is_finite = self.next_q.isfinite().all()
-        error = torch.addmm(self.matrix, self.p, self.next_q.t(), alpha=-1)
-        state.error.copy_(error.where(is_finite, state.error))
-        torch.mm(self.p, (self.next_q * factor).t(), out=self.matrix)
-        self.matrix.masked_fill_(~is_finite, torch.nan)
-        length = self.next_q.norm()
-        q = self.next_q / length.masked_fill(length == 0, 1.0)
-        state.q = q.where(is_finite, state.q)
-
-
-class LowRankBucket:
-    """Gradients that are reduced as P and Q, in two rounds. As `DenseBucket`, with `start_second_round` between.
-
-    Args:
-        name: of the operation.
-        entries: the parameters, all of one type.
-        options: how to reduce: Average or Sum.
-        compression: has their states.
-        neighbours: all parameters whose gradients are reduced, by whichever optimizer.
-        gpu: of parameters on a GPU, where they are and whose engine reduces.
-    """
-
-    __slots__ = (
-        "_first",
-        "_flags",
-        "_flat_p",
-        "_flat_q",
-        "_gpu",
-        "_matrices",
-        "_neighbours",
-        "_options",
-        "_second",
-        "_second_work",
-        "entries",
-        "name",
-        "pending",
-        "sent",
-        "work",
-    )
-
-    def __init__(
-        self,
-        name: str,
-        entries: list[Entry],
-        options: ReduceOptions,
-        compression: PowerSGD,
-        neighbours: Callable[[], Iterable[Tensor]],
-        gpu: tuple[Context, Device] | None = None,
-    ) -> None:
-        self._gpu = gpu
-        self.name = name
-        self.entries = entries
-        self.pending = len(entries)
-        self.work: Operation | None = None
-        self.sent: list[Any] = []
-        self._options = options
-        self._neighbours = neighbours
-        self._second_work: Operation | None = None
-        states = [compression.state_of(entry) for entry in entries]
-        ranks = [state.q.shape[1] for state in states]
-        sides = [_sides(entry) for entry in entries]
-        q = states[0].q
-        p_shapes = [(rows, rank) for (rows, _), rank in zip(sides, ranks, strict=True)]
-        q_shapes = [(columns, rank) for (_, columns), rank in zip(sides, ranks, strict=True)]
-        self._flat_p, ps = _flat(p_shapes, q)
-        self._flat_q, qs = _flat(q_shapes, q)
-        self._flags = q.new_empty(len(entries))
-        self._matrices = [_Matrix(*each) for each in zip(entries, states, ps, qs, strict=True)]
-        self._first = self._call([self._flat_p, self._flags])
-        self._second = self._call([self._flat_q])
-        for entry in entries:
-            entry.bucket = self
-
-    def _call(self, tensors: Sequence[Tensor]) -> Any:
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        dtype = engine_dtype(self.name, tensors[0])
-        process_set = self._options.process_set
-        # On a GPU torch divides, afterwards.
-        op, device = ReduceOp.AVERAGE, DEVICE_CPU
-        if self._gpu is not None:
-            op, device = ReduceOp.SUM, self._gpu[1].ordinal
-        call = allreduce_call(shapes, dtype, op, process_set=process_set, device=device)
-        for index, tensor in enumerate(tensors):
-            call.place(index, tensor.data_ptr(), tensor.data_ptr())
-        return call
-
-    def _submit(self, engine: Engine, call: Any, name: str, tensors: list[Tensor]) -> Operation:
-        if self._gpu is None:
-            return engine.start(call, name, tensors)
-        context, device = self._gpu
-        finish = functools.partial(divide_, tensors, len(self._options.ranks))
-        stream = device.stream()
-        return submit(context, device, call, name, stream, lend(*tensors), finish=finish)
-
-    @torch.no_grad()
-    def start(self, engine: Engine) -> None:
-        """Submit P, and who has a gradient at all."""
-        if self._gpu is not None:
-            await_streams(self._gpu[1], self.entries)
-        for matrix in self._matrices:
-            matrix.project()
-        self._flags.fill_(1)
-        for number, entry in enumerate(self.entries):
-            if entry.missing:
-                self._flags[number].zero_()
-        self.work = self._submit(engine, self._first, self.name, [self._flat_p, self._flags])
-
-    @torch.no_grad()
-    def start_second_round(self, engine: Engine) -> None:
-        """Wait for P and submit Q; on every rank, whatever P is."""
-        assert self.work is not None
-        self.work.wait()
-        for matrix in self._matrices:
-            matrix.project_back()
-        self._second_work = self._submit(engine, self._second, f"{self.name}.q", [self._flat_q])
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Wait until the reduced gradients lie in `.grad`."""
-        assert self._second_work is not None
-        self._second_work.wait()
-        options = self._options
-        factor = len(options.ranks) if options.op is ReduceOp.SUM else 1
-        neighbours = Neighbours(self._neighbours)
-        for matrix, used in zip(self._matrices, self._used(), strict=True):
-            if used:
-                matrix.finish(factor, neighbours, resparsify=options.sparse_as_dense)
-            else:  # the error waits for a step in which some rank has a gradient
-                matrix.entry.param.grad = None
-
-    def _used(self) -> list[bool]:
-        """Of which parameters any rank has a gradient."""
-        if not any([entry.missing for entry in self.entries]):
-            return [True] * len(self.entries)
-        return [flag > 0 for flag in self._flags.tolist()]
-
-    def take(self, entry: Entry) -> None:
-        """The gradient as it is, or zeros."""
-        grad = entry.param.grad
-        entry.grad = entry.stand_in() if grad is None else grad
-
-    def reset(self) -> None:
-        """Ready for the next cycle."""
-        self.work = self._second_work = None
-        self.pending = len(self.entries)
-        for matrix in self._matrices:
-            matrix.matrix = torch.empty(0)
-        for entry in self.entries:
-            entry.grad = None
-            entry.missing = False
-            entry.stream = None
-
-
-def _flat(shapes: Sequence[tuple[int, int]], like: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """One piece of memory, and a matrix of each shape in it."""
-    counts = [rows * columns for rows, columns in shapes]
-    flat = like.new_zeros(sum(counts))
-    parts = [part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True)]
-    return flat, parts

@@ -1,7 +1,8 @@
 """Gradients in buckets, submitted from autograd's hooks while backward still runs.
 
 A bucket is reduced as one operation: `dense` (a gather list over the gradients' own memory),
-`sparse`, `powersgd`. `plan` decides which parameters are together, this file when a bucket is submitted.
+`sparse`, `low_rank`. `plan` decides which parameters are together, this file when a bucket is submitted; `cycle` holds the
+state of the reduction, `settlement` the agreement of the ranks in the first cycle.
 
 **Threads.** Hooks run on autograd's threads (for CPU parameters the thread that called `backward`, for those on a GPU
 a thread of autograd's own, so with both there are two at a time, each with buckets of its own), everything else on the
@@ -33,146 +34,80 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from sparkhvd.engine.engine import ReduceOp
-from sparkhvd.errors import InvalidArgumentError, MismatchError
-from sparkhvd.torch.collectives.broadcasts import start_broadcast
-from sparkhvd.torch.collectives.handles import Operation
-from sparkhvd.torch.collectives.tensors import engine_dtype
-from sparkhvd.torch.compressors import BUILT_IN, Compressor, NoneCompressor
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.context import Context
-from sparkhvd.torch.cuda import Device, opened
-from sparkhvd.torch.gradients.agreement import Agreement
 from sparkhvd.torch.gradients.backward_end import BackwardEnd, after_backward
+from sparkhvd.torch.gradients.buckets import Buckets
 from sparkhvd.torch.gradients.cuda import DeviceBucket
+from sparkhvd.torch.gradients.cycle import Cycle, State
 from sparkhvd.torch.gradients.entry import Bucket, Entry, Parked, ReduceOptions
-from sparkhvd.torch.gradients.plan import BucketPlanner
-from sparkhvd.torch.gradients.powersgd import LowRankBucket, PowerSGD
-from sparkhvd.torch.gradients.registered_views import GradientMemory, needed_bytes
-from sparkhvd.torch.gradients.sparse import LayoutVote, Votes
+from sparkhvd.torch.gradients.plan import BucketPlanner, make_entries
+from sparkhvd.torch.gradients.ready_order import ReadyOrder
+from sparkhvd.torch.gradients.settlement import Settlement
 
 __all__ = ["ReduceOptions", "Reducer", "wait_for_all"]
 
 
 class Reducer:
-    """Reduces the gradients of some parameters over all ranks, one cycle after the other."""
+    """Reduces the gradients of some parameters over all ranks, one cycle after the other.
+
+    Args:
+        context: of the ranks.
+        named: the parameters with their names.
+        options: of the reduction; the same on every rank.
+
+    Attributes:
+        options: of the reduction.
+        number: of this reducer, counted as reducers are built.
+        cycle: state of the running cycle.
+        siblings: returns all reducers of the optimizer: their cycles end together, or ranks that use different parts of a
+            model would wait for different ones.
+    """
 
     def __init__(
         self, context: Context, named: Sequence[tuple[str, Tensor]], options: ReduceOptions
     ) -> None:
-        self.context = context
+        label = (
+            f"DistributedOptimizer.{context.number('DistributedOptimizer', options.process_set)}"
+        )
         self.options = options
-        self.passes = options.passes
-        number = context.number("DistributedOptimizer", options.process_set)
-        self.label = f"DistributedOptimizer.{number}"
-        self.order = context.number("reducer")  # in which reducers were built
-        self.in_flight = False
-        # A gradient has arrived since the last wait.
-        self.dirty = False
-        # `.grad` holds this cycle's reduced gradients, which the optimizer has not used yet.
-        self.is_reduced = False
-        self.cycles = 0  # that have ended
-        # Gives all reducers of the optimizer: their cycles end together, or ranks that use different parts of a model
-        # would wait for different ones.
+        self.number = context.number("reducer")
+        self.cycle = Cycle(options.passes)
         self.siblings: Callable[[], Sequence[Reducer]] = tuple
-        self._passes_left = options.passes
-        # Of the backward pass that runs; the reference is dead if that ended in an exception.
-        self._end: weakref.ref[BackwardEnd] | None = None
+        self._context = context
         self._entering = threading.Lock()
-        # Of the reduced gradients, where a change or a further pass would give wrong results.
-        self._results: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        # The name of a parameter whose gradient was added to one of the last step; a step with the sum would be wrong.
-        self.added_to_kept = ""
-        self._entries = [
-            Entry(index, name, param, self._wire_dtype(name, param))
-            for index, (name, param) in enumerate(named)
-        ]
-        flagging = (ReduceOp.AVERAGE, ReduceOp.SUM)
-        self._flagged = (
-            options.op in flagging
-            and (isinstance(options.compression, PowerSGD) or options.compression in BUILT_IN)
-            and not options.as_views  # every gradient is there
-        )
-        # Not known yet: whether their gradients are sparse.
-        self._undecided: list[Entry] = []
-        if not (options.as_views or options.sparse_as_dense or options.sharded):
-            self._undecided = list(self._entries)
-        self._vote: LayoutVote | None = None
-        self._device = self._open_device()
-        self._low_rank = self._claim(options.compression)
-        self._joins = context.joins
-        self._agreement: Agreement | None = self._offer_agreement()
+        self._entries = make_entries(named, options)
+        self._planner = BucketPlanner(context, self._entries, options, label)
+        self._settlement = Settlement(context, label, self._planner)
         if options.as_views:
-            self._check_agreement()  # first: what is allocated follows from the parameters and their strides
-        self._memory = self._allocate() if options.as_views else None
-        # Whether hooks may submit: all ranks have agreed on what there is to reduce.
-        self._is_settled = options.as_views
-        self._is_submitted = False  # all that belongs to this cycle
-        self._overlaps = self._device is not None or _is_worth_overlapping(context, options.ranks)
-        self._planner = BucketPlanner(
-            context,
-            self._entries,
-            options,
-            label=self.label,
-            flagged=self._flagged,
-            device=self._device,
-            low_rank=self._low_rank,
-            memory=self._memory,
+            self._settlement.settle_views()
+            self._planner.allocate_views()
+        self._overlaps = self._planner.device is not None or _is_worth_overlapping(
+            context, options.ranks
         )
-        self._buckets: list[Bucket] = []
-        self._two_rounds: list[LowRankBucket] = []
-        order = list(reversed(range(len(self._entries))))
-        self._plan(order)
-        # The order in which gradients became ready in the first cycle; None once the plan is final.
-        self._order: list[int] | None = (
-            [] if len(self._buckets) > 1 and not options.groups else None
-        )
-        self._agreed_order: tuple[Tensor, Operation] | None = None
-        self._hooks = [
+        self._buckets = Buckets(self._planner, context.engine)
+        self._gradient_order: Sequence[int] = list(reversed(range(len(self._entries))))
+        self._plan()
+        # None once the order of gradients is final.
+        self._ready: ReadyOrder | None = None
+        if len(self._buckets) > 1 and not options.groups:
+            self._ready = ReadyOrder(context, label, options, len(self._entries))
+        hooks = [
             entry.param.register_post_accumulate_grad_hook(_hook(weakref.ref(self), entry))
             for entry in self._entries
         ]
-        self._finalizer = weakref.finalize(self, _remove, self._hooks)
+        self._finalizer = weakref.finalize(self, _remove, hooks)
         self._finalizer.atexit = False
-
-    def _open_device(self) -> Device | None:
-        """This rank's GPU, if it has parameters there."""
-        device: Device | None = None
-        for entry in self._entries:
-            if entry.param.is_cpu:
-                continue
-            device = opened(self.context, f"DistributedOptimizer, {entry.name!r}", entry.param)
-        return device
-
-    def _claim(self, compression: type[Compressor] | Compressor) -> PowerSGD | None:
-        if not isinstance(compression, PowerSGD):
-            return None
-        if not self._flagged:
-            raise InvalidArgumentError(
-                f"DistributedOptimizer: {compression!r} is for sums of gradients, and op is "
-                f"{self.options.op.name.title()}. Use Average or Sum."
-            )
-        compression.claim(self._entries)
-        return compression
-
-    def _allocate(self) -> GradientMemory | None:
-        """Memory of the CPU for gradients; on a GPU each bucket has its own."""
-        needed = needed_bytes([entry for entry in self._entries if entry.param.is_cpu])
-        if needed == 0:
-            return None
-        buffer = self.context.engine.allocate(
-            needed, name=f"{self.label}.memory", process_set=self.options.process_set
-        )
-        return GradientMemory(buffer)
 
     def zero(self) -> None:
         """Set gradients that live in registered memory to zero."""
-        if self._memory is not None:
-            self._memory.zero([entry for entry in self._entries if entry.param.is_cpu])
+        self._planner.zero_views()
         if self.options.as_views:
             for bucket in self._buckets:
                 if isinstance(bucket, DeviceBucket):
@@ -183,129 +118,103 @@ class Reducer:
         self._finalizer()
         self._reset()
 
-    def set_passes(self, passes: int) -> None:
-        """Change how many backward passes a cycle has; only between cycles."""
-        self.passes = self._passes_left = passes
-
     @property
     def is_detached(self) -> bool:
-        """Whether `detach` was called."""
+        """Return True if `detach` was called."""
         return not self._finalizer.alive
+
+    @property
+    def in_flight(self) -> bool:
+        """Return True if gradients of this cycle have been submitted."""
+        return self.cycle.is_in_flight
+
+    @property
+    def is_reduced(self) -> bool:
+        """Return True if `.grad` holds reduced gradients that the optimizer has not used yet."""
+        return self.cycle.state is State.REDUCED
 
     # --- From the hooks. ---
 
     def on_gradient(self, entry: Entry) -> None:
-        """A gradient of this pass is complete."""
-        if self._end is None or self._end() is None:
+        """Take a gradient that is complete in this pass, and submit its bucket if that is complete too."""
+        cycle = self.cycle
+        if not cycle.is_in_pass:
             with self._entering:
-                if self._end is None or self._end() is None:
+                if not cycle.is_in_pass:
                     self._enter(entry)
         if entry.grad is not None:
-            self._note_repeat(entry)
+            self._take_again(entry)
             return
-        if self._passes_left > 1:
+        if cycle.passes_left > 1:
             return
         entry.grad = entry.param.grad
-        if self._device is not None and not entry.param.is_cpu:
-            entry.stream = self._device.stream()
-        if self._order is not None:
-            self._order.append(entry.index)
+        if not entry.param.is_cpu and self._planner.device is not None:
+            entry.stream = self._planner.device.stream()
+        if self._ready is not None:
+            self._ready.seen.append(entry.index)
         if entry.repeats:
             return
         bucket = entry.bucket
         bucket.pending -= 1
-        if bucket.pending == 0 and self._is_settled and self._overlaps and self.cycles > 0:
+        if bucket.pending == 0 and self._settlement.is_settled and self._overlaps and cycle.count:
             assert not isinstance(bucket, Parked)
             self._submit(bucket)
 
     def _enter(self, entry: Entry) -> None:
-        """The first gradient of a backward pass."""
-        if self._end is not None:  # the last pass ended in an exception
+        """Begin a backward pass with its first gradient."""
+        cycle = self.cycle
+        if cycle.is_interrupted:
             self.discard()
-        elif self.in_flight or (self.is_reduced and self._results):
+        elif cycle.is_in_flight or (cycle.state is State.REDUCED and cycle.results):
             self._begin_anew(entry)
-        elif self._results and self._is_kept(entry):
-            self.added_to_kept = entry.name
-        self._begin()
-        self.dirty = True
-        self.is_reduced = False
-        end = BackwardEnd(_leave(weakref.ref(self)))
-        self._end = weakref.ref(end)
+        elif cycle.results.is_added_to(entry):
+            cycle.added_to_kept = entry.name
+        self._follow_joins()
+        cycle.enter(BackwardEnd(_leave(weakref.ref(self))))
 
     @property
     def _can_reduce_again(self) -> bool:
-        """Whether gradients of a further pass may be added to reduced ones, and the sums reduced: a mean of equal
-        values is that value.
-        """
+        """Return True if sums with reduced gradients can be reduced again: a mean of equal values is that value."""
         return self.options.op is ReduceOp.AVERAGE and not self.options.sharded
 
     @property
     def takes_part(self) -> bool:
-        """Whether the cycle ends with that of another reducer of the optimizer."""
+        """Return True if the cycle ends with that of another reducer of the optimizer."""
         return not self.is_reduced or self._can_reduce_again
 
-    def _begin(self) -> None:
-        if self._low_rank is not None and not self.in_flight:
-            self._after_joins(self._low_rank)
-
     def leave(self, end: BackwardEnd) -> None:
-        """The end of a backward pass, also of those that it lies in."""
-        if self._end is None or self._end() is not end:
-            return  # a step inside the pass, in the backward of a function, has ended the cycle
-        self._end = None
-        if self._passes_left > 1:
-            self._passes_left -= 1
+        """End a backward pass, with all passes that it lies in."""
+        if not self.cycle.leave(end):
             return
-        if self._is_settled:
-            self.submit_all()
+        if not self._settlement.is_settled and self._settlement.begin():
+            self.cycle.send()
         else:
-            self._begin_to_settle()
+            self.submit_all()
         if self.options.wait_in_backward:
             # Behind the ends of all other reducers, which so have submitted.
-            self.context.ended.reducers.append(self)
-            after_backward(_finish_all(self.context))
+            self._context.ended.reducers.append(self)
+            after_backward(_finish_all(self._context))
 
     def _begin_anew(self, entry: Entry) -> None:
-        """A gradient that is complete in this cycle changed, or was dropped and made anew."""
-        if self._was_dropped(entry) and not torch.is_grad_enabled():
+        """Discard the cycle for a further gradient, if the first was dropped.
+
+        Raises:
+            InvalidArgumentError: it was not; the gradient is one too many.
+        """
+        is_dropped = self.cycle.results.was_dropped(entry, self._entries)
+        if is_dropped and not torch.is_grad_enabled():
             # Dropped (`module.zero_grad()`), as a GAN does with the gradients that the other network's
             # loss left in this one. The same happens on every rank.
             self.discard()
             return
         raise InvalidArgumentError(
             f"DistributedOptimizer: {entry.name!r} got a gradient more than backward_passes_per_step="
-            f"{self.passes} times before step(). Call step() or zero_grad() of this optimizer between the "
+            f"{self.cycle.passes} times before step(). Call step() or zero_grad() of this optimizer between the "
             "backward passes, or give backward_passes_per_step the number of passes per step."
         )
 
-    def _is_kept(self, entry: Entry) -> bool:
-        """Whether the gradient was added to that of the last step, of which this rank has a part."""
-        reference, version = self._results.get(entry.index, (None, 0))
-        grad = entry.param.grad
-        if reference is None or grad is None or grad is not reference():
-            return False
-        return grad._version == version + 1  # else it was set to zero in place before
-
-    def _was_dropped(self, entry: Entry) -> bool:
-        """Whether a gradient of this cycle is no parameter's any more."""
-        known = self._known(entry)
-        if known is not None:
-            return entry.param.grad is not known
-        # It is the first of a parameter that had none in this cycle.
-        others = [(e, self._known(e)) for e in self._entries]
-        return any([grad is not None and e.param.grad is not grad for e, grad in others]) or any(
-            [reference() is None for reference, _ in self._results.values()]
-        )
-
-    def _known(self, entry: Entry) -> Tensor | None:
-        """The gradient of this cycle, in flight or reduced."""
-        if entry.grad is not None:
-            return entry.grad
-        reference, _ = self._results.get(entry.index, (None, 0))
-        return None if reference is None else reference()
-
-    def _note_repeat(self, entry: Entry) -> None:
-        """A parameter got several gradients in one pass, as one of a module in several reentrant checkpoints."""
+    def _take_again(self, entry: Entry) -> None:
+        """Take a further gradient of one pass, such as those of a module in several reentrant checkpoints."""
         bucket = entry.bucket
         if not isinstance(bucket, Parked) and bucket.work is not None:
             raise InvalidArgumentError(
@@ -320,20 +229,22 @@ class Reducer:
 
     def submit_all(self) -> None:
         """Submit every bucket that has not been, with zeros for parameters that have no gradient."""
-        if self._is_submitted:
+        cycle, settlement = self.cycle, self._settlement
+        if cycle.state is State.SENT:
             return
-        self._begin()
-        if not self._is_settled:
-            self._settle()
-        elif self._undecided:
-            self._vote = self._start_vote()
-        self._planner.give_memory(self._buckets, is_registered=self._is_settled)
+        self._follow_joins()
+        if not settlement.is_settled:
+            if settlement.settle():
+                self._plan()
+        elif settlement.undecided:
+            settlement.start_vote()
+        self._buckets.give_memory(is_registered=settlement.is_settled)
         for bucket in self._buckets:
             if bucket.work is None:
                 self._submit(bucket)
-        if self._order is not None and self._agreed_order is None:
-            self._offer_order(self._order)
-        self._is_submitted = self.in_flight = True
+        if self._ready is not None:
+            self._ready.offer()
+        cycle.complete()
 
     def wait(self) -> None:
         """End the cycle: all gradients are reduced and lie in `.grad`.
@@ -343,295 +254,88 @@ class Reducer:
                 another. Everything that was submitted has ended, so the next cycle works.
         """
         self.submit_all()
-        changed = [e for b in self._buckets for e in b.entries if e.is_changed]
+        changed = self._buckets.find_changed()
         try:
-            for first in self._two_rounds:
-                first.start_second_round(self.context.engine)
-            for bucket in self._buckets:
-                bucket.wait()
-            if self._vote is not None:
-                self._settle_late(self._vote)
+            self._buckets.wait()
+            self._settlement.reduce_late(self._buckets)
             self._follow_order()
-            self._count_step()
+            if self._planner.count_step():
+                self._plan_anew()
         finally:
             self._reset()
-        if changed:
-            raise _changed_in_flight(changed[0])
-        self.cycles += 1
-        self.is_reduced = True
+        if changed is not None:
+            raise _changed_in_flight(changed)
+        self.cycle.finish()
         if not self._can_reduce_again:
             self.remember()
 
     def use(self) -> None:
-        """The optimizer steps with the reduced gradients; the next pass begins a new cycle."""
-        self.is_reduced = False
-        self._results = {}
+        """End the use of the reduced gradients: the optimizer steps, and the next pass begins a new cycle."""
+        self.cycle.use()
 
     def remember(self) -> None:
         """Note the reduced gradients as they are now."""
-        grads = [(e.index, e.param.grad) for e in self._entries]
-        self._results = {i: (weakref.ref(g), g._version) for i, g in grads if g is not None}
+        self.cycle.results.note(self._entries)
 
     def find_changed(self) -> str | None:
-        """The name of a parameter whose gradient was changed or replaced since `remember`."""
-        for index, (reference, version) in self._results.items():
-            entry = self._entries[index]
-            grad = entry.param.grad
-            if grad is None or grad is not reference() or grad._version != version:
-                return entry.name
-        return None
+        """Return the name of a parameter whose gradient was changed or replaced since `remember`."""
+        return self.cycle.results.find_changed(self._entries)
 
     def discard(self) -> None:
-        """Forget the cycle; what is in flight is waited for, because the engine still writes it."""
-        self.is_reduced = False
-        self._results = {}
-        self.added_to_kept = ""
-        if not (self.dirty or self.in_flight):
+        """Forget the cycle; operations in flight are waited for, because the engine still writes the gradients."""
+        self.cycle.drop()
+        if not self.cycle.is_open:
             return
         try:
-            for bucket in self._buckets:
-                if bucket.work is not None:
-                    bucket.work.wait()
-            if self._vote is not None:
-                self._vote.wait()
+            self._buckets.wait_for_engine()
+            self._settlement.wait_for_vote()
             self._follow_order()
         finally:
             self._reset()
 
-    def _reset(self) -> None:
-        self.in_flight = False
-        self.dirty = False
-        self._passes_left = self.passes
-        self._end = None
-        if self._order is not None:
-            self._order = []
-        self._is_submitted = False
-        self._vote = None
-        for bucket in self._buckets:
-            bucket.reset()
-        for entry in self._undecided:
-            entry.grad = None
-
-    def _submit(self, bucket: Bucket) -> None:
-        """Submit the gradients that are there now, and what stands in for those that have not come."""
-        for entry in bucket.entries:
-            # One that came may have been replaced: by a hook behind the reducer's own, or in the first cycle.
-            if entry.grad is None or entry.param.grad is not entry.grad:
-                bucket.take(entry)
-        bucket.start(self.context.engine)
-        for entry in bucket.entries:
-            if entry.grad is not None:
-                entry.version = entry.grad._version
-        self.in_flight = True
-
-    # --- That all ranks have the same parameters, and gradients of the same layout. ---
-
-    def _begin_to_settle(self) -> None:
-        """At the end of the first backward, without waiting for what another rank may submit only in its `wait`."""
-        agreement = self._agreement
-        if agreement is not None:
-            agreement.check()  # every rank has sent its part when it built the optimizer
-        if not self._undecided and self._device is None:
-            self.submit_all()
-            return
-        # On a GPU the memory is made first, for which all ranks wait.
-        if self._undecided and self._vote is None:
-            self._vote = self._start_vote()
-        self.in_flight = True
-
-    def _settle(self) -> None:
-        """Before anything is submitted for the first time."""
-        self._check_agreement()
-        if self._undecided:
-            vote, self._vote = self._vote or self._start_vote(), None
-            votes = vote.wait()
-            if not votes.is_complete:
-                return  # a rank has joined and does not learn of it; all vote again in the next cycle
-            decided = self._decide(votes.layouts)
-            self._is_settled = True
-            if self._undecided or any([entry.sparse_dim for entry in decided]):
-                self._plan(self._planned)
-        self._is_settled = True
-
-    def _settle_late(self, vote: LayoutVote) -> None:
-        """Reduce what got its first gradient in this cycle, in buckets of its own that stay."""
-        votes = vote.wait()
-        if not votes.is_complete:
-            self._reduce_undecided(votes)
-            return
-        late = self._decide(votes.layouts)
-        if not late:
-            return
-        buckets = self._planner.divide([entry.index for entry in late])
-        self._planner.give_memory(buckets, is_registered=True)
-        for bucket in buckets:
-            self._submit(bucket)
-        self._buckets += buckets
-        self._two_rounds += (low := [b for b in buckets if isinstance(b, LowRankBucket)])
-        for first in low:
-            first.start_second_round(self.context.engine)
-        for bucket in buckets:
-            bucket.wait()
-
-    def _reduce_undecided(self, votes: Votes) -> None:
-        """A rank has joined and does not learn what the others have, so this holds for this cycle only."""
-        late = [
-            e for e, found in zip(self._undecided, votes.layouts, strict=True) if found is not None
-        ]
-        buckets = [
-            self._planner.bucket(f"{self.label}.late.{entry.index}", [entry]) for entry in late
-        ]
-        self._planner.give_memory(buckets, is_registered=False)
-        for bucket in buckets:
-            self._submit(bucket)
-        for bucket in buckets:
-            if isinstance(bucket, LowRankBucket):
-                bucket.start_second_round(self.context.engine)
-        for bucket in buckets:
-            bucket.wait()
-            bucket.reset()
-        for entry in late:
-            entry.bucket = Parked()
-
-    def _start_vote(self) -> LayoutVote:
-        return LayoutVote(self.context, self.label, self.options, self._undecided)
-
-    def _decide(self, layouts: Sequence[int | None]) -> list[Entry]:
-        """Take over what all ranks have found; the parameters that are decided now."""
-        found = list(zip(self._undecided, layouts, strict=True))
-        if not self._flagged:  # whoever has no gradient gets zeros
-            found = [(entry, layout or 0) for entry, layout in found]
-        self._undecided = [entry for entry, layout in found if layout is None]
-        decided = [entry for entry, layout in found if layout is not None]
-        for entry, layout in found:
-            entry.sparse_dim = layout or 0
-        return decided
-
-    def _check_agreement(self) -> None:
-        if self._agreement is not None:
-            self._agreement.check()
-            if not self._agreement.has_equal_strides:
-                self._unlike_strides(self._agreement)
-            self._agreement = None
-
-    def _unlike_strides(self, agreement: Agreement) -> None:
-        if self.options.sharded:
-            name = self._entries[agreement.differing_strides()[0]].name
-            raise MismatchError(
-                f"{self.label}: ranks disagree on the memory layout (strides) of {name!r}, and sharded=True divides "
-                "memory. Use the same memory format on every rank, or leave sharded out."
-            )
-        # Of all parameters, so that nobody has to ask which: a rank that has joined would not answer.
-        for entry in self._entries:
-            entry.forget_stride()
-
-    def _offer_agreement(self) -> Agreement:
-        """Start to compare this rank's parameters with the others'; looked at when the first backward ends."""
-        options = self.options
-        groups = f"groups {options.groups}" if options.groups else "no groups"
-        states = [""] * len(self._entries)
-        if self._low_rank is not None:
-            states = self._low_rank.fingerprint(self._entries)
-        description = [
-            f"op {options.op.name.title()}, predivide factor {options.predivide}, "
-            f"{_in_words(options.compression)}, bucket_bytes {options.bucket_bytes}, {groups}"
-            f"{', gradients as views' if options.as_views else ''}"
-            f"{', sharded' if options.sharded else ''}"
-            f"{', sparse as dense' if options.sparse_as_dense else ''}"
-            f"{self._tuning()}"
-            f"{self._device_options()}",
-            *[
-                f"{entry.name!r} with shape {entry.shape}, {entry.dtype}{_place(entry)}{state}"
-                for entry, state in zip(self._entries, states, strict=True)
-            ],
-        ]
-        strides = [entry.stride for entry in self._entries]
-        return Agreement(
-            self.context, self.label, options.process_set, options.ranks, description, strides
-        )
-
-    def _device_options(self) -> str:
-        return f", device_bucket_bytes {self.options.device_bucket_bytes}" if self._device else ""
-
-    def _tuning(self) -> str:
-        tuning = self.context.engine.settings.tuning
-        return f", autotune {tuning}" if tuning else ""
-
-    # --- The plan. ---
-
     def set_bucket_bytes(self, bucket_bytes: int) -> None:
         """Divide the gradients anew, into buckets of another size; between cycles and on every rank alike."""
         self.options = self._planner.options = replace(self.options, bucket_bytes=bucket_bytes)
-        if self._order is None:  # else the end of the first cycle does it
-            self._plan(self._planned)
+        if self._ready is None:  # else the end of the first cycle does it
+            self._plan()
 
-    def _plan(self, order: Sequence[int]) -> None:
-        self._planned = order
-        # Before the ranks have settled what there is, every parameter counts as dense.
-        waiting = {entry.index for entry in self._undecided} if self._is_settled else set()
-        for index in waiting:
-            self._entries[index].bucket = Parked()
-        self._buckets = self._planner.divide([index for index in order if index not in waiting])
-        self._two_rounds = [b for b in self._buckets if isinstance(b, LowRankBucket)]
-        if self._is_settled:
-            self._planner.give_memory(self._buckets, is_registered=True)
+    def _submit(self, bucket: Bucket) -> None:
+        self._buckets.submit(bucket)
+        self.cycle.send()
 
-    def _count_step(self) -> None:
-        """After the last step of the warm-up gradients go into other buckets."""
-        if self._low_rank is not None and self._low_rank.count_step(self._entries):
-            self._reset()
-            self._plan(self._planned)
+    def _reset(self) -> None:
+        self.cycle.reset()
+        if self._ready is not None:
+            self._ready.seen = []
+        self._buckets.reset()
+        self._settlement.reset()
 
-    def _after_joins(self, compression: PowerSGD) -> None:
-        """Ranks that had joined have missed steps, so what all must have alike begins anew."""
-        if self._joins != self.context.joins:
-            self._joins = self.context.joins
-            compression.restart(self._entries)
-            # The others may have had more plans than this rank.
-            self._planner.restart(f"{self.label}.joined.{self._joins}")
-            self._plan(self._planned)
+    # --- The plan. ---
 
-    def _offer_order(self, seen: list[int]) -> None:
-        """Start to send the first rank's order of gradients to every rank."""
-        late = set(range(len(self._entries))).difference(seen)
-        order = torch.tensor([*dict.fromkeys(seen), *sorted(late, reverse=True)], dtype=torch.int64)
-        name, options = f"{self.label}.order", self.options
-        work = start_broadcast(
-            self.context, name, order, order, options.ranks[0], options.process_set
-        )
-        self._agreed_order = (order, work)
+    def _plan(self) -> None:
+        """Divide the gradients into buckets."""
+        self._buckets.divide(self._gradient_order, self._settlement.parked)
+        if self._settlement.is_settled:
+            self._buckets.give_memory(is_registered=True)
+
+    def _plan_anew(self) -> None:
+        self._reset()
+        self._plan()
+
+    def _follow_joins(self) -> None:
+        if not self.cycle.is_in_flight and self._planner.follow_joins():
+            self._plan()
 
     def _follow_order(self) -> None:
         """Divide the gradients anew, in the order in which the first rank saw them become ready."""
-        if self._agreed_order is None:
-            return
-        order, work = self._agreed_order
-        self._agreed_order = None
-        try:
-            work.wait()
-        except MismatchError:
-            return  # a rank has joined and missed this cycle; all try again in the next
-        self._order = None
-        self._reset()
-        self._plan(order.tolist())
-
-    def _wire_dtype(self, name: str, param: Tensor) -> torch.dtype:
-        compression = self.options.compression
-        if compression is NoneCompressor or isinstance(compression, PowerSGD):
-            wire = param.detach()
-        else:
-            wire = compression.compress(torch.zeros_like(param))[0]
-        engine_dtype(f"DistributedOptimizer, {name!r}", wire)
-        if wire.shape != param.shape:
-            raise InvalidArgumentError(
-                f"DistributedOptimizer: {_in_words(compression)} turns {name!r} of shape {tuple(param.shape)} "
-                f"into {tuple(wire.shape)}. A compressor must keep the shape."
-            )
-        return wire.dtype
+        order = self._ready.agreed() if self._ready is not None else None
+        if order is not None:
+            self._ready, self._gradient_order = None, order
+            self._plan_anew()
 
 
 def _is_worth_overlapping(context: Context, ranks: Sequence[int]) -> bool:
-    """Whether reducing while backward runs saves time: where somebody waits for a network, or cores are left over.
+    """Return True if reducing while backward runs saves time: where ranks wait for a network, or cores are left over.
 
     Where the ranks of one host compute on all of its cores, the engine's threads would take these from them, in turns
     that make every rank wait for every other: a step of ResNet-50 with 2 ranks on 2 cores took 5 % longer.
@@ -640,17 +344,6 @@ def _is_worth_overlapping(context: Context, ranks: Sequence[int]) -> bool:
     if len({topology.hosts[rank] for rank in ranks}) > 1:
         return True
     return len(ranks) * torch.get_num_threads() < len(os.sched_getaffinity(0))
-
-
-def _place(entry: Entry) -> str:
-    return "" if entry.param.is_cpu else " on a GPU"
-
-
-def _in_words(compression: type[Compressor] | Compressor) -> str:
-    if isinstance(compression, PowerSGD):
-        return repr(compression)
-    # An object's own `repr` may hold its address, which is no difference between ranks.
-    return (compression if isinstance(compression, type) else type(compression)).__name__
 
 
 def _leave(reducer: weakref.ref[Reducer]) -> Callable[[BackwardEnd], None]:
@@ -666,11 +359,11 @@ def _finish_all(context: Context) -> Callable[[], None]:
     def finish() -> None:
         ended: list[Reducer] = context.ended.reducers
         # An earlier pass may have ended in an exception before these were waited for.
-        waiting = {reducer for reducer in ended if reducer.dirty or reducer.in_flight}
+        waiting = {reducer for reducer in ended if reducer.cycle.is_open}
         ended.clear()
         for reducer in tuple(waiting):
             waiting.update(each for each in reducer.siblings() if each.takes_part)
-        wait_for_all(sorted(waiting, key=lambda reducer: reducer.order))
+        wait_for_all(sorted(waiting, key=lambda reducer: reducer.number))
 
     return finish
 
@@ -701,6 +394,6 @@ def _hook(reducer: weakref.ref[Reducer], entry: Entry) -> Callable[[Tensor], Non
     return on_gradient
 
 
-def _remove(hooks: Sequence[Any]) -> None:
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()

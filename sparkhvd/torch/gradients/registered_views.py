@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 
 class Entry(Protocol):
-    """What this needs to know of a parameter."""
+    """Parameter whose gradient is a view, as far as this module needs it."""
 
     param: Tensor
     shape: tuple[int, ...]
@@ -43,21 +43,21 @@ def _num_bytes(entry: Entry) -> int:
 
 
 def needed_bytes(entries: Sequence[Entry]) -> int:
-    """Memory for the gradients of these parameters, in any order."""
+    """Return the length of memory for the gradients of these parameters, in any order."""
     return sum(_num_bytes(entry) for entry in entries)
 
 
 class GradientMemory:
-    """The flat memory, and which part of it is the gradient of which parameter."""
+    """Flat memory with the gradients of parameters."""
 
     def __init__(self, buffer: Buffer) -> None:
         self._bytes = over_buffer(buffer, torch.uint8, buffer.num_bytes)
-        # What `.grad` is, and where it must lie: `model.to(...)` gives the same `.grad` other memory.
+        # `.grad`, and the memory in which it must lie: `model.to(...)` gives the same `.grad` other memory.
         self._views: dict[int, Tensor] = {}
         self._places: dict[int, Tensor] = {}
 
     def lay_out(self, buckets: Sequence[Sequence[Entry]]) -> list[Tensor]:
-        """Give every parameter its place, moving gradients that are there; the flat memory of each bucket."""
+        """Give every parameter its place, moving gradients that are there; return the flat memory of each bucket."""
         moved = {key: view.clone() for key, view in self._views.items()}
         self._bytes.zero_()
         flats: list[Tensor] = []
@@ -90,7 +90,7 @@ class GradientMemory:
         entry.param.grad = view
 
     def take(self, entry: Entry) -> Tensor:
-        """The gradient of a parameter in its place, wherever backward or the user has left it."""
+        """Bring the gradient of a parameter to its place, from where backward or the user has left it."""
         grad = entry.param.grad
         view = self._view(entry)
         if grad is view:
@@ -103,13 +103,13 @@ class GradientMemory:
         return view
 
     def zero(self, entries: Sequence[Entry]) -> None:
-        """All gradients are zero and in their places."""
+        """Set all gradients to zero, in their places."""
         self._bytes.zero_()
         for entry in entries:
             entry.param.grad = self._view(entry)
 
     def _view(self, entry: Entry) -> Tensor:
-        """What `.grad` shall be: the same tensor as before, unless that was moved away from its place."""
+        """Return the tensor for `.grad`: the same as before, unless that was moved away from its place."""
         view, place = self._views[id(entry)], self._places[id(entry)]
         if view.data_ptr() != place.data_ptr():
             view = self._views[id(entry)] = place.data

@@ -1,8 +1,6 @@
-"""One bucket of gradients of which every rank gets only its part: a reducescatter in place."""
+"""Bucket of gradients, each rank with its part: a reducescatter in place."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +24,13 @@ __all__ = ["ShardedBucket"]
 
 
 class ShardedBucket(GradientBucket):
-    """Gradients of one type. Afterwards this rank's part of each is reduced where it lies; the rest is undefined.
+    """Bucket of gradients of one type, that leaves this rank's part of each reduced where it lies, and the rest undefined.
 
     Args:
         name: of the operation.
         entries: the parameters.
-        flagged: whether who has a gradient at all travels along.
-        options: how to reduce.
+        flagged: send a flag for each gradient that this rank has.
+        options: of the reducer.
         place: this rank's number among the ranks that reduce.
     """
 
@@ -56,7 +54,7 @@ class ShardedBucket(GradientBucket):
         counts = [entry.param.numel() for entry in entries]
         self._ranges = [cut_range(count, self._num_ranks, place) for count in counts]
         wire = torch.empty(0, dtype=entries[0].wire_dtype)
-        # Every rank wants the sums of all flags, so there is one row of them for each.
+        # Every rank gets the sums of all flags, so there is one row of them for each.
         self._ones = (
             torch.ones(self._num_ranks, len(entries), dtype=wire.dtype) if flagged else None
         )
@@ -75,7 +73,7 @@ class ShardedBucket(GradientBucket):
 
     def start(self, engine: Engine) -> None:
         """Submit the gradients of all entries, which `grad` has."""
-        keep: list[Any] = []
+        keep: list[torch.UntypedStorage | Tensor] = []
         for position, entry in enumerate(self.entries):
             tensor = self._to_send(entry)
             address = tensor.data_ptr()
@@ -83,7 +81,7 @@ class ShardedBucket(GradientBucket):
             self.call.place(position, address, address + first * tensor.element_size())
             keep.append(tensor.untyped_storage())  # as `lend`
         if self._ones is not None:
-            has_gradient = self._who_has(self._ones)
+            has_gradient = self._flags_of(self._ones)
             self.call.place(len(keep), has_gradient.data_ptr(), self._flags.data_ptr())
             keep += (has_gradient, self._flags)
         self.work = engine.start(self.call, self.name, keep)
@@ -101,7 +99,7 @@ class ShardedBucket(GradientBucket):
         if self._ones is not None and any([entry.missing for entry in self.entries]):
             drop_unused(self.entries, self._flags.tolist(), resparsify=False)
 
-    def _who_has(self, ones: Tensor) -> Tensor:
+    def _flags_of(self, ones: Tensor) -> Tensor:
         if not any([entry.missing for entry in self.entries]):
             return ones
         row = torch.tensor([not entry.missing for entry in self.entries], dtype=ones.dtype)
@@ -129,7 +127,7 @@ class ShardedBucket(GradientBucket):
         return wire
 
     def _laid_out(self, entry: Entry, grad: Tensor) -> Tensor:
-        """The gradient in the memory layout of its parameter, which then is `.grad`."""
+        """Copy the gradient into the memory layout of its parameter; the copy then is `.grad`."""
         require_cpu(entry, grad)
         require_same_shape(entry, grad)
         if grad.layout is not torch.strided and not self._sparse_as_dense:

@@ -1,17 +1,17 @@
 """Sparse gradients (`nn.Embedding(sparse=True)`), reduced as sparse: every rank gets the rows of all ranks.
 
-**Which gradients are sparse** cannot be seen before the first one arrives, and a rank that did not use the layer has
-none. So the ranks agree: `LayoutVote` adds up, over all ranks, who has a dense and who has a sparse gradient. The
+**Layouts**: a sparse gradient cannot be told before the first one arrives, and a rank that did not use the layer has
+none. So the ranks agree: `LayoutVote` counts, over all ranks, the dense and the sparse gradients. The
 first vote is taken when the first backward pass ends, before anything is submitted; a parameter that no rank gave a
 gradient is in no bucket, and in every later vote until it has one. From then on its layout is settled.
 
-**What is sent** is one allgather per parameter, submitted when its gradient arrives: a head that says what this
-rank has, the indices, the values, all as bytes. A rank whose gradient is not of the settled layout sends the head
+**One allgather** per parameter is submitted when its gradient arrives: a head that tells the layout of this rank's
+gradient, the indices, the values, all as bytes. A rank whose gradient is not of the settled layout sends the head
 alone, so that every rank learns of it and raises the same error.
 
 **The result** has the entries of all ranks in the order of ranks, each as often as ranks have it: as autograd's own, it
 is not coalesced, because most optimizers need no sum of a row's entries, and sorting them takes longer than sending
-them. Every rank has the same entries in the same order, so what an optimizer makes of them has the same bits.
+them. Every rank has the same entries in the same order, so the optimizer's result has the same bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from sparkhvd.torch.gradients.entry import (
 
 __all__ = ["LayoutVote", "SparseBucket", "Votes"]
 
-# What the head of a message says.
+# Content of the head of a message.
 _NO_GRADIENT, _AS_PLANNED, _DENSE, _OTHER_DIMS = range(4)
 _HEAD_BYTES = 8
 _NUMBERS_PER_PARAMETER = 3
@@ -49,10 +49,10 @@ _NUMBERS_PER_PARAMETER = 3
 
 @dataclass(frozen=True)
 class Votes:
-    """What all ranks said.
+    """Votes of all ranks, added up.
 
     Attributes:
-        is_complete: whether every rank voted; one that has joined does not.
+        is_complete: whether every rank voted; ranks that have joined do not.
         layouts: per parameter None (no rank has a gradient), 0 (dense) or the number of sparse dimensions.
     """
 
@@ -61,7 +61,7 @@ class Votes:
 
 
 class LayoutVote:
-    """Adds up what kinds of gradients the ranks have. Every rank of the process set makes one.
+    """Counts the layouts of the ranks' gradients. Every rank of the process set makes one.
 
     Args:
         context: whose engine adds.
@@ -77,12 +77,12 @@ class LayoutVote:
         self._label = label
         self._options = options
         self._entries = list(entries)
-        self._mine = [_sparse_dim(entry.param.grad) for entry in self._entries]
-        # That this rank is there; for each parameter whether it is dense, whether it is sparse, in how many
-        # dimensions. A sum, because ranks that have joined add nothing to it.
+        self._layouts = [_sparse_dim(entry.param.grad) for entry in self._entries]
+        # One vote; for each parameter whether it is dense, whether it is sparse, in how many dimensions. A sum,
+        # because ranks that have joined add nothing to it.
         numbers = [1]
-        for found in self._mine:
-            numbers += [found == 0, found not in (None, 0), found or 0]
+        for layout in self._layouts:
+            numbers += [layout == 0, layout not in (None, 0), layout or 0]
         self._sums = torch.tensor(numbers, dtype=torch.int64)
         call = context.engine.prepare_allreduce(
             [view(self._sums, self._sums)], DType.INT64, ReduceOp.SUM, 1.0, 1.0, options.process_set
@@ -90,7 +90,7 @@ class LayoutVote:
         self._work = context.engine.start(call, f"{label}.layouts", self._sums)
 
     def wait(self) -> Votes:
-        """What the ranks have together; may be called again.
+        """Wait for the votes of all ranks; may be called again.
 
         Raises:
             MismatchError: of one parameter some ranks have a sparse gradient and others a dense one; or a sparse
@@ -109,7 +109,7 @@ class LayoutVote:
         is_complete = present == len(self._options.ranks)
         if mixed:
             raise MismatchError(self._mixture(mixed[0], is_complete))
-        sparse_ones = [e for e, found in zip(self._entries, layouts, strict=True) if found]
+        sparse_ones = [e for e, layout in zip(self._entries, layouts, strict=True) if layout]
         if sparse_ones:
             self._check_possible(sparse_ones[0], is_complete)
         return Votes(is_complete, layouts)
@@ -134,34 +134,34 @@ class LayoutVote:
             )
 
     def _mixture(self, number: int, is_complete: bool) -> str:
-        """Says which rank has what."""
-        mine = self._mine[number]
+        """Say which rank has which layout."""
+        layout = self._layouts[number]
         entry = self._entries[number]
-        if not is_complete:  # who has joined cannot be asked
-            return f"{self._label}: the gradient of {entry.name!r} is {_in_words(mine)} here, and not on every rank."
-        code = torch.tensor([-1 if mine is None else mine], dtype=torch.int64)
+        if not is_complete:  # ranks that have joined do not answer
+            return f"{self._label}: the gradient of {entry.name!r} is {_in_words(layout)} here, and not on every rank."
+        code = torch.tensor([-1 if layout is None else layout], dtype=torch.int64)
         name, process_set = f"{self._label}.mixture", self._options.process_set
         work = start_allgather(self._context, name, code, process_set)
         work.wait()
         codes = gathered(work, code.dtype, code.shape)[0].tolist()
-        kinds = [_in_words(None if found < 0 else found) for found in codes]
+        kinds = [_in_words(None if code < 0 else code) for code in codes]
         return _mixture(self._label, entry.name, self._options.ranks, kinds)
 
 
 def _sparse_dim(grad: Tensor | None) -> int | None:
-    """None, 0 for a dense gradient, else its number of sparse dimensions."""
+    """Return the number of sparse dimensions; 0 for a dense gradient, None without one."""
     if grad is None:
         return None
     return 0 if grad.layout is torch.strided else grad.sparse_dim()
 
 
 def _row_length(entry: Entry) -> int:
-    """Values per index."""
+    """Return the number of values per index."""
     return torch.Size(entry.shape[entry.sparse_dim :]).numel()
 
 
 def _rows(tensor: Tensor, length: int) -> Tensor:
-    """Row-major, whatever its strides in dimensions of length 1 say."""
+    """Return the tensor as row-major rows, whatever its strides in dimensions of length 1 say."""
     return tensor.reshape(-1).view(len(tensor), length)
 
 
@@ -182,13 +182,13 @@ def _mixture(label: str, name: str, ranks: Sequence[int], kinds: Sequence[str]) 
 
 
 class SparseBucket:
-    """The sparse gradient of one parameter. Its `sparse_dim` is settled and the same on every rank.
+    """Bucket with the sparse gradient of one parameter. Its `sparse_dim` is settled and the same on every rank.
 
     Args:
         name: of the operation.
         entry: the parameter.
-        options: how to reduce: Average or Sum, compression of the values.
-        gpu: of a parameter on a GPU, the optimizer's context. There `wait` waits for the GPU, to learn what came.
+        options: of the reducer: Average or Sum, compression of the values.
+        gpu: for a parameter on a GPU, the optimizer's context. There `wait` waits for the GPU, to read the heads.
     """
 
     __slots__ = ("_context", "_gpu", "_options", "entries", "name", "pending", "sent", "work")
@@ -207,7 +207,7 @@ class SparseBucket:
         entry.bucket = self
 
     def start(self, engine: Engine) -> None:
-        """Submit what this rank has, which may be nothing."""
+        """Submit this rank's entries; without a gradient there are none."""
         if self._gpu is not None:
             await_streams(self._gpu.device, self.entries)
         parts = [part.view(torch.uint8) for part in self._message(self.entries[0])]
@@ -221,11 +221,11 @@ class SparseBucket:
         self.work = engine.start(call, self.name, parts)
 
     def take(self, entry: Entry) -> None:
-        """The gradient as it is, or none."""
+        """Take the gradient as it is; it may be None."""
         entry.grad = entry.param.grad
 
     def reset(self) -> None:
-        """Ready for the next cycle."""
+        """Get ready for the next cycle."""
         self.work = None
         self.pending = 1
         self.entries[0].grad = self.entries[0].stream = None
@@ -242,26 +242,26 @@ class SparseBucket:
         heads, indices, values = [
             part for part, _ in joined_by(self.work, torch.uint8, self._shapes(entry))
         ]
-        said = heads.view(torch.int64).flatten().tolist()
-        if any(each in (_DENSE, _OTHER_DIMS) for each in said):
+        codes = heads.view(torch.int64).flatten().tolist()
+        if any(code in (_DENSE, _OTHER_DIMS) for code in codes):
             words = ["none", _in_words(entry.sparse_dim), "dense", "sparse in other dimensions"]
-            kinds = [words[each] for each in said]
+            kinds = [words[code] for code in codes]
             raise MismatchError(_mixture(self.name, entry.name, self._options.ranks, kinds))
-        if _AS_PLANNED not in said:
+        if _AS_PLANNED not in codes:
             entry.param.grad = None
             return
         entry.param.grad = self._joined(entry, indices.view(torch.int64), values)
 
     def _message(self, entry: Entry) -> tuple[Tensor, Tensor, Tensor]:
-        """A head, rows of indices, rows of values as they are sent."""
+        """Make the head, rows of indices and rows of values as they are sent."""
         grad = entry.grad
-        said = _NO_GRADIENT
+        code = _NO_GRADIENT
         if grad is not None:
             require_same_place(entry, grad)
             require_same_shape(entry, grad)
-            found = _sparse_dim(grad)
-            said = _AS_PLANNED if found == entry.sparse_dim else _OTHER_DIMS if found else _DENSE
-        if grad is None or said != _AS_PLANNED:
+            layout = _sparse_dim(grad)
+            code = _AS_PLANNED if layout == entry.sparse_dim else _OTHER_DIMS if layout else _DENSE
+        if grad is None or code != _AS_PLANNED:
             param = entry.param.detach()
             indices = param.new_empty((0, entry.sparse_dim), dtype=torch.int64)
             values = param.new_empty((0, *entry.shape[entry.sparse_dim :]))
@@ -272,14 +272,14 @@ class SparseBucket:
             )
         values, self._context = self._options.compression.compress(values)
         wire = _rows(values.to(entry.wire_dtype), _row_length(entry))
-        return indices.new_full((1, 1), said), indices, wire
+        return indices.new_full((1, 1), code), indices, wire
 
     def _shapes(self, entry: Entry) -> list[tuple[int, int]]:
         row_bytes = _row_length(entry) * entry.wire_dtype.itemsize
         return [(1, _HEAD_BYTES), (1, _HEAD_BYTES * entry.sparse_dim), (1, row_bytes)]
 
     def _joined(self, entry: Entry, indices: Tensor, wire: Tensor) -> Tensor:
-        """The entries of all ranks, each divided for an average, in the memory in which they came."""
+        """Join the entries of all ranks, each divided for an average, in the memory in which they came."""
         options = self._options
         values = options.compression.decompress(wire.view(entry.wire_dtype), self._context)
         if options.op is ReduceOp.AVERAGE:

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(op=Adasum)`: what ranks combine is how far each of them moved the parameters.
+"""`DistributedOptimizer(op=Adasum)`: ranks combine how far each of them moved the parameters.
 
 Adasum (arXiv:2006.02924) adds two updates where they are orthogonal and averages them where they are parallel, so
 a learning rate that suits one rank suits many. As in Horovod it combines the *steps* of the optimizer, not
@@ -8,7 +8,7 @@ the gradients: each rank steps alone from the common parameters, and all go on f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -18,20 +18,20 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.allreduces import grouped_allreduce_
 from sparkhvd.torch.compressors import Compressor
 from sparkhvd.torch.context import Context
-from sparkhvd.torch.optimizer.distributed import (
+from sparkhvd.torch.optimizer.arguments import (
     check_arguments,
     group_numbers,
     parameter_names,
     placed,
-    plain_optimizer,
 )
+from sparkhvd.torch.optimizer.distributed import plain_optimizer
 from sparkhvd.torch.process_sets import ProcessSet
 
 __all__ = ["DistributedAdasum", "check_size"]
 
 
 def check_size(size: int) -> None:
-    """Adasum combines pairs, then pairs of pairs."""
+    """Refuse a number of ranks that is no power of two: Adasum combines pairs, then pairs of pairs."""
     if size & (size - 1):
         raise InvalidArgumentError(
             f"DistributedOptimizer: op=Adasum combines ranks in pairs and needs 2, 4, 8, ... ranks, not {size}. "
@@ -40,7 +40,7 @@ def check_size(size: int) -> None:
 
 
 class DistributedAdasum(torch.optim.Optimizer):
-    """What an optimizer does around its own step. Made by `DistributedOptimizer`."""
+    """Mixin that combines the steps of all ranks by Adasum. Made by `DistributedOptimizer`."""
 
     def _combine(
         self,
@@ -57,7 +57,7 @@ class DistributedAdasum(torch.optim.Optimizer):
         self._process_set = process_set
         self._label = f"adasum.{ctx.number('adasum', process_set.process_set_id or 0)}"
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: dict[str, object]) -> None:
         """Add parameters, on every rank alike; their steps are combined too."""
         super().add_param_group(param_group)
         added = [
@@ -66,10 +66,10 @@ class DistributedAdasum(torch.optim.Optimizer):
         self._parameter_names.update(parameter_names(added, None))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` over all parameters, of this rank's own gradients; gives the norm."""
+        """Clip the norm of this rank's own gradients as `torch.nn.utils.clip_grad_norm_`; return it."""
         return torch.nn.utils.clip_grad_norm_(self._parameter_names, max_norm, norm_type)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Step alone from the common parameters, then go on from the combined step of all ranks."""
         parameters = [
             p
@@ -101,18 +101,18 @@ class DistributedAdasum(torch.optim.Optimizer):
         ]
 
     def synchronize(self) -> None:
-        """Nothing to wait for: gradients stay this rank's own."""
+        """Return at once: gradients stay this rank's own."""
 
     def skip_synchronize(self) -> NoReturn:
-        """Not possible: the step itself is what ranks combine."""
+        """Refuse: ranks combine the step itself."""
         raise InvalidArgumentError(
             "DistributedOptimizer(op=Adasum): skip_synchronize() is not possible, because step() combines. Call "
             "step() alone."
         )
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Has no effect, but is checked: gradients add up until `step()` is called."""
+        """Check the argument, without effect: gradients add up until `step()` is called."""
         check_arguments(ReduceOp.ADASUM, passes, 1.0)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         return plain_optimizer, (type(self).__bases__[1], self.__getstate__())

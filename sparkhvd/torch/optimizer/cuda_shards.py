@@ -1,4 +1,4 @@
-"""What a sharded optimizer does with parameters on the rank's GPU: how they are divided, and how parts become whole.
+"""Parameters of a sharded optimizer on the rank's GPU: how they are divided, and how parts become whole.
 
 **Cut** parameters are divided together: those of a bucket lie in `Slices`, and a rank steps what is in its slice. So
 gradients are reduced by one reducescatter for a bucket, and stepped parameters given by one allgather.
@@ -46,12 +46,12 @@ class Gathering(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all of them."""
+        """Type of all tensors."""
         return next(tensor.dtype for tensor in self.tensors if tensor is not None)
 
     @property
     def num_bytes(self) -> int:
-        """Of the flat memory."""
+        """Length of the flat memory."""
         return self.slices.total * self.dtype.itemsize
 
 
@@ -81,14 +81,14 @@ class DeviceShards:
         self._num_allocations = 0
 
     def cut(self, bucket: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Divide parameters of one type together; this rank's elements of each, as `Slices.part`."""
+        """Divide parameters of one type together; return this rank's elements of each, as `Slices.part`."""
         counts = [p.numel() for p in bucket]
         slices = Slices.cut(counts, bucket[0].dtype.itemsize, self._num_ranks)
         self._buckets.append((slices, list(bucket)))
         return [slices.part(number, self._place) for number in range(len(counts))]
 
     def together(self, parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-        """Which of these were divided together: the buckets of their gradients."""
+        """Return those of these that were divided together: the buckets of their gradients."""
         among = set(map(id, parameters))
         return [bucket for _, bucket in self._buckets if id(bucket[0]) in among]
 
@@ -107,7 +107,7 @@ class DeviceShards:
         self._gather(work, self._memory)
 
     def gather_cut(self, tensors: dict[int, Tensor]) -> None:
-        """The same of tensors that lie in memory as cut parameters do, by the identity of these."""
+        """Gather tensors that lie in memory as cut parameters do, by the identity of these; every rank must."""
         work = self._cut_ones({key: flat(tensor) for key, tensor in tensors.items()})
         if not work:
             return
@@ -116,11 +116,11 @@ class DeviceShards:
         self._gather(work, [like.new_empty(most, dtype=torch.uint8) for _ in range(_TURNS)])
 
     def _cut_ones(self, tensors: dict[int, Tensor]) -> list[Gathering]:
-        found = [
+        gatherings = [
             Gathering(slices, [tensors.get(id(p)) for p in bucket])
             for slices, bucket in self._buckets
         ]
-        return [each for each in found if any([t is not None for t in each.tensors])]
+        return [each for each in gatherings if any([t is not None for t in each.tensors])]
 
     def _allocate(self, num_bytes: int) -> list[Tensor]:
         self._num_allocations += 1

@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +21,8 @@ from sparkhvd.torch.compressors import Compressor
 from sparkhvd.torch.context import context
 from sparkhvd.torch.gradients.powersgd import stateless
 from sparkhvd.torch.optimizer.adasum import DistributedAdasum, check_size
-from sparkhvd.torch.optimizer.distributed import (
-    Configuration,
-    Distributed,
-    check_arguments,
-    group_lists,
-)
+from sparkhvd.torch.optimizer.arguments import Configuration, check_arguments, group_lists
+from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.torch.optimizer.sharded import Sharded, check_shardable
 from sparkhvd.torch.optimizer.shared_parameters import unshare
 from sparkhvd.torch.process_sets import (
@@ -110,7 +106,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             with `join()`, nor for optimizers of others that look at several parameters together. Give
             `sparse_as_dense=True` for sparse gradients.
         share_parameters: with `sharded`, all ranks on one host: one copy of the parameters, with rank 0's values, so
-            that nothing has to be exchanged after the step. Nobody goes on before every rank has stepped. Writing a
+            that nothing has to be exchanged after the step. No rank goes on before every rank has stepped. Writing a
             parameter outside of `step()` is an error of the next step (except through `.data`, which torch does not
             tell); do it inside `optimizer.writing_parameters()`, `load_state_dict` too. `model.state_dict()` is live,
             as always in torch; `copy.deepcopy` and `torch.save` are private. The memory stays shared when the
@@ -181,9 +177,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
-    """The optimizer, with its state, as one of a class of the same name that does `base` first."""
-    classes: tuple[Any, Any] = (type(optimizer), base)
-    kind = cast("type[_Made]", _distributed_class(*classes))
+    """Return the optimizer, with its state, as one of a class of the same name with the mixin `base`."""
+    kind = cast("type[_Made]", _distributed_class(type(optimizer), base))  # type: ignore[arg-type]
     made = kind.__new__(kind)
     # An LR scheduler made before puts a `step` of its own into the instance; it would bypass ours.
     made.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
@@ -191,8 +186,10 @@ def _subclass_of(optimizer: torch.optim.Optimizer, base: type[_Made]) -> _Made:
 
 
 @functools.cache
-def _distributed_class(kind: Any, base: Any) -> Any:
-    """The subclass of an optimizer's class; the same one whenever it is asked for."""
+def _distributed_class(
+    kind: type[torch.optim.Optimizer], base: type[torch.optim.Optimizer]
+) -> type[torch.optim.Optimizer]:
+    """Make the subclass of an optimizer's class; the same one in every call."""
     return type(
         kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__}
     )

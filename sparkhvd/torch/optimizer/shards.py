@@ -1,4 +1,4 @@
-"""Which part of each parameter a rank steps, and how the parts of all ranks become whole again.
+"""The part of each parameter that a rank steps, and how the parts of all ranks become whole again.
 
 A **cut** parameter is divided as `reducescatter` divides rows: of its n elements, in the order of its memory, each of
 N ranks has n // N, and the first n % N ranks one more (on a GPU several are divided together, see `cuda_shards`).
@@ -26,8 +26,8 @@ __all__ = [
     "owners_of",
 ]
 
-# What these do to an element depends on that element's gradient and state, and on numbers that all elements share.
-# Subclasses are not taken for granted.
+# Their step of an element depends on that element's gradient and state, and on numbers that all elements share.
+# Subclasses may do otherwise.
 ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
         torch.optim.ASGD,
@@ -46,9 +46,12 @@ ELEMENTWISE: frozenset[type[torch.optim.Optimizer]] = frozenset(
 
 
 def owners_of(sizes: Sequence[int], num_ranks: int, before: Sequence[int] = ()) -> list[int]:
-    """An owner for each whole parameter, so that all ranks have about as many elements: largest first.
+    """Return an owner for each whole parameter, so that all ranks have about as many elements: largest first.
 
-    `before` is how many each rank has already.
+    Args:
+        sizes: elements of each parameter.
+        num_ranks: how many ranks there are.
+        before: elements that each rank has already.
     """
     loads = list(before) or [0] * num_ranks
     owners = [0] * len(sizes)
@@ -60,7 +63,7 @@ def owners_of(sizes: Sequence[int], num_ranks: int, before: Sequence[int] = ()) 
 
 
 class Shard:
-    """One parameter, and this rank's part of it.
+    """Parameter with this rank's part.
 
     Args:
         param: the parameter.
@@ -112,11 +115,11 @@ class Shard:
             self.part = torch.nn.Parameter(self.of(param), requires_grad=param.requires_grad)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor that lies in memory as the parameter does: a view."""
+        """Return this rank's part of a tensor that lies in memory as the parameter does: a view."""
         return flat(tensor)[self.first : self.last] if self.is_cut else tensor.detach()
 
     def follow(self) -> None:
-        """After the user has given the parameter other memory."""
+        """Follow the parameter if the user has given it other memory."""
         if self.param.shape != self._shape:
             raise InvalidArgumentError(
                 f"DistributedOptimizer(sharded=True): {self.name!r} had shape {self._shape} when the optimizer was "
@@ -148,12 +151,12 @@ class Shard:
             self.part.grad = grad
 
     def drop_gradient(self) -> None:
-        """The step has ended."""
+        """Forget the gradient: the step has ended."""
         if self.part is not None:
             self.part.grad = None
 
     def is_own(self, value: object) -> bool:
-        """Whether a piece of optimizer state has an element for every element of this rank's part."""
+        """Return True if a piece of optimizer state has an element for every element of this rank's part."""
         return (
             self.part is not None and isinstance(value, Tensor) and value.shape == self.part.shape
         )
@@ -186,7 +189,7 @@ class Gatherer:
             self._calls.append((f"{name}.{number}", call, indices, counts))
 
     def start(self, tensors: Sequence[Tensor]) -> list[Work]:
-        """Submit; every rank must."""
+        """Submit the operations; every rank must."""
         works = []
         for name, call, indices, counts in self._calls:
             own = [tensors[index] for index in indices]
@@ -202,6 +205,6 @@ class Gatherer:
         return works
 
     def gather(self, tensors: Sequence[Tensor]) -> None:
-        """Submit and wait."""
+        """Make the tensors whole; every rank must."""
         for work in self.start(tensors):
             work.wait()

@@ -1,7 +1,7 @@
-"""One copy of the parameters for all ranks of a host: `DistributedOptimizer(sharded=True, share_parameters=True)`.
+"""Parameters in one copy for all ranks of a host: `DistributedOptimizer(sharded=True, share_parameters=True)`.
 
 **Who writes when.** Parameters are written in `step()` only, each element by the rank that it belongs to. A rank may
-write when every rank has come to its `step()` (`begin`), and goes on when every rank has written (`end`), so nobody
+write when every rank has come to its `step()` (`begin`), and goes on when every rank has written (`end`), so no rank
 computes with parameters that change. Whatever else writes them on one rank would change them under the others: it is
 noticed by the tensors' version counters in the next step, and raised on every rank.
 """
@@ -115,7 +115,7 @@ class SharedParameters:
         Raises:
             InvalidArgumentError: a rank wrote parameters outside of `step()`; raised on every rank.
         """
-        found = [
+        changed = [
             number
             for number, ((_, p), version) in enumerate(
                 zip(self._named, self._versions, strict=True), start=1
@@ -129,9 +129,9 @@ class SharedParameters:
             )
             if p.data_ptr() != address
         ]
-        # Of the two the worse wins: what was moved is above all numbers of what was written.
+        # Moved memory is the worse error: its numbers are above those of parameters that were written.
         count = len(self._named)
-        self._written.fill_(count + moved[0] if moved else found[0] if found else 0)
+        self._written.fill_(count + moved[0] if moved else changed[0] if changed else 0)
         self._engine.run(self._exchange, f"{self._label}.begin", self._written)
         first = int(self._written)
         if first > count:
@@ -156,7 +156,7 @@ class SharedParameters:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Nobody computes with the parameters while they are written here."""
+        """Let parameters be written inside, while no rank computes with them."""
         self.begin()  # what was written before must not pass as written here
         try:
             yield

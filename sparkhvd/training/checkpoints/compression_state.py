@@ -64,7 +64,11 @@ def load_compression(
     }
     compression.load_state_dict(
         {
-            n: {**s, "q": s["q"].to(device), "error": e if e is None else e.to(device)}
+            n: {
+                "steps": s["steps"],
+                "q": s["q"].to(device),
+                "error": e if e is None else e.to(device),
+            }
             for n, s in alike.items()
             for e in [errors.get(n)]
         }

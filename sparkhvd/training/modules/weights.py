@@ -83,7 +83,7 @@ class Weights:
 class _Hashed:
     """A file that hashes what passes; without `sink` nothing is kept."""
 
-    def __init__(self, sink: IO[bytes] | None) -> None:
+    def __init__(self, sink: IO[bytes] | io.RawIOBase | None) -> None:
         self._sink = sink
         self._hash = hashlib.sha256()
 
@@ -101,7 +101,7 @@ class _Hashed:
         return self._hash.hexdigest()
 
 
-def dump(tensors: Mapping[str, Tensor], sink: IO[bytes] | None = None) -> str:
+def dump(tensors: Mapping[str, Tensor], sink: IO[bytes] | io.RawIOBase | None = None) -> str:
     """Write tensors to an open file, or only pretend to; return the SHA-256 of the bytes."""
     hashed = _Hashed(sink)
     torch.save(dict(tensors), hashed)  # type: ignore[arg-type]  # torch needs write and flush alone

@@ -71,9 +71,11 @@ class Transformations:
         result = dict(columns)
         num_rows = len(next(iter(columns.values())))
         if self.row is not None:
-            result = self._rows(self.row, result, num_rows, is_training)
+            result = _row_by_row(self.row, result, num_rows, is_training)
         if self.batch is not None:
-            result = self._batch(self.batch, result, num_rows, is_training)
+            keywords = _keywords(self.batch, is_training)
+            returned = _called("batch_transform_fn", self.batch, result, keywords)
+            result = _checked(returned, num_rows)
         return result
 
     def apply(
@@ -84,45 +86,6 @@ class Transformations:
             return {c.name: np.empty((0, *(c.shape or ())), np.dtype(c.dtype)) for c in expected}
         result = self.run(columns, is_training=is_training)
         return {c.name: self._as(c, result) for c in expected}
-
-    def _rows(
-        self, function: Callable[..., Any], columns: dict[str, Array], num_rows: int, training: bool
-    ) -> dict[str, Array]:
-        keywords = _keywords(function, training)
-        rows: list[Mapping[str, Any]] = []
-        for i in range(num_rows):
-            given = {name: values[i] for name, values in columns.items()}
-            row = _called("transformation_fn", function, given, keywords)
-            if not isinstance(row, Mapping):
-                hint = " To leave rows out, filter the DataFrame before fit." if row is None else ""
-                raise InvalidArgumentError(
-                    f"transformation_fn returned {_kind(row)}; it must return a dict of the row's values.{hint}"
-                )
-            if rows and row.keys() != rows[0].keys():
-                raise InvalidArgumentError(
-                    f"transformation_fn returned {_names(row)} for one row and {_names(rows[0])} for another; every "
-                    "row must have the same names."
-                )
-            rows.append(row)
-        return {name: _stacked(name, [row[name] for row in rows]) for name in rows[0]}
-
-    def _batch(
-        self, function: Callable[..., Any], columns: dict[str, Array], num_rows: int, training: bool
-    ) -> dict[str, Array]:
-        result = _called("batch_transform_fn", function, columns, _keywords(function, training))
-        if not isinstance(result, Mapping):
-            raise InvalidArgumentError(
-                f"batch_transform_fn returned {_kind(result)}; it must return a dict from names to arrays of shape "
-                "(rows, ...)."
-            )
-        arrays = {str(name): _as_array(values) for name, values in result.items()}
-        for name, values in arrays.items():
-            if values.ndim == 0 or len(values) != num_rows:
-                raise InvalidArgumentError(
-                    f"batch_transform_fn returned {name!r} with shape {values.shape} for {num_rows} rows; every array "
-                    "must have one entry per row. To leave rows out, filter the DataFrame before fit."
-                )
-        return arrays
 
     def _as(self, column: Column, result: Mapping[str, Array]) -> Array:
         if column.name not in result:
@@ -146,6 +109,46 @@ class Transformations:
                 f"used as {column.tensor_dtype}. Return whole numbers, or choose another dtype."
             )
         return cast
+
+
+def _row_by_row(
+    function: Callable[..., Any], columns: Mapping[str, Array], num_rows: int, training: bool
+) -> dict[str, Array]:
+    """Call a per-row function as a batch function: for each row, with the values stacked."""
+    keywords = _keywords(function, training)
+    rows: list[Mapping[str, Any]] = []
+    for i in range(num_rows):
+        values = {name: column[i] for name, column in columns.items()}
+        row = _called("transformation_fn", function, values, keywords)
+        if not isinstance(row, Mapping):
+            hint = " To leave rows out, filter the DataFrame before fit." if row is None else ""
+            raise InvalidArgumentError(
+                f"transformation_fn returned {_kind(row)}; it must return a dict of the row's values.{hint}"
+            )
+        if rows and row.keys() != rows[0].keys():
+            raise InvalidArgumentError(
+                f"transformation_fn returned {_names(row)} for one row and {_names(rows[0])} for another; every "
+                "row must have the same names."
+            )
+        rows.append(row)
+    return {name: _stacked(name, [row[name] for row in rows]) for name in rows[0]}
+
+
+def _checked(result: object, num_rows: int) -> dict[str, Array]:
+    """Check what a batch function returned: a dict of arrays with one entry per row."""
+    if not isinstance(result, Mapping):
+        raise InvalidArgumentError(
+            f"batch_transform_fn returned {_kind(result)}; it must return a dict from names to arrays of shape "
+            "(rows, ...)."
+        )
+    arrays = {str(name): _as_array(values) for name, values in result.items()}
+    for name, values in arrays.items():
+        if values.ndim == 0 or len(values) != num_rows:
+            raise InvalidArgumentError(
+                f"batch_transform_fn returned {name!r} with shape {values.shape} for {num_rows} rows; every array "
+                "must have one entry per row. To leave rows out, filter the DataFrame before fit."
+            )
+    return arrays
 
 
 def resolve_transformations(row: Any, batch: Any) -> Transformations:

@@ -102,7 +102,7 @@ def test_an_interrupted_upload_is_whole(s3: S3) -> None:
     store = Store.create("s3://bucket/interrupted", **s3.options())
     data = bytes(range(256)) * (16 << 10)
     with pytest.raises(KeyboardInterrupt):
-        upload(Interrupted(data), store._fs, "bucket/interrupted/a")
+        upload(Interrupted(data), store._place.fs, "bucket/interrupted/a")
     assert store.read_bytes("a") == data
 
 

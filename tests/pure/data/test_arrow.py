@@ -270,7 +270,7 @@ def test_null_vectors_are_counted() -> None:
     assert dict(found.shapes) == {(1,): 1}
 
 
-def test_a_validation_flag_is_what_is_above_zero() -> None:
+def test_a_validation_flag_is_set_above_zero() -> None:
     flag = column("scalar", "uint8", "bool")
     values, _ = column_to_numpy(pa.array([0.0, 2.0, -1.0]), flag, is_flag=True)
     np.testing.assert_array_equal(values, [0, 1, 0])

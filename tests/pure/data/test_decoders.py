@@ -1,4 +1,4 @@
-"""The user's functions on rows, alone and in the reader."""
+"""Decoders and collate functions, alone and in the reader."""
 
 from __future__ import annotations
 

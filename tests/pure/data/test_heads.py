@@ -22,7 +22,7 @@ from sparkhvd.data.columns import heads
         (lambda output, label: output.sum(), "identity"),
     ],
 )
-def test_the_loss_says_what_outputs_mean(loss: Any, link: str) -> None:
+def test_the_loss_decides_the_meaning_of_outputs(loss: Any, link: str) -> None:
     assert heads.link_of(loss) == link
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
-from sparkhvd.data.packed import write_packed
+from sparkhvd.data.packed import RowSource, write_packed
 from sparkhvd.data.reading.preload import Loading, begin, begun
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
@@ -125,6 +125,54 @@ def test_the_processes_of_a_host_read_a_part_each(store: Store, has_column: bool
         np.testing.assert_array_equal(np.concatenate([p[name] for p in parts]), values)
     sizes = [len(p["id"]) for p in parts]
     assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_processes_of_a_host_read_a_part_of_the_validation_column_each(
+    store: Store, has_column: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    read = RowSource.read
+
+    def counted(source: RowSource, names: list[str], rows: Any = None, *empty: Any) -> Any:
+        if names == ["held_out"]:
+            counts.append(ROWS if rows is None else len(rows))
+        return read(source, names, rows, *empty)
+
+    monkeypatch.setattr(RowSource, "read", counted)
+    parts = [Loading(store, DATA_DIR, part=(n, 3), **options_of(has_column)) for n in range(3)]
+    flags = [loading.flags(20) for loading in parts]
+    for loading in parts:
+        loading._thread.join(20)
+    if has_column:
+        assert sum(counts) == ROWS
+        assert np.flatnonzero(np.concatenate(flags)).tolist() == list(range(0, ROWS, 7))
+    else:
+        assert flags == [None] * 3
+
+
+def test_a_reader_takes_its_part_of_the_rows_that_a_column_divides(
+    store: Store, has_column: bool
+) -> None:
+    class Parts:
+        """The other ranks of a host, whose parts are read here."""
+
+        part = (1, 3)
+
+        def gather(self, values: Any, error: BaseException | None = None) -> Any:
+            assert error is None
+            parts = [Loading(store, DATA_DIR, part=(n, 3), **options) for n in range(3)]
+            for loading in parts:
+                loading._thread.join(20)
+            parts_values = [loading._values or {} for loading in parts]
+            for name, value in values.items():
+                np.testing.assert_array_equal(value, parts_values[1][name])
+            return {n: np.concatenate([v[n] for v in parts_values]) for n in values}
+
+    manifest, options = Manifest.load(store, DATA_DIR), options_of(has_column)
+    expected = batches_of(store, manifest, None, **options)
+    assert batches_of(store, manifest, None, sharing=Parts(), **options) == expected
+    loading = Loading(store, DATA_DIR, part=(1, 3), **options)
+    assert batches_of(store, manifest, loading, sharing=Parts(), **options) == expected
 
 
 def test_what_cannot_be_read_is_the_readers_error(store: Store, has_column: bool) -> None:

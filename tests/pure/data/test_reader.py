@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import DAMAGED_NAME, MANIFEST_NAME, Manifest
 from sparkhvd.data.packed import RowSource, write_packed
-from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.reading.batch import Batch
+from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.reading.sampler import epoch_plan
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
@@ -453,7 +454,7 @@ def test_damaged_data_are_an_error_that_names_them(
 def test_a_read_that_never_returns_is_not_waited_for(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe that nobody writes to blocks who opens it, as a mount does whose server has gone."""
+    """Opening a pipe without a writer blocks, as a mount does whose server is gone."""
     monkeypatch.setattr("sparkhvd.data.reading.prefetch.READ_S", 0.3)
     monkeypatch.setattr("sparkhvd.data.reading.prefetch.STOP_S", 0.1)
     manifest = make(store, [100])

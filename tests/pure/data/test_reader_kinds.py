@@ -14,7 +14,8 @@ from sparkhvd.data.columns.ragged import Ragged, SparseRows, num_bytes
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.packed import write_packed
-from sparkhvd.data.reading.reader import Batch, Reader
+from sparkhvd.data.reading.batch import Batch
+from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.ranks import run_threads
@@ -45,7 +46,7 @@ def ragged(rows: list[Any], dtype: str) -> Ragged:
 
 
 def values_of(ids: np.ndarray) -> dict[str, Any]:
-    """Values that tell their row's number, which is below 250."""
+    """Make values that encode their row's number, which is below 250."""
     bytes_of = [bytes([i, 1, 2, 255 - i]) + b"." * (i % 7) for i in ids]
     return {
         "id": ids,

@@ -269,7 +269,7 @@ def test_functions_make_room_for_rows_that_differ() -> None:
         ),
         (
             {"handle_invalid": {"double": math.nan}},
-            "handle_invalid fills column 'double' of type double with nan, and NaN is what is to be replaced.",
+            "handle_invalid fills column 'double' of type double with nan, and NaN is itself replaced.",
         ),
         (
             {"handle_invalid": {"double": 1e300}},
@@ -308,7 +308,7 @@ def test_params_by_column_are_checked(options: dict[str, Any], message: str) -> 
     assert str(caught.value).startswith(message)
 
 
-def test_what_happens_to_nulls_is_a_columns_own() -> None:
+def test_handle_invalid_differs_by_column() -> None:
     columns = check(["double", "int"], handle_invalid={"int": 3, "label": "skip"}).columns
     assert [c.invalid for c in columns] == [("error",), ("fill", 3), ("skip",)]
     for value in (1e300, math.inf, True, 0):

@@ -13,10 +13,10 @@ import fsspec
 import pyarrow.fs as pafs
 import pytest
 
-from sparkhvd.data import reuse
-from sparkhvd.data.reuse import _remove as remove_directory
-from sparkhvd.data.reuse import sweep
-from sparkhvd.data.store import connect
+from sparkhvd.data import ownership
+from sparkhvd.data.ownership import remove as remove_directory
+from sparkhvd.data.ownership import sweep
+from sparkhvd.data.store import connect, remote_calls
 from sparkhvd.data.store.atomic import remote_output
 from sparkhvd.data.store.leases import LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.data.store.store import Store
@@ -187,7 +187,7 @@ def test_what_could_not_be_moved_back_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
     filesystem = pafs.PyFileSystem(Moves([True, False, True, True]))
     with (
-        pytest.raises(OSError, match="what was there before is now .*/temporary-older"),
+        pytest.raises(OSError, match="the file that was there before is now .*/temporary-older"),
         remote_output(filesystem, f"{tmp_path}/a", f"{tmp_path}/temporary") as sink,
     ):
         sink.write(b"new")
@@ -242,7 +242,7 @@ def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
 
 
 def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
-    """One deletes its directory, and the key's folder if that is empty, while the other has just begun in it."""
+    """An owner deletes its directory, and the key's folder if that is empty, while another has just begun in it."""
     rounds, ended, lost = 300, threading.Event(), []
 
     def comes_and_goes(name: str, times: int) -> None:
@@ -300,7 +300,7 @@ def test_a_store_that_fails_in_any_way_keeps_no_other_from_release(
         def delete(self, path: str) -> None:
             raise RuntimeError(path)
 
-    monkeypatch.setattr(reuse, "_owned", reuse._Owned())
+    monkeypatch.setattr(ownership, "_owned", ownership._Owned())
     stores = [
         Store.create(tmp_path / "a"),
         Store.create(tmp_path / "b"),
@@ -308,18 +308,18 @@ def test_a_store_that_fails_in_any_way_keeps_no_other_from_release(
     ]
     stores[1] = Failing(stores[1].url)
     for store in stores:
-        reuse._own(store, "data/k/a", Lease("a", time.time()))
-    reuse.release()
+        ownership.own(store, "data/k/a", Lease("a", time.time()))
+    ownership.release()
     assert [store.data_directories() for store in stores] == [[], ["data/k/a"], []]
 
 
 def test_leases_are_renewed_while_data_are_written(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reuse, "_owned", reuse._Owned())
-    monkeypatch.setattr(reuse, "_RETRY_S", 0.01)
-    reuse._own(store, "data/k/a", Lease("a", 1.0))
-    with reuse._renewing(store):
+    monkeypatch.setattr(ownership, "_owned", ownership._Owned())
+    monkeypatch.setattr(ownership, "_RETRY_S", 0.01)
+    ownership.own(store, "data/k/a", Lease("a", 1.0))
+    with ownership.renewing(store):
         wait_until(
             lambda: lease_of(store, "data/k/a") != Lease("a", 1.0),
             "the lease is renewed",
@@ -333,7 +333,7 @@ def test_a_folder_of_any_name_is_a_store_of_its_own(store: Store, name: str) -> 
     below = store.below(name).below("deep")
     assert below.read_bytes("file") == b"x"
     assert below.local_path("") == store.local_path(f"{name}/deep")
-    assert Store("s3://bucket/p?region=r").below(name)._address.root == f"bucket/p/{name}"
+    assert Store("s3://bucket/p?region=r").below(name)._place.address.root == f"bucket/p/{name}"
 
 
 def test_a_driver_of_fsspec_gets_no_name_that_ends_a_url(memory_store: Store) -> None:
@@ -359,13 +359,13 @@ def test_only_folders_that_were_made_here_are_forgotten(tmp_path: Path) -> None:
 
 def test_a_default_store_is_for_its_user_alone(tmp_path: Path) -> None:
     for _ in range(2):
-        list(connect._make_private(Store(str(tmp_path / "a" / "b"))))
+        list(remote_calls.make_private(Store(str(tmp_path / "a" / "b"))))
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
 
 
 @contextlib.contextmanager
 def as_user(number: int) -> Iterator[None]:
-    """The thread's file accesses are those of another user, with nothing of what he makes open to others."""
+    """Access files in this thread as another user, whose new files are closed to others."""
     mask = os.umask(0o077)
     os.setegid(number)
     os.seteuid(number)

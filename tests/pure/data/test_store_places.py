@@ -16,8 +16,8 @@ from sparkhvd import TorchEstimator
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.packed import read_packed, write_packed
 from sparkhvd.data.store import addresses
-from sparkhvd.data.store.connect import RemoteStore
 from sparkhvd.data.store.default import default_store
+from sparkhvd.data.store.remote_store import RemoteStore
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.saving.encoding import Archive
@@ -126,7 +126,7 @@ def test_a_full_store_is_named_and_keeps_the_last_checkpoint(tmp_path: Path) -> 
 
 
 def classic_session() -> object:
-    """Not one, but what tells the two kinds of sessions apart."""
+    """Make an object that counts as a classic session."""
     kind = type("SparkSession", (), {"range": None, "__module__": "pyspark.sql.session"})
     return kind()
 
@@ -269,13 +269,13 @@ def test_a_secret_that_begins_with_another_is_hidden_whole() -> None:
 def test_errors_of_files_that_are_not_there_and_of_tasks_hide_secrets() -> None:
     store = Store("memory://place", {"password": SECRET})
     for raised in (FileNotFoundError(f"no {SECRET}"), NotADirectoryError(SECRET)):
-        with pytest.raises(type(raised)) as caught, store._explained("read", "a"):
+        with pytest.raises(type(raised)) as caught, store._place.explained("read", "a"):
             raise raised
         assert SECRET not in str(caught.value)
         assert caught.value.__suppress_context__
     outer = OSError("it failed")
     outer.__cause__ = ValueError(SECRET)
-    with pytest.raises(StoreError) as told, store._explained("read", "a"):
+    with pytest.raises(StoreError) as told, store._place.explained("read", "a"):
         raise outer
     assert told.value.__cause__ is None
 

@@ -43,7 +43,7 @@ def sent(vectors: list[dict[str, object] | None]) -> list[pa.Array]:
     ],
     ids=["dense", "sparse", "both", "dense, null", "all", "null", "none"],
 )
-def test_vectors_are_what_they_were(vectors: list[dict[str, object] | None]) -> None:
+def test_vectors_survive_the_way_through_arrow(vectors: list[dict[str, object] | None]) -> None:
     other = pa.array(range(len(vectors)), pa.int64())
     columns = [other, *sent(vectors), other]
     batch = pa.RecordBatch.from_arrays(columns, names=[str(i) for i in range(len(columns))])

@@ -10,22 +10,21 @@ from torch import nn
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.estimator import TorchEstimator
-from sparkhvd.estimator.fitting.options import training_options
-from sparkhvd.estimator.fitting.request import to_ranks
+from sparkhvd.estimator.fitting.loop import loop_options
+from sparkhvd.estimator.params.fit import rank_options
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.spec import TrainSpec
 
 
 def options(dtype: torch.dtype = torch.float32, **params: Any) -> dict[str, Any]:
-    estimator = TorchEstimator(**params)
-    estimator._check_values()
-    return training_options(
-        estimator._get,
-        to_ranks(estimator),
+    values = TorchEstimator(**params)._options()
+    loop = loop_options(
+        values,
         model=nn.Linear(2, 1).to(dtype),
         metric_names=["accuracy", "f1"],
-        has_validation=bool(estimator._get("validation")),
+        has_validation=bool(values.validation),
     )
+    return {**rank_options(values), **vars(loop)}
 
 
 def test_defaults_are_those_of_the_spec() -> None:

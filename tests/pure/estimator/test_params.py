@@ -17,8 +17,14 @@ from pyspark.ml.tuning import ParamGridBuilder
 from torch import nn
 
 from sparkhvd import Settings, TorchEstimator, TorchModel
-from sparkhvd.estimator.param_table import ELSEWHERE, camel_case, rows_of, short_repr
-from sparkhvd.estimator.params import TrainParams
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.base import camel_case
+from sparkhvd.estimator.params.explain import short_repr
+from sparkhvd.estimator.params.fit import TrainParams
+from sparkhvd.estimator.params.foreign import ELSEWHERE
+from sparkhvd.estimator.params.keywords import EstimatorKeywords
+from sparkhvd.estimator.params.options import FitOptions
+from sparkhvd.estimator.params.table import GROUPS, rows_of
 from tests.harness.paths import ROOT
 from tools import keywords
 
@@ -100,7 +106,38 @@ def test_keyword_arguments_are_params_and_none_means_not_given() -> None:
         assert estimator.getOrDefault(name) == EXAMPLES.get(name, name)
     assert not TorchEstimator(model=None, epochs=None).isSet("model")
     assert TorchEstimator(epochs=None).getEpochs() == 1
-    assert set(inspect.signature(TorchEstimator).parameters) == set(NAMES)
+
+
+def test_the_signature_lists_names_with_an_effect_by_group() -> None:
+    names = list(inspect.signature(TorchEstimator).parameters)
+    dead = {*NO_EFFECT, *(n for n, row in ROWS.items() if row.refused)}
+    assert set(names) == set(NAMES) - dead
+    groups = [ROWS[name].group for name in names]
+    assert list(dict.fromkeys(groups)) == [*GROUPS, ""]
+    assert groups == sorted(groups, key=[*GROUPS, ""].index)
+    assert not dead & EstimatorKeywords.__annotations__.keys()
+
+
+def test_fit_has_its_own_help() -> None:
+    text = inspect.getdoc(TorchEstimator.fit) or ""
+    assert text.startswith("Train on a DataFrame")
+    assert all(word in text for word in ("dataset:", "params:", "Returns:", "RankError:"))
+    assert list(inspect.signature(TorchEstimator.fit).parameters) == ["self", "dataset", "params"]
+
+
+def test_options_are_the_values_of_a_fit() -> None:
+    assert TorchEstimator(epochs=3, maxIter=None, label_cols="y")._options() == FitOptions(
+        epochs=3, label_cols=["y"], explicit=frozenset({"epochs", "label_cols"})
+    )
+    both = TorchEstimator(restore_best=True, inmemory_cache_all=True, shuffle_bytes=5)
+    options = both._options()
+    assert (options.return_model, options.shuffle_bytes) == ("best", 1 << 62)
+    with pytest.raises(InvalidArgumentError) as refused:
+        TorchEstimator(train_minibatch_fn=print)._options()
+    assert str(refused.value) == (
+        "train_minibatch_fn is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns the "
+        "loss: the loop calls backward() and steps."
+    )
 
 
 def test_sparks_names_are_taken_too() -> None:
@@ -269,7 +306,7 @@ def test_none_in_a_param_map_clears() -> None:
 
 def test_a_param_is_not_set_by_assignment() -> None:
     estimator = TorchEstimator(epochs=2)
-    for wrong in ("epochs", "batchsize", "featurecols"):
+    for wrong in ("epochs", "batchsize", "batchSize", "batch_sise", "featurecols", "maxIter"):
         with pytest.raises(AttributeError, match=r"is a Param\. Call set"):
             setattr(estimator, wrong, 3)
     assert estimator.getEpochs() == 2
@@ -277,10 +314,12 @@ def test_a_param_is_not_set_by_assignment() -> None:
     estimator.note = "an attribute of the user's own"
 
 
-def test_types_of_keyword_arguments_are_those_of_the_table() -> None:
-    assert ast.dump(ast.parse(keywords.FILE.read_text())) == ast.dump(
-        ast.parse(keywords.source())
-    ), "Write them anew: python -m tools.keywords"
+@pytest.mark.parametrize("file", keywords.FILES, ids=lambda file: file.name)
+def test_generated_types_are_those_of_the_table(file: Path) -> None:
+    written, expected = file.read_text(), keywords.FILES[file]()
+    assert ast.dump(ast.parse(written)) == ast.dump(ast.parse(expected)), (
+        "Write them anew: python -m tools.keywords"
+    )
 
 
 def test_type_checkers_refuse_wrong_names_and_types(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from sparkhvd import TorchEstimator, TorchModel
-from sparkhvd.estimator.param_table import rows_of
+from sparkhvd.estimator.params.table import rows_of
 from tests.harness.paths import ROOT
 
 PAGE = ROOT / "docs" / "params.md"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sparkhvd.data import reuse
+from sparkhvd.data import ownership
 from sparkhvd.data.store.leases import LEASE_NAME, Lease, lease_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator.fitting.progress import EpochReporter, format_epoch
@@ -93,7 +93,7 @@ def test_lines_of_fits_that_train_at_once_bear_their_names(
 def test_a_slow_function_gets_every_epoch_before_the_end(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_LOOK_S", 1.0)
+    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_READ_S", 1.0)
     seen: list[int] = []
 
     def slow(found: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ def test_a_slow_function_gets_every_epoch_before_the_end(
 def test_a_store_that_does_not_answer_is_not_waited_for(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_LOOK_S", 0.1)
+    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_READ_S", 0.1)
     answers = threading.Event()
 
     def history() -> list[dict[str, Any]]:
@@ -129,11 +129,11 @@ def test_a_store_that_does_not_answer_is_not_waited_for(
 def test_a_store_that_is_gone_ends_neither_reports_nor_other_renewals(
     checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reuse, "_owned", reuse._Owned())
+    monkeypatch.setattr(ownership, "_owned", ownership._Owned())
     stores = [Store.create(tmp_path / name) for name in ("gone", "here")]
     old = time.time() - 7200
     for store in stores:
-        reuse._own(store, "data/k/a", Lease("a", old))
+        ownership.own(store, "data/k/a", Lease("a", old))
     here = stores[1]
     # Something that is no folder stands in its place: what is in it can be asked for, but not written.
     (tmp_path / "gone" / "data" / "k" / "a" / LEASE_NAME).unlink()

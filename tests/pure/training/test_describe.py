@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd.estimator.fitting.options import describe_result
+from sparkhvd.estimator.fitting.loop import LoopOptions
 from sparkhvd.training.checkpoints.fingerprint import differences
 from sparkhvd.training.early_stopping import Monitor
 from sparkhvd.training.metrics import resolve_metrics
@@ -148,9 +148,7 @@ def test_what_tells_the_best_epoch_is_compared_where_it_matters(
 ) -> None:
     texts = [
         json.dumps(
-            describe_result(
-                {"return_best": is_best, "monitor": Monitor(name, mode)}, has_schedule=False
-            )
+            LoopOptions(Monitor(name, mode), return_best=is_best).describe(has_schedule=False)
         )
         for is_best, name, mode in (before, now)
     ]

@@ -1,4 +1,4 @@
-"""What holds for every test of sparkhvd.torch."""
+"""Fixtures of every test of sparkhvd.torch."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def _matrix(dtype: torch.dtype, norm: Any = None) -> nn.Module:
 
 
 def _shifting_planes(step: int, dtype: torch.dtype) -> Batch:
-    """The same orthogonal inputs in every step, other outputs."""
+    """Make the same orthogonal inputs in every step, with other outputs."""
     x = torch.linalg.qr(_random(0, ROWS, 6))[0] * ROWS**0.5
     x = x * torch.tensor([0.8, 0.9, 1.0, 1.1, 1.2, 1.3], dtype=torch.float64)
     return x.to(dtype), (x @ _random(step, 6, 2)).to(dtype)
@@ -235,7 +235,7 @@ ARGUMENTS: Mapping[str, tuple[dict[str, Any], ...]] = {
 
 
 def optimizer_names() -> list[str]:
-    """The optimizers of this torch."""
+    """Return the names of this torch's optimizers."""
     found = []
     for name, value in vars(torch.optim).items():
         is_optimizer = inspect.isclass(value) and issubclass(value, torch.optim.Optimizer)
@@ -246,7 +246,7 @@ def optimizer_names() -> list[str]:
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer with its arguments."""
+    """Optimizer with its arguments."""
 
     optimizer: str
     arguments: tuple[tuple[str, Any], ...]
@@ -261,12 +261,12 @@ class Case:
 
 
 def case(optimizer: str, **arguments: Any) -> Case:
-    """The optimizer with its first arguments of `ARGUMENTS`, and these."""
+    """Make a case of the optimizer with its first arguments of `ARGUMENTS`, and these."""
     return Case(optimizer, tuple({**ARGUMENTS[optimizer][0], **arguments}.items()))
 
 
 def cases(optimizer: str) -> list[Case]:
-    """An optimizer with all of its arguments, and the first ones in its other implementations."""
+    """Make cases of an optimizer with all of its arguments, and of the first ones in its other implementations."""
     known = inspect.signature(getattr(torch.optim, optimizer)).parameters
     variants = [{name: True} for name in ("foreach", "fused") if name in known]
     made = [Case(optimizer, tuple(arguments.items())) for arguments in ARGUMENTS[optimizer]]
@@ -277,12 +277,12 @@ def cases(optimizer: str) -> list[Case]:
 
 
 def mine(batch: Batch) -> Batch:
-    """This rank's share of the rows."""
+    """Return this rank's share of the rows."""
     return tuple(t.chunk(hvd.size())[hvd.rank()] for t in batch)
 
 
 def values(model: nn.Module) -> Tensor:
-    """All parameters and running statistics."""
+    """Return all parameters and running statistics."""
     state = [t.detach() for t in model.state_dict().values() if t.is_floating_point()]
     return torch.cat([t.reshape(-1) for t in state])
 
@@ -323,7 +323,7 @@ def train(
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference, as a part of the largest weight."""
+    """Return the largest difference, as a part of the largest weight."""
     return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max())
 
 
@@ -342,7 +342,7 @@ def compare(
 
 
 def same_everywhere(results: list[Tensor]) -> None:
-    """Every rank has the same bits, and they are numbers."""
+    """Check that every rank has the same bits, and that all are finite."""
     assert torch.isfinite(results[0]).all()
     for result in results[1:]:
         assert torch.equal(result, results[0])

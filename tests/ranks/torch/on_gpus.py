@@ -1,4 +1,4 @@
-"""`on_gpus(3, fn)` calls fn(gpu) on three ranks, each with a GPU of the stand-in."""
+"""`on_gpus(3, fn)` calls fn(gpu) on three ranks, each with a GPU of the fake driver."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from tests.ranks.torch.ways import (
 
 
 class Branches(nn.Module):
-    """The last of its layers is used by nobody; which of the others, a function says."""
+    """Model of layers of which a function chooses one; the last is never used."""
 
     def __init__(self, used: Callable[[int], bool]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def layers_left_out_by_chance(way: Way) -> Result:
 
 
 class Tied(nn.Module):
-    """One weight in two places, one layer under two names, and one called twice."""
+    """Model with a weight in two places, a layer under two names, and a layer called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Mixed(nn.Module):
 
 @behaviour("views", bound=1e-7, bound_of_one=3e-3)
 def parameters_of_several_types(way: Way) -> Result:
-    """A bfloat16 has 8 bits, which one process rounds once."""
+    """Train parameters of several types; a bfloat16 has 8 bits, which one process rounds once."""
     torch.manual_seed(1)
     return learn(way, Mixed(), change=lambda ps, *_: clip_grad_norm_(ps[:4], 0.3))
 
@@ -472,7 +472,7 @@ def views_of_both(way: Way) -> Result:
 
 @behaviour(bound=2e-3, bound_of_one=2e-3)
 def halves_of_both(way: Way) -> Result:
-    """A half has 11 bits, and the two divide at different ends of the sum."""
+    """Send halves of 11 bits; DDP and DistributedOptimizer divide at different ends of the sum."""
     return learn(
         way,
         mlp().float(),

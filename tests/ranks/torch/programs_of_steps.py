@@ -50,7 +50,7 @@ def clipping_by_norm(way: Way) -> Result:
 
 @behaviour("halves", bound=2e-3, bound_of_one=2e-3)
 def clipping_by_norm_roughly(way: Way) -> Result:
-    """Gradients travel as halves: about 1e-3 of a gradient, of which the weights have moved by a part."""
+    """Clip gradients sent as halves: exact to about 1e-3 of a gradient, and weights have moved by a part of it."""
     return learn(way, mlp(), change=lambda ps, *_: clip_grad_norm_(ps, 0.3))
 
 
@@ -90,7 +90,7 @@ def scaling_all_at_once(way: Way) -> Result:
 
 @behaviour("views")
 def scaling_data(way: Way) -> Result:
-    """As old code does, which torch's count of changes does not see."""
+    """Scale `.data` as old code does; torch's count of changes does not see it."""
 
     def change(parameters: list[nn.Parameter], *_: Any) -> None:
         for p in parameters:
@@ -147,7 +147,7 @@ def weight_decay_by_hand(way: Way) -> Result:
 
 @behaviour(*ANYHOW)
 def zeroing_some_gradients(way: Way) -> Result:
-    """The bias of the first layer, and at times rows of the last one."""
+    """Set the bias of the first layer to zero, and at times rows of the last one."""
 
     def change(parameters: list[nn.Parameter], _: Any, step: int) -> None:
         grad(parameters[1]).zero_()
@@ -158,7 +158,7 @@ def zeroing_some_gradients(way: Way) -> Result:
 
 @behaviour(*ANYHOW)
 def dropping_some_gradients(way: Way) -> Result:
-    """Which keeps a parameter as it is for a step, momentum and decay too."""
+    """Drop gradients, which keeps a parameter as it is for a step, momentum and decay too."""
 
     def change(parameters: list[nn.Parameter], _: Any, step: int) -> None:
         if step % 3:
@@ -200,7 +200,7 @@ def learning_rate_from_the_norm(way: Way) -> Result:
 
 @behaviour("views")
 def skipping_steps_whose_norm_is_not_finite(way: Way) -> Result:
-    """Every rank must leave them out."""
+    """Skip steps with a norm that is not finite, on every rank."""
     model = mlp()
     net, optimizer = way.pair(model, sgd)
     skipped = 0
@@ -227,7 +227,7 @@ def unscaling_by_hand_and_clipping(way: Way) -> Result:
 
 @behaviour(*ANYHOW)
 def updating_weights_by_hand(way: Way) -> Result:
-    """The optimizer only reduces; it never steps."""
+    """Update weights by hand; the optimizer only reduces."""
     model = mlp()
     net, optimizer = way.pair(model, sgd)
     for step in range(STEPS):
@@ -255,7 +255,7 @@ def updating_weights_without_an_optimizer(way: Way) -> Result:
 
 @behaviour(*ANYHOW)
 def sharpness_aware_steps(way: Way) -> Result:
-    """Gradients say where to look for the gradients of the step."""
+    """Take the gradients of the step where other gradients point to."""
     model = mlp()
     net, optimizer = way.pair(model, sgd)
     parameters = list(model.parameters())
@@ -350,7 +350,7 @@ for _name, _make in OPTIMIZERS.items():
 
 @behaviour("views", bound=1e-9, bound_of_one=1e-9)
 def lbfgs(way: Way) -> Result:
-    """Its directions are quotients of differences, which enlarge rounding."""
+    """Step with LBFGS, whose quotients of differences enlarge rounding."""
     model = mlp()
     net, optimizer = way.pair(
         model,
@@ -373,7 +373,7 @@ def lbfgs(way: Way) -> Result:
 
 @behaviour("views", "sharded")
 def closures_of_other_optimizers(way: Way) -> Result:
-    """Which clip inside."""
+    """Step with closures that clip inside."""
     model = mlp()
     net, optimizer = way.pair(model, sgd)
     for step in range(STEPS):
@@ -409,7 +409,7 @@ def a_group_added_later(way: Way) -> Result:
 
 @behaviour("sharded")
 def two_networks_against_each_other(way: Way) -> Result:
-    """A generator and its critic; the generator's loss leaves gradients in the critic."""
+    """Train a generator and its critic; the generator's loss leaves gradients in the critic."""
     maker, critic = mlp(1), nn.Sequential(*mlp(2)[:1], nn.Tanh(), nn.Linear(8, 1).double())
     torch.manual_seed(3)
     nn.init.normal_(critic[2].weight, std=0.3)
@@ -638,7 +638,7 @@ def two_losses_at_once(way: Way) -> Result:
 
 @behaviour("views")
 def gradients_of_the_inputs_first(way: Way) -> Result:
-    """The graph is kept for them; the parameters' come later."""
+    """Take the inputs' gradients first; the graph is kept for the parameters'."""
 
     def loss(net: Any, rows: Batch) -> Tensor:
         x, y = rows

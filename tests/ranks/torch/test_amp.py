@@ -27,7 +27,7 @@ SCALE = 64.0
 
 
 class Cpu:
-    """Where tensors stay."""
+    """Device of the tests without a GPU: tensors stay on the CPU."""
 
     def tensor(self, values: Tensor) -> Tensor:
         return values
@@ -37,19 +37,19 @@ class Cpu:
 
 
 def plain(optimizer: Any, scaler: torch.amp.GradScaler, module: nn.Module) -> None:
-    """As PyTorch's example."""
+    """Step as PyTorch's example."""
     scaler.step(optimizer)
 
 
 def clipped(optimizer: Any, scaler: torch.amp.GradScaler, module: nn.Module) -> None:
-    """As PyTorch's example with clipping."""
+    """Step as PyTorch's example with clipping."""
     scaler.unscale_(optimizer)
     training.clip(optimizer, module)
     scaler.step(optimizer)
 
 
 def horovod(optimizer: Any, scaler: torch.amp.GradScaler, module: nn.Module) -> None:
-    """As Horovod's example."""
+    """Step as Horovod's example."""
     optimizer.synchronize()
     scaler.unscale_(optimizer)
     training.clip(optimizer, module)
@@ -58,7 +58,7 @@ def horovod(optimizer: Any, scaler: torch.amp.GradScaler, module: nn.Module) -> 
 
 
 def fused(parameters: Any) -> torch.optim.Optimizer:
-    """One that scales and looks for what is not finite by itself."""
+    """Step with an optimizer that unscales and looks for non-finite gradients itself."""
     return torch.optim.Adam(parameters, lr=0.01, eps=1e-2, fused=True)
 
 
@@ -69,7 +69,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 def train(
     place: Any, optimizer: Any, module: nn.Module, order: Order, share: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, float]:
-    """The weights, and the scale at the end."""
+    """Train; return the weights, and the scale at the end."""
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -84,7 +84,7 @@ def train(
 
 
 def expected(make: Make, order: Order) -> tuple[Tensor, float]:
-    """The same of one process that has every row, and leaves out the same step."""
+    """Train one process that has every row, and leaves out the same step."""
 
     def body() -> tuple[Tensor, float]:
         module = training.model()
@@ -141,7 +141,7 @@ def test_every_rank_leaves_out_the_step(
     ids=str,
 )
 def test_options(plane: str, options: dict[str, Any]) -> None:
-    """What is not finite comes through each of them."""
+    """Check that non-finite gradients come through with each option."""
     _, scale = expected(training.sgd, plain)
     found = together(plane, training.sgd, plain, **options)
     for weights, its_scale in found:
@@ -151,7 +151,7 @@ def test_options(plane: str, options: dict[str, Any]) -> None:
 
 
 def test_accumulation(plane: str) -> None:
-    """The scale stays the same for all passes of a step."""
+    """Keep the scale for all passes of a step."""
 
     def body(place: Any) -> Tensor:
         module = place.module(training.model())

@@ -124,7 +124,7 @@ def _shape_error(optimizer: str, whose: str) -> str:
 def test_a_parameter_that_gets_another_shape_is_an_error(
     options: dict[str, Any], message: str, same_memory: bool
 ) -> None:
-    """What lies behind its gradient is not written."""
+    """Check that the memory behind its gradient is not written."""
 
     def body() -> Any:
         p = nn.Parameter(torch.zeros(100))
@@ -218,7 +218,7 @@ def wrapped(options: dict[str, Any]) -> tuple[nn.Parameter, Any]:
 
 
 def backward(p: nn.Parameter, optimizer: Any) -> None:
-    """The gradients' average is 1.5."""
+    """Give gradients whose average is 1.5."""
     optimizer.zero_grad()
     (p * (1.0 + hvd.rank())).sum().backward()
 
@@ -340,7 +340,7 @@ def test_gradients_may_be_replaced_after_synchronize(options: dict[str, Any]) ->
 
 
 def test_a_hook_behind_a_submission_that_overlaps_is_an_error() -> None:
-    """On several hosts the optimizer's own hook submits."""
+    """Submit from the optimizer's own hook, as on several hosts."""
 
     def body() -> Any:
         p, optimizer = wrapped({})
@@ -397,7 +397,7 @@ class Failing:
 def test_memory_is_kept_where_the_library_fails_behind_a_submission(
     function: str, call: Callable[[torch.Tensor], Any]
 ) -> None:
-    """What it has taken may go on."""
+    """Let the operations go on that the library has taken."""
     rank_0_has_looked = threading.Event()
 
     def body() -> Any:

@@ -1,4 +1,4 @@
-"""What users do with `.grad` on GPUs between steps, with the stand-in."""
+"""Use of `.grad` on GPUs between steps, with the fake CUDA driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("fake_gpus")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("as_views", [True, False])
 def test_gradients_that_get_other_memory_between_steps(set_to_none: bool, as_views: bool) -> None:
-    """As `p.grad.data = ...` and `model.cpu()` give them."""
+    """Give gradients other memory, as `p.grad.data = ...` and `model.cpu()` do."""
 
     def body(gpu: FakeDevice) -> list[Any]:
         model: Any = gpu.module(nn.Linear(3, 2, bias=False).double())
@@ -64,7 +64,7 @@ def test_sharded_gradients_with_other_strides(compression: Any) -> None:
 
 
 def test_gradients_that_a_captured_graph_writes_into_the_same_memory_again() -> None:
-    """A replay runs no hooks, and knows nothing of what `.grad` is."""
+    """Replay a graph, which runs no hooks and writes where `.grad` was when it was captured."""
 
     def body(gpu: FakeDevice) -> list[Any]:
         model: Any = gpu.module(nn.Linear(3, 2, bias=False).double())

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` over parameters on GPUs, with the stand-in, against one process on the CPU."""
+"""`DistributedOptimizer` over parameters on GPUs, with the fake CUDA driver, against one process on the CPU."""
 
 from __future__ import annotations
 
@@ -330,7 +330,7 @@ def test_streams_that_change_between_steps(fake_gpus: Driver) -> None:
 
 
 class ToGpu(torch.autograd.Function):
-    """As `x.cuda()`."""
+    """Move a tensor, as `x.cuda()` does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gpu: FakeDevice) -> Tensor:

@@ -1,4 +1,4 @@
-"""`Compression.powersgd` over parameters on GPUs, with the stand-in, against the same on the CPU."""
+"""`Compression.powersgd` over parameters on GPUs, with the fake CUDA driver, against the same on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 5
 
 
 class Cpu:
-    """Where tensors stay."""
+    """Device of the tests without a GPU: tensors stay on the CPU."""
 
     def tensor(self, values: Tensor) -> Tensor:
         return values

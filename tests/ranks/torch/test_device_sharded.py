@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(sharded=True)` over parameters on GPUs, with the stand-in, against one process on the CPU."""
+"""`DistributedOptimizer(sharded=True)` over parameters on GPUs, with the fake CUDA driver, against one process on the CPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sharded(
     return model, optimizer
 
 
-# They make tensors of their own where they believe the parameter to be, and there the stand-in has none.
+# They make tensors of their own where they believe the parameter to be, and there the fake driver has none.
 NOT_HERE = ("ASGD", "Rprop")
 
 
@@ -195,7 +195,7 @@ def test_optimizer_memory_is_divided_and_lies_on_the_gpu() -> None:
 
 
 def moved(state: dict[str, Any], move: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """A copy of an optimizer's state whose tensors are elsewhere, but the step, which stays on the CPU."""
+    """Copy an optimizer's state to another device; the step stays on the CPU."""
     return {
         "param_groups": state["param_groups"],
         "state": {

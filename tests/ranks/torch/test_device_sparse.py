@@ -1,4 +1,4 @@
-"""Sparse gradients of parameters on GPUs, with the stand-in, against one process on the CPU."""
+"""Sparse gradients of parameters on GPUs, with the fake CUDA driver, against one process on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, COLUMNS, STEPS = 11, 3, 4
 
 
 class Lookup(torch.autograd.Function):
-    """As `torch.nn.functional.embedding(sparse=True)`, which looks into its tensors where they are not."""
+    """Lookup like `torch.nn.functional.embedding(sparse=True)`, which would read the memory of a fake GPU."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 
 def indices(step: int, rank: int) -> Tensor:
-    """As many on each rank, with some of them twice and some on both."""
+    """Make as many indices on each rank, some of them twice and some on both."""
     generator = torch.Generator().manual_seed(10 * step + rank)
     return torch.randint(0, ROWS, (5,), generator=generator)
 

@@ -56,7 +56,7 @@ def test_the_stand_in_lets_go_what_has_run_outside_of_the_thread_of_its_stream()
 
 @pytest.mark.usefixtures("fake_gpus")
 def test_no_garbage_is_collected_on_the_thread_of_a_stream() -> None:
-    """It may be memory of the device, too."""
+    """Collect garbage elsewhere: it may be memory of the device."""
     device, where = gpu(0), set()
 
     def collected(phase: str, _: dict[str, int]) -> None:

@@ -17,7 +17,7 @@ SMALL = Settings(bucket_bytes=6000)  # several buckets
 
 
 def network(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """One layer too small to be compressed, a convolution, two large layers, biases."""
+    """Build a layer too small to be compressed, a convolution, two large layers, biases."""
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
         nn.Tanh(),

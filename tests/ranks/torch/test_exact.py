@@ -111,7 +111,7 @@ def test_every_optimizer_trains_as_in_one_process(make: Case, dtype: Any) -> Non
 
 
 def test_no_gradient_is_so_small_that_rounding_decides_its_sign() -> None:
-    """What Rprop's cases above rest on."""
+    """Check the assumption of Rprop's cases above."""
     smallest = []
 
     def watched(parameters: Any) -> torch.optim.Optimizer:
@@ -217,7 +217,7 @@ def test_the_size_of_buckets_does_not_change_a_bit() -> None:
 
 
 def test_a_process_set_trains_as_one_process_and_the_others_alone() -> None:
-    """Ranks 0 and 2 share batches; rank 1 trains with whole ones."""
+    """Share batches between ranks 0 and 2; rank 1 trains with whole ones."""
 
     def body() -> Tensor:
         pair = hvd.add_process_set([0, 2])
@@ -318,7 +318,7 @@ def test_closures(optimizer: Any) -> None:
 
 
 def test_parameter_groups_added_after_some_steps() -> None:
-    """The last layer joins after five steps, with a learning rate of its own."""
+    """Add the last layer after five steps, with a learning rate of its own."""
 
     def run(distributed: bool) -> Tensor:
         model = MLP.build()

@@ -1,4 +1,4 @@
-"""What users do to models, gradients and optimizers around DistributedOptimizer."""
+"""Models, gradients and optimizers around DistributedOptimizer, as users change them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def loss_in_float32(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def compiled(backend: str) -> list[tuple[Tensor, int]]:
-    """What a rank does, with private gradients and with views; weights, and how many graphs were compiled."""
+    """Train a rank, with private gradients and with views; return weights, and how many graphs were compiled."""
     torch.set_num_threads(1)
     hvd.init()
     return [compiled_training(backend, True, gradient_as_bucket_view=v) for v in (False, True)]
@@ -170,7 +170,7 @@ def test_a_layer_that_is_used_several_times_in_checkpoints(reentrant: Any) -> No
 
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_unused_parameters_that_differ_between_ranks_and_steps(make: Any) -> None:
-    """In every step each rank uses one of four experts; some are used by both ranks, some by none."""
+    """Use one of four experts per rank and step; some are used by both ranks, some by none."""
     choices = [(0, 1), (1, 1), (2, 0), (0, 0), (1, 2), (2, 2), (0, 1), (1, 0)]
 
     def build() -> Any:
@@ -199,7 +199,7 @@ def test_unused_parameters_that_differ_between_ranks_and_steps(make: Any) -> Non
 @pytest.mark.parametrize("as_dense", [True, False], ids=["as dense", "as sparse"])
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
 def test_sparse_layers_that_some_ranks_do_not_use(kind: Any, as_dense: Any) -> None:
-    """In turn both ranks use a table, rank 1, none, rank 0."""
+    """Let both ranks use a table, then rank 1, no rank, rank 0."""
     users = [(0, 1), (1,), (), (0,)]
 
     def part(table: nn.Module, step: int, rank: int) -> Tensor:
@@ -267,7 +267,7 @@ def test_one_reduction_per_step_however_many_passes(passes: Any) -> None:
 
 
 def test_two_optimizers_over_parts_of_one_model() -> None:
-    """One backward pass feeds both; they are of different classes."""
+    """Feed both, of different classes, by one backward pass."""
 
     def run(distributed: bool) -> Tensor:
         model: Any = MLP.build()
@@ -303,7 +303,7 @@ def test_an_optimizer_that_steps_half_as_often_as_the_other() -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_gan_with_three_optimizers(to_none: Any) -> None:
-    """An encoder of both networks, a generator, and a discriminator that its own loss and the others' reach."""
+    """Train an encoder of both networks, a generator, and a discriminator that its own loss and the others' reach."""
 
     def run(distributed: bool) -> Tensor:
         nets = [
@@ -333,7 +333,7 @@ def test_gan_with_three_optimizers(to_none: Any) -> None:
 
 
 def test_a_gradient_penalty() -> None:
-    """Gradients of gradients, as in a Wasserstein GAN."""
+    """Take gradients of gradients, as in a Wasserstein GAN."""
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         x = batch[0].clone().requires_grad_()
@@ -592,7 +592,7 @@ def test_a_training_that_is_saved_and_resumed_has_the_same_bits(make: Any, hosts
 
 
 def test_state_of_one_process_goes_on_over_ranks_and_back() -> None:
-    """A checkpoint does not tell how many ranks wrote it."""
+    """Load a checkpoint at another number of ranks than wrote it."""
 
     def go_on(state: Any, steps: range, distributed: bool) -> Any:
         model = MLP.build()
@@ -633,7 +633,7 @@ def test_a_scheduler_made_before_wrapping_lives_on_after(how: Any) -> None:
 
 
 def test_averages_of_weights_are_kept_in_copies() -> None:
-    """A deep copy between the steps, and torch's own average; neither carries hooks."""
+    """Keep a deep copy between the steps, and torch's own average; neither carries hooks."""
 
     def run(distributed: bool) -> Tensor:
         model = MLP.build()
@@ -697,19 +697,19 @@ def test_one_rank_in_channels_last(what: Any, as_views: Any) -> None:
 
 
 def expanded(like: Tensor, values: Tensor) -> Tensor:
-    """One row for all, as the gradient of a sum has it."""
+    """Make one row for all, as in the gradient of a sum."""
     return values.expand_as(like)
 
 
 def overlapping(like: Tensor, values: Tensor) -> Tensor:
-    """Rows that share elements with the next."""
+    """Make rows that share elements with the next."""
     rows, columns = like.shape
     memory = torch.arange(rows + columns, dtype=values.dtype) * float(values[0])
     return memory.as_strided((rows, columns), (1, 1))
 
 
 def with_holes(like: Tensor, values: Tensor) -> Tensor:
-    """Every second element of a wider matrix."""
+    """Take every second element of a wider matrix."""
     wide = torch.zeros(like.shape[0], 2 * like.shape[1], dtype=values.dtype)
     wide[:, ::2] = values
     return wide[:, ::2]
@@ -747,7 +747,7 @@ def test_gradients_of_any_layout(make: Any, one_rank_only: Any, options: Any) ->
 
 
 def test_gradients_that_autograd_expands() -> None:
-    """The gradient of sum() is one element for all."""
+    """Reduce the gradient of sum(), which is one element for all."""
 
     def run(distributed: bool) -> Tensor:
         p = nn.Parameter(torch.ones(5, 3, dtype=F64))

@@ -1,4 +1,4 @@
-"""What ranks agree on in the first step, and gradients that are not a parameter's own memory."""
+"""Agreement of the ranks in the first step, and gradients that share memory."""
 
 from __future__ import annotations
 

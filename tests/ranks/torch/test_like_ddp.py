@@ -1,4 +1,4 @@
-"""What trains with DDP trains alike with ours: the programs of `ways.py`, all of them in one pair of processes."""
+"""Programs of `ways.py` trained with DDP and with DistributedOptimizer, all of them in one pair of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What every selected program gave on two ranks, by DDP and by ours."""
+    """Results of every selected program on two ranks, by DDP and by DistributedOptimizer."""
     wanted = [
         item.callspec.params.get("name")
         for item in request.session.items
@@ -45,7 +45,7 @@ def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference, by the largest value."""
+    """Return the largest difference, by the largest value."""
     assert one.shape == other.shape
     same = one.eq(other) | (one.isnan() & other.isnan())
     apart = (one - other).abs().where(~same, 0).max()

@@ -415,7 +415,7 @@ def test_one_backward_too_many_is_an_error_of_sums() -> None:
 
 @pytest.mark.parametrize("drop", ["optimizer", "module"])
 def test_gan_with_two_optimizers_equals_one_process(drop: Any) -> None:
-    """The generator's loss leaves gradients in the discriminator, which are dropped."""
+    """Drop the gradients that the generator's loss leaves in the discriminator."""
 
     def run(distributed: bool) -> torch.Tensor:
         generator, discriminator = mlp(seed=1), mlp(seed=2)

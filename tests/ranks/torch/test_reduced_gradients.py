@@ -267,7 +267,7 @@ def test_a_parameter_thawed_behind_zero_grad_is_reduced_after_backward() -> None
 
 @pytest.mark.parametrize("hosts", [[0, 0], [0, 1]])
 def test_modules_in_reentrant_checkpoints_alone_are_reduced_after_backward(hosts: Any) -> None:
-    """No parameter gets its gradient in the outermost pass."""
+    """Give no parameter its gradient in the outermost pass."""
 
     def body() -> Any:
         layer = fill(nn.Linear(4, 4)).double()
@@ -355,7 +355,7 @@ def test_a_difference_between_ranks_comes_out_of_backward_with_its_class() -> No
 
 
 def test_optimizers_whose_gradients_come_in_another_order_on_each_rank() -> None:
-    """The ranks wait for the optimizers in one order, also in the first step."""
+    """Wait for the optimizers in one order on all ranks, also in the first step."""
 
     def body() -> Any:
         a, b = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
@@ -373,7 +373,7 @@ def test_optimizers_whose_gradients_come_in_another_order_on_each_rank() -> None
 
 
 def test_a_step_inside_a_backward_pass_ends_the_cycle_there() -> None:
-    """As learning to learn does: the outer pass has nothing to wait for at its end."""
+    """Step as learning to learn does: the outer pass has nothing to wait for at its end."""
 
     def body() -> Any:
         p = nn.Parameter(torch.zeros(1))

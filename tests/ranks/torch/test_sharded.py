@@ -197,7 +197,7 @@ def test_optimizer_memory_is_divided() -> None:
 
 
 class Saved:
-    """What four ranks have saved after three steps, and what one process has then and later."""
+    """State that four ranks saved after three steps, and the state of one process then and later."""
 
     def __init__(self) -> None:
         make = OPTIMIZERS["momentum"]

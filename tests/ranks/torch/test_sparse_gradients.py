@@ -44,7 +44,7 @@ def words(step: int, size: int = 24) -> Tensor:
 
 
 def mine(x: Tensor) -> Tensor:
-    """The ranks' parts have different lengths; the last rank of three has none."""
+    """Return this rank's part; parts have different lengths, and the last rank of three has none."""
     bounds = {1: [24], 2: [7, 17], 3: [15, 9, 0]}[hvd.size()]
     return x.split(bounds)[hvd.rank()]
 

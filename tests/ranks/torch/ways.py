@@ -37,7 +37,7 @@ Result = nn.Module | Tensor | Sequence[Any]
 
 
 class Way:
-    """One process that sees every row; the ways of several ranks say where they differ."""
+    """Way of one process that sees every row; the ways of several ranks override what differs."""
 
     rank = 0
     size = 1

@@ -16,11 +16,10 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import sparkhvd.torch as hvd
-from sparkhvd import TorchEstimator
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.estimator import Callback
-from sparkhvd.estimator.fitting.request import train_fn_effects
+from sparkhvd.estimator.params.fit import train_fn_effects
 from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.early_stopping import Monitor
@@ -664,11 +663,6 @@ def three(model: Any, batch: Any, ctx: Any) -> None: ...
     [
         ({"train_step": 3}, "train_step is 3; it must be a function."),
         (
-            {"train_minibatch_fn": three},
-            "train_minibatch_fn is Horovod's. Give train_step instead, a function of (model, batch, ctx) that returns the "
-            "loss: the loop calls backward() and steps.",
-        ),
-        (
             {"train_step": one},
             "train_step must take (model, batch, ctx): too many positional arguments.",
         ),
@@ -701,7 +695,7 @@ def three(model: Any, batch: Any, ctx: Any) -> None: ...
 )
 def test_params_that_cannot_work_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{re.escape(message)}$"):
-        check_user_code(params, train_fn_effects(TorchEstimator()))
+        check_user_code(params, train_fn_effects())
 
 
 def test_what_cannot_be_pickled_is_named_by_its_param() -> None:

@@ -20,7 +20,7 @@ TIMEOUT_S = 60
 
 
 def conformity(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The program's end. It sees no GPU, not even on a machine that has one."""
+    """Run the program to its end. It sees no GPU, not even on a machine that has one."""
     return subprocess.run(
         [_program(), *arguments],
         capture_output=True,
@@ -35,7 +35,7 @@ def conformity(*arguments: str, **environment: str) -> subprocess.CompletedProce
 def started(
     *arguments: str, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """The program while it runs, and the processes of its two ranks, which are in the middle of something."""
+    """Start the program; yield it and the processes of its two ranks, which are in the middle of an operation."""
     program = subprocess.Popen(
         [_program(), *arguments],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What the user reads where CUDA or NCCL cannot be used."""
+"""Messages to the user where CUDA or NCCL cannot be used."""
 
 from __future__ import annotations
 

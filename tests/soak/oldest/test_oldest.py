@@ -1,4 +1,4 @@
-"""What a user of Spark ML does, with the oldest pyspark, numpy and pyarrow that are supported (`make test-oldest`)."""
+"""Use of Spark ML with the oldest pyspark, numpy and pyarrow that are supported (`make test-oldest`)."""
 
 from __future__ import annotations
 

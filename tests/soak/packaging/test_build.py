@@ -108,7 +108,7 @@ def test_build_names_the_compiler_that_is_too_old(checkout: Path) -> None:
 
 
 def linked_tools(folder: Path, *names: str) -> Path:
-    """A folder for PATH with nothing but these programs."""
+    """Make a folder for PATH with these programs only."""
     folder.mkdir()
     for name in names:
         found = shutil.which(name)

@@ -181,7 +181,7 @@ def test_plain_data_need_no_unischema(spark: SparkSession, tmp_path: Path) -> No
 def test_fit_and_transform_of_a_dataframe_work_in_this_environment(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """With the oldest pyspark, pyarrow and numpy that are supported."""
+    """Fit and transform with the oldest pyspark, pyarrow and numpy that are supported."""
     frame = spark.range(40).selectExpr("array(id / 40, 1.0D) AS x", "cast(id AS double) AS y")
     fit = estimator(
         nn.Linear(2, 1),

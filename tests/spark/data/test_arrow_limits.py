@@ -73,7 +73,7 @@ def test_a_row_beyond_the_bound_comes_alone(spark: SparkSession) -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("given", [None, "7", "20000"])
-def test_what_the_user_has_set_comes_back(spark: SparkSession, key: str, given: str | None) -> None:
+def test_the_users_bounds_are_restored(spark: SparkSession, key: str, given: str | None) -> None:
     df = spark.range(5)
     if given is not None:
         spark.conf.set(key, given)
@@ -89,7 +89,7 @@ def test_what_the_user_has_set_comes_back(spark: SparkSession, key: str, given: 
     assert inside == (given if is_theirs else ours)
 
 
-def test_what_the_user_sets_meanwhile_stays(spark: SparkSession) -> None:
+def test_a_bound_that_the_user_sets_meanwhile_stays(spark: SparkSession) -> None:
     try:
         with bounded_batches(spark.range(5)):
             spark.conf.set(BYTES_KEY, "12345")

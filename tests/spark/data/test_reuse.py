@@ -14,18 +14,12 @@ from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 
-from sparkhvd.data import reuse
+from sparkhvd.data import ownership, reuse
 from sparkhvd.data.columns.check import check_schema
 from sparkhvd.data.manifest import DAMAGED_NAME
+from sparkhvd.data.ownership import release, renew_leases
 from sparkhvd.data.packed import read_packed
-from sparkhvd.data.reuse import (
-    PreparedData,
-    Scope,
-    plan_key,
-    prepare,
-    release,
-    renew_leases,
-)
+from sparkhvd.data.reuse import PreparedData, Scope, plan_key, prepare
 from sparkhvd.data.spark_plan import plan_facts
 from sparkhvd.data.store.leases import LEASE_NAME, LEASE_S, Lease, lease_of, write_lease
 from sparkhvd.data.store.store import Store
@@ -102,7 +96,7 @@ def test_rows_in_the_plan_that_spark_does_not_tell_apart_have_no_key(
         assert "the plan reads LocalRelation" in reason
 
 
-def test_what_changes_a_scan_is_part_of_the_key(spark: SparkSession) -> None:
+def test_options_of_a_scan_are_part_of_the_key(spark: SparkSession) -> None:
     def text() -> str:
         return plan_facts(numbers(spark)).plan
 
@@ -385,7 +379,7 @@ def test_functions_of_spark_ml_are_part_of_the_plan(spark: SparkSession, store: 
         ),
     ],
 )
-def test_what_the_plan_does_not_tell_is_not_reused(
+def test_data_that_no_plan_identifies_are_not_reused(
     spark: SparkSession, store: Store, make: Any, why: str
 ) -> None:
     assert not prepared(make(spark), store).reused
@@ -403,7 +397,7 @@ def test_data_key_is_the_users_word(spark: SparkSession, store: Store) -> None:
     assert not prepared(df, store, data_key="mine", model_dtype="float64").reused
 
 
-def test_what_nothing_names_is_shared_in_a_scope_and_goes_with_it(
+def test_data_without_a_key_are_shared_in_a_scope_and_go_with_it(
     spark: SparkSession, store: Store
 ) -> None:
     df = spark.createDataFrame([(1, 2.0)], "id int, label double")
@@ -432,7 +426,7 @@ def test_fits_at_the_same_time_materialize_once(spark: SparkSession, store: Stor
     assert sorted(o.reused for o in outcomes) == [False, True, True]
 
 
-def test_release_deletes_all_but_what_is_kept(spark: SparkSession, store: Store) -> None:
+def test_release_deletes_all_but_kept_data(spark: SparkSession, store: Store) -> None:
     gone = prepared(numbers(spark, 5), store)
     kept = prepared(numbers(spark, 6), store, keep_data=True)
     release()
@@ -480,7 +474,7 @@ def test_data_that_cannot_be_used_leave_nothing(spark: SparkSession, store: Stor
     with pytest.raises(InvalidArgumentError, match="5 of 5 rows are null"):
         prepared(df, store)
     assert store.list("data") == []
-    assert not any(store == s for s, _ in reuse._owned.directories)
+    assert not any(store == s for s, _ in ownership._owned.directories)
 
 
 def test_a_file_that_went_missing_is_made_again(spark: SparkSession, store: Store) -> None:

@@ -15,7 +15,7 @@ from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.store.store import Store
-from sparkhvd.estimator.model import Fitted
+from sparkhvd.training.modules.fitted import Fitted
 
 
 def mlp(inputs: int, outputs: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -11,7 +11,7 @@ import torch
 
 from sparkhvd import Settings, TorchEstimator
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.cluster import Cluster, Given, resolve_cluster
+from sparkhvd.estimator.fitting.cluster import Cluster, resolve_cluster
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.spark import SparkShim
 from tests.harness.fake_driver import fake_driver
@@ -40,8 +40,7 @@ def conf(spark: SparkSession) -> Iterator[dict[str, str]]:
 
 
 def resolve(spark: SparkSession, **params: object) -> Cluster:
-    estimator = TorchEstimator(**params)
-    return resolve_cluster(SparkShim(spark), Given(estimator._get, estimator.isSet))
+    return resolve_cluster(SparkShim(spark), TorchEstimator(**params)._options())
 
 
 def test_an_argument_wins_over_the_conf_it_over_the_environment_that_over_the_default(
@@ -143,16 +142,15 @@ def test_the_conf_reaches_a_client_of_connect(tmp_path: Path) -> None:
         "local[2]",
         """
         from sparkhvd import TorchEstimator
-        from sparkhvd.estimator.fitting.cluster import Given, resolve_cluster
+        from sparkhvd.estimator.fitting.cluster import resolve_cluster
         from sparkhvd.spark import SparkShim
 
-        estimator = TorchEstimator(max_retries=3)
-        given = Given(estimator._get, estimator.isSet)
-        found = resolve_cluster(SparkShim(spark), given)
+        options = TorchEstimator(max_retries=3)._options()
+        found = resolve_cluster(SparkShim(spark), options)
         print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.values.spin_us)
         spark.conf.set("spark.sparkhvd.num_proc", "-3")
         try:
-            resolve_cluster(SparkShim(spark), given)
+            resolve_cluster(SparkShim(spark), options)
         except ValueError as e:
             print("ERROR", e)
         spark.stop()

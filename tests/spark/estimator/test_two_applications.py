@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparkhvd import Store
-from sparkhvd.data.reuse import sweep
+from sparkhvd.data.ownership import sweep
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.spark import run_on, started_script, write_script

@@ -69,7 +69,7 @@ FIT = """
 import os, torch
 from torch import nn
 from sparkhvd import Store, TorchEstimator
-from sparkhvd.data.store.connect import RemoteStore
+from sparkhvd.data.store.remote_store import RemoteStore
 
 torch.manual_seed(0)
 rows = [([float(i % 5), float(i % 3)], float(i % 7)) for i in range(40)]
@@ -162,7 +162,7 @@ def test_clients_go_on_with_the_runs_of_others_in_a_store_that_they_do_not_see(
 
 NO_SLOT = """
 import os, threading, time
-from sparkhvd.data.store.connect import RemoteStore
+from sparkhvd.data.store.remote_store import RemoteStore
 from sparkhvd.data.store.store import Store
 
 store = RemoteStore(Store(FOLDER), spark)
@@ -262,7 +262,7 @@ def test_credentials_are_not_in_the_log_of_the_server(
     unseen_store: Unseen, tmp_path: Path, s3: S3
 ) -> None:
     given = (
-        "from sparkhvd import Store\nfrom sparkhvd.data.store.connect import RemoteStore\n"
+        "from sparkhvd import Store\nfrom sparkhvd.data.store.remote_store import RemoteStore\n"
         f"OPTIONS = {s3.options()!r}\n"
     )
     output = unseen_store.run(f"{given}{ON_S3}", tmp_path)

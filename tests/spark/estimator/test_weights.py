@@ -15,7 +15,7 @@ from pyspark.sql.types import IntegerType, StructField, StructType
 from torch import nn
 
 from sparkhvd import InvalidArgumentError, Store
-from sparkhvd.data.reuse import release
+from sparkhvd.data.ownership import release
 from sparkhvd.training.modules.weights import CLOSURE_BYTES
 from tests.harness.soak import soak
 from tests.harness.spark import run_on

@@ -25,7 +25,7 @@ LOOPBACK = {"SPARK_LOCAL_IP": "127.0.0.1"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of the example printed."""
+    """Output of a run of the example."""
 
     output: str
     weights: str

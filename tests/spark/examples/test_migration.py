@@ -54,7 +54,7 @@ BENCHMARK = ("--model", "resnet18", "--width", "8", "--image-size", "32", "--bat
 
 
 def block(page: str, name: str) -> str:
-    """The code of a page under the comment that names it."""
+    """Return the code of a page under the comment that names it."""
     found = re.findall(rf"<!-- {re.escape(name)} -->\n```\w+\n(.*?)```", page, re.DOTALL)
     assert len(found) == 1, f"the page has {len(found)} blocks named {name}"
     return str(found[0])
@@ -85,7 +85,7 @@ def run_in_turn(scripts: Sequence[tuple[Path, Path, Sequence[str]]]) -> list[str
 
 
 def beside_ddp(folder: Path) -> dict[str, Any]:
-    """What the page of DDP says of training and of collectives: how far the two are apart."""
+    """Measure how far DDP and sparkhvd are apart in the page's training and collectives."""
     hvd.init()
     # Not by MASTER_PORT: a script before has used it, and its store may be still there for some ranks.
     meeting = f"file://{folder / 'meeting'}"
@@ -152,7 +152,7 @@ def in_hvd(model: nn.Module, **options: Any) -> Pair:
 
 
 def loss(model: nn.Module, step: int) -> torch.Tensor:
-    """Of a batch that only this rank has."""
+    """Return the loss of a batch that only this rank has."""
     generator = torch.Generator().manual_seed(10 * step + hvd.rank())
     x = torch.randn(6, 4, generator=generator, dtype=next(model.parameters()).dtype)
     return (model(x) - x.sin().sum(dim=1, keepdim=True)).square().mean()
@@ -308,7 +308,7 @@ def collectives() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """What two ranks did: everything that they printed, by script, and how DDP compares."""
+    """Result of two ranks: their output, by script, and the comparison with DDP."""
 
     folder: Path
     printed: dict[str, str]
@@ -323,7 +323,7 @@ def no_trainer_is_left() -> Iterator[None]:
 
 
 def page_scripts(folder: Path) -> dict[str, tuple[Path, Path, Sequence[str]]]:
-    """The pages' scripts, each in a folder of its own; of Horovod's only the import is changed."""
+    """Write the pages' scripts, each into a folder of its own; of Horovod's only the import is changed."""
     horovod = block(HOROVOD_PAGE, "before")
     texts = {
         "ddp_before": block(DDP_PAGE, "before"),

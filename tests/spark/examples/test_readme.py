@@ -1,4 +1,4 @@
-"""What the README shows, run as a reader would: each Python block of it, in a fresh process."""
+"""Python blocks of the README, run as a reader would, in a fresh process."""
 
 from __future__ import annotations
 

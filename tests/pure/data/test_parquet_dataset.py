@@ -1,4 +1,4 @@
-"""What the driver finds out about Parquet that others wrote, and how it refuses."""
+"""Discovery of ordinary Parquet on the driver: files, footers, the manifest, and errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_folders_of_different_partition_columns_are_an_error(tmp_path: Path) -> 
     assert "folders of 'day', and 'month=1/x.parquet' in folders of 'month'" in str(raised.value)
 
 
-def test_what_is_no_data_set_is_said(tmp_path: Path) -> None:
+def test_a_path_without_parquet_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="there is no such file or folder"):
         open_dataset(tmp_path / "missing")
     with pytest.raises(InvalidArgumentError, match="there are no files"):
@@ -222,7 +222,7 @@ def test_fingerprint_of_very_many_files_is_short(
     assert fingerprint(manifest_of(tmp_path, "x")) != before
 
 
-def test_any_file_system_of_fsspec_will_do(tmp_path: Path) -> None:
+def test_any_file_system_of_fsspec_works(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", x=[1.0, 2.0, 3.0])
     memory = fsspec.filesystem("memory")
     memory.pipe("/bucket/data/k=7/a.parquet", (tmp_path / "a.parquet").read_bytes())

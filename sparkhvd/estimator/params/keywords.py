@@ -18,7 +18,7 @@ __all__ = ["EstimatorKeywords", "ModelKeywords"]
 
 
 class ModelKeywords(TypedDict, total=False):
-    """Of `PredictParams`, by group."""
+    """Keyword arguments of `PredictParams`, by group."""
 
     # model
     output_fn: Callable[..., Any] | None
@@ -39,6 +39,8 @@ class ModelKeywords(TypedDict, total=False):
     rawPredictionCol: str | None
     store: Store | str | PathLike[str] | None
 
+    # training
+
     # cluster
     use_gpu: bool | None
 
@@ -48,7 +50,7 @@ class ModelKeywords(TypedDict, total=False):
 
 
 class EstimatorKeywords(TypedDict, total=False):
-    """Of `TrainParams`, by group."""
+    """Keyword arguments of `TrainParams`, by group."""
 
     # model
     output_fn: Callable[..., Any] | None
@@ -67,7 +69,6 @@ class EstimatorKeywords(TypedDict, total=False):
     train_step: Callable[..., Any] | None
     validation_step: Callable[..., Any] | None
     train_fn: Callable[..., Any] | None
-    train_minibatch_fn: Any | None
     callbacks: Sequence[Callback] | None
 
     # data
@@ -94,7 +95,6 @@ class EstimatorKeywords(TypedDict, total=False):
     val_reader_num_workers: int | None
     shuffle: bool | None
     shuffle_bytes: int | None
-    inmemory_cache_all: bool | None
     drop_last: bool | None
     transformation_fn: Callable[..., Any] | None
     batch_transform_fn: Callable[..., Any] | None
@@ -116,7 +116,6 @@ class EstimatorKeywords(TypedDict, total=False):
     monitor: str | None
     monitor_mode: str | None
     return_model: str | None
-    restore_best: bool | None
     early_stopping: Mapping[str, Any] | None
     terminate_on_nan: bool | None
     run_id: str | None
@@ -134,13 +133,15 @@ class EstimatorKeywords(TypedDict, total=False):
     start_timeout: float | None
 
     # other names
+    restore_best: bool | None
+    inmemory_cache_all: bool | None
     featuresCol: str | Sequence[str] | None
     labelCol: str | Sequence[str] | None
     stepSize: float | None
     weightCol: str | None
-    maxIter: int | None
-    numTrainWorkers: int | None
     validationIndicatorCol: float | str | DataFrame | None
     train_reader_num_workers: int | None
+    maxIter: int | None
     seed: int | None
     backward_passes_per_step: int | None
+    numTrainWorkers: int | None

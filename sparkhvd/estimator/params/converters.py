@@ -1,8 +1,8 @@
-"""Type converters of Params: Spark makes "Invalid param value given for param ..." of the TypeErrors that they raise."""
+"""Type converters of Params; Spark turns the TypeErrors that they raise into "Invalid param value given for param ..."."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from typing import Any
 
@@ -13,7 +13,9 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
-    "ANNOTATIONS",
+    "ACCEPTED",
+    "CONVERTED",
+    "Converter",
     "any_value",
     "to_columns",
     "to_dtypes",
@@ -26,12 +28,16 @@ __all__ = [
 ]
 
 
-def to_columns(value: Any) -> list[str]:
+# Makes a Param's value of what a caller gives.
+Converter = Callable[[Any], object]
+
+
+def to_columns(value: object) -> list[str]:
     """Convert one name, or names, to a list of names."""
     return [value] if isinstance(value, str) else TypeConverters.toListString(value)
 
 
-def to_shapes(value: Any) -> Any:
+def to_shapes(value: object) -> Any:
     """Convert shapes of one row per column, in order or by name."""
     if isinstance(value, Mapping):
         return {name: [int(n) for n in shape] for name, shape in value.items()}
@@ -43,18 +49,18 @@ def to_shapes(value: Any) -> Any:
     return [[int(n) for n in shape] for shape in value]
 
 
-def to_inputs(value: Any) -> dict[str, Any]:
+def to_inputs(value: object) -> dict[str, Any]:
     """Convert a dict from arguments of `forward` to columns."""
     if not isinstance(value, Mapping):
         raise TypeError("expected a dict from argument names to column names")
     return {k: v if isinstance(v, str) else list(v) for k, v in value.items()}
 
 
-def to_dtypes(value: Any) -> Any:
+def to_dtypes(value: object) -> Any:
     """Convert dtypes, in order or by column, to their names."""
     from sparkhvd.data.columns.schema import dtype_name
 
-    def name(dtype: Any) -> str | None:
+    def name(dtype: object) -> str | None:
         try:
             return None if dtype is None else dtype_name(dtype)
         except InvalidArgumentError as e:
@@ -62,44 +68,46 @@ def to_dtypes(value: Any) -> Any:
 
     if isinstance(value, Mapping):
         return {column: name(dtype) for column, dtype in value.items()}
+    if not isinstance(value, Iterable):
+        raise TypeError("expected dtypes, in the order of the columns or by column")
     return [name(dtype) for dtype in value]
 
 
-def to_mapping(value: Any) -> dict[str, Any]:
+def to_mapping(value: object) -> dict[str, Any]:
     """Convert a mapping to a dict."""
     if not isinstance(value, Mapping):
         raise TypeError("expected a dict")
     return dict(value)
 
 
-def to_whole(value: Any) -> int:
+def to_whole(value: object) -> int:
     """Convert a whole number; a bool is none."""
     if isinstance(value, bool):
         raise TypeError("expected a whole number")
     return TypeConverters.toInt(value)
 
 
-def to_function(value: Any) -> Callable[..., Any]:
+def to_function(value: object) -> Callable[..., Any]:
     """Require something callable."""
     if not callable(value):
         raise TypeError("expected a function")
-    return value  # type: ignore[no-any-return]  # what callable() narrows to
+    return value
 
 
-def any_value(value: Any) -> Any:
+def any_value(value: object) -> Any:
     """Take any value."""
     return value
 
 
-def to_store(value: Any) -> Any:
-    """As given, but no password of a URL stays text, which `explainParams` and a saved estimator would show."""
+def to_store(value: object) -> Any:
+    """Keep a store as given; a URL with a password becomes a `Store`, so that `explainParams` and a saved estimator do not show it."""
     if isinstance(value, (str, PathLike)) and secrets_of(text := str(fspath(value)), {}):
         return Store(text)
     return value
 
 
 # Python types of the values that a converter takes, for type checkers.
-ANNOTATIONS: dict[Any, str] = {
+ACCEPTED: dict[Converter, str] = {
     to_columns: "str | Sequence[str]",
     to_shapes: "Sequence[Sequence[int]] | Mapping[str, Sequence[int]]",
     to_inputs: "Mapping[str, str | Sequence[str]]",
@@ -111,4 +119,13 @@ ANNOTATIONS: dict[Any, str] = {
     TypeConverters.toString: "str",
     TypeConverters.toBoolean: "bool",
     TypeConverters.toListFloat: "Sequence[float]",
+}
+# Python types of the values that it makes, where they are others.
+CONVERTED: dict[Converter, str] = {
+    to_columns: "list[str]",
+    to_shapes: "list[list[int]] | dict[str, list[int]]",
+    to_inputs: "dict[str, str | list[str]]",
+    to_dtypes: "list[str | None] | dict[str, str | None]",
+    to_mapping: "dict[str, Any]",
+    TypeConverters.toListFloat: "list[float]",
 }

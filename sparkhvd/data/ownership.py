@@ -1,0 +1,236 @@
+"""Ownership of materialized data: leases, their renewal, and deletion at the end of an application or process.
+
+A data directory `data/<key>/<app>-<pid>-<random>` belongs to one process of one application (clients of one Spark
+Connect server are one application). Its lease file says so; a lease that has not been renewed for a day is void, and any process
+may delete the directory. Unless the user asked to keep them, the owner deletes its directories when its process ends, or when it
+finds that the application has.
+
+Threads: any; `_owned.lock` guards the lists.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from sparkhvd.data.store.leases import Lease, is_abandoned, is_owners, lease_of, write_lease
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import StoreError
+
+__all__ = [
+    "add_application",
+    "directory_of",
+    "disown",
+    "is_kept",
+    "key_lock",
+    "new_lease",
+    "own",
+    "release",
+    "release_ended",
+    "release_unkept",
+    "remove",
+    "renew_leases",
+    "renewing",
+    "sweep",
+]
+
+_RENEW_S = 3600.0
+_RETRY_S = 60.0
+# A client that does not see the store cannot renew a lease while its ranks hold every task slot, so it takes a longer
+# one in advance: together with `LEASE_S` a week.
+_UNSEEN_S = 6 * 24 * 3600.0
+
+
+@dataclass
+class _Owned:
+    """Data directories, locks and applications of this process."""
+
+    pid: int = field(default_factory=os.getpid)
+    # Tells this process's directories from those of others of the same application.
+    token: str = field(default_factory=lambda: os.urandom(4).hex())
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # (store, data_dir) -> its lease
+    directories: dict[tuple[Store, str], Lease] = field(default_factory=dict)
+    # (store, data_dir) -> time at which a failed renewal is tried again
+    retries: dict[tuple[Store, str], float] = field(default_factory=dict)
+    key_locks: dict[tuple[str, str], threading.Lock] = field(default_factory=dict)
+    # application -> function that returns True when it has ended
+    applications: dict[str, Callable[[], bool]] = field(default_factory=dict)
+    is_registered: bool = False
+
+
+# One per process, because "until the process ends" is about the process: atexit has no other owner.
+_owned = _Owned()
+
+
+def add_application(app_id: str, is_over: Callable[[], bool]) -> None:
+    """Remember an application whose data this process owns; `is_over` returns True when it has ended."""
+    with _owned.lock:
+        _owned.applications[app_id] = is_over
+
+
+def directory_of(name: str, app_id: str) -> str:
+    """Return this process's directory for data of a key."""
+    return f"data/{name}/{_safe(app_id)}-{os.getpid()}-{_owned.token}"
+
+
+def _safe(app_id: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", app_id).strip(".") or "app"
+
+
+@contextmanager
+def key_lock(store: Store, name: str) -> Iterator[None]:
+    """Hold the lock of a key, by which fits of one process wait for each other."""
+    with _owned.lock:
+        lock = _owned.key_locks.setdefault((store.url, name), threading.Lock())
+    with lock:
+        yield
+
+
+def is_kept(store: Store, data_dir: str) -> bool:
+    """Return True if the user asked to keep a directory."""
+    lease = lease_of(store, data_dir)
+    return lease is not None and lease.keep
+
+
+def new_lease(store: Store, app_id: str, keep: bool) -> Lease:
+    """Return a lease that begins now."""
+    return Lease(app_id, time.time() + (0.0 if store.is_seen else _UNSEEN_S), keep)
+
+
+def own(store: Store, data_dir: str, lease: Lease) -> None:
+    """Write the lease of a directory, and delete the directory at the end of this process unless it is kept."""
+    write_lease(store, data_dir, lease)
+    with _owned.lock:
+        _owned.directories[store, data_dir] = lease
+        if not _owned.is_registered:
+            _owned.is_registered = True
+            atexit.register(_release_at_exit)
+
+
+def disown(store: Store, data_dir: str) -> None:
+    """Delete a directory that this process owns; errors of the store are passed over."""
+    with _owned.lock:
+        _owned.directories.pop((store, data_dir), None)
+    with suppress(StoreError):  # an error before it says more
+        remove(store, data_dir)
+
+
+def remove(store: Store, data_dir: str) -> None:
+    """Delete a data directory, and its key's folder if that is now empty: others may begin in it at any moment."""
+    store.delete(data_dir)
+    store.delete_if_empty(data_dir.rpartition("/")[0])
+
+
+def release_unkept(directories: Iterable[tuple[Store, str]]) -> None:
+    """Delete those of these directories that this process owns and the user does not keep."""
+    if os.getpid() != _owned.pid:  # a forked child inherits the list but owns nothing
+        return
+    for store, data_dir in directories:
+        with _owned.lock:
+            lease = _owned.directories.get((store, data_dir))
+        if lease is not None and not lease.keep:
+            disown(store, data_dir)
+
+
+def _release_at_exit() -> None:
+    # A forked child inherits the list but owns nothing.
+    if os.getpid() == _owned.pid:
+        release()
+
+
+def renew_leases(now: float | None = None) -> None:
+    """Renew the leases of this process, so that other applications know it lives; call it now and then in a long fit.
+
+    Writes only if an hour has passed since the last time, so it may be called often. A lease that cannot be written is
+    tried again a minute later; a day of such minutes is left.
+    """
+    now = time.time() if now is None else now
+    with _owned.lock:
+        due = [
+            (k, lease)
+            for k, lease in _owned.directories.items()
+            if now - lease.renewed > _RENEW_S and now >= _owned.retries.get(k, 0.0)
+        ]
+    for (store, data_dir), lease in due:
+        try:
+            if store.exists(data_dir):
+                own(store, data_dir, Lease(lease.app_id, now, lease.keep))
+        except Exception:  # noqa: BLE001 - of any file system: the other leases must not suffer
+            with _owned.lock:
+                _owned.retries[store, data_dir] = now + _RETRY_S
+
+
+@contextmanager
+def renewing(store: Store) -> Iterator[None]:
+    """Renew leases while a job writes to a store, unless a renewal would wait for that job's task slots."""
+    if not store.is_seen:
+        yield
+        return
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(_RETRY_S):
+            renew_leases()
+
+    thread = threading.Thread(target=renew, name="sparkhvd-leases", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_RETRY_S)  # a store that hangs must not hold a fit that has ended
+
+
+def release(app_id: str | None = None) -> list[str]:
+    """Delete the data that this process owns (of one application, or all), except kept data.
+
+    Runs by itself when the process ends.
+    """
+    with _owned.lock:
+        ending = [
+            (store, data_dir)
+            for (store, data_dir), lease in _owned.directories.items()
+            if not lease.keep and app_id in (None, lease.app_id)
+        ]
+        for key in ending:
+            del _owned.directories[key]
+    for store, data_dir in ending:
+        with suppress(Exception):  # one store that fails: the data in others go all the same
+            remove(store, data_dir)
+    return [data_dir for _, data_dir in ending]
+
+
+def release_ended() -> None:
+    """Delete the data of applications of this process that have been stopped."""
+    with _owned.lock:
+        ended = [app_id for app_id, is_over in _owned.applications.items() if is_over()]
+        for app_id in ended:
+            del _owned.applications[app_id]
+    for app_id in ended:
+        release(app_id)
+
+
+def sweep(store: Store, *, now: float) -> list[str]:
+    """Delete the data of owners that have been silent for a day (without a lease: unchanged); return their directories.
+
+    Directories that this user may not list, read or delete stay.
+    """
+    with _owned.lock:
+        owned = {data_dir for owner, data_dir in _owned.directories if owner == store}
+    swept = []
+    for data_dir in store.data_directories():
+        if data_dir in owned or not is_owners(data_dir):
+            continue
+        with suppress(OSError):  # StoreError, too: data of others must not end this fit
+            if is_abandoned(store, data_dir, now):
+                remove(store, data_dir)
+                if not store.exists(data_dir):
+                    swept.append(data_dir)
+    return swept

@@ -1,0 +1,121 @@
+"""The order in which a reader's rows come, epoch by epoch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from sparkhvd.data.columns.ragged import Rows
+from sparkhvd.data.reading.sampler import Plan, epoch_plan, permutation
+from sparkhvd.data.reading.subset import count_of, fits_in_memory
+
+__all__ = ["CHUNK_BYTES", "RowOrder"]
+
+# Rows are gathered for several steps at once: the cost of a step in Python is then a few views.
+CHUNK_BYTES = 1 << 20
+# Blocks of a shuffle beyond memory: long enough to read at the speed of the disk.
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Plans the epochs of a reader; equal on all ranks.
+
+    Attributes:
+        rows: ascending numbers of the subset's rows in the files, or a count for all from 0 on.
+        row_bytes: bytes of a row.
+        size: number of ranks.
+        batch_size: rows per rank and step.
+        seed: decides the order, with the epoch.
+        shuffle: a new permutation each epoch; False keeps file order.
+        drop_last: leave out the final global batch if it is not full.
+        shuffle_bytes: rows up to this many bytes are held in memory; beyond it, the bound on a window.
+        edges: row numbers where the source wants blocks to begin; None if any row can be read alone.
+    """
+
+    rows: Rows | int
+    row_bytes: int
+    size: int
+    batch_size: int
+    seed: int
+    shuffle: bool
+    drop_last: bool
+    shuffle_bytes: int
+    edges: Rows | None
+
+    @functools.cached_property
+    def is_resident(self) -> bool:
+        """True if all rows of the subset are held in memory."""
+        return fits_in_memory(self.rows, self.row_bytes, self.shuffle_bytes)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the subset, over all ranks."""
+        return count_of(self.rows)
+
+    @property
+    def _window_rows(self) -> int:
+        return max(1, self.shuffle_bytes // max(1, self.row_bytes))
+
+    def plan(self, epoch: int) -> Plan:
+        """Plan an epoch, with row numbers of the files."""
+        return self._plan(epoch, self.rows, None)
+
+    def held_plan(self, epoch: int, permute: Callable[[], Rows] | None = None) -> Plan:
+        """Plan an epoch, with row numbers of the subset if it is held in memory.
+
+        Args:
+            epoch: counts from 0.
+            permute: returns the epoch's permutation; None makes it when it is needed.
+        """
+        return self._plan(epoch, self.num_rows if self.is_resident else self.rows, permute)
+
+    def _plan(self, epoch: int, rows: Rows | int, permute: Callable[[], Rows] | None) -> Plan:
+        block_rows = min(
+            max(1, _BLOCK_BYTES // max(1, self.row_bytes)), max(1, self._window_rows // 16)
+        )
+        return epoch_plan(
+            rows,
+            size=self.size,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            drop_last=self.drop_last,
+            window_rows=None if self.is_resident else self._file_window(),
+            block_rows=block_rows,
+            block_edges=None if self.is_resident else self._block_edges(block_rows),
+            permute=permute or functools.partial(permutation, self.num_rows, self.seed, epoch),
+        )
+
+    def _block_edges(self, block_rows: int) -> Rows | None:
+        """Return the source's block edges as positions in the subset; small blocks are read together."""
+        if self.edges is None:
+            return None
+        edges = self.edges
+        if not isinstance(self.rows, int):
+            edges = np.searchsorted(self.rows, edges)
+        kept = [0]
+        for edge in edges[:-1]:
+            if edge - kept[-1] >= block_rows:
+                kept.append(int(edge))
+        return np.array([*kept, self.num_rows], np.int64)
+
+    def _file_window(self) -> int:
+        """Return the rows of a window beyond memory: up to the bound if shuffled, a few chunks in file order."""
+        chunk = 8 * CHUNK_BYTES // max(1, self.row_bytes)
+        return self._window_rows if self.shuffle else max(1, min(chunk, self._window_rows))
+
+    def describe(self) -> str:
+        """Return the order in words, for the report."""
+        if self.is_resident:
+            return "uniform permutation in memory" if self.shuffle else "file order in memory"
+        if not self.shuffle:
+            return "file order, one contiguous shard per rank"
+        return (
+            f"blocks in random order, rows permuted inside windows of {self._window_rows:,} "
+            f"of {self.num_rows:,} rows (raise shuffle_bytes for a uniform permutation)"
+        )

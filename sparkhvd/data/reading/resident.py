@@ -1,0 +1,90 @@
+"""Rows of a subset that are held in memory, read once by a rank or by the ranks of a host together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sparkhvd.data.columns.ragged import Rows, Values
+from sparkhvd.data.reading import prefetch
+from sparkhvd.data.reading.preload import Loading, Sharing
+from sparkhvd.data.reading.sampler import permutation
+from sparkhvd.data.reading.source import Source
+from sparkhvd.data.reading.subset import Division, count_of, read_rows
+
+__all__ = ["ResidentRows"]
+
+
+class ResidentRows:
+    """Reads the rows when they are first needed and holds them; used by one thread at a time."""
+
+    def __init__(
+        self,
+        source: Source,
+        names: Sequence[str],
+        rows: Rows | int,
+        division: Division,
+        *,
+        loading: Loading | None,
+        sharing: Sharing | None,
+    ) -> None:
+        """Prepare; reads nothing.
+
+        Args:
+            source: of the files; closed when the rows are in memory.
+            names: columns to read.
+            rows: numbers of the rows, or a count for all from 0 on.
+            division: of the rows into parts.
+            loading: rows that are being read already; those of another subset or part are not used.
+            sharing: the ranks of this host, which read a part each; None reads all rows.
+        """
+        self._source = source
+        self._names = list(names)
+        self._rows = rows
+        self._division = division
+        self._loading = loading
+        self._sharing = sharing
+        self._values: dict[str, Values] | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the ranks of this host read together, which all of them must do then."""
+        return self._sharing is not None
+
+    def values(self) -> dict[str, Values]:
+        """Return all rows by column, read by the first call. A collective call on the host if it is shared."""
+        if self._values is None:
+            self._values = self._read_all()
+            self._source.close()
+        return self._values
+
+    def permutation(self, seed: int, epoch: int) -> Rows:
+        """Return the order of an epoch, from `loading` if that made it."""
+        order: Rows | None = None
+        count = count_of(self._rows)
+        if self._loading is not None and epoch == 0:
+            order = self._loading.order(count, seed, prefetch.READ_S)
+        return permutation(count, seed, epoch) if order is None else order
+
+    def clear(self) -> None:
+        """Release the rows."""
+        self._values = self._loading = None
+
+    def _read_all(self) -> dict[str, Values]:
+        if self._sharing is None:
+            return self._read_part((0, 1))
+        part: dict[str, Values] | None = None
+        error: BaseException | None = None
+        try:
+            part = self._read_part(self._sharing.part)
+        except BaseException as e:  # noqa: BLE001 - the others wait: it is raised when they know
+            error = e
+        values = self._sharing.gather(part, error)
+        return self._read_part((0, 1)) if values is None else values
+
+    def _read_part(self, part: tuple[int, int]) -> dict[str, Values]:
+        values = None
+        if self._loading is not None and self._loading.part == part:
+            values = self._loading.take(self._names, self._rows, prefetch.READ_S)
+        if values is None:
+            values = read_rows(self._source, self._names, self._rows, part, self._division)
+        return values

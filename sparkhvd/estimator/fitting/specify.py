@@ -1,0 +1,83 @@
+"""Spec of the ranks from a checked request and prepared data."""
+
+from __future__ import annotations
+
+import json
+
+from sparkhvd.data.columns.labels import bind_labels
+from sparkhvd.estimator.fitting.inputs import FitData, check_split
+from sparkhvd.estimator.fitting.request import Request, bind_features, overrides, try_model
+from sparkhvd.estimator.params.fit import fingerprint_options, rank_options
+from sparkhvd.training.program import describe_program
+from sparkhvd.training.spec import TrainSpec
+from sparkhvd.training.user_code.transformations import bind_transformed
+
+__all__ = ["fingerprint", "specify"]
+
+
+def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...] | None]:
+    """Make the spec of the ranks, now that the shapes of the columns are known, and try the model on them.
+
+    Returns:
+        The spec, and the elements per row of the model's outputs; None where only ranks can tell these.
+    """
+    options, program, transformed = request.options, request.program, data.transformed
+    schema = data.schema if transformed is None else transformed
+    inputs = bind_features(options, program.model, schema)
+    if transformed is not None:
+        inputs = bind_transformed(inputs, transformed)
+    widths = try_model(program.model, inputs, schema, data.examples)
+    split, held_out = request.sources.split, data.validation
+    step = request.cluster.num_proc * options.batch_size * options.accumulate
+    check_split(data.manifest, split, step if options.drop_last else 1)
+    weight = schema.sample_weight
+    spec = TrainSpec(
+        store=request.store,
+        run_dir=request.run.run_dir,
+        start_from=request.run.start_from,
+        num_checkpoints=max(1, request.num_checkpoints),
+        program_sha256=request.sha256,
+        data_dir=data.training.data_dir,
+        data_store=data.training.files,
+        inputs=inputs,
+        labels=bind_labels(schema, request.losses, options.label_shapes),
+        sample_weight=weight.name if weight is not None else None,
+        loss_weights=request.loss_weights,
+        val_batch_size=options.val_batch_size or options.batch_size,
+        seed=request.seed,
+        has_validation=request.sources.has_validation,
+        validation=float(split) if split and not isinstance(split, str) else None,
+        validation_dir=held_out.data_dir if held_out is not None else None,
+        validation_store=held_out.files if held_out is not None else None,
+        val_num_workers=options.val_reader_num_workers or options.num_workers,
+        **rank_options(options),
+        overrides=overrides(options),
+        monitor=request.loop.monitor,
+        return_best=request.loop.return_best,
+        early_stopping=request.loop.early_stopping,
+        looks_for_gpu=request.cluster.looks_for_gpu,
+        transformed=transformed,
+        trial=data.examples if widths is None else None,
+        fingerprint=fingerprint(request, data),
+    )
+    return spec, widths
+
+
+def fingerprint(request: Request, data: FitData) -> str:
+    """Return the facts, as JSON, that two fits must share so that one can resume the other."""
+    options, program = request.options, request.program
+    values = fingerprint_options(options)
+    if data.validation is not None:
+        values["validation"] = "a DataFrame"
+    facts = {
+        **describe_program(program),
+        **values,
+        **program.functions.describe(),
+        **data.describe(),
+        **request.loop.describe(has_schedule=program.lr_scheduler is not None),
+        "num_proc": request.cluster.num_proc,
+        "random_seed": request.seed,
+        # Decides whether rows are permuted at once or in windows.
+        "shuffle_bytes": options.shuffle_bytes if options.shuffle else None,
+    }
+    return json.dumps(facts, sort_keys=True)

@@ -1,0 +1,230 @@
+"""Consequences of the table of Params: getters and setters, keyword arguments, checks, explanations, options."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import operator
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pyspark.ml.param import Param, Params
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.explain import short_repr
+from sparkhvd.estimator.params.foreign import ELSEWHERE
+from sparkhvd.estimator.params.table import GROUPS, Row, TableParam, rows_of
+
+__all__ = ["TorchParams", "accessors", "camel_case", "with_signature"]
+
+T = TypeVar("T", bound=type)
+Options = TypeVar("Options")
+
+
+def camel_case(name: str) -> str:
+    """Convert a name to its form in getters and setters: "batch_size" -> "BatchSize", "outputCols" -> "OutputCols"."""
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+def _own_params(cls: type) -> list[TableParam]:
+    return [value for value in vars(cls).values() if isinstance(value, TableParam)]
+
+
+def accessors(cls: T) -> T:
+    """Give a class `getX()` and `setX(value)` for each Param that it declares; `setX` returns the object.
+
+    Horovod's and Spark's names of these Params get theirs too; a name of Spark's is also an attribute that is the
+    Param. Where Spark has one column and the Param a list, Spark's getter gives the one column.
+    """
+    for param in _own_params(cls):
+        _accessors(cls, param, camel_case(param.name))
+        for other in param.row.accessors:
+            _accessors(cls, param, other)
+        for alias in param.row.aliases:
+            _accessors(cls, param, camel_case(alias), is_alias=True)
+            doc = f"Another name of the Param `{param.name}`."
+            setattr(cls, alias, property(operator.attrgetter(param.name), doc=doc))
+    return cls
+
+
+def _accessors(cls: type, param: TableParam, camel: str, *, is_alias: bool = False) -> None:
+    name = param.name
+
+    def get(self: TorchParams) -> object:
+        value = self._get(name)
+        return value[0] if is_alias and isinstance(value, list) and len(value) == 1 else value
+
+    def put(self: TorchParams, value: object) -> TorchParams:
+        if value is None:
+            self.clear(self.getParam(name))
+            return self
+        self._set(**{name: value})
+        return self
+
+    for prefix, function, doc in (
+        ("get", get, f"The value of `{name}`, or None: {param.doc}."),
+        ("set", put, f"Set `{name}` (None clears it): {param.doc}. Returns this object."),
+    ):
+        function.__name__ = f"{prefix}{camel}"
+        function.__qualname__ = f"{cls.__name__}.{function.__name__}"
+        function.__doc__ = doc
+        if not hasattr(cls, function.__name__):
+            setattr(cls, function.__name__, function)
+
+
+class TorchParams(Params):
+    """Params by keyword argument, with checks and readable explanations; base of estimator and model."""
+
+    if TYPE_CHECKING:  # the accessors are made from the Params
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self) -> None:
+        super().__init__()
+        defaults = {name: row.default for name, row in rows_of(type(self)).items()}
+        self._setDefault(**{name: value for name, value in defaults.items() if value is not None})
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse the assignment of a Param, which Spark ML sets by a method, in any spelling."""
+        is_attribute = name.startswith("_") or isinstance(value, Param) or hasattr(Params, name)
+        if not is_attribute and (param := self._close_param(name)):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} = ...: {param!r} is a Param. Call set{camel_case(param)}(...), or give "
+                f"{type(self).__name__}({param}=...)."
+            )
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _close_param(cls, name: str) -> str:
+        """Find the Param that a name most likely means: "batchSize", "maxIter", "featurecols"; "" if none."""
+        names = {}
+        for param, row in rows_of(cls).items():
+            names.update({_plain(spelling): param for spelling in (param, *row.aliases)})
+        close = difflib.get_close_matches(_plain(name), names, n=1, cutoff=0.85)
+        return names[close[0]] if close else ""
+
+    @classmethod
+    def _row(cls, name: str) -> Row:
+        row: Row = getattr(cls, name).row
+        return row
+
+    def _check_values(self) -> None:
+        """Check the values of the Params that are set, or have defaults.
+
+        Raises:
+            InvalidArgumentError: one is out of range, cannot be used here, or contradicts another.
+        """
+        for name, row in rows_of(type(self)).items():
+            value = self._get(name)
+            if row.refused and value is not None:
+                raise InvalidArgumentError(f"{name} {row.refused}.")
+            if row.stands_for and value:
+                self._check_switch(name, *row.stands_for)
+            if row.check is not None and value is not None and (problem := row.check(value)):
+                raise InvalidArgumentError(f"{name} is {value!r}; {problem}.")
+
+    def _check_switch(self, name: str, target: str, value: object) -> None:
+        """Refuse a Param whose True contradicts the value of another; a default gives way."""
+        other = self._get(target)
+        if not self.hasDefault(target) and other not in (None, value):
+            raise InvalidArgumentError(
+                f"{target} is {other!r} and {name} is True, which means {value!r}. Give one of them."
+            )
+
+    def _read_options(self, options: type[Options]) -> Options:
+        """Read the Params into a frozen dataclass whose fields have their names."""
+        values = {n: self._get(n) for n, row in rows_of(type(self)).items() if row.is_option}
+        for name, row in rows_of(type(self)).items():
+            if row.stands_for and self._get(name):
+                target, value = row.stands_for
+                values[target] = value
+        values["explicit"] = frozenset(p.name for p in self._paramMap)
+        return options(**values)
+
+    def _set_keywords(self, positional: Sequence[object], keywords: Mapping[str, object]) -> None:
+        """Set Params from keyword arguments; None means "not given".
+
+        Raises:
+            TypeError: an argument is positional, unknown or given under two names.
+        """
+        if positional:
+            raise TypeError(
+                f"{type(self).__name__}() takes keyword arguments only, and got {short_repr(positional[0])} without "
+                f"a name. Write for example {type(self).__name__}({self._example()}=...)."
+            )
+        values: dict[str, object] = {}
+        for given, value in keywords.items():
+            name = self._param_name(given)
+            if value is None:
+                continue
+            if name in values:
+                other = next(n for n in keywords if n != given and self._param_name(n) == name)
+                raise TypeError(
+                    f"{type(self).__name__}(): {other!r} and {given!r} are names of the same param, {name!r}. Give one."
+                )
+            values[name] = value
+        self._set(**values)
+
+    def _param_name(self, given: str) -> str:
+        names = [p.name for p in self.params]
+        others = {camel_case(n)[:1].lower() + camel_case(n)[1:]: n for n in names}
+        others.update({alias: n for n in names for alias in self._row(n).aliases})
+        name = given if given in names else others.get(given, "")
+        if name not in names:
+            known = difflib.get_close_matches(given, names, n=1)
+            hint = f" Did you mean {known[0]!r}?" if known else ""
+            hint = f" {ELSEWHERE[given]}" if given in ELSEWHERE else hint
+            raise TypeError(
+                f"{type(self).__name__}() got an unexpected keyword argument {given!r}.{hint}"
+            )
+        return name
+
+    def _example(self) -> str:
+        return "model" if self.hasParam("model") else "feature_cols"
+
+    def setParams(self, *positional: object, **keywords: object) -> Any:  # noqa: N802 - Spark's name
+        """Set several Params by keyword; returns this object."""
+        self._set_keywords(positional, keywords)
+        return self
+
+    def explainParams(self) -> str:  # noqa: N802 - Spark's name
+        """Explain every Param on one line; Horovod's without effect only where they are set."""
+        shown = [p for p in self.params if not self._row(p.name).no_effect or self.isSet(p)]
+        return "\n".join(self.explainParam(p) for p in shown)
+
+    def explainParam(self, param: str | Param[Any]) -> str:  # noqa: N802 - Spark's name
+        """Explain a Param on one line: name, meaning, default and current value; a model is shown by its size."""
+        resolved = self._resolveParam(param)
+        values = []
+        if resolved in self._defaultParamMap:
+            values.append(f"default: {short_repr(self._defaultParamMap[resolved])}")
+        if resolved in self._paramMap:
+            values.append(f"current: {short_repr(self._paramMap[resolved])}")
+        return f"{resolved.name}: {resolved.doc} ({', '.join(values) or 'undefined'})"
+
+    def _set(self, **values: object) -> Any:
+        """Set Params; None clears one, also where it comes from a param map."""
+        for name in [name for name, value in values.items() if value is None]:
+            self.clear(self.getParam(name))
+        return super()._set(**{n: value for n, value in values.items() if value is not None})
+
+    def _get(self, name: str) -> Any:
+        """Return the value of a Param, or None if it has none."""
+        return self.getOrDefault(name) if self.isDefined(name) else None
+
+
+def _plain(name: str) -> str:
+    """Convert a name to what all its spellings share."""
+    return name.replace("_", "").lower()
+
+
+def with_signature(cls: T) -> T:
+    """Show a class's Params as its keyword arguments by group, for `help()` and editors; names without effect are left out."""
+    shown = {n: r for n, r in rows_of(cls).items() if not (r.no_effect or r.refused)}
+    order = {group: number for number, group in enumerate((*GROUPS, ""))}
+    names = sorted(shown, key=lambda name: order[shown[name].group])
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # read by inspect.signature
+        [inspect.Parameter(name, keyword, default=None) for name in names]
+    )
+    return cls

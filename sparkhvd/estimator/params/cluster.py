@@ -1,0 +1,54 @@
+"""Params of the launch: ranks, engine settings and output on the driver."""
+
+from __future__ import annotations
+
+import functools
+
+from pyspark.ml.param import TypeConverters
+
+from sparkhvd.estimator.params.base import TorchParams, accessors
+from sparkhvd.estimator.params.converters import any_value, to_function, to_whole
+from sparkhvd.estimator.params.table import above, at_least, param
+
+__all__ = ["ClusterParams"]
+
+cluster_param = functools.partial(param, group="cluster")
+
+
+@accessors
+class ClusterParams(TorchParams):
+    """Params of the launch."""
+
+    num_proc = cluster_param(
+        to_whole,
+        "number of ranks; default every GPU or task slot",
+        aliases=("numTrainWorkers",),
+        check=at_least(1),
+        in_conf=True,
+    )
+    verbose = cluster_param(
+        to_whole,
+        "0 prints nothing; 1 prints a line per epoch",
+        default=1,
+        check=at_least(0),
+        in_conf=True,
+    )
+    progress = cluster_param(to_function, "called on the driver with each epoch's record")
+    settings = cluster_param(
+        any_value,
+        "sparkhvd.Settings of the engine",
+        annotation="Settings",
+    )
+    max_retries = cluster_param(
+        to_whole,
+        "relaunches after a lost process, executor or host",
+        default=2,
+        check=at_least(0),
+        in_conf=True,
+    )
+    start_timeout = cluster_param(
+        TypeConverters.toFloat,
+        "longest wait for task slots in seconds",
+        check=above(0),
+        in_conf=True,
+    )

@@ -1,0 +1,134 @@
+"""Params of the model, the optimizer and the loss."""
+
+from __future__ import annotations
+
+import functools
+
+from pyspark.ml.param import TypeConverters
+
+from sparkhvd.estimator.params.base import TorchParams, accessors
+from sparkhvd.estimator.params.converters import any_value
+from sparkhvd.estimator.params.table import NOT_SEEN, OF_THE_OPTIMIZER, one_of, param
+
+__all__ = ["ModelParams"]
+
+
+def not_negative(value: float) -> str:
+    """Check a number that may be 0."""
+    return "" if 0 <= value < float("inf") else "it must be 0 or more"
+
+
+def is_scaling(value: str) -> str:
+    """Check `lr_scaling`."""
+    if value == "linear":
+        return ""
+    return "it must be 'linear', or not given: then learning rates are used as given"
+
+
+model_param = functools.partial(param, group="model")
+
+
+@accessors
+class ModelParams(TorchParams):
+    """Params of the model, the optimizer and the loss."""
+
+    model = model_param(
+        any_value,
+        "torch.nn.Module to train, or a function that makes one",
+        annotation="nn.Module | Callable[..., nn.Module]",
+    )
+    optimizer = model_param(
+        any_value,
+        "optimizer over the model's parameters, or a function of parameters",
+        annotation="Optimizer | Callable[..., Any]",
+    )
+    loss = model_param(
+        any_value,
+        "(output, label) -> scalar mean or (scalar mean, weight); or one per label",
+        annotation="Callable[..., Any] | Sequence[Callable[..., Any]]",
+    )
+    loss_constructors = model_param(
+        any_value,
+        "functions that return the loss; instead of loss",
+        annotation="Callable[..., Any] | Sequence[Callable[..., Any]]",
+    )
+    learning_rate = model_param(
+        TypeConverters.toFloat,
+        "learning rate of all groups of the optimizer; default theirs",
+        fingerprint=True,
+        train_fn=OF_THE_OPTIMIZER,
+        aliases=("stepSize",),
+        check=not_negative,
+    )
+    weight_decay = model_param(
+        TypeConverters.toFloat,
+        "weight decay of all groups of the optimizer; default theirs",
+        fingerprint=True,
+        train_fn=OF_THE_OPTIMIZER,
+        check=not_negative,
+    )
+    lr_scaling = model_param(
+        TypeConverters.toString,
+        "'linear' multiplies learning rates by num_proc",
+        fingerprint=True,
+        train_fn=OF_THE_OPTIMIZER,
+        check=is_scaling,
+    )
+    gradient_compression = model_param(
+        any_value,
+        "member of hvd.Compression for gradients on their way",
+        train_fn=OF_THE_OPTIMIZER,
+    )
+    loss_weights = model_param(
+        TypeConverters.toListFloat,
+        "factor of each label's loss",
+        fingerprint=True,
+        train_fn=NOT_SEEN,
+    )
+    metrics = model_param(
+        any_value,
+        "'accuracy', 'mse', 'mae', functions of (output, label) or torchmetrics; or a dict",
+        default=[],
+        annotation="Any",
+        train_fn=NOT_SEEN,
+    )
+    precision = model_param(
+        TypeConverters.toString,
+        "'32', 'bf16-mixed' or '16-mixed'",
+        default="32",
+        check=one_of("32", "bf16-mixed", "16-mixed"),
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
+    )
+    compile = model_param(
+        TypeConverters.toBoolean,
+        "run the model through torch.compile",
+        default=False,
+        fingerprint=True,
+        to_ranks=True,
+        train_fn=NOT_SEEN,
+    )
+    train_step = model_param(
+        any_value,
+        "(model, batch, ctx) -> loss of a batch; instead of forward and loss",
+        annotation="Callable[..., Any]",
+        train_fn=NOT_SEEN,
+    )
+    validation_step = model_param(
+        any_value,
+        "(model, batch, ctx) -> loss of a validation batch",
+        annotation="Callable[..., Any]",
+        train_fn=NOT_SEEN,
+    )
+    train_fn = model_param(
+        any_value,
+        "(ctx): the whole training loop",
+        annotation="Callable[..., Any]",
+    )
+    callbacks = model_param(
+        any_value,
+        "sparkhvd.estimator.Callback objects",
+        annotation="Sequence[Callback]",
+        train_fn=NOT_SEEN,
+    )

@@ -1,0 +1,128 @@
+"""Table of Params: a row of facts for each, from which everything else about a Param follows.
+
+A row is one call of `param`. Keyword arguments with their types, getters and setters, Spark ML's and Horovod's other names, defaults, checks,
+`explainParams`, the options of a fit, its fingerprint and the values that the ranks get all follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.ml.param import Param, Params
+
+from sparkhvd.estimator.params.converters import ACCEPTED, CONVERTED, Converter
+
+__all__ = [
+    "GROUPS",
+    "NOT_SEEN",
+    "OF_THE_OPTIMIZER",
+    "Row",
+    "TableParam",
+    "above",
+    "at_least",
+    "one_of",
+    "param",
+    "rows_of",
+]
+
+# Takes a value; returns what is wrong with it as the rest of a sentence, or "".
+Check = Callable[[Any], str]
+
+# Groups of keyword arguments, in the order of signatures.
+GROUPS = ("model", "data", "training", "cluster")
+
+# What a `train_fn` makes of a Param: it has no effect; it has one only if the estimator has an optimizer.
+NOT_SEEN = "not seen"
+OF_THE_OPTIMIZER = "of the optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Facts of a Param besides its name, type converter and doc.
+
+    Attributes:
+        accepts: Python type of the values that a caller may give, for type checkers.
+        holds: Python type of the value after conversion.
+        default: its value where none is set; None: it has none.
+        group: one of `GROUPS`; "" for a name that is taken for compatibility.
+        check: check of its value, on the driver before any job.
+        fingerprint: two fits must have the same value so that one can resume the other.
+        to_ranks: the ranks get the value as it is, as the field of `TrainSpec` with this name.
+        in_conf: the session's conf may give it, as `spark.sparkhvd.<name>`.
+        train_fn: effect of a `train_fn` on it: `NOT_SEEN`, `OF_THE_OPTIMIZER`, or "" for the usual effect.
+        aliases: Spark ML's and Horovod's names: keyword arguments, attributes (for a ParamGridBuilder) and accessors.
+        accessors: Horovod's accessors whose names do not follow from the Param's: getX and setX for each.
+        stands_for: name and value of the Param that True of this one sets.
+        no_effect: for a Param of Horovod that has no effect: what to do instead.
+        refused: for a Param of Horovod that is an error: the message after its name.
+    """
+
+    accepts: str
+    holds: str
+    default: object = None
+    group: str = ""
+    check: Check | None = None
+    fingerprint: bool = False
+    to_ranks: bool = False
+    in_conf: bool = False
+    train_fn: str = ""
+    aliases: Sequence[str] = ()
+    accessors: Sequence[str] = ()
+    stands_for: tuple[str, object] | None = None
+    no_effect: str = ""
+    refused: str = ""
+
+    @property
+    def is_option(self) -> bool:
+        """True if the Param has an effect under its own name."""
+        return not (self.no_effect or self.refused or self.stands_for)
+
+
+class TableParam(Param[Any]):
+    """Param with its row of the table."""
+
+    row: Row
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+
+def param(convert: Converter, doc: str, *, annotation: str = "", **facts: Any) -> TableParam:
+    """Make a Param with its row; its name is that of the class's attribute.
+
+    Args:
+        convert: makes its value of what was given; raises TypeError.
+        doc: for `explainParams`.
+        annotation: its Python type where the converter has none.
+        facts: the other fields of `Row`.
+    """
+    made = TableParam(Params._dummy(), "", doc, typeConverter=convert)
+    accepts = annotation or ACCEPTED.get(convert, "Any")
+    made.row = Row(accepts=accepts, holds=CONVERTED.get(convert, accepts), **facts)
+    return made
+
+
+def rows_of(cls: type) -> dict[str, Row]:
+    """Collect the rows of a class's Params by name, its bases' first."""
+    rows = {}
+    for base in reversed(cls.__mro__):
+        rows.update({v.name: v.row for v in vars(base).values() if isinstance(v, TableParam)})
+    return rows
+
+
+def at_least(least: float) -> Check:
+    """Make the check of a number that has a least value."""
+    return lambda value: "" if value >= least else f"it must be at least {least:g}"
+
+
+def above(bound: float) -> Check:
+    """Make the check of a number that must be more than a bound; NaN is not."""
+    return lambda value: "" if value > bound else f"it must be more than {bound:g}"
+
+
+def one_of(*choices: str) -> Check:
+    """Make the check of a choice."""
+    listed = ", ".join(map(repr, choices))
+    return lambda value: "" if value in choices else f"it must be one of {listed}"

@@ -1,0 +1,77 @@
+"""Spark stage of a transform: the function that runs in Spark's workers, and the DataFrame with its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql.types import DoubleType, StructField, StructType
+
+from sparkhvd.data.vectors import split_vectors, vector_columns
+from sparkhvd.estimator.transform.worker import PredictSpec
+from sparkhvd.runner.gpu.profiles import profile_to_share_gpus
+from sparkhvd.runner.payload import kept_carried
+from sparkhvd.runner.pickling import dumps
+from sparkhvd.spark import SparkShim
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyspark import Broadcast
+    from pyspark.sql import DataFrame
+
+__all__ = ["add_outputs"]
+
+
+def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
+    """Add the output columns of a spec to a DataFrame; starts no Spark job.
+
+    Where tasks can have a share of a GPU and get none by themselves, the stage asks Spark for it.
+    """
+    is_vector = vector_columns(df.schema)
+    # Pickled here, so that a large model is not written to a file with each call; see `payload`.
+    shim = SparkShim(df.sparkSession)
+    carried = kept_carried(shim, dumps(spec))
+    added = [
+        StructField(o.name, VectorUDT() if o.is_vector else DoubleType(), nullable=False)
+        for o in spec.outputs
+    ]
+    fields = [*df.schema.fields, *added]
+    # Spark looks up what it sends and receives by name, and stumbles over dots and names that are there twice.
+    plain = [f"c{i}" for i in range(len(fields))]
+    schema = StructType(
+        [
+            StructField(name, f.dataType, f.nullable, f.metadata)
+            for name, f in zip(plain, fields, strict=True)
+        ]
+    )
+    sent: DataFrame = split_vectors(df.toDF(*plain[: len(df.columns)]), is_vector)
+    task = _task(carried, is_vector)
+    profile = None if spec.use_gpu is False else profile_to_share_gpus(shim)
+    if profile is None:  # the argument is absent before pyspark 4.0
+        computed = sent.mapInArrow(task, schema)
+    else:
+        computed = sent.mapInArrow(task, schema, profile=profile)
+    return computed.toDF(*[f.name for f in fields])
+
+
+def _task(
+    spec: bytes | Broadcast[bytes], is_vector: Sequence[bool]
+) -> Callable[[Iterator[RecordBatch]], Iterator[RecordBatch]]:
+    """Return the function for `mapInArrow`, by whose name Spark's UI knows the step.
+
+    It refers to plain data alone, so that it can look at its process before it imports torch.
+    """
+
+    def sparkhvd_transform(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
+        from sparkhvd.runner.preflight import check_worker
+
+        check_worker()
+        from sparkhvd.data.vectors import join_vectors
+        from sparkhvd.estimator.transform.gpu import task_gpus
+        from sparkhvd.estimator.transform.worker import load_spec, predict
+
+        joined = (join_vectors(batch, is_vector) for batch in batches)
+        return predict(load_spec(spec), joined, task_gpus())
+
+    return sparkhvd_transform

@@ -1,0 +1,115 @@
+"""Buckets of a reducer: divided by its planner, submitted once per cycle and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from sparkhvd.engine.engine import Engine
+from sparkhvd.torch.gradients.entry import Bucket, Entry, Parked
+from sparkhvd.torch.gradients.low_rank import LowRankBucket
+from sparkhvd.torch.gradients.plan import BucketPlanner
+
+__all__ = ["Buckets"]
+
+
+class Buckets:
+    """The buckets that the gradients of a reducer are divided into now.
+
+    Args:
+        planner: makes buckets, the same on every rank.
+        engine: reduces them.
+    """
+
+    def __init__(self, planner: BucketPlanner, engine: Engine) -> None:
+        self._planner = planner
+        self._engine = engine
+        self._all: list[Bucket] = []
+        self._two_rounds: list[LowRankBucket] = []
+
+    def __iter__(self) -> Iterator[Bucket]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def divide(self, order: Sequence[int], parked: set[int]) -> None:
+        """Divide the parameters anew.
+
+        Args:
+            order: numbers of all parameters, in the order in which their gradients are expected.
+            parked: numbers of those that are in no bucket.
+        """
+        for index in parked:
+            self._planner.entries[index].bucket = Parked()
+        self._all = self._planner.divide([index for index in order if index not in parked])
+        self._two_rounds = _low_rank(self._all)
+
+    def give_memory(self, *, is_registered: bool) -> None:
+        """Give memory to buckets on the GPU that have none; waits for the other ranks if it is registered."""
+        self._planner.give_memory(self._all, is_registered=is_registered)
+
+    def submit(self, bucket: Bucket) -> None:
+        """Submit the gradients that are there now, and zeros for those that have not come."""
+        for entry in bucket.entries:
+            # One that came may have been replaced: by a hook behind the reducer's own, or in the first cycle.
+            if entry.grad is None or entry.param.grad is not entry.grad:
+                bucket.take(entry)
+        bucket.start(self._engine)
+        for entry in bucket.entries:
+            if entry.grad is not None:
+                entry.version = entry.grad._version
+
+    def find_changed(self) -> Entry | None:
+        """Return a parameter whose gradient was changed or replaced since it was submitted."""
+        for bucket in self._all:
+            for entry in bucket.entries:
+                if entry.is_changed:
+                    return entry
+        return None
+
+    def wait(self) -> None:
+        """Wait until all gradients are reduced and lie in `.grad`."""
+        for first in self._two_rounds:
+            first.start_second_round(self._engine)
+        for bucket in self._all:
+            bucket.wait()
+
+    def wait_for_engine(self) -> None:
+        """Wait until the engine writes no gradient any more; the results are lost."""
+        for bucket in self._all:
+            if bucket.work is not None:
+                bucket.work.wait()
+
+    def reset(self) -> None:
+        """Get every bucket ready for the next cycle."""
+        for bucket in self._all:
+            bucket.reset()
+
+    def reduce_late(self, indices: Sequence[int]) -> None:
+        """Reduce the gradients of these parameters at once, in buckets that stay."""
+        late = self._planner.divide(indices)
+        self._planner.give_memory(late, is_registered=True)
+        for bucket in late:
+            self.submit(bucket)
+        self._all += late
+        self._two_rounds += (low_rank := _low_rank(late))
+        for first in low_rank:
+            first.start_second_round(self._engine)
+        for bucket in late:
+            bucket.wait()
+
+    def reduce_once(self, named: Mapping[str, Entry]) -> None:
+        """Reduce the gradients of these parameters at once, in buckets of one each that are dropped."""
+        once = [self._planner.bucket(name, [entry]) for name, entry in named.items()]
+        self._planner.give_memory(once, is_registered=False)
+        for bucket in once:
+            self.submit(bucket)
+        for first in _low_rank(once):
+            first.start_second_round(self._engine)
+        for bucket in once:
+            bucket.wait()
+            bucket.reset()
+
+
+def _low_rank(buckets: Sequence[Bucket]) -> list[LowRankBucket]:
+    return [bucket for bucket in buckets if isinstance(bucket, LowRankBucket)]

@@ -1,0 +1,162 @@
+"""State of a sharded optimizer: kept by part, gathered whole for `state_dict`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparkhvd.torch.broadcast import allgather_object
+from sparkhvd.torch.gradients.layout import flat
+from sparkhvd.torch.optimizer.division import Division
+from sparkhvd.torch.optimizer.shards import Gatherer, Shard
+
+__all__ = ["State", "divide_state", "gather_state"]
+
+# State of an optimizer, by parameter or part and by name; as torch, a new key has an empty dict.
+State = defaultdict[Tensor, dict[str, object]]
+
+_T = TypeVar("_T")
+
+
+class _Piece(NamedTuple):
+    """Piece of state on its way to other ranks, whose GPUs are others.
+
+    Attributes:
+        value: on the CPU.
+        was_on_gpu: whether it belongs on the GPU of its parameter.
+    """
+
+    value: object = None
+    was_on_gpu: bool = False
+
+    @classmethod
+    def of(cls, value: object) -> _Piece:
+        """Make a piece of any value."""
+        if isinstance(value, Tensor) and not value.is_cpu:
+            return cls(value.cpu(), True)
+        return cls(value)
+
+    def beside(self, param: Tensor) -> object:
+        """Return the value, on the GPU of its parameter if it belongs there."""
+        if not (self.was_on_gpu and isinstance(self.value, Tensor)):
+            return self.value
+        return param.new_empty(self.value.shape, dtype=self.value.dtype).copy_(self.value)
+
+
+def divide_state(
+    state: Mapping[Tensor, dict[str, object]], shards: Mapping[Tensor, Shard]
+) -> State:
+    """Return this rank's part of state that is kept by parameter; state of other keys as it is."""
+    kept: State = defaultdict(dict)
+    for key, values in state.items():
+        shard = shards.get(key) if isinstance(key, Tensor) else None
+        if shard is None:  # a part already, or of no parameter
+            kept[key] = values
+        elif shard.part is not None:
+            kept[shard.part] = {name: _part_of(shard, value) for name, value in values.items()}
+    return kept
+
+
+def gather_state(state: Mapping[Tensor, dict[str, object]], division: Division) -> State:
+    """Return the state of all ranks by parameter, as the plain optimizer has it; every rank must call this."""
+    gathered: State = defaultdict(dict)
+    shards = list(division.shards.values())
+    divided = {id(shard.part) for shard in shards if shard.part is not None}
+    for key, values in state.items():
+        if id(key) not in divided:
+            gathered[key] = values
+    _gather_whole(state, gathered, division, [shard for shard in shards if not shard.is_cut])
+    _gather_cut(state, gathered, division, [shard for shard in shards if shard.is_cut])
+    return gathered
+
+
+def _gather_whole(
+    state: Mapping[Tensor, dict[str, object]],
+    gathered: State,
+    division: Division,
+    shards: Sequence[Shard],
+) -> None:
+    """Gather the state of parameters that have one owner each."""
+    if not shards:
+        return
+    owned = {
+        number: {name: _Piece.of(value) for name, value in state[shard.part].items()}
+        for number, shard in enumerate(shards)
+        if shard.part is not None and shard.part in state
+    }
+    for pieces_by_number in _exchanged(owned, division):
+        for number, pieces in pieces_by_number.items():
+            param = shards[number].param
+            gathered[param] = {name: piece.beside(param) for name, piece in pieces.items()}
+
+
+def _gather_cut(
+    state: Mapping[Tensor, dict[str, object]],
+    gathered: State,
+    division: Division,
+    shards: Sequence[Shard],
+) -> None:
+    """Gather the state of cut parameters, each described by the rank that has its first element."""
+    first = {
+        number: _describe(shard, state[shard.part])
+        for number, shard in enumerate(shards)
+        if shard.part is not None and shard.first == 0 and shard.part in state
+    }
+    described: dict[int, dict[str, tuple[torch.dtype | None, _Piece]]] = {}
+    for descriptions in _exchanged(first, division):
+        described.update(descriptions)
+    on_cpu: list[Tensor] = []
+    # State on the GPU, of each kind by the identity of its parameter.
+    on_gpu: dict[tuple[str, torch.dtype], dict[int, Tensor]] = {}
+    for number, entries in sorted(described.items()):
+        shard, param = shards[number], shards[number].param
+        for name, (dtype, piece) in entries.items():
+            if dtype is None:
+                gathered[param][name] = piece.beside(param)
+                continue
+            value = torch.empty_like(param, dtype=dtype, requires_grad=False)
+            gathered[param][name] = value
+            if shard.part is not None:
+                own = state[shard.part][name]
+                assert isinstance(own, Tensor)
+                shard.of(value).copy_(own)
+            if param.is_cpu:
+                on_cpu.append(value)
+            else:
+                on_gpu.setdefault((name, dtype), {})[id(param)] = value
+    if on_cpu:
+        name = f"{division.label}.state"
+        Gatherer(division.context, name, on_cpu, division.configuration.number).gather(on_cpu)
+    for values in on_gpu.values():
+        assert division.gpu is not None
+        division.gpu.gather_cut(values)
+
+
+def _exchanged(value: _T, division: Division) -> list[_T]:
+    name = f"{division.label}.state_dict() (every rank must call it)"
+    return allgather_object(value, name, process_set=division.configuration.process_set)
+
+
+def _describe(
+    shard: Shard, values: Mapping[str, object]
+) -> dict[str, tuple[torch.dtype | None, _Piece]]:
+    """Describe state: by its type if it has an element per element of the parameter, else by its value."""
+    return {
+        name: (value.dtype, _Piece())
+        if isinstance(value, Tensor) and shard.is_own(value)
+        else (None, _Piece.of(value))
+        for name, value in values.items()
+    }
+
+
+def _part_of(shard: Shard, value: object) -> object:
+    """Return this rank's part of a piece of state of a parameter."""
+    param = shard.param
+    if not (shard.is_cut and isinstance(value, Tensor) and value.shape == param.shape):
+        return value
+    laid_out = torch.empty_like(param, dtype=value.dtype, requires_grad=False).copy_(value)
+    return flat(laid_out)[shard.first : shard.last].clone()
