@@ -63,7 +63,7 @@ class CollectiveError(SparkhvdError, RuntimeError):
 class NotInitializedError(InvalidArgumentError, CollectiveError):
     """The call needs `init()` first, or came after `shutdown()`.
 
-    A ValueError, and for operations what Horovod raises: also a `HorovodInternalError`.
+    A ValueError, and also a `HorovodInternalError`, which Horovod raises from operations.
     """
 
 

@@ -7,7 +7,7 @@ Trust: a listener is reachable by anyone. Before both sides have proved that the
 fixed size is read from a connection. Unauthenticated connections are closed after 5 s, at most 64 are open (the
 oldest is closed first), and nothing that they send disturbs the job. Proofs are HMAC-SHA256 over the
 role, both ranks, both fresh nonces, the job, attempt, generation, byte order and versions, so they can be
-neither reflected nor replayed. What follows is not encrypted.
+neither reflected nor replayed. Later data are not encrypted.
 
 Streams: with `Settings.streams` above 1 the meeting goes on, one turn for each further connection of every pair.
 A turn is a meeting of its own, with hellos and proofs that carry its number, so nothing shown for one stream

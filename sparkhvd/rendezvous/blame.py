@@ -22,7 +22,7 @@ class MeetingError(Exception):
 
 @dataclass(frozen=True)
 class Blame:
-    """Errors of one rank's meeting: which ranks did not come, where they were expected, and what to do.
+    """Errors of one rank's meeting: ranks that did not come, their addresses, and the remedy.
 
     Attributes:
         job: the job as this rank knows it.
@@ -37,7 +37,7 @@ class Blame:
     def reported(self, notice: Notice) -> MeetingError:
         """Return the error for a failure that another rank has reported."""
         teller, about = notice.teller, notice.about
-        if notice.what == NEWS_LATE:
+        if notice.kind == NEWS_LATE:
             return self.late([about], [f"rank {teller} gave up waiting for rank {about}"])
         if about == self.job.rank:
             return self.lost({teller: "it lost its connection to this rank"})

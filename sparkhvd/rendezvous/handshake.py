@@ -82,31 +82,31 @@ class Notice:
     Attributes:
         teller: rank that reports.
         generation: the one that has failed.
-        what: NEWS_LOST or NEWS_LATE.
+        kind: NEWS_LOST or NEWS_LATE.
         about: rank that is gone, or late.
     """
 
     teller: int
     generation: int
-    what: int
+    kind: int
     about: int
 
     def to_bytes(self, job: Job, to: int) -> bytes:
         """Return the message for rank `to`."""
         proof = self._proof(job, to)
-        return NOTICE.pack(NOTICE_MAGIC, self.teller, self.generation, self.what, self.about, proof)
+        return NOTICE.pack(NOTICE_MAGIC, self.teller, self.generation, self.kind, self.about, proof)
 
     @classmethod
     def from_bytes(cls, message: bytes, job: Job) -> Notice | None:
         """Return the notice in a message to rank `job.rank`; None if its proof is wrong or it is not valid."""
-        _, teller, generation, what, about, proof = NOTICE.unpack(message)
-        notice = cls(teller, generation, what, about)
+        _, teller, generation, kind, about, proof = NOTICE.unpack(message)
+        notice = cls(teller, generation, kind, about)
         is_genuine = hmac.compare_digest(proof, notice._proof(job, job.rank))
         return notice if is_genuine and notice.is_valid(job) else None
 
     def is_valid(self, job: Job) -> bool:
         """Return True if it reports a failure of ranks of the job: a peer with the key may be wrong, too."""
-        return self.what in (NEWS_LOST, NEWS_LATE) and max(self.teller, self.about) < job.size
+        return self.kind in (NEWS_LOST, NEWS_LATE) and max(self.teller, self.about) < job.size
 
     def _proof(self, job: Job, to: int) -> bytes:
         job_id = job.job_id.encode()
@@ -121,7 +121,7 @@ class Notice:
             self.teller,
             to,
             self.generation,
-            self.what,
+            self.kind,
             self.about,
             job_id,
         )

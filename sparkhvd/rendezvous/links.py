@@ -1,4 +1,4 @@
-"""Authenticated connections to peers, and what ranks agree on over them."""
+"""Authenticated connections to peers, and agreements of ranks over them."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ class Meeting:
             link.is_ready = True
             if self.turn.phase != PHASE_MESH:
                 return
-            news = yield from read(link.sock, NEWS.size + self.job.size, until)
+            message = yield from read(link.sock, NEWS.size + self.job.size, until)
         except OSError as error:
             if self._may_reach_again(peer, link, error):
                 self.last_error[peer] = error
@@ -332,12 +332,12 @@ class Meeting:
             else:
                 self.suspects.add(peer, error)
             return
-        what, about = NEWS.unpack_from(news)
-        if what != NEWS_MET:
-            notice = Notice(peer, self.turn.generation, what, about)
+        kind, about = NEWS.unpack_from(message)
+        if kind != NEWS_MET:
+            notice = Notice(peer, self.turn.generation, kind, about)
             if notice.is_valid(self.job):
                 raise self.errors.reported(notice)
-            self.suspects.add(peer, f"it sent news of kind {what} about rank {about}")
+            self.suspects.add(peer, f"it sent news of kind {kind} about rank {about}")
             return
         link.streams = 1 + about
-        link.row = news[NEWS.size :]
+        link.row = message[NEWS.size :]

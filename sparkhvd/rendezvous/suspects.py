@@ -65,7 +65,7 @@ class Suspects:
 
     def _blame(self) -> Task:
         yield from sleep(_TURN_S)
-        first = set(self._causes)  # who is missed later may have left because of these
+        first = set(self._causes)  # ranks that are missed later may have left because of these
         for _ in range(_GRACE_TURNS - 1):
             yield from sleep(_TURN_S)
         self._has_grace = False

@@ -55,7 +55,7 @@ def run(
     are set too. Jobs that several threads launch in one Spark application run side by side where its task slots allow
     it; a job that does not fit waits, and no later one overtakes it. Jobs whose ranks find GPUs by local rank take turns.
 
-    What a rank prints goes line by line, after its [rank], to the stderr of its executor: with a `local[N]` master
+    Output of a rank goes line by line, after its [rank], to the stderr of its executor: with a `local[N]` master
     that is this process's own, on a cluster it is the executor's log. There is no live channel from remote
     executors to the driver yet; only the last 100 lines of a rank that failed reach it (`RankError.log_tail`).
 

@@ -289,7 +289,7 @@ def test_malicious_peer_in_the_rendezvous_is_named(news: str) -> None:
 @pytest.mark.parametrize("about", [2, 2**32 - 1])
 def test_notice_about_a_rank_that_does_not_exist_is_no_news(about: int) -> None:
     with lonely_rank(Settings(connect_timeout_s=0.5)) as meeting:
-        notice = handshake.Notice(teller=1, generation=0, what=1, about=about)
+        notice = handshake.Notice(teller=1, generation=0, kind=1, about=about)
 
         def attack() -> None:
             endpoint = meeting.job.endpoints[0]

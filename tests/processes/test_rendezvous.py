@@ -490,7 +490,7 @@ def test_notice_of_a_later_generation_waits_for_it() -> None:
         ahead = replace(meetings[1].job)
 
         def rank1() -> Any:
-            notice = handshake.Notice(teller=1, generation=1, what=handshake.NEWS_LOST, about=0)
+            notice = handshake.Notice(teller=1, generation=1, kind=handshake.NEWS_LOST, about=0)
             with connection_to(ahead.endpoints[0], unix=True) as sock:
                 sock.sendall(notice.to_bytes(ahead, 0))
             return meetings[1].connect()
@@ -512,7 +512,7 @@ def test_forged_notice_does_not_disturb(trick: str) -> None:
             "wrong key": replace(job, key=bytes(32)),
             "other attempt": replace(job, attempt=1),
         }.get(trick, job)
-        notice = handshake.Notice(teller=1, generation=0, what=handshake.NEWS_LOST, about=2)
+        notice = handshake.Notice(teller=1, generation=0, kind=handshake.NEWS_LOST, about=2)
         message = notice.to_bytes(other, 2 if trick == "other rank" else 0)
         if trick == "changed":  # about rank 1 instead
             message = message[:20] + b"\1" + message[21:]
