@@ -1,33 +1,38 @@
 """Train a model on the ranks: the loop, its checkpoints, and the user's code in it. Plain PyTorch around `sparkhvd.torch`; knows no Spark.
 
-The driver checks and pickles the `program`; every rank rebuilds it from a `spec` and runs `train`. What one rank cannot do, all
-ranks raise together (`together`), so nobody waits for one that has left.
+The driver checks and pickles the `program`; every rank rebuilds it from a `spec` and runs `train`. An error of one rank is
+raised by all ranks together (`together`), so that none waits for a rank that has ended.
 
 Each module imports only those above it:
 
-    together         seeds, and errors that all ranks raise together
-    to_device        batches and modules to the rank's device
-    modules          modules apart from their weights
-    user_code        the user's callbacks, functions and loops
-    early_stopping   the best epoch, and when to stop
-    class_mean       means of losses with class weights
-    metric_states    metrics of torchmetrics
-    metrics          metrics of an epoch, over all ranks
-    user_step        the user's own forward and loss
-    check_user_code  the user's functions and objects, checked on the driver
-    schedulers       the user's learning-rate scheduler
-    program          model, optimizer, loss and metrics, pickled
-    building         the same where the user gave functions
-    spec             what a rank gets and returns
-    losses           the loss of a global batch
-    host_rows        rows that the ranks of a host read once and share
-    batches          a rank's batches of an epoch
-    device           the rank's device
-    precision        mixed precision
-    compile          torch.compile
-    checkpoints      checkpoints: when, what, where, and resuming
-    schedule         steps of the scheduler
-    step             one optimizer step
-    train_fn         the user's own training loop
-    train            the loop
+    types             types that training shares
+    hashing           SHA-256 of files
+    together          seeds, and errors that all ranks raise together
+    to_device         batches and modules to the rank's device
+    modules           modules apart from their weights
+    user_code         the user's callbacks, functions and loops
+    early_stopping    best epoch, and early end
+    class_mean        means of losses with class weights
+    metric_states     metrics of torchmetrics
+    metrics           metrics of an epoch, over all ranks
+    user_step         the user's own forward and loss
+    check_user_code   the user's functions and objects, checked on the driver
+    schedulers        the user's learning-rate scheduler
+    model             the user's model, built and checked
+    optimizer         the user's optimizer, its groups, compression
+    loss_functions    the user's losses, checked
+    program           model, optimizer, losses and metrics, pickled
+    describe_program  the same, described for a checkpoint
+    spec              input and result of a rank
+    losses            loss of a global batch
+    host_rows         rows that the ranks of a host read once and share
+    batches           a rank's batches of an epoch
+    device            the rank's device
+    precision         mixed precision
+    compile           torch.compile
+    checkpoints       checkpoints, and resuming from them
+    schedule          steps of the scheduler
+    step              one optimizer step
+    train_fn          the user's own training loop
+    train             the loop
 """

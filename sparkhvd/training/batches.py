@@ -1,8 +1,9 @@
-"""What a rank reads: its batches of an epoch, grouped into optimizer steps."""
+"""A rank's batches of an epoch, grouped into optimizer steps."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ __all__ = ["Data", "StepPlan", "step_plans"]
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step of the optimizer, as every rank knows it without communication.
+    """Step of the optimizer, known on every rank without communication.
 
     Attributes:
         number: counts from 0 in each epoch.
@@ -44,12 +45,12 @@ class StepPlan:
 
 
 class Data:
-    """This rank's readers of training and validation rows; a context manager.
+    """Readers of this rank's training and validation rows; a context manager.
 
     Attributes:
         num_steps: optimizer steps of an epoch.
         schema: of the columns that the model and the loss get.
-        skipped: by name of the rows, how many were left out here, and how many there are with them.
+        skipped: rows left out, and rows in all, of "training" and "validation".
         waited_s: seconds that the loop has waited for training batches since `steps` began.
     """
 
@@ -63,7 +64,7 @@ class Data:
         """Open the data; nothing large is read yet. All ranks must do it: they may share looking for usable rows.
 
         Args:
-            spec: what the rank got.
+            spec: of the run.
             functions: the user's decoders and collate functions.
             pin_memory: put batches into page-locked memory, from which a GPU copies beside its work.
         """
@@ -74,67 +75,42 @@ class Data:
         self.schema = spec.transformed or manifest.schema
         files = spec.data_store or spec.store
         usable = self._usable("training", files, manifest)
+        open_reader = functools.partial(_reader, spec, functions=functions, pin_memory=pin_memory)
         loading = begun(spec.store, spec.data_dir)
         flags: Flags | None = None
         if is_flagged(manifest, spec.training_subset):
             flags = read_flags_once(files, manifest, usable, loading)
-        self.training = _reader(
-            spec,
-            files,
-            manifest,
-            spec.training_subset,
-            functions,
-            usable,
-            flags=flags,
-            loading=loading,
-            pin_memory=pin_memory,
+        self.training = open_reader(
+            files, manifest, spec.training_subset, usable=usable, flags=flags, loading=loading
         )
         self.validation: Reader | None = None
-        num_held_out = manifest.num_rows
+        held_out = manifest
         if spec.validation_dir is not None:
             held_out = Manifest.load(spec.store, spec.validation_dir)
-            num_held_out = held_out.num_rows
-            theirs = spec.validation_store or spec.store
-            rows = self._usable("validation", theirs, held_out)
-            self.validation = _reader(
-                spec,
-                theirs,
-                held_out,
-                "all",
-                functions,
-                rows,
-                is_training=False,
-                pin_memory=pin_memory,
+            held_out_files = spec.validation_store or spec.store
+            rows = self._usable("validation", held_out_files, held_out)
+            self.validation = open_reader(
+                held_out_files, held_out, "all", usable=rows, is_training=False
             )
         elif spec.has_validation:
-            self.validation = _reader(
-                spec,
-                files,
-                manifest,
-                "validation",
-                functions,
-                usable,
-                flags=flags,
-                is_training=False,
-                pin_memory=pin_memory,
+            self.validation = open_reader(
+                files, manifest, "validation", usable=usable, flags=flags, is_training=False
             )
         self.num_steps = len(step_plans(spec, self.training, 0))
-        for name, reader, steps, total in (
-            ("training", self.training, self.num_steps, manifest.num_rows),
-            ("validation", self.validation, None, num_held_out),
-        ):
-            if reader is not None and not (reader.num_steps if steps is None else steps):
-                raise InvalidArgumentError(
-                    f"There are no {name} steps: {reader.num_rows} of {total} rows are {name} rows"
-                    + (
-                        ", and drop_last leaves out a step that is not full."
-                        if spec.drop_last
-                        else "."
-                    )
-                )
+        self._check_steps("training", self.training, self.num_steps, manifest)
+        if self.validation is not None:
+            self._check_steps("validation", self.validation, self.validation.num_steps, held_out)
+
+    def _check_steps(self, name: str, reader: Reader, num_steps: int, manifest: Manifest) -> None:
+        if num_steps:
+            return
+        cause = ", and drop_last leaves out a step that is not full" if self._spec.drop_last else ""
+        raise InvalidArgumentError(
+            f"There are no {name} steps: {reader.num_rows} of {manifest.num_rows} rows are {name} rows{cause}."
+        )
 
     def prepare(self, epoch: int, start_step: int) -> None:
-        """Begin to read what training needs first, while model and optimizer are made.
+        """Begin to read the first training batches, while model and optimizer are made.
 
         Args:
             epoch: counts from 0.
@@ -150,7 +126,7 @@ class Data:
         return rows
 
     def steps(self, epoch: int, start_step: int = 0) -> Iterator[tuple[StepPlan, Iterator[Batch]]]:
-        """The steps of an epoch, each with its batches on this rank; take them all before the next step.
+        """Yield the steps of an epoch, each with its batches on this rank; take them all before the next step.
 
         Args:
             epoch: counts from 0.
@@ -177,7 +153,7 @@ class Data:
             yield batch
 
     def validation_batches(self) -> Iterator[Batch]:
-        """This rank's validation batches; none if there is no validation."""
+        """Yield this rank's validation batches; none if there is no validation."""
         if self.validation is not None:
             with _closing(self.validation.epoch(0)) as batches:
                 yield from itertools.islice(batches, self._spec.validation_steps_per_epoch)
@@ -192,12 +168,12 @@ class Data:
 
 
 def _closing(batches: Iterator[Batch]) -> contextlib.closing[Any]:
-    """Ends a reader's background thread when the last batch that is wanted was taken."""
+    """End a reader's background thread after the last batch that is needed."""
     return contextlib.closing(cast("Any", batches))
 
 
 def step_plans(spec: TrainSpec, reader: Reader, epoch: int) -> list[StepPlan]:
-    """The optimizer steps of an epoch: groups of `accumulate` batches.
+    """Group the batches of an epoch into optimizer steps of `accumulate` batches.
 
     They hold the rows that steps of one process with batch size * batch_size * accumulate would: the last group may
     be smaller, and `drop_last` leaves it out.
@@ -215,25 +191,25 @@ def step_plans(spec: TrainSpec, reader: Reader, epoch: int) -> list[StepPlan]:
 
 
 def usable_rows(store: Store, manifest: Manifest) -> Rows | None:
-    """Numbers of the rows that `handle_invalid="skip"` leaves; None if it leaves all. A collective call.
+    """Return the numbers of the rows that `handle_invalid="skip"` leaves; None for all. A collective call.
 
-    Materialized data hold no others. Of files that others wrote each rank looks at its share of the files, and all
+    Materialized data hold no others. Of files that others wrote each rank checks its share of the files, and all
     ranks get the same numbers.
     """
     skipping = [c for c in manifest.schema.columns if c.invalid[0] == "skip"]
     if manifest.layout != PARQUET or not skipping:
         return None
-    mine = range(hvd.rank(), len(manifest.files), hvd.size())
+    numbers = range(hvd.rank(), len(manifest.files), hvd.size())
     with ParquetSource(store, manifest) as source:
-        masks = source.usable(skipping, mine)
+        masks = source.usable(skipping, numbers)
     shares = hvd.allgather_object(
         {number: np.packbits(mask) for number, mask in masks.items()}, name="usable_rows"
     )
     bits = {number: packed for share in shares for number, packed in share.items()}
-    every = [
+    parts = [
         np.unpackbits(bits[number], count=file.rows) for number, file in enumerate(manifest.files)
     ]
-    return np.flatnonzero(np.concatenate(every)).astype(np.int64)
+    return np.flatnonzero(np.concatenate(parts)).astype(np.int64)
 
 
 def _reader(
@@ -241,9 +217,9 @@ def _reader(
     store: Store,
     manifest: Manifest,
     subset: str,
+    *,
     functions: RowFunctions | None,
     usable: Rows | None,
-    *,
     is_training: bool = True,
     flags: Flags | None = None,
     loading: Loading | None = None,

@@ -1,39 +1,42 @@
-"""The functions and objects of the user's that take part in training; checked on the driver before any job."""
+"""The user's functions and callbacks in training; checked on the driver before any job."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.user_code.callbacks import Callback, check_callbacks
 from sparkhvd.training.user_code.transformations import Transformations, resolve_transformations
-from sparkhvd.training.user_step import check_signature, check_step_function
+from sparkhvd.training.user_step import StepFunction, check_signature, check_step_function
+
+if TYPE_CHECKING:  # it imports this
+    from sparkhvd.training.train_fn import TrainFnContext
 
 __all__ = ["UserCode", "check_user_code"]
 
 
 @dataclass(frozen=True)
 class UserCode:
-    """What the user gave; all of it is pickled with the model.
+    """The user's functions and callbacks; pickled with the model.
 
     Attributes:
         train_step: (model, batch, ctx) -> loss, or None for the declarative step.
         validation_step: the same for validation.
         train_fn: (ctx), the whole loop, or None.
-        callbacks: called at the turns of the loop.
+        callbacks: called at points of the loop.
         transformation_fn: a dict of one row's values in and out, or None.
         batch_transform_fn: a dict of arrays in and out, or None.
     """
 
-    train_step: Callable[..., Any] | None = None
-    validation_step: Callable[..., Any] | None = None
-    train_fn: Callable[..., Any] | None = None
+    train_step: StepFunction | None = None
+    validation_step: StepFunction | None = None
+    train_fn: Callable[[TrainFnContext], object] | None = None
     callbacks: tuple[Callback, ...] = ()
-    transformation_fn: Callable[..., Any] | None = None
-    batch_transform_fn: Callable[..., Any] | None = None
+    transformation_fn: Callable[..., object] | None = None
+    batch_transform_fn: Callable[..., object] | None = None
 
     @property
     def transformations(self) -> Transformations:
@@ -42,16 +45,16 @@ class UserCode:
 
     @property
     def computes_loss(self) -> bool:
-        """Whether a function of the user's computes the training loss, so that `loss` is not needed."""
+        """True if the user's function computes the training loss, so that `loss` is not needed."""
         return self.train_step is not None or self.train_fn is not None
 
     @property
     def can_log(self) -> bool:
-        """Whether a function or a callback may report numbers while training."""
+        """True if a function or a callback may report numbers while training."""
         return self.train_step is not None or bool(self.callbacks)
 
-    def describe(self) -> dict[str, Any]:
-        """What a run that goes on must share: the names of the functions, and the classes of the callbacks."""
+    def describe(self) -> dict[str, object]:
+        """Return names of the functions and classes of the callbacks, which a resumed run must share."""
         functions = {n: v for n, v in vars(self).items() if n != "callbacks" and v is not None}
         names = {n: getattr(f, "__qualname__", type(f).__qualname__) for n, f in functions.items()}
         if self.callbacks:
@@ -62,15 +65,15 @@ class UserCode:
 def check_user_code(
     params: Mapping[str, Any], with_train_fn: Mapping[str, str] = MappingProxyType({})
 ) -> UserCode:
-    """Check the user's code among the params that were set to something else than their default.
+    """Check the user's code among the params that differ from their default.
 
     Args:
         params: their values by name.
-        with_train_fn: what a `train_fn` makes of a param: "not seen", or "of the optimizer".
+        with_train_fn: effect of a param with `train_fn`: "not seen", or "of the optimizer".
 
     Raises:
-        InvalidArgumentError: a function does not take what it is given, an object is no callback, or a param would
-            have no effect.
+        InvalidArgumentError: a function does not take its arguments, an object is no callback, or a param would have
+            no effect.
     """
     for name in ("train_step", "validation_step"):
         if name in params:
@@ -90,7 +93,7 @@ def check_user_code(
     return UserCode(callbacks=callbacks, **{name: params.get(name) for name in names})
 
 
-def _check_effect(params: Mapping[str, Any], with_train_fn: Mapping[str, str]) -> None:
+def _check_effect(params: Mapping[str, object], with_train_fn: Mapping[str, str]) -> None:
     if "train_fn" in params:
         ignored = [n for n, seen in with_train_fn.items() if seen == "not seen" and n in params]
         if ignored:
@@ -107,19 +110,19 @@ def _check_effect(params: Mapping[str, Any], with_train_fn: Mapping[str, str]) -
                 "optimizer and step ctx.optimizer, or leave them out and do it in train_fn."
             )
         return
-    validates, own = bool(params.get("validation")), "validation_step" in params
-    if own and not validates:
+    validates, has_step = bool(params.get("validation")), "validation_step" in params
+    if has_step and not validates:
         raise InvalidArgumentError(
             "validation_step is given, and there are no validation rows. Set validation, for example 0.1."
         )
     if "train_step" not in params:
         return
-    if validates and not own and not {"loss", "loss_constructors"} & params.keys():
+    if validates and not has_step and not {"loss", "loss_constructors"} & params.keys():
         raise InvalidArgumentError(
             "validation is given with train_step, and there is neither validation_step nor loss to validate with. "
             "Give one of them."
         )
-    if "metrics" in params and (own or not validates):
+    if "metrics" in params and (has_step or not validates):
         raise InvalidArgumentError(
             "metrics would have no effect: with train_step they are taken of validation rows, unless there is a "
             "validation_step. Report them with ctx.log(name, value)."

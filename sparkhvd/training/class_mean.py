@@ -1,57 +1,58 @@
-"""Cross-entropy and NLL: their mean counts the rows that are not ignored, by the weights of their classes."""
+"""Means of cross-entropy and NLL: over rows that are not ignored, by the weights of their classes."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - everyone's name
 
+from sparkhvd.training.types import Loss
+
 __all__ = ["ClassMean"]
 
 _FUNCTIONS = (F.cross_entropy, F.nll_loss)
-# The default of torch; rows that have it are ignored although nobody asked for it.
+# The default of torch; rows with this label are ignored unless the user sets another.
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
 class ClassMean:
-    """A loss that is a mean over classes of rows, so that it can say what it counts.
+    """A loss that is a weighted mean over classes of rows, with its denominator.
 
     Attributes:
-        loss: as the user gave it.
+        loss: the user's.
         ignore_index: the label of rows that it leaves out.
         weight: of each class, or None.
     """
 
-    loss: Any
+    loss: Loss
     ignore_index: int
     weight: Tensor | None
 
-    def __call__(self, output: Tensor, label: Tensor) -> Any:
-        """What the loss gives."""
+    def __call__(self, output: Tensor, label: Tensor) -> object:
+        """Call the loss."""
         return self.loss(output, label)
 
     @classmethod
-    def of(cls, loss: Any) -> ClassMean | None:
-        """The loss as one of this kind; None if it is another: also where it adds rows up."""
+    def of(cls, loss: Loss) -> ClassMean | None:
+        """Wrap a mean of cross-entropy or NLL; None for another loss, and for sums."""
         if isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)):
-            given = {n: getattr(loss, n) for n in ("reduction", "ignore_index", "weight")}
+            options = {n: getattr(loss, n) for n in ("reduction", "ignore_index", "weight")}
         elif any(loss is function for function in _FUNCTIONS):
-            given = {}
+            options = {}
         elif isinstance(loss, functools.partial) and loss.func in _FUNCTIONS and not loss.args:
-            given = loss.keywords
+            options = loss.keywords
         else:
             return None
-        if given.get("reduction", "mean") != "mean":
+        if options.get("reduction", "mean") != "mean":
             return None
-        return cls(loss, given.get("ignore_index", _IGNORED), given.get("weight"))
+        return cls(loss, options.get("ignore_index", _IGNORED), options.get("weight"))
 
     def count(self, label: Tensor) -> float | None:
-        """What the mean over these labels counts; None if rows: labels that are probabilities of classes."""
+        """Return the denominator of the mean over these labels; None for probabilities of classes, whose mean counts rows."""
         if label.is_floating_point():
             return None
         is_counted = label != self.ignore_index

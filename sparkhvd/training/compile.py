@@ -1,13 +1,12 @@
-"""`compile=True`: the model through torch.compile, if this machine can."""
+"""`compile=True`: torch.compile of the model, if every rank's machine can."""
 
 from __future__ import annotations
 
 import importlib.util
 import shutil
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import torch._inductor.config
@@ -19,8 +18,8 @@ from sparkhvd.training.together import fail_together
 __all__ = ["compile_model", "missing_tools"]
 
 
-def compile_model(model: nn.Module) -> Callable[..., Any]:
-    """The model as torch.compile runs it; every rank must call this.
+def compile_model(model: nn.Module) -> nn.Module:
+    """Compile the model by torch.compile; every rank must call this.
 
     The module itself is not changed, so its state dict keeps its names, and `train()` and `eval()` of it count.
 
@@ -36,8 +35,7 @@ def compile_model(model: nn.Module) -> Callable[..., Any]:
                 f"too, and on rank {rank} {missing}. Install them there, set CXX to the compiler, or set compile=False."
             )
     # Not `model.compile()`: that silently compiles nothing where the class is of torch.nn, such as Sequential.
-    compiled: Callable[..., Any] = torch.compile(model)
-    return compiled
+    return cast("nn.Module", torch.compile(model))
 
 
 # Triton compiles for GPUs of this major number and later (Volta, of 2017).
@@ -45,9 +43,9 @@ _LEAST_CAPABILITY = 7
 
 
 def missing_tools(device: torch.device) -> str:
-    """What torch.compile would miss on this machine for this device, in words; "" if nothing."""
-    given = torch._inductor.config.cpp.cxx
-    names = [name for name in (given if isinstance(given, (list, tuple)) else [given]) if name]
+    """Return the tool that torch.compile misses on this machine for this device, in words; "" if none."""
+    cxx = torch._inductor.config.cpp.cxx
+    names = [name for name in (cxx if isinstance(cxx, (list, tuple)) else [cxx]) if name]
     if not any(shutil.which(name) for name in names):
         return f"none of {', '.join(map(repr, names))} was found"
     header = Path(sysconfig.get_path("include"), "Python.h")

@@ -1,4 +1,4 @@
-"""Where a rank computes: its GPU or the CPU, decided once.
+"""The device of a rank: its GPU or the CPU, decided once.
 
 `choose_device` is the only place that decides; everything else takes a `torch.device` and runs the same on any.
 """
@@ -17,11 +17,11 @@ _CPU = torch.device("cpu")
 
 
 def choose_device(place: RankContext | None, *, looks: bool) -> tuple[torch.device, str]:
-    """The device of this rank, and why it has none of those it was given, or "".
+    """Return the device of this rank, and why it cannot use the GPU that it was given, or "".
 
     Args:
-        place: of this process in its job; None where no runner started it.
-        looks: nobody has asked, and Spark gives no GPUs: take one if torch sees one per rank of this host.
+        place: of this process in its job; None if no runner started it.
+        looks: use_gpu is not given, and Spark gives no GPUs: take one if torch sees one per rank of this host.
     """
     index = place.gpu if place is not None else None
     is_given = index is not None
@@ -52,15 +52,15 @@ def agree(device: torch.device, problem: str) -> None:
     """Make sure that all ranks compute on devices of one kind; all ranks must call it.
 
     Raises:
-        InvalidArgumentError: they do not, or one cannot use what it was given; on all ranks.
+        InvalidArgumentError: they do not, or one cannot use its GPU; on all ranks.
     """
-    said = hvd.allgather_object((device.type, problem), name="device")
-    for rank, (_, text) in enumerate(said):
+    devices = hvd.allgather_object((device.type, problem), name="device")
+    for rank, (_, text) in enumerate(devices):
         if text:
             fail_together(f"use_gpu: rank {rank} {text}.")
-    for rank, (kind, _) in enumerate(said):
-        if kind != said[0][0]:
+    for rank, (kind, _) in enumerate(devices):
+        if kind != devices[0][0]:
             fail_together(
-                f"use_gpu: rank 0 would train on {said[0][0]} and rank {rank} on {kind}. Run on hosts that all have "
+                f"use_gpu: rank 0 would train on {devices[0][0]} and rank {rank} on {kind}. Run on hosts that all have "
                 "GPUs, or give use_gpu=False."
             )

@@ -1,4 +1,4 @@
-"""Which epoch is the best, and when a fit has had enough: pure functions of the history.
+"""The best epoch, and when a fit ends early: pure functions of the history.
 
 The history is equal on all ranks and part of every checkpoint, so all ranks decide alike, and so does a run that
 goes on after a loss.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.types import Value
 
 __all__ = ["EarlyStopping", "Monitor", "best_epoch", "reason_to_stop"]
 
 
 @dataclass(frozen=True)
 class Monitor:
-    """A number of each epoch, and which way is better.
+    """A number of each epoch that is compared, and its better direction.
 
     Attributes:
         name: its key in the history.
@@ -27,22 +27,22 @@ class Monitor:
     name: str = "loss"
     mode: str = "min"
 
-    def value(self, record: Mapping[str, Any]) -> float:
-        """The number in the record of an epoch.
+    def value(self, record: Mapping[str, Value]) -> float:
+        """Return the number in the record of an epoch.
 
         Raises:
             InvalidArgumentError: the record does not have it.
         """
-        found = record.get(self.name)
-        if not isinstance(found, (int, float)):
+        value = record.get(self.name)
+        if not isinstance(value, (int, float)):
             known = ", ".join(repr(k) for k, v in record.items() if isinstance(v, (int, float)))
             raise InvalidArgumentError(
                 f"monitor is {self.name!r}, which the record of an epoch does not have as a number. It has {known}."
             )
-        return float(found)
+        return float(value)
 
     def is_better(self, value: float, than: float | None, min_delta: float = 0.0) -> bool:
-        """Whether a value is better than an earlier one by more than `min_delta`; NaN never is."""
+        """Check whether a value is better than an earlier one by more than `min_delta`; NaN never is."""
         if value != value:
             return False
         if than is None:
@@ -52,12 +52,12 @@ class Monitor:
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """When a fit ends before its last epoch.
+    """Rule by which a fit ends before its last epoch.
 
     Attributes:
-        monitor: what is looked at.
-        patience: epochs in a row without an improvement after which it ends, at least 1.
-        min_delta: what counts as an improvement is more than this, at least 0.
+        monitor: the number that must improve.
+        patience: epochs in a row without an improvement after which the fit ends, at least 1.
+        min_delta: an improvement is more than this, at least 0.
     """
 
     monitor: Monitor
@@ -66,25 +66,29 @@ class EarlyStopping:
 
 
 def best_epoch(
-    history: Sequence[Mapping[str, Any]], monitor: Monitor, saved: Collection[int] | None = None
+    history: Sequence[Mapping[str, Value]], monitor: Monitor, saved: Collection[int] | None = None
 ) -> int:
-    """The epoch with the best value, the first of equals; the last epoch where every value is NaN.
+    """Return the epoch with the best value, the first of equals; the last epoch where every value is NaN.
 
     Only of `saved` epochs, if given: a loop of the user's own need not save each.
     """
-    chosen = [r for r in history if saved is None or r["epoch"] in saved]
-    best, epoch = None, int(chosen[-1]["epoch"]) if chosen else len(history)
-    for record in chosen:
+    candidates = [r for r in history if saved is None or r["epoch"] in saved]
+    best, epoch = None, _epoch(candidates[-1]) if candidates else len(history)
+    for record in candidates:
         value = monitor.value(record)
         if monitor.is_better(value, best):
-            best, epoch = value, int(record["epoch"])
+            best, epoch = value, _epoch(record)
     return epoch
 
 
+def _epoch(record: Mapping[str, Value]) -> int:
+    return int(record["epoch"] or 0)
+
+
 def reason_to_stop(
-    history: Sequence[Mapping[str, Any]], early_stopping: EarlyStopping | None
+    history: Sequence[Mapping[str, Value]], early_stopping: EarlyStopping | None
 ) -> str:
-    """Why the fit ends after these epochs, in words; "" if it goes on."""
+    """Return the reason why the fit ends after these epochs, in words; "" if it goes on."""
     if early_stopping is None:
         return ""
     best: float | None = None

@@ -1,15 +1,15 @@
-"""The loss of a rank's rows: a mean, and what it counts in the global batch.
+"""The loss of a rank's rows: a mean, and its weight in the global batch.
 
-With one label the sum of what ranks count is needed after `backward` only, because one factor puts the gradients right.
-With several labels whose losses may ignore different rows there is no such factor: what each counts in the whole step
-is summed up from the labels alone, while the model runs.
+The weight is the denominator of the mean: rows, sample weights, or rows that the loss does not ignore.
+With one label the sum of the ranks' weights is needed after `backward` only, because one factor corrects the gradients.
+With several labels whose losses may ignore different rows there is no such factor: the weight of each label in the whole
+step is summed from the labels alone, while the model runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -26,44 +26,44 @@ __all__ = ["Counts", "check_weights", "counts_apart", "counts_of", "mean_loss", 
 
 @dataclass(frozen=True)
 class Counts:
-    """What the losses of several labels count in a whole step, over all ranks and batches.
+    """Weights of the labels' losses in a whole step, over all ranks and batches.
 
     Attributes:
         num_rows: of the step.
-        sums: one number per label, which is there after `wait`.
+        sums: one weight per label, which is there after `wait`.
     """
 
     num_rows: int
     sums: Handle
 
-    def shares(self, own: Sequence[float], num_rows: int) -> list[float]:
-        """By which the means over this rank's batch count, where the batch counts as its rows."""
+    def shares(self, weights: Sequence[float], num_rows: int) -> list[float]:
+        """Return factors of the means over this rank's batch, in a step that weighs the batch by its rows."""
         sums = self.sums.wait().tolist()
-        pairs = zip(own, sums, strict=True)
+        pairs = zip(weights, sums, strict=True)
         return [w / num_rows * (self.num_rows / total) if w else 0.0 for w, total in pairs]
 
 
 def counts_apart(program: Program) -> bool:
-    """Whether several labels have losses that may count different rows, so that no one weight says how many."""
+    """Check whether several labels have losses that may ignore different rows, and so have weights of their own."""
     return len(program.losses) > 1 and any(isinstance(x, ClassMean) for x in program.losses)
 
 
 def counts_of(spec: TrainSpec, program: Program, labels: Sequence[Tensor]) -> list[float]:
-    """What the mean of each loss counts in a batch: 1.0 for a row of which nothing is ignored or weighted."""
+    """Return the weight of each label's loss in a batch: 1.0 per row if nothing is ignored or weighted."""
     return [_count(spec, program, i, label) for i, label in enumerate(labels)]
 
 
 def _count(spec: TrainSpec, program: Program, index: int, label: Tensor) -> float:
     loss, num_rows = program.losses[index], len(label)
-    found = loss.count(label) if isinstance(loss, ClassMean) else None
-    if found is None:
+    count = loss.count(label) if isinstance(loss, ClassMean) else None
+    if count is None:
         return float(num_rows)
-    # Rows of one width: then a batch without ignored labels counts as its rows, and nothing needs to be put right.
+    # Rows of one width: a batch without ignored labels then weighs as its rows, and nothing needs to be corrected.
     # Where each batch has a width of its own, only the elements can be added up.
     name = spec.labels.columns[index]
     if spec.transformed is not None or name in program.functions.collate:
-        return found
-    return found * num_rows / label.numel() if label.numel() else 0.0
+        return count
+    return count * num_rows / label.numel() if label.numel() else 0.0
 
 
 def mean_loss(
@@ -74,10 +74,10 @@ def mean_loss(
     counts: Counts | None = None,
     counted: tuple[Tensor, ...] = (),
 ) -> Forward:
-    """The loss as the user's functions give it: a mean over rows, or (mean, weight).
+    """Compute the user's losses: a mean over rows, or (mean, weight).
 
-    `counts` is of the training step where `counts_apart`; `counted` the labels where counting them waits for nothing, if
-    they are not there already.
+    `counts` is of the training step where `counts_apart`; `counted` are the labels on the CPU, where counting them does not
+    wait for a GPU.
     """
     counted = counted or labels
     if counts_apart(program):
@@ -86,17 +86,17 @@ def mean_loss(
     total: Tensor | None = None
     weight: float | None = None
     for i, loss_fn in enumerate(program.losses):
-        value = loss_fn(outputs[i], labels[i])
-        if isinstance(value, tuple):
-            if len(value) != 2 or len(program.losses) > 1:
+        result = loss_fn(outputs[i], labels[i])
+        if isinstance(result, tuple):
+            if len(result) != 2 or len(program.losses) > 1:
                 raise InvalidArgumentError(
-                    f"loss returned {len(value)} values for {len(program.losses)} labels. With one label it may "
+                    f"loss returned {len(result)} values for {len(program.losses)} labels. With one label it may "
                     "return (mean, weight); else it must return one number."
                 )
-            value, weight = value[0], float(value[1])
+            result, weight = result[0], float(result[1])
         elif isinstance(loss_fn, ClassMean) and not labels[i].is_floating_point():
             weight = _count(spec, program, i, counted[i])
-        value = _scalar(spec, program, i, value, outputs[i], labels[i])
+        value = _scalar(spec, program, i, result, outputs[i], labels[i])
         total = value if total is None else total + value
     assert total is not None
     if weight is None:
@@ -112,17 +112,17 @@ def _apart_loss(
     counts: Counts | None,
     counted: tuple[Tensor, ...],
 ) -> Forward:
-    """The losses of several labels added up, each by what it counts of the whole step."""
+    """Add up the losses of several labels, each by its share of the whole step."""
     num_rows = len(outputs[0])
-    own = counts_of(spec, program, counted)
-    shares = [1.0] * len(own) if counts is None else counts.shares(own, num_rows)
+    weights = counts_of(spec, program, counted)
+    shares = [1.0] * len(weights) if counts is None else counts.shares(weights, num_rows)
     total: Tensor | None = None
     parts: list[tuple[Tensor, float]] = []
     for i, loss_fn in enumerate(program.losses):
-        value = loss_fn(outputs[i], labels[i])
-        value = _scalar(spec, program, i, value, outputs[i], labels[i])
-        parts.append((value.detach(), own[i]))
-        if not own[i]:  # a mean over nothing is NaN, and adds nothing
+        result = loss_fn(outputs[i], labels[i])
+        value = _scalar(spec, program, i, result, outputs[i], labels[i])
+        parts.append((value.detach(), weights[i]))
+        if not weights[i]:  # a mean over nothing is NaN, and adds nothing
             continue
         value = value if shares[i] == 1.0 else value * shares[i]
         total = value if total is None else total + value
@@ -133,15 +133,23 @@ def _apart_loss(
 
 
 def _scalar(
-    spec: TrainSpec, program: Program, index: int, value: Any, output: Tensor, label: Tensor
+    spec: TrainSpec, program: Program, index: int, value: object, output: Tensor, label: Tensor
 ) -> Tensor:
-    """One label's loss as it is added to the others."""
-    _check_scalar(value, output, label)
-    scalar: Tensor = value.reshape(())
+    """Return one label's loss as a term of the sum."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise InvalidArgumentError(
+            f"loss returned {_shape_of(value)} for an output of shape {tuple(output.shape)} and a label of shape "
+            f"{tuple(label.shape)}; it must return one number, the mean over the rows."
+        )
+    scalar = value.reshape(())
     if program.is_sum[index]:
         scalar = scalar / len(output)
     factor = spec.loss_weights[index]
     return scalar if factor == 1.0 else scalar * factor
+
+
+def _shape_of(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def weighted_loss(
@@ -151,15 +159,15 @@ def weighted_loss(
     labels: tuple[Tensor, ...],
     weights: Tensor,
 ) -> Forward:
-    """The mean of the rows' losses by their weights, which are on the CPU, and the sum of the weights."""
+    """Compute the mean of the rows' losses by their weights, which are on the CPU, and the sum of the weights."""
     sum_of_weights = float(weights.double().sum())
     weights = weights.to(outputs[0].device)
     total: Tensor | None = None
     for i, loss_fn in enumerate(program.losses):
         per_row = loss_fn(outputs[i], labels[i])
-        if per_row.ndim == 0 or len(per_row) != len(weights):
+        if not isinstance(per_row, Tensor) or per_row.ndim == 0 or len(per_row) != len(weights):
             raise InvalidArgumentError(
-                f"loss gave shape {tuple(per_row.shape)} for {len(weights)} rows; with sample_weight_col it must "
+                f"loss gave {_shape_of(per_row)} for {len(weights)} rows; with sample_weight_col it must "
                 "give one value per row when called with reduction='none'."
             )
         per_row = per_row.reshape(len(weights), -1).mean(dim=1)
@@ -177,7 +185,7 @@ def check_weights(spec: TrainSpec, totals: Totals, part: str, num_steps: int | N
         spec: of the run.
         totals: of all ranks, after a pass over the rows.
         part: "training" or "validation".
-        num_steps: to which the pass was cut, or None; then other passes may have weights.
+        num_steps: the pass was cut to so many steps, and other passes may have weights; None if it was not cut.
 
     Raises:
         InvalidArgumentError: they are; on all ranks.
@@ -188,12 +196,3 @@ def check_weights(spec: TrainSpec, totals: Totals, part: str, num_steps: int | N
         f"sample_weight_col: column {spec.sample_weight!r} is 0 in all {totals.num_rows:,} {part} rows, so there is no "
         "mean loss. Give weights above 0, or leave such rows out of the DataFrame."
     )
-
-
-def _check_scalar(value: Any, output: Tensor, label: Tensor) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InvalidArgumentError(
-            f"loss returned {found} for an output of shape {tuple(output.shape)} and a label of shape "
-            f"{tuple(label.shape)}; it must return one number, the mean over the rows."
-        )

@@ -1,10 +1,10 @@
-"""Metrics of an epoch: summed with their rows on each rank, combined over ranks once per epoch."""
+"""Metrics of an epoch: summed over rows on each rank, and over ranks once per epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -13,27 +13,36 @@ import sparkhvd.torch as hvd
 from sparkhvd.data.columns import heads
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.metric_states import (
+    MetricState,
     StateMetric,
     is_metric_collection,
     is_state_metric,
 )
 from sparkhvd.training.user_code.logs import RESERVED, Logs, combined
 
-__all__ = ["BUILT_IN", "Forward", "Metric", "StateMetric", "Totals", "resolve_metrics"]
+__all__ = [
+    "BUILT_IN",
+    "Forward",
+    "Metric",
+    "StateMetric",
+    "Totals",
+    "TotalsState",
+    "resolve_metrics",
+]
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What a rank computed for its rows of a step.
+    """Outputs and loss of a rank's rows of a step.
 
     Attributes:
         outputs: of the model, one per label.
-        labels: as the loss saw them.
+        labels: as the loss gets them.
         loss: a mean over the rows.
-        weight: what the mean counts: the number of rows, or what the loss or the sample weights say.
-        is_weighted: whether only this rank knows the weight.
+        weight: denominator of the mean: the number of rows, the sum of sample weights, or a number that the loss gives.
+        is_weighted: True if only this rank knows the weight.
         num_rows: of this rank.
-        parts: each label's mean and what it counts, where these may differ; else nothing.
+        parts: each label's mean and weight, where weights may differ; else empty.
     """
 
     outputs: tuple[Tensor, ...]
@@ -52,29 +61,29 @@ class Metric:
     Attributes:
         name: its key in the history.
         function: (output, label) -> mean over the rows of a batch, or one value per row; or a name in `BUILT_IN`.
-        label: index of the output and label that it looks at.
-        link: how the output is read by a built-in metric.
+        label: index of the output and label that it compares.
+        link: relation of outputs and probabilities, for a built-in metric.
     """
 
     name: str
-    function: Callable[[Tensor, Tensor], Any] | str
+    function: Callable[..., object] | str
     label: int
     link: str
 
     @property
     def kind(self) -> str:
-        """What it is, in a word; equal in every process."""
+        """The function's name; equal in every process."""
         if isinstance(self.function, str):
             return self.function
         return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     def row_sum(self, output: Tensor, label: Tensor) -> Tensor:
-        """The sum over the rows of a batch, in float64."""
+        """Sum the metric over the rows of a batch, in float64."""
         if isinstance(self.function, str):
-            value = BUILT_IN[self.function](output, label, self.link)
+            result: object = BUILT_IN[self.function](output, label, self.link)
         else:
-            value = self.function(output, label)
-        value = torch.as_tensor(value).detach().double()
+            result = self.function(output, label)
+        value = torch.as_tensor(result).detach().double()
         num_rows = len(output)
         if value.ndim == 0:
             return value * num_rows
@@ -118,7 +127,7 @@ def _difference(name: str, output: Tensor, label: Tensor) -> Tensor:
     return output.double() - label.double().reshape(output.shape)
 
 
-# Each gives one value or several per row: sums of them stay exact where a mean times the rows would be rounded.
+# Each returns one value or several per row: sums of them stay exact, a mean times the rows would be rounded.
 BUILT_IN: Mapping[str, Callable[[Tensor, Tensor, str], Tensor]] = {
     "accuracy": _accuracy,
     "mse": _mse,
@@ -127,11 +136,11 @@ BUILT_IN: Mapping[str, Callable[[Tensor, Tensor, str], Tensor]] = {
 
 
 def resolve_metrics(
-    metrics: Any, label_cols: Sequence[str], links: Sequence[str]
+    metrics: object, label_cols: Sequence[str], links: Sequence[str]
 ) -> tuple[Metric | StateMetric, ...]:
-    """The metrics of a fit, from names, functions, lists of them, or a dict by name.
+    """Make the metrics of a fit from names, functions, lists of them, or a dict by name.
 
-    Metrics of torchmetrics are told by their class. With several labels each metric is computed for every label,
+    Metrics of torchmetrics are recognized by their class. With several labels each metric is computed for every label,
     and its name begins with the label's.
 
     Raises:
@@ -149,12 +158,13 @@ def resolve_metrics(
             raise InvalidArgumentError(
                 f"metrics holds {function!r}. Every entry must be a name or a function of (output, label)."
             )
+        plain: Callable[..., object] | str = function
         for index, label in enumerate(label_cols):
             full = name if len(label_cols) == 1 else f"{label}_{name}"
             if is_state_metric(function):
                 result.append(StateMetric(full, function, index))
             else:
-                result.append(Metric(full, function, index, links[index]))
+                result.append(Metric(full, plain, index, links[index]))
     names = [m.name for m in result]
     for name in names:
         if names.count(name) > 1 or name in RESERVED:
@@ -164,12 +174,12 @@ def resolve_metrics(
     return tuple(result)
 
 
-def _named(metrics: Any) -> list[tuple[str, Any]]:
+def _named(metrics: object) -> list[tuple[str, object]]:
     if isinstance(metrics, Mapping) or is_metric_collection(metrics):
         return [(str(name), function) for name, function in metrics.items()]
     if isinstance(metrics, str) or not isinstance(metrics, Sequence):
         metrics = [metrics]
-    named: list[tuple[str, Any]] = []
+    named: list[tuple[str, object]] = []
     for entry in metrics:
         if isinstance(entry, (list, tuple)) or is_metric_collection(entry):  # Horovod's groups
             named += _named(entry)
@@ -183,8 +193,17 @@ def _named(metrics: Any) -> list[tuple[str, Any]]:
     return named
 
 
+class TotalsState(TypedDict):
+    """State of `Totals` in a checkpoint."""
+
+    values: Tensor
+    parts: Tensor
+    metrics: list[list[MetricState]]
+    logs: dict[str, tuple[float, float]]
+
+
 class Totals:
-    """What one pass over the data adds up to on a rank: loss, its weight, rows and metrics."""
+    """Sums of one pass over the data on a rank: loss, its weight, rows and metrics."""
 
     def __init__(
         self,
@@ -193,13 +212,13 @@ class Totals:
         num_parts: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        """Nothing is counted yet.
+        """Start at zero.
 
         Args:
-            metrics: what is measured besides the loss.
-            logs: what user code reports in this pass; None where it cannot.
-            num_parts: labels whose losses count different rows; 0 if they all count the same.
-            device: where batches are computed, and added up without waiting for it; None means on the CPU.
+            metrics: measured besides the loss.
+            logs: numbers that user code reports in this pass; None if it cannot.
+            num_parts: labels whose losses have weights of their own; 0 if they share one.
+            device: of the batches, which are added up there without waiting; None means the CPU.
         """
         self._logs = logs
         self._logged: list[dict[str, tuple[float, float]]] = []
@@ -212,16 +231,16 @@ class Totals:
 
     @property
     def weight(self) -> float:
-        """What the mean loss counts: rows, sample weights, or what the loss says."""
+        """The denominator of the mean loss: rows, the sum of sample weights, or of numbers that the loss gives."""
         return float(self.values[1])
 
     @property
     def num_rows(self) -> int:
-        """Rows that were counted."""
+        """Rows so far."""
         return int(self.values[2])
 
-    def state_dict(self) -> dict[str, Any]:
-        """The sums of this rank so far, for a checkpoint."""
+    def state_dict(self) -> TotalsState:
+        """Return the sums of this rank so far, for a checkpoint."""
         return {
             "values": self.values.to("cpu", copy=True),
             "parts": self.parts.to("cpu", copy=True),
@@ -229,8 +248,8 @@ class Totals:
             "logs": self._logs.sums() if self._logs is not None else {},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from sums that `state_dict` gave."""
+    def load_state_dict(self, state: TotalsState) -> None:
+        """Continue from the sums of `state_dict`."""
         self.values.copy_(state["values"])
         self.parts.copy_(state["parts"])
         for metric, saved in zip(self._states, state["metrics"], strict=True):
@@ -254,7 +273,7 @@ class Totals:
             state.update(batch.outputs[state.label].detach(), batch.labels[state.label])
 
     def combine(self) -> None:
-        """Become the totals of all ranks, on the CPU; every rank must call it, once, after the last batch."""
+        """Add up the totals of all ranks, on the CPU; every rank must call it, once, after the last batch."""
         self.values, self.parts = self.values.cpu(), self.parts.cpu()
         hvd.allreduce_(self.values, name="totals", op=hvd.Sum)
         if len(self.parts):
@@ -265,7 +284,7 @@ class Totals:
             self._logged = hvd.allgather_object(self._logs.sums(), name="totals.logs")
 
     def means(self, prefix: str = "") -> dict[str, float]:
-        """Mean loss and metrics by name; NaN where there was nothing."""
+        """Return mean loss and metrics by name; NaN without rows."""
         total, weight, num_rows, *sums = self.values.tolist()
         loss = total / weight if weight else float("nan")
         if self.parts.any():

@@ -1,4 +1,4 @@
-"""Mixed precision: which part of a step computes in 16 bits, and the loss scale that float16 needs."""
+"""Mixed precision: autocast of forward, and the loss scale that float16 needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["PRECISIONS", "autocast", "check_precision", "loss_scaler", "widened"]
 
-# What `precision` may be, and the dtype in which `forward` computes.
+# Values of `precision`, and the dtype in which `forward` computes.
 PRECISIONS: dict[str, torch.dtype | None] = {
     "32": None,
     "bf16-mixed": torch.bfloat16,
@@ -37,13 +37,13 @@ def check_precision(precision: str, model: nn.Module) -> None:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
-    """A context in which `forward` computes in the precision asked for."""
+    """Return a context in which `forward` computes in this precision."""
     dtype = PRECISIONS[precision]
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
-    """For float16, whose small gradients would vanish: what scales the loss. Else None."""
+    """Return a scaler of the loss for float16, whose small gradients would vanish; else None."""
     if precision != "16-mixed":
         return None
     scaler = torch.amp.GradScaler(device.type)
@@ -53,6 +53,6 @@ def loss_scaler(precision: str, device: torch.device) -> torch.amp.GradScaler | 
 
 
 def widened(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Outputs of 16 bits as float32, so that labels, losses and metrics are not rounded to 8 or 11 bits."""
+    """Widen outputs of 16 bits to float32, so that labels, losses and metrics are not rounded to 8 or 11 bits."""
     narrow = (torch.float16, torch.bfloat16)
     return tuple(o.float() if o.dtype in narrow else o for o in outputs)

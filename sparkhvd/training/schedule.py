@@ -1,14 +1,14 @@
-"""The learning-rate scheduler: built from the user's function, moved per epoch or per step."""
+"""The learning-rate scheduler of a run: built from the user's function, stepped per epoch or per step."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from sparkhvd.training.early_stopping import Monitor
 from sparkhvd.training.schedulers import make_scheduler
 from sparkhvd.training.together import fail_together
+from sparkhvd.training.types import MakeScheduler, Record
 
 __all__ = ["Schedule"]
 
@@ -16,16 +16,16 @@ _Plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 class Schedule:
-    """Moves a scheduler at the right moments; does nothing where there is none.
+    """Steps the scheduler per epoch or per optimizer step; does nothing without one.
 
     Attributes:
-        scheduler: what the user's function made, or None.
+        scheduler: made by the user's function, or None.
     """
 
     def __init__(
         self,
-        function: Any,
-        optimizer: torch.optim.Optimizer,
+        function: MakeScheduler | None,
+        optimizer: torch.optim.Optimizer | None,
         *,
         interval: str,
         monitor: Monitor,
@@ -36,19 +36,19 @@ class Schedule:
 
         Args:
             function: of (optimizer) or (optimizer, total_steps); None for no scheduler.
-            optimizer: the distributed one.
+            optimizer: the distributed one; None where `train_fn` has its own.
             interval: "epoch" or "step".
-            monitor: what a ReduceLROnPlateau looks at.
+            monitor: the number that a ReduceLROnPlateau follows.
             steps_per_epoch: optimizer steps of an epoch.
             epochs: of the fit.
 
         Raises:
-            InvalidArgumentError: a ReduceLROnPlateau was to be moved per step; on all ranks.
+            InvalidArgumentError: a ReduceLROnPlateau is stepped per step; on all ranks.
         """
         self._is_per_step = interval == "step"
         self._monitor = monitor
-        self.scheduler: Any = None
-        if function is None:
+        self.scheduler: LRScheduler | None = None
+        if function is None or optimizer is None:
             return
         total = epochs * steps_per_epoch if self._is_per_step else epochs
         self.scheduler = make_scheduler(function, optimizer, total)
@@ -59,12 +59,12 @@ class Schedule:
             )
 
     def after_step(self) -> None:
-        """A step of the optimizer was made."""
+        """Step a scheduler that is moved per step."""
         if self._is_per_step and self.scheduler is not None:
             self.scheduler.step()
 
-    def after_epoch(self, record: dict[str, Any]) -> None:
-        """An epoch has ended with this record, which is equal on all ranks."""
+    def after_epoch(self, record: Record) -> None:
+        """Step a scheduler that is moved per epoch; `record` is equal on all ranks."""
         if self._is_per_step or self.scheduler is None:
             return
         if isinstance(self.scheduler, _Plateau):

@@ -1,4 +1,4 @@
-"""The user's function that makes a learning-rate scheduler: called, and described for comparing two runs."""
+"""Learning-rate schedulers: made by the user's function, and described for comparing two runs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ import inspect
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import SupportsFloat
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from sparkhvd.training.types import MakeScheduler
 
 __all__ = ["describe_scheduler", "is_plain", "make_scheduler", "plain"]
 
 # `total_steps` for a description: how many steps a run has may change from fit to fit, with `epochs`.
 _SOME_STEPS = 1_000_000
-# Where a function of the number of moves is looked at.
+# Numbers of moves at which a function of them is sampled.
 _MOVES = (0, 1, 2, 3, 5, 10, 30, 100, 1000)
-# What follows from the optimizer's own rate, and bookkeeping.
+# Follow from the optimizer's own rate, or are bookkeeping.
 _NO_ARGUMENTS = ("base_lrs", "_last_lr", "_step_count", "_is_initial", "_get_lr_called_within_step")
 
 
-def make_scheduler(function: Callable[..., Any], optimizer: Any, total_steps: int) -> Any:
-    """What the user's function of (optimizer) or (optimizer, total_steps) returns."""
+def make_scheduler(
+    function: MakeScheduler, optimizer: torch.optim.Optimizer, total_steps: int
+) -> LRScheduler:
+    """Call the user's function of (optimizer) or (optimizer, total_steps)."""
     if _wants_total(function):
         return function(optimizer, total_steps=total_steps)
     return function(optimizer)
 
 
-def _wants_total(function: Callable[..., Any]) -> bool:
-    """Whether a function has an argument `total_steps` that must be given."""
+def _wants_total(function: MakeScheduler) -> bool:
+    """Check whether a function has an argument `total_steps` without default."""
     try:
         parameter = inspect.signature(function).parameters.get("total_steps")
     except (TypeError, ValueError):
@@ -38,9 +43,9 @@ def _wants_total(function: Callable[..., Any]) -> bool:
 
 
 def describe_scheduler(
-    function: Callable[..., Any] | None, optimizer: torch.optim.Optimizer
-) -> dict[str, Any] | None:
-    """Kind and arguments of the scheduler that the function makes; None without a function.
+    function: MakeScheduler | None, optimizer: torch.optim.Optimizer
+) -> dict[str, object] | None:
+    """Describe kind and arguments of the scheduler that the function makes; None without a function.
 
     The optimizer is not changed, and its parameters are not copied. A function that cannot be called here is
     described by its name.
@@ -64,7 +69,7 @@ def describe_scheduler(
 
 
 def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy with the same groups, each with one small parameter, and without state."""
+    """Copy an optimizer with the same groups, each with one small parameter, and without state."""
     trial = copy.copy(optimizer)
     trial.state = defaultdict(dict)
     trial.param_groups = [
@@ -74,32 +79,32 @@ def _without_parameters(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     return trial
 
 
-def _described(scheduler: Any) -> dict[str, Any]:
+def _described(scheduler: object) -> dict[str, object]:
     state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
-    described: dict[str, Any] = {"kind": type(scheduler).__qualname__}
+    described: dict[str, object] = {"kind": type(scheduler).__qualname__}
     for name, value in state.items():
         if name not in (*_NO_ARGUMENTS, "lr_lambdas", "_schedulers") and is_plain(plain(value)):
             described[name] = plain(value)
     if lambdas := getattr(scheduler, "lr_lambdas", None):
-        described["factors"] = [_factors(one) for one in lambdas]
+        described["factors"] = [_factors(function) for function in lambdas]
     if inner := getattr(scheduler, "_schedulers", None):
-        described["schedulers"] = [_described(one) for one in inner]
+        described["schedulers"] = [_described(scheduler) for scheduler in inner]
     return described
 
 
-def _factors(function: Callable[[int], Any]) -> list[float | None]:
-    """What a function of the number of moves gives for some of them."""
-    found: list[float | None] = []
+def _factors(function: Callable[[int], SupportsFloat]) -> list[float | None]:
+    """Sample a function of the number of moves."""
+    factors: list[float | None] = []
     for number in _MOVES:
         try:
-            found.append(float(function(number)))
+            factors.append(float(function(number)))
         except Exception:  # noqa: BLE001, PERF203 - a table that is too short
-            found.append(None)
-    return found
+            factors.append(None)
+    return factors
 
 
-def plain(value: Any) -> Any:
-    """Numbers of numpy and torch as plain ones, and in lists."""
+def plain(value: object) -> object:
+    """Convert numbers of numpy and torch to Python's, also in lists and dicts."""
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -112,8 +117,8 @@ def plain(value: Any) -> Any:
     return "nan" if isinstance(value, float) and value != value else value
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value can be compared as JSON."""
+def is_plain(value: object) -> bool:
+    """Check whether a value can be compared as JSON."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):

@@ -1,20 +1,20 @@
-"""What a rank gets and what it returns."""
+"""The input of a rank, and its result."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.labels import LabelBinding
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.reading import preload
 from sparkhvd.data.store.store import Store
-from sparkhvd.training.building import Overrides
 from sparkhvd.training.early_stopping import EarlyStopping, Monitor
 from sparkhvd.training.modules.weights import Weights
+from sparkhvd.training.optimizer import Overrides
+from sparkhvd.training.types import Columns, History
 
 __all__ = ["TrainResult", "TrainSpec"]
 
@@ -24,7 +24,7 @@ class TrainSpec:
     """Everything a rank needs to know; small, because it travels in the closure.
 
     Attributes:
-        store: where everything is.
+        store: holds data, checkpoints and metrics.
         run_dir: this run's folder in the store: the program, checkpoints, metrics.
         start_from: file in the store with the weights to start from; "" for those of the program.
         checkpoint_interval_s: no more than this many seconds of steps are lost with a rank.
@@ -32,7 +32,7 @@ class TrainSpec:
         program_sha256: of `<run_dir>/program.pkl`; checked before it is unpickled.
         program_weights: the weights of a large model, beside its program; else None.
         data_dir: folder of the materialized data, or of the list of files that are read as they are.
-        data_store: where those files are; None means in `store`.
+        data_store: holds those files; None means `store`.
         inputs: which columns become which argument of the model.
         labels: how label columns meet outputs.
         sample_weight: column with a weight per row, or None.
@@ -44,7 +44,7 @@ class TrainSpec:
         shuffle: a new order each epoch.
         shuffle_bytes: see `Reader`.
         drop_last: leave out the last step of an epoch if it is not full.
-        has_validation: whether there are validation rows.
+        has_validation: True if there are validation rows.
         validation: their fraction; None if a column tells, or if they are data of their own.
         validation_dir: folder of validation data of their own, or None.
         validation_store: as `data_store`, for them.
@@ -58,16 +58,16 @@ class TrainSpec:
         lr_scheduler_interval: "epoch" or "step".
         train_steps_per_epoch: at most so many optimizer steps per epoch; None for all rows.
         validation_steps_per_epoch: at most so many validation batches; None for all rows.
-        monitor: what tells the best epoch; a ReduceLROnPlateau looks at it too.
+        monitor: chooses the best epoch; a ReduceLROnPlateau follows it too.
         return_best: return the best epoch's weights instead of the last one's.
         early_stopping: when to end before the last epoch, or None.
         terminate_on_nan: end with an error when a loss is not finite.
         compile: run the model through torch.compile.
-        looks_for_gpu: where nobody gave the rank a GPU, take one that torch sees.
+        looks_for_gpu: if Spark gave the rank no GPU, take one that torch sees.
         transformed: the columns as the user's transformations return them; None without these.
         trial: collated columns for two rows, with which the ranks try the model after training, because the driver could not;
             None where it could.
-        fingerprint: JSON object of what a checkpoint must share with this run.
+        fingerprint: JSON object that a checkpoint of this run shares.
     """
 
     store: Store
@@ -111,16 +111,16 @@ class TrainSpec:
     compile: bool = False
     looks_for_gpu: bool = False
     transformed: DataSchema | None = None
-    trial: Mapping[str, Any] | None = None
+    trial: Columns | None = None
     fingerprint: str = "{}"
 
     @property
     def training_subset(self) -> str:
-        """Which rows of `data_dir` are training rows: a subset of `Reader`."""
+        """The subset of `Reader` with the training rows of `data_dir`."""
         return "train" if self.has_validation and self.validation_dir is None else "all"
 
     def early(self) -> Callable[[int, int], None] | None:
-        """What a rank's process can begin with before it knows who it is: to read materialized training rows."""
+        """Return a function that a rank's process calls before it imports torch: read materialized training rows."""
         if self.data_store is not None:
             return None
         return functools.partial(
@@ -137,20 +137,20 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What rank 0 reports; equal on all ranks but for times.
+    """The result of rank 0; equal on all ranks but for times.
 
     Attributes:
-        history: one record per epoch: epoch, loss, metrics, val_..., rows_per_s, seconds, data_wait_s (what rank 0 waited for
-            batches), lr.
-        epoch: whose checkpoint holds the result: the last, or the best with `return_best`.
-        order: in which order rows came, in words.
+        history: one record per epoch: epoch, loss, metrics, val_..., rows_per_s, seconds, data_wait_s (the time that rank 0
+            waited for batches), lr.
+        epoch: the last, or the best with `return_best`; its checkpoint holds the result.
+        order: the order of rows, in words.
         stopped: why the fit ended before its last epoch, in words; "" if it did not.
-        skipped: by name of the rows, how many `handle_invalid` has left out, of how many, where the ranks have looked.
-        warning: which checkpoints were damaged and what was repeated therefore; "" if nothing. Of rank 0.
-        widths: elements per row of the model's outputs, where the ranks were to find out (`TrainSpec.trial`) and could.
+        skipped: rows that `handle_invalid` has left out, and rows in all, of "training" and "validation", where ranks have checked them.
+        warning: damaged checkpoints, and the training that was repeated therefore; "" if none. Of rank 0.
+        widths: elements per row of the model's outputs, if the ranks tried the model (`TrainSpec.trial`).
     """
 
-    history: list[dict[str, Any]]
+    history: History
     epoch: int
     order: str
     stopped: str = ""

@@ -1,16 +1,15 @@
-"""One training step of a rank: forward and backward of its batches, then the optimizer's step.
+"""Training step of a rank: forward and backward of its batches, then the optimizer's step.
 
-**One formula for every kind of loss.** A rank's loss is a mean over what it counts: rows, sample weights, or what
-the loss says. Before `backward` it becomes a sum again and is divided by the rows of all ranks and batches of the
-step, which everybody knows beforehand; gradients add up over batches and ranks. Where the counts are not rows,
-the sum of all counts is agreed on once per step, while gradients are on their way, and these are put right by its
-ratio to the rows. Losses of several labels that count different rows are summed before: see `losses`.
+**One formula for every kind of loss.** A rank's loss is a mean with a weight: its rows, the sum of sample weights, or a
+number that the loss gives. Before `backward` it is multiplied by its weight and divided by the rows of all ranks and
+batches of the step, which all ranks know beforehand; gradients add up over batches and ranks. Where weights are not rows,
+their sum is allreduced once per step, beside the gradients, and these are multiplied by the rows over that sum. Losses of
+several labels with different weights are summed before: see `losses`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,29 +33,35 @@ from sparkhvd.training.program import Program
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.to_device import Mover
 from sparkhvd.training.together import fail_together
+from sparkhvd.training.types import Columns
 from sparkhvd.training.user_code.logs import Logs
-from sparkhvd.training.user_step import UserStep
+from sparkhvd.training.user_step import UserStep, sample_weights
 
 __all__ = ["Step"]
 
-Columns = Mapping[str, Any]
-
 
 class Step:
-    """One training step, and what it remembers between steps."""
+    """Training steps of a run on this rank."""
 
     def __init__(
         self,
         spec: TrainSpec,
         program: Program,
         state: TrainingState,
-        call: Callable[..., Any],
+        call: nn.Module,
         user: UserStep,
     ) -> None:
-        """`state` holds the distributed optimizer.
+        """Take the objects of a run.
 
-        `call` is the model, as it is or compiled; `user` what the user does instead of model and loss.
+        Args:
+            spec: of the run.
+            program: the user's objects.
+            state: holds the distributed optimizer.
+            call: the model, compiled or not.
+            user: the user's functions in place of model and loss.
         """
+        assert state.optimizer is not None
+
         self.spec = spec
         self.program = program
         self.state = state
@@ -69,24 +74,24 @@ class Step:
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.user = user
         self.is_sum = program.user.train_step is None and all(program.is_sum)
-        # Of the last step: the sum of this rank's losses times their weights, and the sum of the weights.
+        # The sums of this rank's losses times their weights, and of the weights, in the last step.
         self.last_loss: tuple[Tensor | float, float] = (0.0, 0.0)
-        # Whether weights of a step are known only after `forward`; None before the first batch.
+        # True if weights of a step are known only after `forward`; None before the first batch.
         self.is_weighted: bool | None = None
         self.counts_apart = counts_apart(program) and not user.takes(is_training=True)
-        self.counts: Counts | None = None  # of the step that runs, where they do
+        self.counts: Counts | None = None  # of the current step, if `counts_apart`
 
     def run(self, batches: Iterable[Batch], plan: StepPlan, totals: Totals, where: str) -> bool:
         """Forward and backward of this rank's batches, and one step of the optimizer.
 
         Args:
             batches: this rank's, `plan.num_batches` of them.
-            plan: what all ranks do in this step.
-            totals: of the epoch; the batches are counted.
+            plan: of the step, equal on all ranks.
+            totals: of the epoch; the batches are added.
             where: the step in words, for errors.
 
         Returns:
-            Whether the optimizer stepped: not if gradients in float16 overflowed, or nothing had a weight.
+            True if the optimizer stepped: not if gradients in float16 overflowed, or all weights were 0.
         """
         self.optimizer.zero_grad()
         weight, problem = 0.0, ""
@@ -102,35 +107,35 @@ class Step:
             weight += result.weight
             totals.add(result)
         self.last_loss = (loss, weight)
-        said = self.say(weight, problem)  # on its way while gradients are
+        sums = self.send_weight(weight, problem)  # in flight beside the gradients
         self.optimizer.synchronize()
-        return self.apply(self.factor(said, plan, problem, where))
+        return self.apply(self.factor(sums, plan, problem, where))
 
     def prepared(
         self, batches: Iterable[Batch], plan: StepPlan
     ) -> Iterator[tuple[Batch, Columns | None]]:
-        """The batches of a step, with their columns if these are made already.
+        """Yield the batches of a step, with their columns if these are made already.
 
-        Where labels count apart, what each counts in the step is on its way to all ranks when this gives the first.
+        Where labels have weights of their own, their allreduce is in flight before the first batch is yielded.
         """
         if not self.counts_apart:
             yield from ((batch, None) for batch in batches)
             return
         made: list[tuple[Batch, Columns | None]] = []
-        own = torch.zeros(len(self.program.losses), dtype=torch.float64)
+        weights = torch.zeros(len(self.program.losses), dtype=torch.float64)
         for batch in batches:
             columns = self.early_columns(batch)
             made.append((batch, columns))
             if columns is not None:
                 labels = self.spec.labels.apply(columns)
-                own += torch.tensor(counts_of(self.spec, self.program, labels))
-        sums = hvd.allreduce_async(own, name="step.counts", op=hvd.Sum)
+                weights += torch.tensor(counts_of(self.spec, self.program, labels))
+        sums = hvd.allreduce_async(weights, name="step.counts", op=hvd.Sum)
         self.counts = Counts(plan.num_rows, sums)
         yield from made
         sums.wait()
 
     def early_columns(self, batch: Batch) -> Columns | None:
-        """The columns of a training batch; None if it has no rows, or `first_forward` is to find what is wrong."""
+        """Return the columns of a training batch; None if it has no rows, or if `first_forward` will report an error."""
         if not batch.num_rows:
             return None
         try:
@@ -141,7 +146,7 @@ class Step:
             return None
 
     def result(self, batch: Batch, columns: Columns | None) -> Forward | None:
-        """What `forward` gives for this rank's rows; None if it has none."""
+        """Run `forward` on this rank's rows; None if it has none."""
         if self.is_weighted is None:
             return self.first_forward(batch, columns)
         return self.forward(batch, columns) if batch.num_rows else None
@@ -160,30 +165,30 @@ class Step:
         with autocast(self.spec.precision, self.device):
             result = self.call(*arguments, **keywords)
         outputs = widened(heads.outputs_of(result))
-        # What they count is looked up here: asking the device would wait for it.
-        here = self.spec.labels.apply(columns)
-        labels = self.spec.labels.match(outputs, self.move(here))
-        if self.spec.sample_weight is None:
+        # Weights are computed from the labels on the CPU: asking the device would wait for it.
+        on_cpu = self.spec.labels.apply(columns)
+        labels = self.spec.labels.match(outputs, self.move(on_cpu))
+        weights = sample_weights(self.spec, columns)
+        if weights is None:
             counts = self.counts if is_training else None
-            return mean_loss(self.spec, self.program, outputs, labels, counts, here)
-        weights = torch.from_numpy(columns[self.spec.sample_weight])
+            return mean_loss(self.spec, self.program, outputs, labels, counts, on_cpu)
         return weighted_loss(self.spec, self.program, outputs, labels, weights)
 
     def columns(self, batch: Batch, *, is_training: bool) -> Columns:
-        """The columns of a batch, through the user's transformations."""
+        """Apply the user's transformations to the columns of a batch."""
         if self.spec.transformed is None:
             return batch.columns
         functions, expected = self.program.user.transformations, self.spec.transformed.columns
         return functions.apply(batch.columns, expected, is_training=is_training)
 
     def metrics(self, *, is_training: bool) -> Sequence[Metric | StateMetric]:
-        """The metrics that a pass over the data can compute: none where the user's function sees the outputs."""
+        """Return the metrics of a pass over the data: none if the user's function computes the outputs."""
         return () if self.user.takes(is_training=is_training) else self.program.metrics
 
     def totals(self, logs: Logs | None, *, is_training: bool) -> Totals:
-        """What a pass over the data adds up to, before its first batch."""
-        own = self.user.takes(is_training=is_training)
-        num_parts = len(self.program.losses) if counts_apart(self.program) and not own else 0
+        """Make the totals of a pass over the data."""
+        is_users = self.user.takes(is_training=is_training)
+        num_parts = len(self.program.losses) if counts_apart(self.program) and not is_users else 0
         return Totals(self.metrics(is_training=is_training), logs, num_parts, self.device)
 
     def backward(self, result: Forward, plan: StepPlan) -> None:
@@ -199,27 +204,27 @@ class Step:
                 ) from e
             raise
 
-    def say(self, weight: float, problem: str) -> hvd.Handle | None:
-        """Begin to tell all ranks what this rank's losses count; None if nobody needs to know."""
+    def send_weight(self, weight: float, problem: str) -> hvd.Handle | None:
+        """Begin to sum the weights of all ranks; None if no rank needs the sum."""
         if not (self.is_weighted or self.spec.terminate_on_nan):
             return None
-        own = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
-        return hvd.allreduce_async(own, name="step.weight", op=hvd.Sum)
+        values = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
+        return hvd.allreduce_async(values, name="step.weight", op=hvd.Sum)
 
-    def factor(self, said: hvd.Handle | None, plan: StepPlan, problem: str, where: str) -> float:
-        """What the reduced gradients are to be multiplied by; every rank gets the same number.
+    def factor(self, sums: hvd.Handle | None, plan: StepPlan, problem: str, where: str) -> float:
+        """Return the factor of the reduced gradients; every rank gets the same number.
 
         Args:
-            said: what `say` gave.
+            sums: of `send_weight`.
             plan: of the step.
-            problem: what is wrong with this rank's loss, or "".
+            problem: of this rank's loss, or "".
             where: the step in words.
         """
         if self.counts_apart and self.counts is not None and not self.counts.sums.wait().any():
             return 0.0  # no rank has a row that counts
-        if said is None:
+        if sums is None:
             return 1.0
-        total, num_problems = said.wait().tolist()
+        total, num_problems = sums.wait().tolist()
         if num_problems:
             for rank, text in enumerate(hvd.allgather_object(problem, name="step.problem")):
                 if text:
@@ -229,13 +234,13 @@ class Step:
         return plan.num_rows / total if total else 0.0
 
     def check_loss(self, result: Forward) -> str:
-        """What is wrong with the loss of a batch, or ""."""
+        """Describe a non-finite loss under `terminate_on_nan`; "" if there is none."""
         if not self.spec.terminate_on_nan or result.loss.isfinite():
             return ""
         return f"terminate_on_nan: the loss is {float(result.loss.detach())}"
 
     def apply(self, factor: float) -> bool:
-        """Step with the reduced gradients times `factor`; whether the optimizer stepped."""
+        """Step with the reduced gradients times `factor`; return True if the optimizer stepped."""
         if not factor:
             return False
         if factor != 1.0:
@@ -258,7 +263,7 @@ class Step:
         return self.scaler.get_scale() >= before
 
     def first_forward(self, batch: Batch, columns: Columns | None) -> Forward | None:
-        """The first batch of a run: if it does not fit on some rank, every rank raises, before any step."""
+        """Run the first batch of a run: if it fails on some rank, every rank raises, before any step."""
         result, problem = None, ""
         cause: Exception | None = None
         if batch.num_rows:
@@ -277,12 +282,12 @@ class Step:
                 )
                 cause = e
         is_weighted = result is not None and result.is_weighted
-        said = hvd.allgather_object((problem, is_weighted), name="first batch")
-        for rank, (text, _) in enumerate(said):
+        outcomes = hvd.allgather_object((problem, is_weighted), name="first batch")
+        for rank, (text, _) in enumerate(outcomes):
             if text:
-                own = cause if rank == hvd.rank() else None
-                fail_together(f"The first batch, on rank {rank}: {text}", own)
-        self.is_weighted = any(weighted for _, weighted in said)
+                here = cause if rank == hvd.rank() else None
+                fail_together(f"The first batch, on rank {rank}: {text}", here)
+        self.is_weighted = any(weighted for _, weighted in outcomes)
         return result
 
     def check_first(self, result: Forward) -> None:

@@ -1,10 +1,10 @@
-"""From the CPU to the device of a rank and back: what the user gave, and batches."""
+"""Moves of losses, optimizers and batches to the device of a rank, and of state to the CPU."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import PackedSequence
 __all__ = ["Mover", "move_losses", "move_optimizer", "moved", "to_cpu"]
 
 _CPU = torch.device("cpu")
+# A tensor, or lists, tuples and dicts of tensors and other values.
+T = TypeVar("T")
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -21,7 +23,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
-def move_losses(losses: Iterable[Any], device: torch.device) -> None:
+def move_losses(losses: Iterable[object], device: torch.device) -> None:
     """Put the weights of losses on the device: those that are modules, or hold one as `loss` or `function`."""
     for loss in losses:
         for part in (loss, getattr(loss, "loss", None), getattr(loss, "function", None)):
@@ -29,7 +31,7 @@ def move_losses(losses: Iterable[Any], device: torch.device) -> None:
                 part.to(device)
             keywords = getattr(part, "keywords", None)  # of a functools.partial
             if isinstance(keywords, dict):
-                keywords.update(_moved(keywords, device, non_blocking=False))
+                keywords.update(moved(keywords, device))
 
 
 # --- batches ----------------------------------------------------------------------------------------------------
@@ -38,30 +40,30 @@ def move_losses(losses: Iterable[Any], device: torch.device) -> None:
 class Mover:
     """Takes batches to a device without waiting for it.
 
-    The copy reads page-locked memory after this has returned, and the reader uses that memory again when nobody holds
-    it; so what is on its way is held until the device says that it is there.
+    The copy reads page-locked memory after the call has returned, and the reader reuses that memory as soon as it is
+    released; so each batch is held until the device has copied it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is where batches go."""
+        """Move batches to `device`."""
         self.device = device
-        self._flying: collections.deque[tuple[Any, Any]] = collections.deque()
+        self._flying: collections.deque[tuple[torch.cuda.Event, object]] = collections.deque()
 
-    def __call__(self, value: Any) -> Any:
-        """The same tensors, in lists, tuples and dicts, on the device; on the CPU, the value itself."""
+    def __call__(self, value: T) -> T:
+        """Return the same tensors, in lists, tuples and dicts, on the device; on the CPU, the value itself."""
         if self.device.type == "cpu":
             return value
-        moved = _moved(value, self.device, non_blocking=True)
+        there = moved(value, self.device, non_blocking=True)
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))
             self._flying.append((event, value))
             while self._flying and self._flying[0][0].query():
                 self._flying.popleft()
-        return moved
+        return there
 
 
-def _moved(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
+def _moved(value: object, device: torch.device, *, non_blocking: bool) -> object:
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=non_blocking)
     if isinstance(value, PackedSequence):  # a tuple, of which one part stays on the CPU
@@ -71,17 +73,18 @@ def _moved(value: Any, device: torch.device, *, non_blocking: bool) -> Any:
     if isinstance(value, Mapping):
         return {k: _moved(v, device, non_blocking=non_blocking) for k, v in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(v, device, non_blocking=non_blocking) for v in value))
-    if type(value) in (list, tuple):
+        make: Callable[..., object] = type(value)
+        return make(*(_moved(v, device, non_blocking=non_blocking) for v in value))
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(_moved(v, device, non_blocking=non_blocking) for v in value)
     return value
 
 
-def moved(value: Any, device: torch.device) -> Any:
-    """The same tensors, in lists, tuples and dicts, on a device."""
-    return _moved(value, device, non_blocking=False)
+def moved(value: T, device: torch.device, *, non_blocking: bool = False) -> T:
+    """Return the same tensors, in lists, tuples and dicts, on a device."""
+    return cast("T", _moved(value, device, non_blocking=non_blocking))
 
 
-def to_cpu(value: Any) -> Any:
-    """The same tensors on the CPU: what is sent as an object must be readable without a GPU."""
-    return _moved(value, _CPU, non_blocking=False)
+def to_cpu(value: T) -> T:
+    """Return the same tensors on the CPU: pickled objects must be readable without a GPU."""
+    return moved(value, _CPU)

@@ -1,4 +1,4 @@
-"""What all ranks do alike: seed their random numbers, and raise one error."""
+"""Seeds of an epoch, and errors that all ranks raise together."""
 
 from __future__ import annotations
 

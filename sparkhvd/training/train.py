@@ -1,4 +1,4 @@
-"""The training loop that each rank runs: plain PyTorch around `sparkhvd.torch`.
+"""Training loop of a rank: plain PyTorch around `sparkhvd.torch`.
 
 `train` is one function with one dataclass in and one out. Read it from the top: connect, load, resume, then for
 each epoch train, validate, save.
@@ -11,7 +11,7 @@ the whole step, and gradients are summed over batches and ranks. A rank without 
 **A resumed run equals an uninterrupted one, bit by bit on CPU.** At the end of an epoch all ranks hold the same
 state (buffers such as BatchNorm's running statistics are taken from rank 0), the checkpoint holds that state, the
 order of rows is a function of (seed, epoch), and random numbers are seeded from (seed, epoch, rank). A checkpoint
-inside an epoch also holds what each rank has of its own, and the reader starts at the step after it.
+inside an epoch also holds each rank's own state, and the reader starts at the step after it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from __future__ import annotations
 import time
 import warnings
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 # The first optimizer of a process imports it, which takes as long as torch itself. Here it loads while the ranks
 # wait for each other.
 import torch._dynamo
+from torch import nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import context
+from sparkhvd.torch.optimizer.distributed import Distributed
 from sparkhvd.training.batches import Data
-from sparkhvd.training.building import build_model
 from sparkhvd.training.checkpoints.compression_state import load_compression
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.module_state import broadcast_module_state
@@ -41,19 +41,18 @@ from sparkhvd.training.compile import compile_model
 from sparkhvd.training.device import agree, choose_device
 from sparkhvd.training.early_stopping import best_epoch, reason_to_stop
 from sparkhvd.training.losses import check_weights
+from sparkhvd.training.model import build_model
 from sparkhvd.training.modules.output_widths import output_widths
+from sparkhvd.training.optimizer import build_optimizer
 from sparkhvd.training.precision import loss_scaler
-from sparkhvd.training.program import (
-    Program,
-    build_optimizer,
-    load_program,
-)
+from sparkhvd.training.program import Program, load_program
 from sparkhvd.training.schedule import Schedule
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.step import Step
 from sparkhvd.training.to_device import Mover, move_losses, move_optimizer
 from sparkhvd.training.together import seed_everything
 from sparkhvd.training.train_fn import TrainFnContext, run_train_fn
+from sparkhvd.training.types import Record
 from sparkhvd.training.user_code.callbacks import CallbackContext, Callbacks
 from sparkhvd.training.user_code.context import Moment
 from sparkhvd.training.user_code.logs import Logs
@@ -79,8 +78,10 @@ def train(spec: TrainSpec) -> TrainResult:
     hvd.init()
     agree(device, problem)
     program = load_program(spec.store, spec.run_dir, spec.program_sha256, spec.program_weights)
+    model = build_model(program.model, spec.seed)
+    assert isinstance(model, nn.Module)
     # In place: an optimizer that the user made holds these parameters.
-    program = replace(program, model=build_model(program.model, spec.seed).to(device))
+    program = replace(program, model=model.to(device))
     move_losses(program.losses, device)
     call = compile_model(program.model) if spec.compile else program.model
     checkpoints = Checkpoints(spec.store, spec.run_dir)
@@ -110,7 +111,7 @@ def train(spec: TrainSpec) -> TrainResult:
             epoch = best_epoch(history, spec.monitor, saved)
         order, skipped = data.training.description, data.skipped
         widths = tried_widths(spec, program, data, device)
-    hvd.barrier()  # nobody leaves before the last checkpoint is written
+    hvd.barrier()  # no rank ends before the last checkpoint is written
     hvd.shutdown()
     return TrainResult(history, epoch, order, stopped, skipped, checkpoints.warning, widths)
 
@@ -118,7 +119,7 @@ def train(spec: TrainSpec) -> TrainResult:
 def tried_widths(
     spec: TrainSpec, program: Program, data: Data, device: torch.device
 ) -> tuple[int, ...]:
-    """Elements per row of the model's outputs, where the driver could not try the model; () if no rank can, either.
+    """Return elements per row of the model's outputs, if the driver could not try the model; () if no rank can, either.
 
     All ranks must call it, because the model may talk with the others.
     """
@@ -127,11 +128,11 @@ def tried_widths(
     schema = spec.transformed or data.schema
     model = program.model.eval()
     try:
-        found = output_widths(model, spec.inputs, schema.features, spec.trial, Mover(device))
-    except InvalidArgumentError as e:  # what has been trained must not be lost
+        widths = output_widths(model, spec.inputs, schema.features, spec.trial, Mover(device))
+    except InvalidArgumentError as e:  # the trained model must not be lost
         warnings.warn(str(e), stacklevel=2)
         return ()
-    return tuple(found or ())
+    return tuple(widths or ())
 
 
 def train_epochs(
@@ -142,7 +143,7 @@ def train_epochs(
     saver: Saver,
     position: Position,
 ) -> str:
-    """Train from `position` on; its history gets the records. Returns why it ended early, or ""."""
+    """Train from `position` on, adding records to its history; return the reason to end early, or ""."""
     spec, history, moment = step.spec, position.history, callbacks.ctx.moment
     moment.epoch, moment.step = len(history), len(history) * data.num_steps + position.step
     callbacks.call("on_train_begin")
@@ -158,7 +159,7 @@ def train_epochs(
         broadcast_module_state(step.model)
         record |= validate(step, data)
         asked = callbacks.epoch_end(record)
-        # What is decided by it must be decided alike, and ranks may compute on different machines.
+        # Decisions by the record must be equal, and ranks may compute on different machines.
         record = hvd.broadcast_object(record, 0, name="record")
         schedule.after_epoch(record)
         history.append(record)
@@ -171,22 +172,25 @@ def train_epochs(
 
 
 def build(spec: TrainSpec, program: Program, data: Data) -> tuple[TrainingState, Schedule]:
-    """The distributed optimizer and what belongs to it, before any checkpoint is loaded."""
+    """Build distributed optimizer, scheduler and loss scaler, before any checkpoint is loaded."""
     model = program.model
-    optimizer: Any = None
+    optimizer: Distributed | None = None
     if program.optimizer is not None:  # else train_fn makes its own
-        own = spec.overrides.apply(build_optimizer(program.optimizer, model), hvd.size())
-        move_optimizer(own)
-        optimizer = hvd.DistributedOptimizer(
-            own,
+        plain = build_optimizer(program.optimizer, model)
+        spec.overrides.apply(plain, hvd.size())
+        move_optimizer(plain)
+        distributed = hvd.DistributedOptimizer(
+            plain,
             model.named_parameters(),
             compression=program.compression,
             backward_passes_per_step=spec.accumulate,
-            # A loop of the user's own calls `backward` on plain means.
+            # The user's loop calls `backward` on plain means.
             op=hvd.Sum if program.user.train_fn is None else hvd.Average,
-            # Our own waits behind backward, when the step's loss is on its way too, and on ranks without rows.
+            # Our loop waits after backward, for the step's weight too, and on ranks without rows.
             synchronize_in_backward=program.user.train_fn is not None,
         )
+        assert isinstance(distributed, Distributed)
+        optimizer = distributed
     schedule = Schedule(
         program.lr_scheduler,
         optimizer,
@@ -209,8 +213,8 @@ def train_epoch(
     callbacks: Callbacks,
     saver: Saver,
     position: Position,
-) -> dict[str, Any]:
-    """One pass over the training rows, or what is left of it; returns the record of the epoch."""
+) -> Record:
+    """Train one pass over the rows, or the rest of one; return the record of the epoch."""
     epoch, moment = len(position.history), callbacks.ctx.moment
     logs = callbacks.ctx.logs if step.program.user.can_log else None
     totals = step.totals(logs, is_training=True)
@@ -237,24 +241,24 @@ def train_epoch(
 
 
 def validate(step: Step, data: Data) -> dict[str, float]:
-    """Loss and metrics over the validation rows, if there are any; the model is not changed."""
+    """Compute loss and metrics over the validation rows, if there are any; the model is not changed."""
     if data.validation is None:
         return {}
     step.model.eval()
     logs = step.user.ctx.logs = Logs()
-    own = step.user.takes(is_training=False)
-    totals = step.totals(logs if own else None, is_training=False)
+    is_users = step.user.takes(is_training=False)
+    totals = step.totals(logs if is_users else None, is_training=False)
     with torch.no_grad():
         for batch in data.validation_batches():
             if batch.num_rows:
                 totals.add(step.forward(batch))
     totals.combine()
-    if not own:
+    if not is_users:
         check_weights(step.spec, totals, "validation", step.spec.validation_steps_per_epoch)
     return totals.means("val_")
 
 
 def learning_rate(optimizer: torch.optim.Optimizer) -> float | None:
-    """The learning rate of the first parameter group, if it has one."""
+    """Return the learning rate of the first parameter group, if it has one."""
     rate = optimizer.param_groups[0].get("lr")
     return None if rate is None else float(rate)

@@ -17,8 +17,7 @@ Every rank runs it. Collectives of `sparkhvd.torch` may be called from it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -36,6 +35,7 @@ from sparkhvd.training.checkpoints.resume import TrainingState
 from sparkhvd.training.checkpoints.saver import Saver
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.together import seed_everything
+from sparkhvd.training.types import History, Record, TensorBatch, Value
 from sparkhvd.training.user_code.context import Context, Moment
 from sparkhvd.training.user_code.transformations import Transformations
 from sparkhvd.training.user_step import batch_tensors
@@ -64,7 +64,7 @@ class Loader:
         *,
         is_training: bool,
     ) -> None:
-        """The loop makes it."""
+        """Read batches by `reader`, through the user's `functions`."""
         self._reader = reader
         self._schema = schema
         self._functions = functions
@@ -85,8 +85,8 @@ class Loader:
             )
         self._epoch = epoch
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        """The batches of an epoch; a training epoch seeds torch, numpy and random from (seed, epoch, rank)."""
+    def __iter__(self) -> Iterator[TensorBatch]:
+        """Yield the batches of an epoch; a training epoch seeds torch, numpy and random from (seed, epoch, rank)."""
         epoch, self._epoch = self._epoch, self._epoch + 1
         spec = self._ctx._spec
         if self._is_training:
@@ -111,7 +111,7 @@ class TrainFnContext(Context):
         val_loader: this rank's validation batches, or None.
         start_epoch: epochs that an interrupted run with this run_id has had; else 0.
         history: the records so far; those of an interrupted run come first.
-        num_rows: rows of the batch that a loader gave last, on this rank.
+        num_rows: rows of the loaders' last batch, on this rank.
         seed: of the run.
     """
 
@@ -125,9 +125,9 @@ class TrainFnContext(Context):
         moment: Moment,
         checkpoints: Checkpoints,
         saver: Saver,
-        history: list[dict[str, Any]],
+        history: History,
     ) -> None:
-        """The loop makes it."""
+        """Begin after the epochs of `history`."""
         super().__init__(spec, state, moment)
         moment.epoch = len(history)
         self._spec = spec
@@ -143,7 +143,7 @@ class TrainFnContext(Context):
         self.seed = spec.seed
 
     def _begin(self, batch: Batch, epoch: int | None) -> None:
-        """A loader hands out a batch; `epoch` of the training one, counted from 0."""
+        """Note the batch that a loader gives; `epoch` of a training batch, counted from 0."""
         self.num_rows = batch.num_rows
         if epoch is not None:
             steps = len(self.train_loader)
@@ -161,7 +161,7 @@ class TrainFnContext(Context):
         if self.num_rows:
             (loss * self._share).backward()
 
-    def log(self, record: dict[str, Any]) -> None:
+    def log(self, record: Mapping[str, object]) -> None:
         """Add the record of an epoch to the history: numbers and texts by name; every rank must call it.
 
         Rank 0's counts. "epoch" is added, counted from 1, and "seconds" if it is not there. With "val_loss" in it
@@ -171,14 +171,14 @@ class TrainFnContext(Context):
             InvalidArgumentError: it is no dict of numbers and texts.
         """
         now = time.monotonic()
-        own: Any = None
+        checked: Record | str = ""
         if self.rank == 0:
-            own = _checked_record(record, len(self.history) + 1, now - self._began)
-        said = hvd.broadcast_object(own, 0, name="train_fn.log")
-        if isinstance(said, str):
-            raise InvalidArgumentError(said)
+            checked = _checked_record(record, len(self.history) + 1, now - self._began)
+        checked = hvd.broadcast_object(checked, 0, name="train_fn.log")
+        if isinstance(checked, str):
+            raise InvalidArgumentError(checked)
         self._began = now
-        self.history.append(said)
+        self.history.append(checked)
         self._is_saved = False
         if self.rank == 0:
             self._saver.wait()  # it writes this file too
@@ -195,14 +195,16 @@ class TrainFnContext(Context):
         self._is_saved = True
 
 
-def _checked_record(record: Any, epoch: int, seconds: float) -> Any:
-    """The record as it is kept, or what is wrong with it."""
+def _checked_record(record: object, epoch: int, seconds: float) -> Record | str:
+    """Return the record for the history, or an error message."""
     if not isinstance(record, dict):
         return f"ctx.log: the record is {type(record).__name__}; it must be a dict of numbers and texts."
-    values = {n: v.item() if hasattr(v, "item") else v for n, v in record.items()}
-    for name, value in values.items():
+    values: dict[str, Value] = {}
+    for name, value in record.items():
+        value = value.item() if hasattr(value, "item") else value
         if not isinstance(name, str) or not isinstance(value, (int, float, str, type(None))):
             return f"ctx.log: {name!r} is {value!r:.100}; names must be texts, values numbers or texts."
+        values[name] = value
     return {"epoch": epoch, "seconds": seconds, **values} | {"epoch": epoch}
 
 
@@ -223,7 +225,7 @@ def run_train_fn(user: UserCode, ctx: TrainFnContext, data: Data) -> None:
         raise
     except Exception as e:
         raise RuntimeError(f"train_fn raised {type(e).__name__}: {e}") from e
-    # Whoever trained on after the last checkpoint, or never wrote one, still gets the model as it is.
+    # A function that trained on after its last checkpoint, or wrote none, still gets the model as it left it.
     unsaved = torch.tensor([0.0 if ctx._is_saved else 1.0])
     if float(hvd.allreduce(unsaved, name="train_fn.unsaved", op=hvd.Max)):
         ctx.save_checkpoint()

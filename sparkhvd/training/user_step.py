@@ -5,8 +5,7 @@
         ctx.log("perplexity", loss.exp())
         return loss
 
-The function returns the mean loss over this rank's rows, or (mean, weight) if the mean counts something else than
-rows. The loop scales it by the rank's share of the global batch, calls `backward` and steps. A rank without rows in a
+The function returns the mean loss over this rank's rows, or (mean, weight) if its denominator is not the rows. The loop scales it by the rank's share of the global batch, calls `backward` and steps. A rank without rows in a
 step does not call the function.
 """
 
@@ -14,9 +13,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, SupportsFloat
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,24 +25,35 @@ from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.training.metrics import Forward
 from sparkhvd.training.to_device import moved
+from sparkhvd.training.types import Columns, TensorBatch
 from sparkhvd.training.user_code.context import Context, Moment
 from sparkhvd.training.user_code.logs import Logs
 
-if TYPE_CHECKING:  # it imports what imports this
+if TYPE_CHECKING:  # they import this
+    from sparkhvd.training.checkpoints.resume import TrainingState
     from sparkhvd.training.spec import TrainSpec
 
-__all__ = ["StepContext", "UserStep", "batch_tensors", "check_step_function"]
+__all__ = [
+    "StepContext",
+    "UserStep",
+    "batch_tensors",
+    "check_signature",
+    "check_step_function",
+    "sample_weights",
+]
+
+StepFunction = Callable[[nn.Module, TensorBatch, "StepContext"], object]
 
 
 class StepFunctions(Protocol):
-    """Where the user's functions are: `UserCode`."""
+    """The user's functions that compute losses; `UserCode` has them."""
 
     @property
-    def train_step(self) -> Callable[..., Any] | None:
+    def train_step(self) -> StepFunction | None:
         """(model, batch, ctx) -> loss."""
 
     @property
-    def validation_step(self) -> Callable[..., Any] | None:
+    def validation_step(self) -> StepFunction | None:
         """(model, batch, ctx) -> loss."""
 
 
@@ -53,14 +64,14 @@ class StepContext(Context):
         num_rows: rows of the batch on this rank, at least 1.
     """
 
-    def __init__(self, spec: TrainSpec, state: Any, moment: Moment) -> None:
-        """The loop makes it."""
+    def __init__(self, spec: TrainSpec, state: TrainingState, moment: Moment) -> None:
+        """Begin without rows; the loop sets them per batch."""
         super().__init__(spec, state, moment)
         self.num_rows = 0
         self.logs = Logs()
 
-    def log(self, name: str, value: Any) -> None:
-        """Report the mean of something over this rank's rows; the record of the epoch gets the mean over all rows.
+    def log(self, name: str, value: SupportsFloat) -> None:
+        """Report a mean over this rank's rows; the record of the epoch gets the mean over all rows.
 
         From `validation_step` the name in the record begins with `val_`.
 
@@ -76,29 +87,31 @@ class UserStep:
     def __init__(
         self, spec: TrainSpec, schema: DataSchema, functions: StepFunctions, ctx: StepContext
     ) -> None:
-        """`schema` is of the columns that the batches have."""
+        """Take the user's functions; `schema` is of the batches' columns."""
         self.spec = spec
         self.schema = schema
         self.functions = functions
         self.ctx = ctx
-        # Names of the functions that have been called.
+        # Names of functions that have been called; errors of a first call name the batch.
         self._called: set[str] = set()
 
     def takes(self, *, is_training: bool) -> bool:
-        """Whether the user has a function for this kind of step."""
+        """Check whether the user has a function for this kind of step."""
         functions = self.functions
         return (functions.train_step if is_training else functions.validation_step) is not None
 
     def forward(  # noqa: D102
-        self, model: Any, columns: Mapping[str, Any], num_rows: int, *, is_training: bool
+        self, model: nn.Module, columns: Columns, num_rows: int, *, is_training: bool
     ) -> Forward:
         """Run the user's function on at least one row.
 
         Raises:
-            InvalidArgumentError: it raised in its first call, or returned something that is no loss.
+            InvalidArgumentError: it raised in its first call, or did not return a loss.
         """
         name = "train_step" if is_training else "validation_step"
-        function: Callable[..., Any] = getattr(self.functions, name)
+        functions = self.functions
+        function = functions.train_step if is_training else functions.validation_step
+        assert function is not None
         batch = batch_tensors(self.spec, self.schema, columns, self.ctx.device)
         self.ctx.num_rows = num_rows
         if name in self._called:
@@ -112,7 +125,7 @@ class UserStep:
         return outcome
 
 
-def check_step_function(name: str, function: Any) -> None:
+def check_step_function(name: str, function: object) -> None:
     """Check a `train_step` or `validation_step`; runs on the driver.
 
     Raises:
@@ -121,8 +134,8 @@ def check_step_function(name: str, function: Any) -> None:
     check_signature(name, function, ("model", "batch", "ctx"))
 
 
-def check_signature(name: str, function: Any, arguments: tuple[str, ...]) -> None:
-    """Raise InvalidArgumentError unless `function` can be called with so many positional arguments."""
+def check_signature(name: str, function: object, arguments: Sequence[str]) -> None:
+    """Raise InvalidArgumentError unless `function` can be called with these positional arguments."""
     if not callable(function):
         raise InvalidArgumentError(f"{name} is {function!r:.100}; it must be a function.")
     try:
@@ -136,10 +149,10 @@ def check_signature(name: str, function: Any, arguments: tuple[str, ...]) -> Non
 def batch_tensors(
     spec: TrainSpec,
     schema: DataSchema,
-    columns: Mapping[str, Any],
+    columns: Columns,
     device: torch.device,
-) -> dict[str, Tensor]:
-    """The batch that user code gets.
+) -> TensorBatch:
+    """Make the batch that user code gets.
 
     With `inputs`, features are by the name of their argument of `forward`, joined as for it; else by the name of
     their column, in the shape of `input_shapes` if given. Labels and sample weights are by the name of their
@@ -149,29 +162,39 @@ def batch_tensors(
     if any(a.name is not None for a in arguments):
         batch = {str(a.name): a.tensor(columns) for a in arguments}
     else:
-        alone = {a.columns[0]: a for a in arguments if len(a.columns) == 1}
-        own = {
+        bound = {a.columns[0]: a for a in arguments if len(a.columns) == 1}
+        plain = {
             c.name: Argument(None, (c.name,), c.tensor_dtype, None, False, c.is_collated)
             for c in schema.features
         }
-        batch = {name: a.tensor(columns) for name, a in {**own, **alone}.items()}
+        batch = {name: a.tensor(columns) for name, a in {**plain, **bound}.items()}
     batch |= dict(zip(spec.labels.columns, spec.labels.apply(columns), strict=True))
-    if spec.sample_weight is not None:
-        batch[spec.sample_weight] = torch.from_numpy(columns[spec.sample_weight])
+    if spec.sample_weight is not None and (weights := sample_weights(spec, columns)) is not None:
+        batch[spec.sample_weight] = weights
     # A collate function may have made a tuple or dict of a column.
     return {n: moved(v, device) for n, v in batch.items()}
 
 
-def _outcome(name: str, result: Any, num_rows: int) -> Forward:
-    """What the function returned, as the loop goes on with it."""
+def sample_weights(spec: TrainSpec, columns: Columns) -> Tensor | None:
+    """Return the sample weights of a batch, on the CPU; None if the run has none."""
+    if spec.sample_weight is None:
+        return None
+    weights = columns[spec.sample_weight]
+    assert isinstance(weights, np.ndarray)
+    return torch.from_numpy(weights)
+
+
+def _outcome(name: str, result: object, num_rows: int) -> Forward:
+    """Check the result of a user's function: a loss, or (loss, weight)."""
     weight: float | None = None
     if isinstance(result, tuple) and len(result) == 2:
-        result, weight = result[0], float(result[1])
+        weight = float(result[1])
+        result = result[0]
     if not isinstance(result, Tensor) or result.numel() != 1:
-        found = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else _kind(result)
+        shape = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else _kind(result)
         raise InvalidArgumentError(
-            f"{name} returned {found}; it must return the loss: a tensor with one number, the mean over the rows of "
-            "the batch (or a tuple of it and what it counts instead of rows)."
+            f"{name} returned {shape}; it must return the loss: a tensor with one number, the mean over the rows of "
+            "the batch (or a tuple of it and its weight, if that is not the number of rows)."
         )
     loss = result.reshape(())
     if weight is None:
@@ -193,9 +216,9 @@ def _check_first(model: nn.Module, loss: Tensor) -> None:
 
 
 def _first_call(
-    name: str, function: Callable[..., Any], model: nn.Module, batch: dict[str, Tensor], ctx: Any
-) -> Any:
-    """The first call: errors say what the batch was, and a loss that broadcasts is one."""
+    name: str, function: StepFunction, model: nn.Module, batch: TensorBatch, ctx: StepContext
+) -> object:
+    """Call a function for the first time: errors describe the batch, and a loss that broadcasts is an error."""
     try:
         with warnings.catch_warnings():
             # torch only warns of (B, 1) against (B,), which learns the mean of the labels.
@@ -212,5 +235,5 @@ def _first_call(
         ) from e
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "None" if value is None else type(value).__name__

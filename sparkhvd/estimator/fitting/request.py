@@ -26,23 +26,14 @@ from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_
 from sparkhvd.estimator.params.fit import changed_options, train_fn_effects
 from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.spark import SparkShim
-from sparkhvd.training.building import (
-    Overrides,
-    build_model,
-    check_compression,
-    given_loss,
-)
 from sparkhvd.training.check_user_code import UserCode, check_user_code
+from sparkhvd.training.loss_functions import construct_losses, resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
+from sparkhvd.training.model import build_model, check_model
 from sparkhvd.training.modules.architecture import light_copy
 from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
-from sparkhvd.training.program import (
-    Program,
-    check_model,
-    check_optimizer,
-    dump_program,
-    resolve_losses,
-)
+from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
+from sparkhvd.training.program import Program, dump_program
 
 __all__ = ["Request", "bind_features", "check_request", "overrides", "try_model"]
 
@@ -203,8 +194,8 @@ def _check_model(options: FitOptions, sources: FitSources) -> tuple[torch.nn.Mod
     changed = {**changed_options(options), "validation": sources.has_validation}
     user = check_user_code(changed, train_fn_effects())
     if user.train_fn is None or options.optimizer is not None:
-        check_optimizer(options.optimizer, options.model, model)
-        overrides(options).check(options.optimizer, model)
+        optimizer = check_optimizer(options.optimizer, options.model, model)
+        overrides(options).check(optimizer)
     return model, user
 
 
@@ -216,7 +207,7 @@ def overrides(options: FitOptions) -> Overrides:
 def _check_losses(
     options: FitOptions, model: torch.nn.Module, user: UserCode, num_labels: int
 ) -> _Losses:
-    loss = given_loss(options.loss, options.loss_constructors, model)
+    loss = construct_losses(options.loss, options.loss_constructors, model)
     used: tuple[Any, ...] = ()
     is_sum: tuple[bool, ...] = ()
     if loss is not None or not user.computes_loss:

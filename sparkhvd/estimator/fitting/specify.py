@@ -8,7 +8,7 @@ from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.estimator.fitting.inputs import FitData, check_split
 from sparkhvd.estimator.fitting.request import Request, bind_features, overrides, try_model
 from sparkhvd.estimator.params.fit import fingerprint_options, rank_options
-from sparkhvd.training.program import describe_program
+from sparkhvd.training.describe_program import describe_program
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.user_code.transformations import bind_transformed
 

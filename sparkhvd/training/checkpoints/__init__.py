@@ -1,16 +1,17 @@
 """Write checkpoints, and resume from them exactly.
 
-A checkpoint is files of every rank and a pointer that is written last, so a reader sees the old one or the new one. Each file carries a SHA-256;
+A checkpoint is a file and a pointer that is written last, so a reader sees the old one or the new one. Each file carries a SHA-256;
 where the newest one is damaged the one before is used, with a warning.
 
 Each module imports only those above it:
 
-    cadence            when to write inside an epoch
-    fingerprint        what two fits must share
+    cadence            times of checkpoints inside an epoch
+    fingerprint        comparison of two fits
     module_state       buffers and extra state of a module
     rank_state         state of one rank: random numbers, sums
     compression_state  state of PowerSGD
-    files              the files and the pointer
+    checkpoint         a checkpoint and its file
+    files              a run's files and the pointer
     resume             the state that a checkpoint holds
     saver              writes while training goes on
 """

@@ -1,4 +1,4 @@
-"""When to write a checkpoint inside an epoch: pure arithmetic on the time that it is told."""
+"""Times of checkpoints inside an epoch: pure arithmetic on a clock that the caller reads."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ _MOST_QUESTIONS, _LEAST_QUESTIONS = 200, 20
 
 
 class Cadence:
-    """Rank 0's decisions. No more than `interval_s` of steps may be lost, so a write must end within it.
+    """Rank 0's decisions to write. At most `interval_s` of steps may be lost, so a write must end within it.
 
     Every few steps the ranks ask rank 0 whether to write; how many steps lie between two questions follows from
     the time that steps take.
     """
 
     def __init__(self, interval_s: float, now: float) -> None:
-        """The state at `now` is safe: nothing has been trained since."""
+        """Begin at `now`, before any training."""
         self._interval_s = interval_s
         self._taken = self._asked = now
         self._write_s = 0.0
         self._num_steps = 1
 
     def taken(self, now: float) -> None:
-        """The state at `now` is what the checkpoint being written holds."""
+        """Note that a checkpoint with the state at `now` is being written."""
         self._taken = now
 
     def written(self, seconds: float) -> None:
-        """A checkpoint was written `seconds` after it was taken."""
+        """Note that a checkpoint was written `seconds` after it was taken."""
         self._write_s = max(seconds, 0.7 * self._write_s)  # one fast write says little
 
     def ask(self, now: float, *, is_writing: bool) -> tuple[bool, int]:
-        """Whether to take a checkpoint now, and after how many steps to ask again (the same on all ranks).
+        """Decide whether to take a checkpoint now, and after how many steps to ask again.
 
         Args:
-            now: the moment, on rank 0's clock.
-            is_writing: the one before is still being written: then another has to wait.
+            now: the time, on rank 0's clock.
+            is_writing: the one before is still being written, so another has to wait.
         """
         step_s = max((now - self._asked) / self._num_steps, _SHORTEST_STEP_S)
         self._asked = now

@@ -1,25 +1,39 @@
-"""What `Compression.powersgd` remembers between steps, in checkpoints.
+"""State of `Compression.powersgd` in checkpoints.
 
 Q and the number of steps are alike on all ranks. The errors are each rank's own, between epochs too, and as large as
-the gradients: rank 0 gathers them for the file, and deals them out again where a run goes on.
+the gradients: rank 0 gathers them for the file, and scatters them when a run resumes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor
 
 import sparkhvd.torch as hvd
 from sparkhvd.torch.gradients.powersgd import PowerSGD
+from sparkhvd.training.types import Compression, State
 
 __all__ = ["gather_compression", "load_compression"]
 
 
-def gather_compression(compression: Any) -> dict[str, Any]:
-    """The state of a compression for a checkpoint; all ranks must call it.
+class _Alike(TypedDict):
+    """State of a parameter that all ranks share."""
+
+    steps: int
+    q: Tensor
+
+
+class _Gathered(TypedDict):
+    """State of all ranks by parameter; an error has one row per rank."""
+
+    alike: dict[str, _Alike]
+    errors: dict[str, Tensor]
+
+
+def gather_compression(compression: Compression | None) -> State:
+    """Gather the state of a compression for a checkpoint; all ranks must call it.
 
     Returns:
         On rank 0 "alike", by parameter steps and q, and "errors", by parameter a tensor with one row per rank. On
@@ -39,27 +53,28 @@ def gather_compression(compression: Any) -> dict[str, Any]:
 
 
 def load_compression(
-    compression: Any, state: Mapping[str, Any], device: torch.device | None = None
+    compression: Compression, state: State, device: torch.device | None = None
 ) -> None:
-    """Go on from what `gather_compression` gave rank 0, before the optimizer is built; all ranks must call it.
+    """Continue from rank 0's result of `gather_compression`, before the optimizer is built; all ranks must call it.
 
     Args:
         compression: of this rank.
         state: rank 0's counts; an empty one changes nothing.
-        device: where the gradients are; None means on the CPU.
+        device: of the gradients; None means the CPU.
     """
     if not isinstance(compression, PowerSGD):
         return
-    said = None
-    if hvd.rank() == 0 and state:
-        shapes = {n: (e.shape[1:], e.dtype) for n, e in state["errors"].items()}
-        said = (state["alike"], shapes)
-    said = hvd.broadcast_object(said, 0, name="compression")
-    if said is None:
+    gathered = cast("_Gathered", state) if hvd.rank() == 0 and state else None
+    header = None
+    if gathered is not None:
+        shapes = {n: (e.shape[1:], e.dtype) for n, e in gathered["errors"].items()}
+        header = (gathered["alike"], shapes)
+    header = hvd.broadcast_object(header, 0, name="compression")
+    if header is None:
         return
-    alike, shapes = said
+    alike, shapes = header
     errors = {
-        name: _deal(name, shape, dtype, state["errors"][name] if hvd.rank() == 0 else None)
+        name: _scatter(name, shape, dtype, None if gathered is None else gathered["errors"][name])
         for name, (shape, dtype) in shapes.items()
     }
     compression.load_state_dict(
@@ -75,16 +90,16 @@ def load_compression(
     )
 
 
-def _gather(name: str, mine: Tensor) -> Tensor:
-    """On rank 0 (ranks, *shape), on the CPU; elsewhere without rows."""
-    mine = mine.cpu()
-    splits = [mine.numel(), *[0] * (hvd.size() - 1)]
-    received, _ = hvd.alltoall(mine.reshape(-1), splits, name=f"compression.{name}")
-    return received.reshape(-1, *mine.shape)
+def _gather(name: str, error: Tensor) -> Tensor:
+    """Gather (ranks, *shape) on rank 0, on the CPU; elsewhere without rows."""
+    error = error.cpu()
+    splits = [error.numel(), *[0] * (hvd.size() - 1)]
+    received, _ = hvd.alltoall(error.reshape(-1), splits, name=f"compression.{name}")
+    return received.reshape(-1, *error.shape)
 
 
-def _deal(name: str, shape: torch.Size, dtype: torch.dtype, rows: Tensor | None) -> Tensor:
-    """This rank's row of what rank 0 has."""
+def _scatter(name: str, shape: torch.Size, dtype: torch.dtype, rows: Tensor | None) -> Tensor:
+    """Receive this rank's row of rank 0's tensor."""
     sent = torch.empty(0, dtype=dtype) if rows is None else rows.reshape(-1)
     each = 0 if rows is None else shape.numel()
     received, _ = hvd.alltoall(sent, [each] * hvd.size(), name=f"compression.{name}")

@@ -1,9 +1,9 @@
-"""What two fits must share so that one can go on where the other stopped, and what differs, in words."""
+"""Differences, in words, between two fits of which one would resume from the other."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping
 
 __all__ = ["differences"]
 
@@ -13,35 +13,35 @@ _MOST_CHARACTERS = 80
 _ABSENT = object()
 
 
-def differences(theirs: str, ours: str) -> str:
-    """What differs between two fingerprints (JSON objects) of fits, in words; "" if nothing does.
+def differences(old: str, new: str) -> str:
+    """Describe the differences between two fingerprints (JSON objects) of fits; "" if there are none.
 
     "batch_size was 8 and is 16; model: '0.weight' was [6, 2] float32 and is [8, 2] float32".
     """
-    found, wanted = json.loads(theirs), json.loads(ours)
+    befores, nows = json.loads(old), json.loads(new)
     texts = []
-    for name in {**wanted, **found}:
-        before, now = found.get(name), wanted.get(name)
+    for name in {**nows, **befores}:
+        before, now = befores.get(name), nows.get(name)
         if before == now:
             continue
         if isinstance(before, dict) and isinstance(now, dict):
             texts.append(f"{name}: {_entries(before, now)}")
         else:
-            texts.append(_one(name, before, now))
+            texts.append(_entry(name, before, now))
     return "; ".join(texts)
 
 
-def _entries(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _entries(before: Mapping[str, object], now: Mapping[str, object]) -> str:
     names = [n for n in {**now, **before} if before.get(n, _ABSENT) != now.get(n, _ABSENT)]
     texts = [
-        _one(repr(n), before.get(n, _ABSENT), now.get(n, _ABSENT)) for n in names[:_MOST_SHOWN]
+        _entry(repr(n), before.get(n, _ABSENT), now.get(n, _ABSENT)) for n in names[:_MOST_SHOWN]
     ]
     if len(names) > _MOST_SHOWN:
         texts.append(f"and {len(names) - _MOST_SHOWN} more")
     return ", ".join(texts)
 
 
-def _one(name: str, before: Any, now: Any) -> str:
+def _entry(name: str, before: object, now: object) -> str:
     if before is _ABSENT:
         return f"{name} is new"
     if now is _ABSENT:

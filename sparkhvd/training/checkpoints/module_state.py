@@ -1,21 +1,21 @@
-"""What a module holds besides its parameters: buffers, saved or not, and the extra state of modules that have one.
+"""Buffers of a module, saved or not, and the extra state of modules that have one.
 
-Training changes it on every rank by itself. Between epochs all ranks take rank 0's; a checkpoint inside an epoch
+Training changes them on every rank. Between epochs all ranks take rank 0's; a checkpoint inside an epoch
 holds each rank's own.
 
-A buffer may change its shape while training, or be there on some ranks only: a cache that `forward` fills.
+A buffer may change its shape while training, or exist on some ranks only: a cache that `forward` fills.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.training.to_device import to_cpu
+from sparkhvd.training.types import State
 
 __all__ = [
     "broadcast_module_state",
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that the model's state dict leaves out (`persistent=False`), by name."""
+    """Return the buffers that the model's state dict leaves out (`persistent=False`), by name."""
     saved = model.state_dict()
     return {name: value for name, value in model.named_buffers() if name not in saved}
 
@@ -38,12 +38,12 @@ def load_buffers(model: nn.Module, values: Mapping[str, Tensor | None]) -> None:
         for name, value in values.items():
             path, _, leaf = name.rpartition(".")
             owner = model.get_submodule(path)
-            found = owner._buffers.get(leaf)
-            if value is None or found is None or not _is_alike(found, value):
-                device = _device(model) if found is None else found.device
+            buffer = owner._buffers.get(leaf)
+            if value is None or buffer is None or not _is_alike(buffer, value):
+                device = _device(model) if buffer is None else buffer.device
                 owner._buffers[leaf] = None if value is None else value.to(device, copy=True)
             else:
-                found.copy_(value)
+                buffer.copy_(value)
 
 
 def _is_alike(a: Tensor, b: Tensor) -> bool:
@@ -55,8 +55,8 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cpu") if parameter is None else parameter.device
 
 
-def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What `get_extra_state` of the modules that have it gives, by the name of the module; tensors on the CPU."""
+def extra_states(model: nn.Module) -> State:
+    """Return the extra states of the modules that have one, by the name of the module; tensors on the CPU."""
     return {
         name: to_cpu(module.get_extra_state())
         for name, module in model.named_modules()
@@ -64,8 +64,8 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def load_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Give modules what `extra_states` gave."""
+def load_extra_states(model: nn.Module, states: Mapping[str, object]) -> None:
+    """Load the states of `extra_states`."""
     for name, state in states.items():
         model.get_submodule(name).set_extra_state(state)
 
@@ -86,7 +86,7 @@ def broadcast_module_state(model: nn.Module) -> None:
 
 
 def _may_differ(model: nn.Module) -> bool:
-    """Whether ranks may have other shapes or extra states: told by the classes, so equal on all ranks."""
+    """Check whether ranks may have other shapes or extra states; by the classes, so equal on all ranks."""
     return any(
         module._non_persistent_buffers_set
         or type(module).get_extra_state is not nn.Module.get_extra_state
@@ -96,18 +96,16 @@ def _may_differ(model: nn.Module) -> bool:
 
 def _make_alike(model: nn.Module) -> None:
     """Give this rank's unsaved buffers rank 0's shapes, and its modules rank 0's extra states."""
-    said: Any = None
-    if hvd.rank() == 0:
-        shapes = {n: (v.shape, v.dtype) for n, v in unsaved_buffers(model).items()}
-        said = (shapes, extra_states(model))
-    shapes, extra = hvd.broadcast_object(said, 0, name="module state")
+    buffers = unsaved_buffers(model)
+    shapes = {n: (v.shape, v.dtype) for n, v in buffers.items()}
+    states = (shapes, extra_states(model)) if hvd.rank() == 0 else None
+    wanted, extra = hvd.broadcast_object(states, 0, name="module state")
     if hvd.rank() == 0:
         return
-    mine = unsaved_buffers(model)
-    wanted = {
+    changed = {
         name: torch.empty(shape, dtype=dtype)
-        for name, (shape, dtype) in shapes.items()
-        if name not in mine or (mine[name].shape, mine[name].dtype) != (shape, dtype)
+        for name, (shape, dtype) in wanted.items()
+        if shapes.get(name) != (shape, dtype)
     }
-    load_buffers(model, {**dict.fromkeys(mine.keys() - shapes.keys()), **wanted})
+    load_buffers(model, {**dict.fromkeys(shapes.keys() - wanted.keys()), **changed})
     load_extra_states(model, extra)

@@ -1,16 +1,20 @@
-"""What all ranks must have alike: resumed state, buffers, random numbers, and the errors they raise together."""
+"""Resuming: the state of training, taken for a checkpoint and given to all ranks again."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
+from sparkhvd.torch.optimizer.distributed import Distributed
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.fingerprint import differences
 from sparkhvd.training.checkpoints.module_state import (
     extra_states,
@@ -18,10 +22,11 @@ from sparkhvd.training.checkpoints.module_state import (
     load_extra_states,
     unsaved_buffers,
 )
-from sparkhvd.training.checkpoints.rank_state import load_rng
+from sparkhvd.training.checkpoints.rank_state import RankState, load_rng
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.spec import TrainSpec
 from sparkhvd.training.together import fail_together
+from sparkhvd.training.types import Compression, History, State, Stateful
 from sparkhvd.training.user_code.callbacks import Callbacks
 
 __all__ = [
@@ -36,155 +41,178 @@ __all__ = [
 
 @dataclass
 class TrainingState:
-    """What training changes, and a checkpoint holds.
+    """The objects that training changes and a checkpoint holds.
 
     Attributes:
         model: the module.
-        optimizer: the distributed one.
+        optimizer: the distributed one; None where `train_fn` has its own.
         scheduler: of the learning rate, or None.
         scaler: of the loss, for float16; else None.
         callbacks: the user's; some have a state.
-        compression: of gradients; some have a memory.
+        compression: of gradients; some have a state.
     """
 
     model: nn.Module
-    optimizer: Any
-    scheduler: Any
+    optimizer: Distributed | None
+    scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler | None
     callbacks: Callbacks | None = None
-    compression: Any = None
+    compression: Compression | None = None
+
+
+class Resumed(TypedDict):
+    """The part of a checkpoint that every rank needs, besides the tensors of model and optimizer."""
+
+    history: History
+    step: int
+    ranks: list[RankState]
+    buffers: dict[str, Tensor]
+    scheduler: State | None
+    scaler: State | None
+    callbacks: State | None
+    extra: State
+    problem: str
+    is_new: bool
 
 
 @dataclass
 class Start:
-    """What a run begins with, besides the model's weights.
+    """The state that a run begins with, besides the model's weights.
 
     Attributes:
-        is_new: whether there is no checkpoint to go on from.
-        said: by name what all ranks know of the checkpoint.
+        resumed: the part of the checkpoint that all ranks have.
         optimizer: the optimizer's state; on rank 0 only.
         compression: the state of the compression of gradients; on rank 0 only.
     """
 
-    is_new: bool
-    said: dict[str, Any]
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    compression: dict[str, Any] = field(default_factory=dict)
+    resumed: Resumed
+    optimizer: State = field(default_factory=dict)
+    compression: State = field(default_factory=dict)
 
     @property
     def position(self) -> tuple[int, int]:
         """Epochs that are done, and optimizer steps of the one after those."""
-        return len(self.said["history"]), self.said["step"]
+        return len(self.resumed["history"]), self.resumed["step"]
 
 
 @dataclass
 class Position:
-    """Where training goes on.
+    """The epoch and step from which training continues.
 
     Attributes:
         history: the records of the epochs that are done.
         step: optimizer steps that are done of the epoch after those.
-        own: what this rank had of its own after that step; empty at the beginning of an epoch.
+        rank_state: this rank's own state after that step; None at the beginning of an epoch.
     """
 
-    history: list[dict[str, Any]]
+    history: History
     step: int = 0
-    own: dict[str, Any] = field(default_factory=dict)
+    rank_state: RankState | None = None
 
     def begin(self, totals: Totals) -> float:
-        """Inside an epoch set random numbers and totals as they were here.
+        """Set random numbers and totals of a run that resumes inside an epoch.
 
         Returns:
             The seconds that the epoch has taken so far.
         """
-        if not self.own:
+        if self.rank_state is None:
             return 0.0
-        load_rng(self.own["rng"])
-        totals.load_state_dict(self.own["totals"])
-        return float(self.own["seconds"])
+        load_rng(self.rank_state["rng"])
+        totals.load_state_dict(self.rank_state["totals"])
+        return self.rank_state["seconds"]
 
 
 def find_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> Start:
-    """Look for a checkpoint to go on from, or weights to start from; rank 0's model gets the weights.
+    """Find a checkpoint to resume from, or weights to start from; rank 0's model gets the weights.
 
     All ranks must call it, before the optimizer is built.
 
     Raises:
-        InvalidArgumentError: what was found does not fit this run; on all ranks.
+        InvalidArgumentError: the checkpoint or the weights do not fit this run; on all ranks.
     """
-    found: Checkpoint | None = None
-    said: dict[str, Any] = {"history": [], "step": 0, "ranks": [], "buffers": {}, "problem": ""}
+    checkpoint: Checkpoint | None = None
+    resumed: Resumed | None = None
     if hvd.rank() == 0:
+        problem = ""
         try:
-            found = _load_start(spec, checkpoints, model, said)
+            checkpoint = _load_start(spec, checkpoints, model)
         except InvalidArgumentError as e:
-            said["problem"] = str(e)
-        said["is_new"] = found is None
-        said["extra"] = extra_states(model)
-    said = hvd.broadcast_object(said, 0, name="resume")
-    if said["problem"]:
-        fail_together(said["problem"])
-    if found is None:
-        return Start(said["is_new"], said)
-    return Start(False, said, found.optimizer, found.compression)
+            problem = str(e)
+        resumed = _resumed(checkpoint, extra_states(model), problem)
+    resumed = cast("Resumed", hvd.broadcast_object(resumed, 0, name="resume"))
+    if resumed["problem"]:
+        fail_together(resumed["problem"])
+    if checkpoint is None:
+        return Start(resumed)
+    return Start(resumed, checkpoint.optimizer, checkpoint.compression)
 
 
-def _load_start(
-    spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module, said: dict[str, Any]
-) -> Checkpoint | None:
-    """Give rank 0's model its weights, and note in `said` what the other ranks need; returns the checkpoint, if any.
+def _resumed(checkpoint: Checkpoint | None, extra: State, problem: str) -> Resumed:
+    source = checkpoint or Checkpoint(0, {}, {}, None, [], "")
+    return {
+        "history": source.history,
+        "step": source.step,
+        "ranks": source.ranks,
+        "buffers": source.buffers,
+        "scheduler": source.scheduler,
+        "scaler": source.scaler,
+        "callbacks": source.callbacks,
+        "extra": extra,
+        "problem": problem,
+        "is_new": checkpoint is None,
+    }
+
+
+def _load_start(spec: TrainSpec, checkpoints: Checkpoints, model: nn.Module) -> Checkpoint | None:
+    """Load the weights of rank 0's model; return the checkpoint, if there is one.
 
     Raises:
         InvalidArgumentError: it does not fit this run, or no checkpoint is whole.
     """
-    found = checkpoints.latest()
-    if found is not None:
-        if problem := _misfit(spec, found):
+    checkpoint = checkpoints.latest()
+    if checkpoint is not None:
+        if problem := _misfit(spec, checkpoint):
             raise InvalidArgumentError(problem)
-        _load(model, found.model, f"The checkpoint in {spec.run_dir} does")
-        said |= {n: getattr(found, n) for n in _SAID}
+        _load(model, checkpoint.model, f"The checkpoint in {spec.run_dir} does")
     elif spec.start_from:
         weights = checkpoints.load_weights(spec.start_from)
         _load(model, weights, f"warm_start: the weights of {spec.start_from} do")
-    return found
+    return checkpoint
 
 
 def resume(start: Start, state: TrainingState) -> Position:
     """Give every rank rank 0's state: the checkpoint's, or the model's own. All ranks must call it."""
-    said, model = start.said, state.model
+    resumed, model = start.resumed, state.model
     if start.optimizer and state.optimizer is not None:  # on rank 0
         state.optimizer.load_state_dict(start.optimizer)
     hvd.broadcast_parameters(_tensors(model.state_dict()), 0)
     if state.optimizer is not None:
         hvd.broadcast_optimizer_state(state.optimizer, 0)
-    parts = {
-        "scheduler": state.scheduler,
-        "scaler": state.scaler,
-        "callbacks": state.callbacks,
-    }
-    for name, part in parts.items():
-        if part is not None and said.get(name) is not None:
-            part.load_state_dict(said[name])
-    own = said["ranks"][hvd.rank()] if said["step"] else {}
+    parts: list[tuple[Stateful | None, State | None]] = [
+        (state.scheduler, resumed["scheduler"]),
+        (state.scaler, resumed["scaler"]),
+        (state.callbacks, resumed["callbacks"]),
+    ]
+    for part, saved in parts:
+        if part is not None and saved is not None:
+            part.load_state_dict(saved)
+    rank_state = resumed["ranks"][hvd.rank()] if resumed["step"] else None
     if state.callbacks is not None:
-        state.callbacks.ctx.stop_reason = own.get("stop_reason", "")
-    load_extra_states(model, said["extra"] | own.get("extra", {}))
-    if not start.is_new:
-        # What was empty then is so again.
-        gone = unsaved_buffers(model).keys() - said["buffers"].keys()
-        load_buffers(model, {**dict.fromkeys(gone), **said["buffers"], **own.get("buffers", {})})
-    return Position(said["history"], said["step"], own)
+        state.callbacks.ctx.stop_reason = rank_state["stop_reason"] if rank_state else ""
+    load_extra_states(model, resumed["extra"] | (rank_state["extra"] if rank_state else {}))
+    if not resumed["is_new"]:
+        # Buffers that did not exist then are emptied.
+        gone = unsaved_buffers(model).keys() - resumed["buffers"].keys()
+        of_rank = rank_state["buffers"] if rank_state else {}
+        load_buffers(model, {**dict.fromkeys(gone), **resumed["buffers"], **of_rank})
+    return Position(resumed["history"], resumed["step"], rank_state)
 
 
-# What every rank needs of a checkpoint besides the tensors of model and optimizer.
-_SAID = ("history", "step", "ranks", "buffers", "scheduler", "scaler", "callbacks")
-
-
-def _misfit(spec: TrainSpec, found: Checkpoint) -> str:
-    """Why this fit cannot go on from a checkpoint, or ""."""
-    problem = differences(found.fingerprint, spec.fingerprint)
-    if not problem and found.position > (spec.epochs, 0):
-        problem = f"it has {found.epoch} epochs, and epochs is {spec.epochs}"
+def _misfit(spec: TrainSpec, checkpoint: Checkpoint) -> str:
+    """Return the reason why this fit cannot resume from a checkpoint, or ""."""
+    problem = differences(checkpoint.fingerprint, spec.fingerprint)
+    if not problem and checkpoint.position > (spec.epochs, 0):
+        problem = f"it has {checkpoint.epoch} epochs, and epochs is {spec.epochs}"
     if not problem:
         return ""
     return (
@@ -193,8 +221,8 @@ def _misfit(spec: TrainSpec, found: Checkpoint) -> str:
     )
 
 
-def _load(model: nn.Module, weights: dict[str, Any], what: str) -> None:
-    """Give the model these weights."""
+def _load(model: nn.Module, weights: Mapping[str, object], what: str) -> None:
+    """Load weights into the model."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:  # names and shapes, one per line
@@ -204,12 +232,13 @@ def _load(model: nn.Module, weights: dict[str, Any], what: str) -> None:
 
 
 def take(
-    spec: TrainSpec, state: TrainingState, history: list[dict[str, Any]], **more: Any
+    spec: TrainSpec,
+    state: TrainingState,
+    history: History,
+    step: int = 0,
+    ranks: Sequence[RankState] = (),
 ) -> Checkpoint:
-    """The checkpoint of the epoch that has ended or, with `step` and `ranks`, of a step. Called by rank 0.
-
-    `more` are fields of the checkpoint that ranks have gathered.
-    """
+    """Make the checkpoint of the epoch that has ended or, with `step` and the ranks' states, of a step; on rank 0."""
     return Checkpoint(
         epoch=len(history),
         model=state.model.state_dict(),
@@ -220,12 +249,13 @@ def take(
         scaler=state.scaler.state_dict() if state.scaler is not None else None,
         callbacks=state.callbacks.state_dict() if state.callbacks is not None else None,
         buffers=unsaved_buffers(state.model),
-        **more,
+        step=step,
+        ranks=list(ranks),
     )
 
 
-def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Parameters and buffers of a state dict; a module's extra state may be a tensor too."""
+def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return parameters and buffers of a state dict, without extra states, which may be tensors too."""
     return {
         name: value
         for name, value in state.items()

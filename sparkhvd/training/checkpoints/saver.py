@@ -1,8 +1,8 @@
-"""Checkpoints while training goes on: when, of what, and by whom they are written.
+"""Writing of checkpoints while training continues.
 
 Threads: rank 0 has one background thread per write, one at a time; training waits for the copy of the state, not for
 the store. Ownership: the thread owns the copy that it writes and the run's checkpoint folder. Shutdown: leaving the block
-waits for the write that is going on, also after an error, so that what was taken is not lost; a store that hangs is
+waits for the current write, also after an error, so that no checkpoint is lost; a store that hangs is
 waited for `WRITE_LIMIT_S`, and a daemon thread that hangs does not keep the process.
 """
 
@@ -13,11 +13,11 @@ import copy
 import functools
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,25 +26,29 @@ from torch import Tensor
 import sparkhvd.torch as hvd
 from sparkhvd.errors import StoreError
 from sparkhvd.training.checkpoints.cadence import Cadence
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.compression_state import gather_compression
-from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints, Choice
-from sparkhvd.training.checkpoints.rank_state import gather_rank_states
+from sparkhvd.training.checkpoints.files import Checkpoints, Choice
+from sparkhvd.training.checkpoints.rank_state import RankState, gather_rank_states
 from sparkhvd.training.checkpoints.resume import TrainingState, take
 from sparkhvd.training.early_stopping import best_epoch
 from sparkhvd.training.metrics import Totals
 from sparkhvd.training.spec import TrainSpec
+from sparkhvd.training.types import History, State
 
 __all__ = ["WRITE_LIMIT_S", "Saver", "snapshot"]
 
 # The longest wait for a write; the other ranks wait for rank 0 as long by default (`Settings.stall_shutdown_s`).
 WRITE_LIMIT_S = 1800.0
 
+T = TypeVar("T")
+
 
 class Saver:
-    """Takes checkpoints of a run; every rank has one, and a context manager is what it is."""
+    """Writes a run's checkpoints; a context manager, one per rank."""
 
     def __init__(self, spec: TrainSpec, checkpoints: Checkpoints, state: TrainingState) -> None:
-        """Nothing is written yet; `state` is what there is to save, at any time."""
+        """Save `state` later, as it is then; nothing is written yet."""
         self._spec = spec
         self._checkpoints = checkpoints
         self._state = state
@@ -54,9 +58,7 @@ class Saver:
         self._path = ""
         self._writing: Future[None] | None = None
 
-    def after_step(
-        self, history: list[dict[str, Any]], step: int, totals: Totals, seconds: float
-    ) -> None:
+    def after_step(self, history: History, step: int, totals: Totals, seconds: float) -> None:
         """Take a checkpoint if one is due. All ranks must call it after every step of the optimizer.
 
         Args:
@@ -68,20 +70,20 @@ class Saver:
         if not self._is_due():
             return
         callbacks = self._state.callbacks
-        asked = callbacks.ctx.stop_reason if callbacks is not None else ""
+        stop_reason = callbacks.ctx.stop_reason if callbacks is not None else ""
         ranks = gather_rank_states(
-            self._state.model, totals.state_dict(), seconds, stop_reason=asked
+            self._state.model, totals.state_dict(), seconds, stop_reason=stop_reason
         )
         self._take(history, step=step, ranks=ranks)
 
-    def after_epoch(self, history: list[dict[str, Any]]) -> None:
+    def after_epoch(self, history: History) -> None:
         """Take the checkpoint of an epoch. All ranks must call it; rank 0 writes."""
         self._take(history)
 
-    def _take(self, history: list[dict[str, Any]], **inside: Any) -> None:
+    def _take(self, history: History, *, step: int = 0, ranks: Sequence[RankState] = ()) -> None:
         compression = gather_compression(self._state.compression)
         if self._is_writer:
-            self._save(take(self._spec, self._state, history, **inside), compression)
+            self._save(take(self._spec, self._state, history, step, ranks), compression)
 
     def _is_due(self) -> bool:
         self._until_asked -= 1
@@ -95,10 +97,10 @@ class Saver:
         is_due, self._until_asked = hvd.broadcast(answer, 0, name="checkpoint.ask").tolist()
         return bool(is_due)
 
-    def _save(self, checkpoint: Checkpoint, compression: dict[str, Any]) -> None:
-        """Copy a checkpoint and write the copy in the background; waits for the one before.
+    def _save(self, checkpoint: Checkpoint, compression: State) -> None:
+        """Copy a checkpoint and write the copy in the background, after the one before.
 
-        `compression` is part of it and is not copied: nobody else has it.
+        `compression` becomes part of it and is not copied: nothing else uses it.
         """
         self.wait()
         taken = time.monotonic()
@@ -127,7 +129,7 @@ class Saver:
             done.set_result(None)
 
     def wait(self) -> str:
-        """Wait until the last checkpoint is written; returns its path on rank 0, else "".
+        """Wait until the last checkpoint is written; return its path on rank 0, else "".
 
         Raises:
             StoreError: it is not written in `WRITE_LIMIT_S`.
@@ -156,21 +158,25 @@ class Saver:
             self.wait()
 
 
-def snapshot(value: Any) -> Any:
-    """A copy on the CPU of tensors in dicts, lists and tuples, which training does not change any more.
+def snapshot(value: T) -> T:
+    """Copy to the CPU the tensors in dicts, lists and tuples, so that training does not change them any more.
 
     Numbers of numpy become plain ones.
     """
+    return cast("T", _snapshot(value))
+
+
+def _snapshot(value: object) -> object:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
         copied = copy.copy(value)  # keeps the kind of dict, and what modules note in its attributes
         for key, entry in value.items():
-            copied[key] = snapshot(entry)  # type: ignore[index]  # a copy of a state dict is mutable
+            copied[key] = _snapshot(entry)  # type: ignore[index]  # a copy of a state dict is mutable
         return copied
     if isinstance(value, (list, tuple)):
-        return type(value)(snapshot(entry) for entry in value)
+        return type(value)(_snapshot(entry) for entry in value)
     if isinstance(value, np.generic):
-        # A rate of np.cos, the best of np.minimum: no type that a checkpoint can be read with.
+        # A rate of np.cos, the best of np.minimum: torch.load with weights_only does not read numpy's types.
         return value.item()
     return copy.deepcopy(value)

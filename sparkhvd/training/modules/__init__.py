@@ -1,4 +1,4 @@
-"""Take modules apart from their weights, and put them together again.
+"""Modules and their weights, apart and together.
 
 Each module imports only those above it:
 

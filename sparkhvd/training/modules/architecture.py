@@ -1,10 +1,10 @@
-"""A module apart from its weights, in two forms.
+"""Modules without their weights, in two forms.
 
 - A *description* is JSON: classes of `torch.nn` by name, their plain attributes, shapes of parameters. Rebuilding
   it runs no code but constructors of `torch.nn.Module`, so files from anywhere can be read. Only modules made of
   `torch.nn` classes have one.
 - A *shell* is a pickle that names tensors instead of holding them. Any module has one, and reading it runs code:
-  only for bytes from the driver's own closure, or for files that the user trusts.
+  only for bytes of the driver's closure, or for files that the user trusts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import io
 import json
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 
+from sparkhvd.training.types import Json
+
 __all__ = [
+    "Description",
     "copy_with",
     "describe",
     "dump_shell",
@@ -34,7 +37,7 @@ __all__ = [
     "tensors_of",
 ]
 
-# What every module has; rebuilt by the constructor of nn.Module, except for what `describe` handles by name.
+# Attributes of every module: the constructor of nn.Module makes them, or `describe` handles them by name.
 _COMMON = frozenset(nn.Module().__dict__)
 _EMPTY_HOOKS = tuple(
     name for name in _COMMON if name.endswith("_hooks") or name.startswith("_forward_hooks")
@@ -44,23 +47,50 @@ _RNN_LISTS = frozenset({"_flat_weights", "_flat_weight_refs"})
 _FUNCTIONS = "torch.nn.functional"
 
 
+class TensorText(TypedDict, total=False):
+    """Description of a parameter or buffer, or the path of the one that it is tied to."""
+
+    shape: list[int]
+    dtype: str
+    requires_grad: bool
+    same_as: str
+
+
+# Description of a module, or the path of the module that it is.
+Description = TypedDict(
+    "Description",
+    {
+        "class": str,
+        "training": bool,
+        "attributes": "dict[str, Json]",
+        "parameters": "dict[str, TensorText | None]",
+        "buffers": "dict[str, TensorText | None]",
+        "children": "dict[str, Description | None]",
+        "same_as": str,
+    },
+    total=False,
+)
+# Modules and tensors by their path.
+_Rebuilt: TypeAlias = "dict[str, nn.Module | Tensor]"
+
+
 class _NotPlain(Exception):
-    """A module has no description."""
+    """The module has no description."""
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the state dict by name, detached."""
+    """Return the tensors of the state dict by name, detached."""
     return {n: t.detach() for n, t in module.state_dict().items() if isinstance(t, Tensor)}
 
 
-def copy_with(module: nn.Module, state: Mapping[str, Any]) -> nn.Module:
-    """A copy of a module that holds the tensors of this state dict themselves: the old ones are never copied."""
-    memo: dict[int, Any] = {}
+def copy_with(module: nn.Module, state: Mapping[str, object]) -> nn.Module:
+    """Copy a module with the tensors of a state dict in place of its own, which are not copied."""
+    memo: dict[int, object] = {}
     for name, old in module.state_dict(keep_vars=True).items():
         new = state.get(name)
         if not isinstance(old, Tensor) or not isinstance(new, Tensor):
             continue
-        # What differs in more than values is left to load_state_dict; tied tensors stay tied.
+        # Other shapes and kinds are left to load_state_dict; tied tensors stay tied.
         if type(old) in (Tensor, nn.Parameter) and (old.shape, old.dtype) == (new.shape, new.dtype):
             is_parameter = isinstance(old, nn.Parameter)
             replacement = nn.Parameter(new, old.requires_grad) if is_parameter else new
@@ -71,8 +101,8 @@ def copy_with(module: nn.Module, state: Mapping[str, Any]) -> nn.Module:
 
 
 def light_copy(module: nn.Module) -> nn.Module:
-    """A copy for looking at, whose parameters are objects of their own over the same memory."""
-    memo: dict[int, Any] = {
+    """Copy a module for reading: its parameters are new objects over the same memory."""
+    memo: dict[int, object] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad)
         for p in module.parameters()
         if type(p) is nn.Parameter
@@ -81,7 +111,7 @@ def light_copy(module: nn.Module) -> nn.Module:
 
 
 def foreign_class(module: nn.Module) -> str | None:
-    """The first class in the module that is not of `torch.nn`, or None."""
+    """Return the first class in the module that is not of `torch.nn`, or None."""
     for part in module.modules():
         if not _is_allowed(type(part)):
             return f"{type(part).__module__}.{type(part).__qualname__}"
@@ -97,7 +127,7 @@ def _is_allowed(kind: type) -> bool:
 
 
 def module_texts(module: nn.Module) -> dict[str, str]:
-    """Per module its class, plain options and the names of its children in order: "Linear(in_features=2, ...)".
+    """Describe each module by class, plain options and names of its children in order: "Linear(in_features=2, ...)".
 
     Equal for equal modules in any process, so that two fits can be compared. Options of `torch.nn` are its attributes;
     of other classes, whose attributes may be anything, they are arguments of the constructor kept as numbers.
@@ -127,15 +157,15 @@ def _text(module: nn.Module) -> str:
 # --- descriptions ---------------------------------------------------------------------------------------------
 
 
-def describe(module: nn.Module) -> dict[str, Any] | None:
-    """The module as JSON-able data without weights; None if it is not made of `torch.nn` alone."""
+def describe(module: nn.Module) -> Description | None:
+    """Describe the module as JSON without weights; None if it is not made of `torch.nn` alone."""
     try:
         return _describe(module, {}, "")
     except _NotPlain:
         return None
 
 
-def _describe(module: nn.Module, seen: dict[int, str], path: str) -> dict[str, Any]:
+def _describe(module: nn.Module, seen: dict[int, str], path: str) -> Description:
     if id(module) in seen:
         return {"same_as": seen[id(module)]}
     seen[id(module)] = path
@@ -158,7 +188,7 @@ def _describe(module: nn.Module, seen: dict[int, str], path: str) -> dict[str, A
     }
 
 
-def _tensor(tensor: Tensor | None, seen: dict[int, str], path: str) -> dict[str, Any] | None:
+def _tensor(tensor: Tensor | None, seen: dict[int, str], path: str) -> TensorText | None:
     if tensor is None:
         return None
     if id(tensor) in seen:
@@ -173,7 +203,7 @@ def _tensor(tensor: Tensor | None, seen: dict[int, str], path: str) -> dict[str,
     }
 
 
-def _encode(value: Any) -> Any:
+def _encode(value: object) -> Json:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple):
@@ -188,19 +218,19 @@ def _encode(value: Any) -> Any:
     raise _NotPlain
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Json) -> object:
     if isinstance(value, list):
         return [_decode(v) for v in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
-    if kind == "tuple":
+    if kind == "tuple" and isinstance(content, list):
         return tuple(_decode(v) for v in content)
-    if kind == "dtype":
+    if kind == "dtype" and isinstance(content, str):
         return _dtype(content)
-    if kind != "function" or content.startswith("_"):
+    if kind != "function" or not isinstance(content, str) or content.startswith("_"):
         raise ValueError(f"unknown entry {kind!r}")
-    function = getattr(torch.nn.functional, content)
+    function: object = getattr(torch.nn.functional, content)
     # The namespace also holds modules and typing helpers; only its functions may be named.
     if getattr(function, "__module__", "") not in (_FUNCTIONS, "torch._C._nn", "torch", None):
         raise ValueError(f"{content!r} is not a function of {_FUNCTIONS}")
@@ -214,14 +244,14 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def rebuild(description: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
-    """The module that `describe` described, with these weights. Runs no code of the file."""
+def rebuild(description: Description, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Rebuild the module of a description, with these weights. Runs no code of the file."""
     module = _rebuild(description, {}, "")
     module.load_state_dict(dict(weights))
     return module
 
 
-def _rebuild(description: Mapping[str, Any], seen: dict[str, Any], path: str) -> nn.Module:
+def _rebuild(description: Description, seen: _Rebuilt, path: str) -> nn.Module:
     if "same_as" in description:
         shared = seen[description["same_as"]]
         assert isinstance(shared, nn.Module)
@@ -237,32 +267,40 @@ def _rebuild(description: Mapping[str, Any], seen: dict[str, Any], path: str) ->
         if key in _COMMON or hasattr(nn.Module, key) or callable(getattr(kind, key, None)):
             raise ValueError(f"{key!r} is not an attribute of {name}")
         module.__dict__[key] = _decode(value)
-    for key, value in description["parameters"].items():
-        module._parameters[key] = _parameter(value, seen, f"{path}.{key}")
-    for key, value in description["buffers"].items():
-        module._buffers[key] = _buffer(value, seen, f"{path}.{key}")
-    for key, value in description["children"].items():
-        child = None if value is None else _rebuild(value, seen, f"{path}.{key}")
-        module._modules[key] = child
+    for key, text in description["parameters"].items():
+        module._parameters[key] = _parameter(text, seen, f"{path}.{key}")
+    for key, text in description["buffers"].items():
+        module._buffers[key] = _buffer(text, seen, f"{path}.{key}")
+    for key, child in description["children"].items():
+        part = None if child is None else _rebuild(child, seen, f"{path}.{key}")
+        module._modules[key] = part
     module.training = bool(description["training"])
     if isinstance(module, nn.RNNBase):
         module._init_flat_weights()
     return module
 
 
-def _parameter(value: Any, seen: dict[str, Any], path: str) -> Any:
-    if value is None or "same_as" in value:
-        return None if value is None else seen[value["same_as"]]
-    empty = torch.empty(value["shape"], dtype=_dtype(value["dtype"]))
-    seen[path] = nn.Parameter(empty, requires_grad=bool(value["requires_grad"]))
-    return seen[path]
+def _parameter(text: TensorText | None, seen: _Rebuilt, path: str) -> nn.Parameter | None:
+    if text is None:
+        return None
+    if "same_as" in text:
+        shared = seen[text["same_as"]]
+        assert isinstance(shared, nn.Parameter)
+        return shared
+    empty = torch.empty(text["shape"], dtype=_dtype(text["dtype"]))
+    seen[path] = parameter = nn.Parameter(empty, requires_grad=bool(text["requires_grad"]))
+    return parameter
 
 
-def _buffer(value: Any, seen: dict[str, Any], path: str) -> Any:
-    if value is None or "same_as" in value:
-        return None if value is None else seen[value["same_as"]]
-    seen[path] = torch.empty(value["shape"], dtype=_dtype(value["dtype"]))
-    return seen[path]
+def _buffer(text: TensorText | None, seen: _Rebuilt, path: str) -> Tensor | None:
+    if text is None:
+        return None
+    if "same_as" in text:
+        shared = seen[text["same_as"]]
+        assert isinstance(shared, Tensor)
+        return shared
+    seen[path] = buffer = torch.empty(text["shape"], dtype=_dtype(text["dtype"]))
+    return buffer
 
 
 # --- shells ---------------------------------------------------------------------------------------------------
@@ -275,12 +313,12 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
         named = [*module.named_parameters(), *module.named_buffers()]
         self._names = {id(t): n for n, t in named if n in kept}
 
-    def persistent_id(self, value: Any) -> Any:
+    def persistent_id(self, value: object) -> tuple[object, ...] | None:
         name = self._names.get(id(value))
-        if name is None:
+        if name is None or not isinstance(value, Tensor):
             return None
         pid = (name, isinstance(value, nn.Parameter), value.requires_grad)
-        # What the user wrote on it, for example for groups of an optimizer.
+        # Attributes that the user set, for example for groups of an optimizer.
         return (*pid, dict(vars(value))) if vars(value) else pid
 
 
@@ -290,19 +328,19 @@ class _ShellUnpickler(pickle.Unpickler):
         self._weights = weights
         self._made: dict[str, Tensor] = {}
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: tuple[Any, ...]) -> Tensor:
         name, is_parameter, requires_grad, *attributes = pid
         if name not in self._made:
             tensor = self._weights[name]
             if is_parameter and not isinstance(tensor, nn.Parameter):
                 tensor = nn.Parameter(tensor, requires_grad)
-            for found in attributes:
-                vars(tensor).update(found)
+            for entries in attributes:
+                vars(tensor).update(entries)
             self._made[name] = tensor
         return self._made[name]
 
 
-def dump_shell(module: nn.Module, value: Any = None) -> bytes:
+def dump_shell(module: nn.Module, value: object = None) -> bytes:
     """Pickle a module, or `value` that refers to it, with the module's tensors by name instead of by value."""
     buffer = io.BytesIO()
     _ShellPickler(buffer, module).dump(module if value is None else value)
@@ -310,5 +348,5 @@ def dump_shell(module: nn.Module, value: Any = None) -> bytes:
 
 
 def load_shell(data: bytes, weights: Mapping[str, Tensor]) -> Any:
-    """What `dump_shell` wrote, around these weights. Runs code: only for trusted bytes."""
+    """Load the bytes of `dump_shell` around these weights. Runs code: only for trusted bytes."""
     return _ShellUnpickler(io.BytesIO(data), weights).load()

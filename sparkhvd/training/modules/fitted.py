@@ -6,7 +6,6 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -14,20 +13,21 @@ from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.training.modules.architecture import dump_shell, tensors_of
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
+from sparkhvd.training.types import History
 
 __all__ = ["Fitted"]
 
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What training gave; never changed.
+    """A trained module with its columns, history and timings; never changed.
 
     Attributes:
         module: the trained module in eval mode.
-        columns: feature columns as they were in the training data.
+        columns: feature columns of the training data.
         labels: names of the label columns.
-        inputs: which columns become which argument.
-        links: per label, how probabilities follow from outputs.
+        inputs: binding of columns to arguments of the model.
+        links: per label, the relation of outputs and probabilities.
         widths: per label, elements of the output per row.
         history: one record per epoch.
         timings: seconds of the phases of the fit.
@@ -40,7 +40,7 @@ class Fitted:
     inputs: InputBinding
     links: tuple[str, ...]
     widths: tuple[int, ...]
-    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    history: History = field(default_factory=list, repr=False)
     timings: Mapping[str, float] = field(default_factory=dict)
     run_id: str = ""
 

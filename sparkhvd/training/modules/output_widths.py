@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -16,6 +16,8 @@ from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.ragged import SparseRows
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.to_device import Mover
+from sparkhvd.training.types import Columns
 
 __all__ = ["fitted_widths", "output_widths"]
 
@@ -28,15 +30,15 @@ def _hint(inputs: InputBinding) -> str:
     return f". Columns of integers and booleans stay so; if the model wants floats, give feature_dtypes={{{names}}}."
 
 
-def _zeros(column: Column) -> Any:
-    """Two rows of zeros. Two, so that an output with one entry in all is told from one entry per row."""
+def _zeros(column: Column) -> SparseRows | npt.NDArray[np.generic]:
+    """Make two rows of zeros: two, so that an output with one entry in all is told from one entry per row."""
     if column.kind == "sparse":
         return SparseRows.empty(column.dtype, column.num_elements, num_rows=2)
     return np.zeros((2, *(column.row_shape or ())), column.row_dtype)
 
 
-# What torch and Python say of shapes, dtypes and arguments that do not fit, on any machine. Anything else that a forward
-# raises may be about the place where it runs: a GPU, a file, a rank.
+# Messages of torch and Python about shapes, dtypes and arguments that do not fit, on any machine. Other errors of a forward
+# may come from the place where it runs: a GPU, a file, a rank.
 _CERTAIN = re.compile(
     r"shapes cannot be multiplied|size mismatch|must match the size of tensor|must match except in dimension|is invalid for input"
     r" of size|must be equal to input_size|should contain \d+ elements|not broadcastable|[Ee]xpected .*(channels|input\[|[0-9]D |dimension|size)|to have the same dtype|must have the same"
@@ -45,7 +47,7 @@ _CERTAIN = re.compile(
 
 
 def _is_certain(error: Exception) -> bool:
-    """Whether a forward that raised this on the driver would raise it on a rank, too."""
+    """Check whether a forward that raised this on the driver would raise it on a rank, too."""
     kinds = (RuntimeError, TypeError, ValueError, IndexError)
     return type(error) in kinds and _CERTAIN.search(str(error)) is not None
 
@@ -54,19 +56,19 @@ def output_widths(
     model: nn.Module,
     inputs: InputBinding,
     columns: Sequence[Column],
-    examples: Mapping[str, Any] | None = None,
-    move: Callable[[Any], Any] = lambda arguments: arguments,
+    examples: Columns | None = None,
+    move: Mover | None = None,
 ) -> list[int] | None:
-    """Elements per row of every output, learned by running the model on two rows of zeros.
+    """Find the elements per row of every output by running the model on two rows of zeros.
 
-    None, with a warning, where it raises something that need not happen elsewhere.
+    None, with a warning, where it raises an error that need not happen elsewhere.
 
     Args:
         model: in eval mode.
-        inputs: which columns become which argument.
+        inputs: binding of columns to arguments of the model.
         columns: feature columns with their shapes.
         examples: columns that are collated, for two rows.
-        move: brings the arguments to the model's device.
+        move: moves the arguments to the model's device.
 
     Raises:
         InvalidArgumentError: shapes, dtypes or arguments do not fit, or an output is not one entry per row.
@@ -74,7 +76,9 @@ def output_widths(
     examples = examples or {}
     zeros = {c.name: examples[c.name] if c.name in examples else _zeros(c) for c in columns}
     try:
-        arguments, keywords = move(inputs.apply(zeros))
+        arguments, keywords = inputs.apply(zeros)
+        if move is not None:
+            arguments, keywords = move((arguments, keywords))
         with torch.no_grad():
             result = model(*arguments, **keywords)
     except Exception as e:
@@ -103,7 +107,7 @@ def output_widths(
 
 
 def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:
-    """The widths of a model's outputs, if there is one output per label.
+    """Return the widths of a model's outputs, if there is one output per label.
 
     Raises:
         InvalidArgumentError: there is not.

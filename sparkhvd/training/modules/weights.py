@@ -1,7 +1,6 @@
-"""The weights of a model as a file: written and read without holding them in memory a second time.
+"""Files of a model's weights, written and read without holding them in memory a second time.
 
-A file of weights is what `torch.save` writes of a dict from names to tensors, so `torch.load(..., weights_only=True)`
-reads it. Equal weights give equal bytes, so that the store can name the file by its SHA-256.
+`torch.save` writes a dict from names to tensors, and `torch.load(..., weights_only=True)` reads it. Equal weights give equal bytes, so that the store can name the file by its SHA-256.
 
 Loaded in every Python worker, so it imports nothing of pyspark.
 """
@@ -9,20 +8,20 @@ Loaded in every Python worker, so it imports nothing of pyspark.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO
 
 import torch
 from torch import Tensor
 
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError
+from sparkhvd.training.hashing import PIECE_BYTES, HashingWriter, sha256_of
 
 __all__ = ["CLOSURE_BYTES", "Weights", "dump", "load", "store_weights"]
 
@@ -31,20 +30,19 @@ __all__ = ["CLOSURE_BYTES", "Weights", "dump", "load", "store_weights"]
 CLOSURE_BYTES = 64 << 20
 # Larger files are mapped: the workers of a host then share the pages.
 MAPPED_BYTES = 64 << 20
-COPY_BYTES = 16 << 20
 # The record that ends what torch.save writes, a zip archive without a comment.
 _ZIP_END, _ZIP_END_BYTES = b"PK\x05\x06", 22
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A file of weights: in the store if large, else here.
+    """A file of weights, in the store if large, else as bytes.
 
     Attributes:
         sha256: of the bytes.
         data: the bytes, or None.
-        store: where they are if not here.
-        name: the file in the store; "" for one that their hash names.
+        store: holds the file if `data` is None.
+        name: the file in the store; "" for one named by the hash.
     """
 
     sha256: str
@@ -58,11 +56,11 @@ class Weights:
         return self.name or f"models/{self.sha256}"
 
     def load(self) -> dict[str, Tensor]:
-        """The tensors by name.
+        """Load the tensors by name.
 
         Raises:
             InvalidArgumentError: the store has no such file here.
-            InternalError: the file is not what its name says.
+            InternalError: the file has another hash.
         """
         if self.data is not None:
             return _checked(torch.load(io.BytesIO(self.data), weights_only=True))
@@ -70,7 +68,9 @@ class Weights:
         url = self.store.full_url(self.path)
         try:
             with _local_copy(self.store, self.path) as path:
-                if _sha256(path) != self.sha256:
+                with open(path, "rb") as file:
+                    digest = sha256_of(file, os.path.getsize(path))
+                if digest != self.sha256:
                     raise InternalError(f"{url} is not what its name says.")
                 return load(path)
         except FileNotFoundError as e:
@@ -80,36 +80,15 @@ class Weights:
             ) from e
 
 
-class _Hashed:
-    """A file that hashes what passes; without `sink` nothing is kept."""
-
-    def __init__(self, sink: IO[bytes] | io.RawIOBase | None) -> None:
-        self._sink = sink
-        self._hash = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self._hash.update(data)
-        if self._sink is not None:
-            self._sink.write(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Part of the protocol of a file."""
-
-    @property
-    def sha256(self) -> str:
-        return self._hash.hexdigest()
-
-
 def dump(tensors: Mapping[str, Tensor], sink: IO[bytes] | io.RawIOBase | None = None) -> str:
-    """Write tensors to an open file, or only pretend to; return the SHA-256 of the bytes."""
-    hashed = _Hashed(sink)
-    torch.save(dict(tensors), hashed)  # type: ignore[arg-type]  # torch needs write and flush alone
-    return hashed.sha256
+    """Write tensors to an open file, or nowhere; return the SHA-256 of the bytes."""
+    hashing = HashingWriter(sink)
+    torch.save(dict(tensors), hashing)  # type: ignore[arg-type]  # torch needs write and flush alone
+    return hashing.sha256
 
 
 def load(path: str) -> dict[str, Tensor]:
-    """The tensors of a file. Large ones stay in the file until they are used; it may be deleted meanwhile."""
+    """Load the tensors of a file. Large ones stay in the file until they are used; it may be deleted meanwhile."""
     if os.path.getsize(path) >= MAPPED_BYTES:
         # Not every file system can map files.
         with contextlib.suppress(OSError, RuntimeError):
@@ -123,7 +102,7 @@ def store_weights(tensors: Mapping[str, Tensor], sha256: str, store: Store) -> W
     One that is cut off, which a killed writer leaves on a mount that cannot rename, is written anew.
 
     Raises:
-        InternalError: the bytes have another SHA-256 than `dump` told before.
+        InternalError: the bytes have another SHA-256 than `sha256`.
     """
     weights = Weights(sha256, None, store)
     if not _is_whole(store, weights.path):
@@ -134,7 +113,7 @@ def store_weights(tensors: Mapping[str, Tensor], sha256: str, store: Store) -> W
 
 
 def _is_whole(store: Store, path: str) -> bool:
-    """Whether a file of weights is there up to its end. Cheap: the hash is compared by whoever loads it."""
+    """Check whether a file of weights is there up to its end; its hash is compared when it is loaded."""
     if not store.exists(path) or (size := store.num_bytes(path)) < _ZIP_END_BYTES:
         return False
     with store.open_input(path) as file:
@@ -144,7 +123,7 @@ def _is_whole(store: Store, path: str) -> bool:
 
 @contextlib.contextmanager
 def _local_copy(store: Store, path: str) -> Iterator[str]:
-    """A path on this host with the content of a file of the store."""
+    """Give a path on this host with the content of a file of the store."""
     here = store.local_path(path)
     if here is not None:
         yield here
@@ -152,18 +131,10 @@ def _local_copy(store: Store, path: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="sparkhvd-weights-") as folder:
         copy = f"{folder}/weights"
         with store.open_input(path) as source, open(copy, "wb") as sink:
-            shutil.copyfileobj(source, sink, COPY_BYTES)
+            shutil.copyfileobj(source, sink, PIECE_BYTES)
         yield copy
 
 
-def _sha256(path: str) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(COPY_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _checked(loaded: Any) -> dict[str, Tensor]:
+def _checked(loaded: object) -> dict[str, Tensor]:
     assert isinstance(loaded, dict)
     return loaded

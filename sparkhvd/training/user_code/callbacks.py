@@ -1,7 +1,7 @@
-"""Callbacks: the user's objects that the training loop calls at its turns.
+"""Callbacks: the user's objects that the training loop calls.
 
-A callback is pickled with the model on the driver, so each rank has a copy of its own; what it changes on itself
-stays there. Whatever all ranks must have alike (whether to stop, the record of an epoch) is agreed on once per epoch.
+A callback is pickled with the model on the driver, so each rank has a copy of its own, and changes to it
+stay there. The decision to stop and the record of an epoch are agreed on by all ranks once per epoch.
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, SupportsFloat
 
 import numpy as np
 import torch
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.training.types import History, Record, State
 from sparkhvd.training.user_code.context import Context, Moment
 from sparkhvd.training.user_code.logs import Logs, combined
 
-if TYPE_CHECKING:  # it imports what imports this
+if TYPE_CHECKING:  # they import this
+    from sparkhvd.training.checkpoints.resume import TrainingState
     from sparkhvd.training.spec import TrainSpec
 
 __all__ = ["Callback", "CallbackContext", "Callbacks", "check_callbacks"]
 
 
-# Methods without an epoch whose record could get a number, and what to do instead.
+# Methods outside an epoch, with no record for a number, and the advice of the error.
 _OUTSIDE = {
     "on_train_begin": "no epoch has begun. Log in on_epoch_begin",
     "on_checkpoint": "the record of the epoch is written already. Log in on_epoch_end, or write to ctx.store",
@@ -36,14 +38,14 @@ _OUTSIDE = {
 class CallbackContext(Context):
     """The `ctx` of callbacks: a `Context` that can log and stop."""
 
-    def __init__(self, spec: TrainSpec, state: Any, moment: Moment) -> None:
-        """The loop makes it."""
+    def __init__(self, spec: TrainSpec, state: TrainingState, moment: Moment) -> None:
+        """Begin without numbers and without a request to stop."""
         super().__init__(spec, state, moment)
         self.logs = Logs()
         self.stop_reason = ""  # asked for on this rank
         self.method = ""  # of the callback that is being called
 
-    def log(self, name: str, value: Any) -> None:
+    def log(self, name: str, value: SupportsFloat) -> None:
         """Report a number: the epoch's record gets its mean over all calls on all ranks.
 
         Raises:
@@ -77,63 +79,61 @@ class Callback:
         ranks: "all", or 0 to be called on rank 0 only; set it on the class or the object.
     """
 
-    ranks: Any = "all"
+    ranks: Literal["all", 0] = "all"
 
     def on_train_begin(self, ctx: CallbackContext) -> None:
-        """Once, when model, optimizer and data are ready; in a run that goes on, after its state is loaded."""
+        """Run once, when model, optimizer and data are ready; in a resumed run after its state is loaded."""
 
     def on_epoch_begin(self, ctx: CallbackContext) -> None:
-        """Before the first step of an epoch, and again where a run goes on inside one.
+        """Run before the first step of an epoch, and again where a run resumes inside one.
 
-        Random numbers are those of the epoch's seed: a run that goes on draws the same.
+        Random numbers are those of the epoch's seed: a resumed run draws the same.
         """
 
     def on_step_end(self, ctx: CallbackContext, loss: float | None) -> None:
-        """After each training step. `loss`: mean over this rank's rows, None where it had none."""
+        """Run after each training step. `loss`: mean over this rank's rows, None if it had none."""
 
-    def on_validation_end(self, ctx: CallbackContext, record: dict[str, Any]) -> None:
-        """After the validation of an epoch, if there is one; `record` as in `on_epoch_end`."""
+    def on_validation_end(self, ctx: CallbackContext, record: Record) -> None:
+        """Run after the validation of an epoch, if there is one; `record` as in `on_epoch_end`."""
 
-    def on_epoch_end(self, ctx: CallbackContext, record: dict[str, Any]) -> None:
-        """After training and validation of an epoch, before its checkpoint.
+    def on_epoch_end(self, ctx: CallbackContext, record: Record) -> None:
+        """Run after training and validation of an epoch, before its checkpoint.
 
         `record` becomes the entry of the history. It may be changed; rank 0's counts for all ranks, and scheduler
         and choice of the best epoch see the changed one. Values that are added must be numbers or texts.
         """
 
     def on_checkpoint(self, ctx: CallbackContext, path: str) -> None:
-        """After the checkpoint of the epoch has been written; `path` is relative to `ctx.store`."""
+        """Run after the checkpoint of the epoch has been written; `path` is relative to `ctx.store`."""
 
-    def on_train_end(self, ctx: CallbackContext, history: list[dict[str, Any]]) -> None:
-        """Once, when all epochs are done or a callback has stopped the training; not after an error."""
+    def on_train_end(self, ctx: CallbackContext, history: History) -> None:
+        """Run once, when all epochs are done or a callback has stopped the training; not after an error."""
 
 
 class Writer(Protocol):
-    """What writes checkpoints: `Saver`."""
+    """Writer of checkpoints; `Saver` is one."""
 
     def wait(self) -> str:
-        """Wait until the last one is written; its path on the rank that writes."""
+        """Wait until the last one is written; return its path on the rank that writes."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
-def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """The callbacks of a fit; runs on the driver.
+def check_callbacks(callbacks: object) -> tuple[Callback, ...]:
+    """Check the callbacks of a fit; runs on the driver.
 
     Raises:
         InvalidArgumentError: an entry is no `Callback` object, has a method that is never called, or one that does
-            not take what it is given.
+            not take its arguments.
     """
     if callbacks is None:
         return ()
-    given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
-    for index, callback in enumerate(given):
-        _check(f"callbacks[{index}]", callback)
-    return tuple(given)
+    entries = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    return tuple(_checked(f"callbacks[{index}]", entry) for index, entry in enumerate(entries))
 
 
-def _check(where: str, callback: Any) -> None:
+def _checked(where: str, callback: object) -> Callback:
     if not isinstance(callback, Callback):
         hint = f" Give an object: {callback.__name__}()." if isinstance(callback, type) else ""
         raise InvalidArgumentError(
@@ -163,27 +163,28 @@ def _check(where: str, callback: Any) -> None:
         raise InvalidArgumentError(
             f"{where} ({name}) has only one of state_dict and load_state_dict. Give both, or none."
         )
+    return callback
 
 
 class Callbacks:
     """The callbacks of a run on this rank."""
 
     def __init__(self, callbacks: Sequence[Callback], ctx: CallbackContext) -> None:
-        """`ctx` is handed to every method."""
+        """Pass `ctx` to every method."""
         self._all = tuple(callbacks)
         self.ctx = ctx
-        self._own = [c for c in self._all if c.ranks == "all" or hvd.rank() == 0]
-        # Why the training ends with the epoch that has ended; equal on all ranks, "" if it goes on.
+        self._called = [c for c in self._all if c.ranks == "all" or hvd.rank() == 0]
+        # The reason why training ends with the last epoch; equal on all ranks, "" if it continues.
         self.stopped = ""
 
-    def call(self, hook: str, *values: Any) -> None:
+    def call(self, hook: str, *values: object) -> None:
         """Call one method of every callback of this rank, in order.
 
         Raises:
             RuntimeError: one raised; it is the cause, and the message names the callback.
         """
         self.ctx.method = hook
-        for callback in self._own:
+        for callback in self._called:
             try:
                 getattr(callback, hook)(self.ctx, *values)
             except CollectiveError:
@@ -194,58 +195,58 @@ class Callbacks:
                 ) from e
 
     def step_end(self, loss_sum: torch.Tensor | float, weight: float) -> None:
-        """Tell that a step has ended, with the sum of this rank's weighted losses and of their weights."""
-        if _overrides("on_step_end", self._own):  # reading the loss waits for the accelerator
+        """Call `on_step_end`, with the sum of this rank's weighted losses and of their weights."""
+        if _overrides("on_step_end", self._called):  # reading the loss waits for the accelerator
             self.call("on_step_end", float(loss_sum) / weight if weight else None)
 
     def checkpoint(self, saver: Writer) -> None:
-        """Tell that the checkpoint of an epoch has been written; every rank must call it."""
+        """Call `on_checkpoint` after the checkpoint of an epoch; every rank must call it."""
         if _overrides("on_checkpoint", self._all):
             path = saver.wait()  # on rank 0, which writes it in the background
             self.call("on_checkpoint", hvd.broadcast_object(path, 0, name="callbacks.checkpoint"))
 
-    def epoch_end(self, record: dict[str, Any]) -> str:
-        """Call what belongs to the end of an epoch, and agree with all ranks; every rank must call it.
+    def epoch_end(self, record: Record) -> str:
+        """Call the methods at the end of an epoch, and agree with all ranks; every rank must call it.
 
         Args:
-            record: of the epoch; the callbacks of this rank, and what they logged, may have changed it afterwards.
+            record: of the epoch; callbacks of this rank, and numbers of all ranks, are added to it.
 
         Returns:
-            Why to stop, equal on all ranks; "" for going on.
+            The reason to stop, equal on all ranks; "" to continue.
         """
         if not self._all:
             return ""
-        self.ctx.logs = Logs()  # what was logged before is in the record
+        self.ctx.logs = Logs()  # numbers logged before are in the record
         if "val_loss" in record:
             self.call("on_validation_end", record)
         self.call("on_epoch_end", record)
         if self.ctx.rank == 0:
             _check_record(record)
-        own = (self.ctx.stop_reason, self.ctx.logs.sums())
-        said = hvd.allgather_object(own, name="callbacks")
-        record |= combined([logs for _, logs in said], "")
-        self.stopped = next((reason for reason, _ in said if reason), "")
+        request = (self.ctx.stop_reason, self.ctx.logs.sums())
+        requests = hvd.allgather_object(request, name="callbacks")
+        record |= combined([logs for _, logs in requests], "")
+        self.stopped = next((reason for reason, _ in requests if reason), "")
         return self.stopped
 
-    def state_dict(self) -> dict[str, Any]:
-        """The states of the callbacks that have one, by position and class, for a checkpoint; and why they stop."""
+    def state_dict(self) -> State:
+        """Return the states of the callbacks that have one, by position and class, and the reason to stop."""
         states = {
             _key(i, c): c.state_dict() for i, c in enumerate(self._all) if hasattr(c, "state_dict")
         }
         for key, state in states.items():
-            if found := _unreadable(state):
+            if kind := _unreadable(state):
                 raise InvalidArgumentError(
-                    f"The callback {key.partition(':')[2]} has a {found} in its state_dict(), which a checkpoint cannot "
+                    f"The callback {key.partition(':')[2]} has a {kind} in its state_dict(), which a checkpoint cannot "
                     "be read with. It may hold numbers, texts, lists, dicts and tensors."
                 )
         return {**states, "stopped": self.stopped}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give every callback its state of a checkpoint, where that has one."""
-        self.stopped = state.get("stopped", "")
+    def load_state_dict(self, state: State) -> None:
+        """Load every callback's state of a checkpoint, if it has one."""
+        self.stopped = str(state.get("stopped", ""))
         for i, callback in enumerate(self._all):
-            if callback in self._own and (found := state.get(_key(i, callback))) is not None:
-                callback.load_state_dict(found)  # type: ignore[attr-defined]  # its state_dict was saved
+            if callback in self._called and (saved := state.get(_key(i, callback))) is not None:
+                callback.load_state_dict(saved)  # type: ignore[attr-defined]  # its state_dict was saved
 
 
 def _overrides(hook: str, callbacks: Sequence[Callback]) -> bool:
@@ -256,18 +257,19 @@ def _key(index: int, callback: Callback) -> str:
     return f"{index}:{type(callback).__qualname__}"
 
 
-def _unreadable(value: Any) -> str:
-    """The type of something in a state that `torch.load` refuses with weights_only, or ""."""
+def _unreadable(value: object) -> str:
+    """Return the type of a value in a state that `torch.load` refuses with weights_only, or ""."""
     if isinstance(value, dict):
         value = [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple)):
-        return next((found for v in value if (found := _unreadable(v))), "")
+        return next((kind for v in value if (kind := _unreadable(v))), "")
     plain = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.number, np.bool_)
     return "" if isinstance(value, plain) else type(value).__name__
 
 
-def _check_record(record: dict[str, Any]) -> None:
-    for name, value in record.items():
+def _check_record(record: Record) -> None:
+    for name, entry in record.items():
+        value: object = entry
         if hasattr(value, "item"):  # numbers of numpy, tensors with one element
             record[name] = value = value.item()
         if not isinstance(name, str) or not isinstance(value, (int, float, str, type(None))):

@@ -1,16 +1,17 @@
-"""What the user's functions and callbacks get to see of a run: `ctx`."""
+"""`ctx`: the view of a run that the user's functions and callbacks get."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 import sparkhvd.torch as hvd
 
-if TYPE_CHECKING:  # it imports what imports this
+if TYPE_CHECKING:  # they import this
+    from sparkhvd.training.checkpoints.resume import TrainingState
     from sparkhvd.training.spec import TrainSpec
 
 __all__ = ["Context", "Moment"]
@@ -18,14 +19,14 @@ __all__ = ["Context", "Moment"]
 
 @dataclass
 class Moment:
-    """Where the training is; one object per run, moved by the loop."""
+    """Epoch and step of the training; one object per run, moved by the loop."""
 
     epoch: int = 0
     step: int = 0
 
 
 class Context:
-    """What every `ctx` has; the attributes are for reading.
+    """Base of every `ctx`; its attributes are for reading.
 
     Attributes:
         rank: this process among `size`.
@@ -33,20 +34,20 @@ class Context:
         model: the module that is trained, on `device`.
         optimizer: the distributed optimizer over its parameters.
         scheduler: the learning rate scheduler, or None.
-        device: where the model is.
-        store: where everything of this run is.
+        device: of the model.
+        store: holds data, checkpoints and metrics of this run.
         run_dir: the run's folder in the store; write own files to `<run_dir>/user/`.
         epochs: epochs to train in all.
-        moment: where the training is; the loop moves it.
+        moment: epoch and step of the training; the loop moves it.
     """
 
-    def __init__(self, spec: TrainSpec, state: Any, moment: Moment) -> None:
-        """The loop makes it, from its `TrainingState`."""
+    def __init__(self, spec: TrainSpec, state: TrainingState, moment: Moment) -> None:
+        """Take the objects of a run."""
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.model: nn.Module = state.model
-        self.optimizer: Any = state.optimizer
-        self.scheduler: Any = state.scheduler
+        self.optimizer = state.optimizer
+        self.scheduler = state.scheduler
         parameter = next(iter(self.model.parameters()), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.store = spec.store

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import SupportsFloat
 
-import torch
+from torch import Tensor
 
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["RESERVED", "Logs", "combined"]
 
-# Names in an epoch's record that are the loop's own.
+# Names in an epoch's record that the loop writes.
 RESERVED = ("epoch", "loss", "seconds", "rows", "rows_per_s", "data_wait_s", "lr")
 
 
@@ -19,10 +19,11 @@ class Logs:
     """Numbers that user code reports during an epoch: each rank's are summed by rows, then combined."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, list[Any]] = {}
+        # Sum of values times weights, and of weights. A sum of tensors stays one, so that a GPU is not waited for.
+        self._sums: dict[str, tuple[Tensor | float, float]] = {}
 
-    def add(self, name: str, value: Any, weight: float) -> None:
-        """Count a value for `weight` rows.
+    def add(self, name: str, value: object, weight: float) -> None:
+        """Add a value with a weight, in rows.
 
         Raises:
             InvalidArgumentError: the name is no text or taken, or the value is not one number.
@@ -32,32 +33,33 @@ class Logs:
                 f"ctx.log({name!r}, ...): the name is taken or no text. Give a text other than "
                 f"{', '.join(RESERVED)} that does not begin with 'val_'."
             )
-        is_tensor = isinstance(value, torch.Tensor)
-        if value.numel() != 1 if is_tensor else not hasattr(value, "__float__"):
+        number: Tensor | float
+        if isinstance(value, Tensor) and value.numel() == 1:
+            number = value.detach().double().reshape(())
+        elif isinstance(value, SupportsFloat) and not isinstance(value, Tensor):
+            number = float(value)
+        else:
             raise InvalidArgumentError(
                 f"ctx.log({name!r}, ...): the value is {value!r:.100}; it must be one number, or a tensor with one "
                 "element."
             )
-        # A tensor stays one, so that an accelerator is not waited for.
-        value = value.detach().double().reshape(()) if is_tensor else float(value)
-        entry = self._sums.setdefault(name, [0.0, 0.0])
-        entry[0] = entry[0] + value * weight
-        entry[1] += weight
+        total, weights = self._sums.get(name, (0.0, 0.0))
+        self._sums[name] = (total + number * weight, weights + weight)
 
     def load(self, sums: dict[str, tuple[float, float]]) -> None:
-        """Go on from what `sums` gave."""
-        self._sums = {name: list(pair) for name, pair in sums.items()}
+        """Continue from the sums of `sums`."""
+        self._sums = dict(sums)
 
     def sums(self) -> dict[str, tuple[float, float]]:
-        """By name the sum of the values times their weights, and of the weights, on this rank."""
+        """Return by name the sum of the values times their weights, and of the weights, on this rank."""
         return {name: (float(total), weight) for name, (total, weight) in self._sums.items()}
 
 
 def combined(by_rank: Sequence[dict[str, tuple[float, float]]], prefix: str) -> dict[str, float]:
-    """Means from each rank's (sum, weight) by name; a name need not be on every rank."""
+    """Combine each rank's (sum, weight) by name to means; a name need not be on every rank."""
     result = {}
-    for name in dict.fromkeys(name for own in by_rank for name in own):
-        pairs = [own[name] for own in by_rank if name in own]
+    for name in dict.fromkeys(name for sums in by_rank for name in sums):
+        pairs = [sums[name] for sums in by_rank if name in sums]
         weight = sum(w for _, w in pairs)
         result[f"{prefix}{name}"] = sum(t for t, _ in pairs) / weight if weight else float("nan")
     return result

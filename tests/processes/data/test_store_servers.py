@@ -23,7 +23,8 @@ from sparkhvd.data.store.atomic import upload
 from sparkhvd.data.store.run_lock import hold
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.servers import S3, SECRET, cable
 
 pytestmark = pytest.mark.leaks("file systems keep their connections open")

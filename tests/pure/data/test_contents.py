@@ -22,7 +22,8 @@ from sparkhvd.data.store.run_lock import hold, holder_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.runs import Run
-from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(60)

@@ -21,7 +21,8 @@ from sparkhvd.data.store.remote_store import RemoteStore
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.estimator.saving.encoding import Archive
-from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.mounts import tmpfs, unmount
 from tests.harness.sequential_mount import sequential_mount
 

@@ -14,7 +14,8 @@ from sparkhvd.data.store.checksummed import load_sealed
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.runs import Run
-from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.files import Checkpoints
 
 
 @pytest.fixture

@@ -11,8 +11,9 @@ from torch import nn
 import sparkhvd.torch as hvd
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.building import Overrides, build_model, given_loss
-from sparkhvd.training.program import check_model
+from sparkhvd.training.loss_functions import construct_losses
+from sparkhvd.training.model import build_model, check_model
+from sparkhvd.training.optimizer import Overrides
 from tests.ranks.training.ranks import Case, assert_close, linear
 
 
@@ -22,7 +23,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def drawn() -> nn.Module:
-    """A module whose first weights are random."""
+    """Make a module whose first weights are random."""
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
 
 
@@ -97,13 +98,15 @@ def test_compressed_gradients_are_close_and_not_equal(store: Store) -> None:
 
 def test_loss_constructors() -> None:
     model = linear()
-    made = given_loss(None, [nn.MSELoss, lambda **kw: kw["model"], lambda model: (model,)], model)
+    made = construct_losses(
+        None, [nn.MSELoss, lambda **kw: kw["model"], lambda model: (model,)], model
+    )
     assert isinstance(made[0], nn.MSELoss)
     assert made[1:] == [model, (model,)]
-    assert isinstance(given_loss(None, [nn.L1Loss], model), nn.L1Loss)
-    assert given_loss(abs, None, model) is abs
+    assert isinstance(construct_losses(None, [nn.L1Loss], model), nn.L1Loss)
+    assert construct_losses(abs, None, model) is abs
     with pytest.raises(InvalidArgumentError, match="loss_constructors holds 3"):
-        given_loss(None, 3, model)
+        construct_losses(None, 3, model)
 
 
 @pytest.mark.parametrize("persistent", [True, False])

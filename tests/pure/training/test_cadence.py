@@ -1,4 +1,4 @@
-"""When a checkpoint starts: on a clock that the test turns."""
+"""Times of checkpoints inside an epoch, on a fake clock."""
 
 from __future__ import annotations
 

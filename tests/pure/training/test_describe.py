@@ -1,4 +1,4 @@
-"""What two fits are compared by: every part that a checkpoint depends on, and nothing that differs by itself."""
+"""Descriptions of fits: equal in all processes, different in every part that a checkpoint depends on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch import nn
 
 from sparkhvd.estimator.fitting.loop import LoopOptions
 from sparkhvd.training.checkpoints.fingerprint import differences
+from sparkhvd.training.describe_program import describe_program
 from sparkhvd.training.early_stopping import Monitor
 from sparkhvd.training.metrics import resolve_metrics
-from sparkhvd.training.program import Program, describe_program
+from sparkhvd.training.program import Program
 from sparkhvd.training.schedulers import plain
 
 
 class Scaled(nn.Module):
-    """Of the user's own: an option that stays, and things that are other in every process."""
+    """User's module with an option, and with attributes that differ in every process."""
 
     def __init__(self, factor: float = 2.0, label: str = "") -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from tests.ranks.training.ranks import Case, linear
 
 
 def constant(tmp_path: Path, outputs: int, **fields: Any) -> Case:
-    """A fit that leaves the model as it is."""
+    """Make a fit that does not change the model."""
     model = linear(outputs=outputs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seed = secrets.randbits(32)
@@ -75,7 +75,7 @@ def test_class_metrics_are_those_of_one_process(tmp_path: Path, size: int, rows:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_values_of_one_column_are_compared_as_such(tmp_path: Path, size: int) -> None:
-    """The output is (rows, 1), which Pearson's coefficient refuses; its state has a merge of its own."""
+    """Check outputs of (rows, 1), which Pearson's coefficient refuses; its state has its own merge."""
     metrics = {
         "r": regression.PearsonCorrCoef(),
         "r2": regression.R2Score(),
@@ -154,9 +154,9 @@ def test_a_metric_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed) as failed:
         case.train(2)
     # A rank may hear that another one has ended before it comes so far itself.
-    own = [e for e in failed.value.errors.values() if isinstance(e, InvalidArgumentError)]
-    assert own
-    for error in own:
+    errors = [e for e in failed.value.errors.values() if isinstance(e, InvalidArgumentError)]
+    assert errors
+    for error in errors:
         assert str(error) == (
             "metric 'Curve' gave tuple; the history of a fit holds numbers. Give a metric whose compute() returns a tensor "
             "or a dict of tensors."

@@ -143,9 +143,9 @@ def test_a_light_copy_shares_memory_and_nothing_else() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     copied = light_copy(module).eval()
     assert module.training
-    for mine, theirs in zip(module.parameters(), copied.parameters(), strict=True):
-        assert mine is not theirs
-        assert mine.data_ptr() == theirs.data_ptr()
+    for original, copy in zip(module.parameters(), copied.parameters(), strict=True):
+        assert original is not copy
+        assert original.data_ptr() == copy.data_ptr()
     copied[1].running_mean.fill_(3.0)
     assert float(module[1].running_mean.sum()) == 0.0
 

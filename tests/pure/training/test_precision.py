@@ -86,7 +86,7 @@ def per_step(optimizer: Any) -> Any:
 
 
 def overflowing(store: Store, **options: Any) -> Case:
-    """The gradients of the first steps are too large for float16, until the scale has come down."""
+    """Make a fit whose first gradients overflow float16, until the scale has come down."""
     model = linear()
     return Case(
         store,

@@ -189,7 +189,7 @@ def test_a_rate_of_numpy_can_be_read_back(store: Store) -> None:
 
 
 class Twice:
-    """A scheduler of the user's own, with a number of numpy."""
+    """User's scheduler with a number of numpy."""
 
     def __init__(self, optimizer: Any, factor: float) -> None:
         self.factor = np.float64(factor)

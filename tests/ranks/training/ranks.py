@@ -1,4 +1,4 @@
-"""What tests of the training loop share: packed data without Spark, ranks as threads, and a plain reference."""
+"""Harness of the training loop: packed data without Spark, ranks as threads, and a plain reference."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.check_user_code import check_user_code
 from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.loss_functions import resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.precision import autocast, widened
-from sparkhvd.training.program import Program, dump_program, resolve_losses, store_program
+from sparkhvd.training.program import Program, dump_program, store_program
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
 from sparkhvd.training.user_code.transformations import transformed_by
@@ -160,16 +161,16 @@ class Case:
         return results[0]
 
     def checkpoint(self, epoch: int) -> Any:
-        """The checkpoint after an epoch."""
+        """Load the checkpoint after an epoch."""
         return Checkpoints(self.store, RUN_DIR).load(epoch)
 
     def weights(self, epoch: int) -> dict[str, torch.Tensor]:
-        """The model's state in the checkpoint after an epoch."""
+        """Load the model's state in the checkpoint after an epoch."""
         weights: dict[str, torch.Tensor] = self.checkpoint(epoch).model
         return weights
 
     def reference(self, size: int, epochs: int) -> list[dict[str, Any]]:
-        """The same training in one process in plain PyTorch, with batch size * batch_size * accumulate.
+        """Train the same in one process in plain PyTorch, with batch size * batch_size * accumulate.
 
         Returns:
             The state dict after each epoch, with "loss" as the epoch's mean.
@@ -197,7 +198,7 @@ class Case:
             total = weight = 0.0
             for step in range(plan.num_steps)[: options.get("train_steps_per_epoch")]:
                 rows = plan.batch_rows(0, step)
-                loss, own = self._reference_loss(model, rows)
+                loss, count = self._reference_loss(model, rows)
                 optimizer.zero_grad()
                 loss.backward()
                 if (limit := options.get("gradient_clip_value")) is not None:
@@ -207,8 +208,8 @@ class Case:
                 optimizer.step()
                 if scheduler is not None and per_step:
                     scheduler.step()
-                total += float(loss.detach()) * own
-                weight += own
+                total += float(loss.detach()) * count
+                weight += count
             if scheduler is not None and not per_step:
                 scheduler.step()
             states.append({**copy.deepcopy(model.state_dict()), "loss": total / weight})
@@ -266,12 +267,12 @@ def linear(dtype: torch.dtype = torch.float32, outputs: int = 1, seed: int = 0) 
 
 @dataclass
 class Remembered:
-    """What ranks that are threads of this process leave behind: their parameters, without hooks."""
+    """Parameters, without hooks, of ranks that ran as threads of this process."""
 
     parameters: list[list[torch.Tensor]] = field(default_factory=list)
 
     def assert_alike(self, size: int) -> None:
-        """The parameters of the last `size` ranks are the same, bit by bit; forget them."""
+        """Assert that the parameters of the last `size` ranks are equal, bit by bit; forget them."""
         last, self.parameters = self.parameters[-size:], []
         assert len(last) == size
         for other in last:
@@ -282,7 +283,7 @@ REMEMBERED = Remembered()
 
 
 def remember(optimizer: torch.optim.Optimizer) -> Any:
-    """A scheduler that changes nothing, made by a function that shows the test each rank's parameters."""
+    """Make a scheduler that changes nothing, and remember the rank's parameters."""
     REMEMBERED.parameters.append([p.detach() for g in optimizer.param_groups for p in g["params"]])
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
 

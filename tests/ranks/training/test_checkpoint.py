@@ -16,7 +16,8 @@ import torch
 
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.sequential_mount import sequential_mount
 
 RUN = "runs/r"
@@ -170,7 +171,7 @@ def test_a_store_that_cannot_be_read_for_a_moment_hides_no_checkpoint(tmp_path: 
 
 @pytest.mark.parametrize("url", ["{}/large", "memory://large{}"])
 def test_a_checkpoint_is_read_in_pieces(tmp_path: Path, url: str) -> None:
-    """At no time are the file's bytes in memory beside the tensors."""
+    """Check that the file's bytes are never in memory beside the tensors."""
     store = Store.create(url.format(tmp_path))
     large = replace(checkpoint(1, 0), model={"weight": torch.arange(16 << 20)})
     Checkpoints(store, RUN).save(large)
@@ -225,14 +226,14 @@ class _HalfWritten:
 
 
 def killed_at(moment: int, folder: Path) -> bool:
-    """Whether a process that writes `POSITIONS` was killed at this moment; False if there is no such moment."""
+    """Kill a process that writes `POSITIONS` at this change; return False if there are fewer changes."""
     store = KillingStore(folder.as_uri())
     store.left = moment
     return was_killed(store, folder)
 
 
 def was_killed(store: Store, folder: Path) -> bool:
-    """Whether a process that writes `POSITIONS` into the store was killed; it notes in the folder how far it came."""
+    """Run a process that writes `POSITIONS` and notes each in the folder; return True if it was killed."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -286,7 +287,7 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
 def test_a_kill_at_any_change_of_a_mount_leaves_a_checkpoint_that_can_be_read(
     tmp_path: Path, renames: bool
 ) -> None:
-    """The mount itself kills the writer, at each folder, file, write, rename and removal."""
+    """Let the mount kill the writer at each folder, file, write, rename and removal."""
     num_changes = 0
     while True:
         here = tmp_path / f"{num_changes}"

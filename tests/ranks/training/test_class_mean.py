@@ -17,7 +17,7 @@ from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.class_mean import ClassMean
-from sparkhvd.training.program import resolve_losses
+from sparkhvd.training.loss_functions import resolve_losses
 from tests.harness.ranks import RanksFailed
 from tests.ranks.training.ranks import Case, assert_close, linear
 

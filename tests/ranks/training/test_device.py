@@ -1,4 +1,4 @@
-"""Where a rank computes, and the way there: decided in one function, and the same code on every device."""
+"""The device of a rank, and the moves to it."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def test_the_device_of_a_rank(
     problem: str,
 ) -> None:
     sees(count)
-    device, said = choose_device(place(local_rank, gpu), looks=looks)
+    device, reason = choose_device(place(local_rank, gpu), looks=looks)
     assert device == expected
-    assert said.startswith(problem)
-    assert bool(said) == bool(problem)
+    assert reason.startswith(problem)
+    assert bool(reason) == bool(problem)
 
 
 def test_a_process_that_no_runner_started_is_the_first_of_its_host(sees: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_process_that_no_runner_started_is_the_first_of_its_host(sees: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("devices", "message"),
     [
         ([("cpu", ""), ("cpu", "")], ""),
         ([("cuda", ""), ("cuda", "")], ""),
@@ -103,11 +103,11 @@ def test_a_process_that_no_runner_started_is_the_first_of_its_host(sees: Any) ->
     ],
 )
 def test_ranks_agree_on_the_kind_of_device_or_all_fail(
-    said: list[tuple[str, str]], message: str
+    devices: list[tuple[str, str]], message: str
 ) -> None:
     def work(engine: Any) -> str:
         with use_engine(engine):
-            kind, problem = said[engine.rank]
+            kind, problem = devices[engine.rank]
             try:
                 agree(torch.device(kind), problem)
             except InvalidArgumentError as e:
@@ -164,7 +164,7 @@ def test_what_a_collate_function_made_is_on_the_device_in_a_step_of_the_users_ow
 
 
 def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader gives its page-locked memory to the next batch when nobody holds this one."""
+    """Hold a batch: the reader reuses its page-locked memory as soon as it is released."""
     events: list[Any] = []
 
     class Event:

@@ -1,4 +1,4 @@
-"""What a run that goes on needs besides weights: memory of the compression, extra states, buffers that change size."""
+"""State of a resumed run besides weights: compression, extra states, buffers that change size."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def case(folder: Path, model: nn.Module, **fields: Any) -> Case:
     return Case(Store.create(folder), model, optimizer, options=options, user=user, **fields)
 
 
-def assert_goes_on_as_undisturbed(whole: Case, parts: Case, fails_at: int) -> None:
-    """A run that fails at this step and goes on ends as one that did not, bit by bit."""
+def assert_resumes_exactly(whole: Case, parts: Case, fails_at: int) -> None:
+    """Assert that a run that fails at this step and resumes ends as one that did not, bit by bit."""
     expected = whole.train(2)
     saved = Checkpoints(parts.store, RUN_DIR)
     # 13 steps per epoch: the 14th fails before anything of its epoch is saved.
@@ -85,7 +85,7 @@ def test_what_powersgd_has_not_sent_survives(
         return one
 
     whole, parts = make("whole"), make("parts")
-    assert_goes_on_as_undisturbed(whole, parts, fails_at)
+    assert_resumes_exactly(whole, parts, fails_at)
     saved = whole.checkpoint(3).compression
     error = saved["errors"]["2.weight"]
     assert error.shape == (2, 16, 16)  # of each rank
@@ -161,7 +161,7 @@ def test_the_state_of_modules_survives_on_every_rank(
 ) -> None:
     options = {"has_validation": True, "validation": 0.25, "batch_size": 3}
     whole, parts = (case(tmp_path / name, kind(), options=options) for name in ("whole", "parts"))
-    assert_goes_on_as_undisturbed(whole, parts, fails_at)
+    assert_resumes_exactly(whole, parts, fails_at)
 
 
 def test_ranks_end_an_epoch_with_rank_0s_module_state() -> None:

@@ -25,7 +25,8 @@ from sparkhvd.estimator.fitting.runs import open_run
 from sparkhvd.runner import context, run_local
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.checkpoints import saver
-from sparkhvd.training.checkpoints.files import Checkpoint, Checkpoints
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.program import PROGRAM_NAME
 from sparkhvd.training.spec import TrainResult, TrainSpec
 from sparkhvd.training.train import train
@@ -107,7 +108,7 @@ def run(one: Case) -> TrainResult:
 
 
 def steps(one: Case, rank: int) -> list[float]:
-    """When the rank began each step, of all attempts."""
+    """Return the times at which the rank began each step, of all attempts."""
     folder = Path(one.store.local_path("") or "").parent
     path = folder / f"steps-{rank}"
     return [float(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -179,7 +180,7 @@ def assert_equal(found: Any, expected: Any, where: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_checkpoint_of_every_step_changes_nothing(tmp_path: Path, size: int) -> None:
-    """The same weights with a checkpoint after nearly every step as with none inside the epoch."""
+    """Compare weights with a checkpoint after nearly every step and with none inside the epoch."""
 
     def weights(name: str, interval_s: float) -> dict[str, torch.Tensor]:
         model = linear()
@@ -288,7 +289,7 @@ def fit_again(store: Store, spec: TrainSpec, program: bytes, *, warm_start: bool
     fingerprint = json.dumps({"rows": 40, "random_seed": seed})
     run.check(fingerprint, DAMAGED_EPOCHS)
     store.write_bytes(f"{run.run_dir}/{PROGRAM_NAME}", program)
-    own = replace(
+    changed = replace(
         spec,
         store=store,
         run_dir=run.run_dir,
@@ -297,7 +298,7 @@ def fit_again(store: Store, spec: TrainSpec, program: bytes, *, warm_start: bool
         fingerprint=fingerprint,
         epochs=DAMAGED_EPOCHS,
     )
-    (result,) = run_ranks(1, lambda engine: train(own), using=use_engine)
+    (result,) = run_ranks(1, lambda engine: train(changed), using=use_engine)
     run.finish(result.epoch, 1)
     return Checkpoints(store, run.run_dir).load(result.epoch).model
 

@@ -50,7 +50,7 @@ def failures(case: Case, size: int = 2, **options: Any) -> dict[int, BaseExcepti
 
 
 def cause_of(errors: dict[int, BaseException]) -> BaseException:
-    """What a rank raised itself: one that fails first may end the collective that another one is still in."""
+    """Return the error that a rank raised itself: the others may see a collective that ended."""
     return next(e for e in errors.values() if not isinstance(e, CollectiveError))
 
 
@@ -74,29 +74,29 @@ def weighted_step(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) ->
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_train_step_trains_as_the_declarative_loop_does(store: Store, size: int) -> None:
-    own = case(store, user={"train_step": mse_step}, loss=None, options=VALIDATION)
-    own.user["validation_step"] = mse_step
-    result = own.train(size)
+    custom = case(store, user={"train_step": mse_step}, loss=None, options=VALIDATION)
+    custom.user["validation_step"] = mse_step
+    result = custom.train(size)
     expected = case(Store.create(Path(store.url.removeprefix("file://")) / "2"), options=VALIDATION)
     declared = expected.train(size)
-    assert_close(own.weights(2), expected.weights(2), 1e-6)
-    for mine, other in zip(result.history, declared.history, strict=True):
+    assert_close(custom.weights(2), expected.weights(2), 1e-6)
+    for custom_record, other in zip(result.history, declared.history, strict=True):
         for name in ("loss", "val_loss"):
-            assert mine[name] == pytest.approx(other[name], rel=1e-5)
-        assert mine["rmse2"] == pytest.approx(mine["loss"], rel=1e-5)
-        assert mine["val_rmse2"] == pytest.approx(mine["val_loss"], rel=1e-5)
+            assert custom_record[name] == pytest.approx(other[name], rel=1e-5)
+        assert custom_record["rmse2"] == pytest.approx(custom_record["loss"], rel=1e-5)
+        assert custom_record["val_rmse2"] == pytest.approx(custom_record["val_loss"], rel=1e-5)
     # 57 training rows in steps of at most 16 per rank; a step counts by its rows.
     assert 1 <= result.history[0]["step"] < result.history[1]["step"]
 
 
 def test_train_step_may_return_what_its_mean_counts_and_params_still_work(store: Store) -> None:
     options = {"gradient_clip_norm": 0.05, "accumulate": 2, "epochs": 3}
-    own = case(store, user={"train_step": weighted_step}, weighted=True, options=options)
-    own.train(2)
+    custom = case(store, user={"train_step": weighted_step}, weighted=True, options=options)
+    custom.train(2)
     other = Store.create(Path(store.url.removeprefix("file://")) / "2")
     expected = case(other, weighted=True, options=options)
     expected.train(2)
-    assert_close(own.weights(3), expected.weights(3), 1e-6)
+    assert_close(custom.weights(3), expected.weights(3), 1e-6)
 
 
 def test_a_batch_has_arguments_by_name_where_inputs_name_them(store: Store) -> None:
@@ -105,8 +105,8 @@ def test_a_batch_has_arguments_by_name_where_inputs_name_them(store: Store) -> N
         assert batch["input"].shape[1:] == (3,)
         return F.mse_loss(model(batch["input"]), batch["y"][:, None])
 
-    own = case(store, user={"train_step": step}, inputs={"input": ["x"]}, weighted=True)
-    assert own.train(2).epoch == 2
+    custom = case(store, user={"train_step": step}, inputs={"input": ["x"]}, weighted=True)
+    assert custom.train(2).epoch == 2
 
 
 def broadcasting(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) -> torch.Tensor:
@@ -209,8 +209,8 @@ class OnlyFirst(Recorder):
 
 
 def test_callbacks_are_called_in_order_on_their_ranks(store: Store) -> None:
-    own = case(store, user={"callbacks": [Recorder(), OnlyFirst()]}, options=VALIDATION)
-    result = own.train(2)
+    custom = case(store, user={"callbacks": [Recorder(), OnlyFirst()]}, options=VALIDATION)
+    result = custom.train(2)
     steps = 2  # 56 rows in steps of 2 * 16
 
     def epoch(number: int) -> list[list[Any]]:
@@ -256,10 +256,10 @@ class StopAt(Callback):
 
 
 def test_one_rank_that_stops_stops_all_and_states_survive(store: Store) -> None:
-    own = case(store, user={"callbacks": [StopAt(3, rank=1)]}, options={"epochs": 9})
-    first = own.train(2, epochs=2)
+    custom = case(store, user={"callbacks": [StopAt(3, rank=1)]}, options={"epochs": 9})
+    first = custom.train(2, epochs=2)
     assert first.stopped == ""
-    result = own.train(2)
+    result = custom.train(2)
     assert result.stopped == "enough"
     assert [r["seen"] for r in result.history] == [1, 2, 3]
     assert result.epoch == 3
@@ -288,14 +288,14 @@ class StopThenFail(Callback):
 @pytest.mark.parametrize("fails_at", [9, "checkpoint"])
 def test_a_run_that_was_asked_to_stop_stops_when_it_goes_on(store: Store, fails_at: Any) -> None:
     options = {"epochs": 3, "checkpoint_interval_s": 1e-6, "batch_size": 4}
-    own = case(store, user={"callbacks": [StopThenFail()]}, options=options)
+    custom = case(store, user={"callbacks": [StopThenFail()]}, options=options)
     StopThenFail.fails_at, StopThenFail.saved = fails_at, Checkpoints(store, RUN_DIR)
     try:
-        failures(own)
+        failures(custom)
     finally:
         StopThenFail.fails_at = None
     assert (0, 1) < StopThenFail.saved.latest_position() <= (1, 0)
-    result = own.train(2)
+    result = custom.train(2)
     assert (len(result.history), result.stopped) == (1, "enough")
 
 
@@ -311,14 +311,14 @@ class Holds(Callback):
 
 
 def test_a_state_of_a_callback_that_could_not_be_read_is_refused(store: Store) -> None:
-    own = case(store, user={"callbacks": [Holds(np.zeros(2))]})
-    assert str(failures(own, 1)[0]) == (
+    custom = case(store, user={"callbacks": [Holds(np.zeros(2))]})
+    assert str(failures(custom, 1)[0]) == (
         "The callback Holds has a ndarray in its state_dict(), which a checkpoint cannot be read with. It may hold "
         "numbers, texts, lists, dicts and tensors."
     )
-    own.user["callbacks"] = [Holds(np.float64(0.25))]
-    own.train(2)
-    assert own.checkpoint(2).callbacks["0:Holds"] == {"best": [0.25]}
+    custom.user["callbacks"] = [Holds(np.float64(0.25))]
+    custom.train(2)
+    assert custom.checkpoint(2).callbacks["0:Holds"] == {"best": [0.25]}
 
 
 class Broken(Callback):
@@ -386,18 +386,18 @@ class Begins(Callback):
 
 def test_the_beginning_of_an_epoch_repeats_in_a_run_that_goes_on_inside_it(store: Store) -> None:
     options = {"epochs": 3, "checkpoint_interval_s": 1e-6, "batch_size": 4}
-    own = case(store, user={"callbacks": [Begins()]}, options=options)
+    custom = case(store, user={"callbacks": [Begins()]}, options=options)
     other = Store.create(Path(store.url.removeprefix("file://")) / "2")
     expected = case(other, user={"callbacks": [Begins()]}, options=options).train(1)
     for record in expected.history:
         assert record["began"] == pytest.approx(record["drawn"])
     Begins.fails_behind = Checkpoints(store, RUN_DIR)
     try:
-        assert "a loss" in str(failures(own, 1)[0])
+        assert "a loss" in str(failures(custom, 1)[0])
     finally:
         Begins.fails_behind = None
     assert Checkpoints(store, RUN_DIR).latest_position() > (1, 0)
-    assert without_times(own.train(1)) == without_times(expected)
+    assert without_times(custom.train(1)) == without_times(expected)
 
 
 class Misspelt(Callback):
@@ -476,19 +476,19 @@ def own_loop(ctx: Any) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_train_fn_trains_as_the_declarative_loop_does(store: Store, size: int) -> None:
-    own = case(store, user={"train_fn": own_loop}, options={**VALIDATION, "epochs": 3})
-    own.train(size, epochs=1)
-    result = own.train(size)  # goes on after the first epoch
+    custom = case(store, user={"train_fn": own_loop}, options={**VALIDATION, "epochs": 3})
+    custom.train(size, epochs=1)
+    result = custom.train(size)  # goes on after the first epoch
     other = Store.create(Path(store.url.removeprefix("file://")) / "2")
     expected = case(other, options={**VALIDATION, "epochs": 3})
     declared = expected.train(size)
-    assert_close(own.weights(3), expected.weights(3), 1e-6)
+    assert_close(custom.weights(3), expected.weights(3), 1e-6)
     assert [r["rows"] for r in result.history] == [56.0] * 3
     assert [r["epoch"] for r in result.history] == [1, 2, 3]
     steps = -(-56 // (16 * size))
     assert [r["step"] for r in result.history] == [steps, 2 * steps, 3 * steps]
-    for mine, theirs in zip(result.history, declared.history, strict=True):
-        assert mine["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-5)
+    for custom_record, other in zip(result.history, declared.history, strict=True):
+        assert custom_record["val_loss"] == pytest.approx(other["val_loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("stops_after", [None, 2, 3])
@@ -513,14 +513,14 @@ def test_the_best_of_train_fn_is_one_that_it_saved(
                 raise ValueError("a loss")
 
     options = {"epochs": 6, "return_best": True, "monitor": Monitor("val_loss")}
-    own = case(store, user={"train_fn": loop}, options=options)
+    custom = case(store, user={"train_fn": loop}, options=options)
     if stops_after is not None:
         with pytest.raises(RanksFailed):
-            own.train(size)
+            custom.train(size)
         stop[0] = None
-    result = own.train(size)
+    result = custom.train(size)
     assert result.epoch == 4
-    assert float(own.weights(4)["0.weight"][0, 0]) == result.history[3]["weight"]
+    assert float(custom.weights(4)["0.weight"][0, 0]) == result.history[3]["weight"]
 
 
 def test_train_fn_without_records_and_with_its_own_optimizer_gives_its_model(store: Store) -> None:
@@ -539,13 +539,13 @@ def test_train_fn_without_records_and_with_its_own_optimizer_gives_its_model(sto
         ctx.model(seen[0][0].reshape(-1, 1).expand(-1, 3)).mean().backward()
         optimizer.step()
 
-    own = case(store, user={"train_fn": loop})
-    own.optimizer = None
-    result = own.train(2)
+    custom = case(store, user={"train_fn": loop})
+    custom.optimizer = None
+    result = custom.train(2)
     assert result.history == []
     assert result.epoch == 0
-    before = dict(own.model.state_dict())
-    assert any(not torch.equal(v, before[n]) for n, v in own.weights(0).items())
+    before = dict(custom.model.state_dict())
+    assert any(not torch.equal(v, before[n]) for n, v in custom.weights(0).items())
 
 
 @pytest.mark.parametrize(
@@ -572,9 +572,9 @@ def test_train_fn_without_records_and_with_its_own_optimizer_gives_its_model(sto
 def test_a_train_fn_that_fails_says_why(store: Store, loop: Any, kind: Any, message: str) -> None:
     errors = failures(case(store, user={"train_fn": loop}))
     assert set(errors) == {0, 1}
-    own = [error for error in errors.values() if not isinstance(error, CollectiveError)]
-    assert own  # a rank may see first that the other one has gone
-    for error in own:
+    causes = [error for error in errors.values() if not isinstance(error, CollectiveError)]
+    assert causes  # a rank may see first that the other one has gone
+    for error in causes:
         assert isinstance(error, kind)
         assert str(error) == message
 
@@ -605,31 +605,31 @@ def test_transformed_rows_are_what_every_level_sees(store: Store, level: str) ->
 
     user: dict[str, Any] = {"transformation_fn": reversed_row}
     user |= {"train_step": {"train_step": step}, "train_fn": {"train_fn": loop}}.get(level, {})
-    own = case(store, user=user, inputs={"input": ["flipped"]})
-    result = own.train(2)
+    custom = case(store, user=user, inputs={"input": ["flipped"]})
+    result = custom.train(2)
     expected = case(Store.create(Path(store.url.removeprefix("file://")) / "2"))
     expected.values["x"] = expected.values["x"][:, ::-1] * 2
     expected.values["y"] = -expected.values["y"]
     reference = expected.reference(2, 2)[1]
     reference.pop("loss")
-    assert_close(own.weights(result.epoch), reference, 1e-5)
+    assert_close(custom.weights(result.epoch), reference, 1e-5)
 
 
 def test_random_transformations_repeat_in_a_run_that_goes_on(tmp_path: Path) -> None:
-    def own(name: str) -> Case:
+    def custom(name: str) -> Case:
         user = {"transformation_fn": reversed_row, "batch_transform_fn": noisy}
         store = Store.create(tmp_path / name)
         return case(store, user=user, inputs={"input": ["flipped"]}, options=VALIDATION)
 
     # One rank, because ranks that are threads share numpy's random numbers.
-    whole, parts = own("whole"), own("parts")
+    whole, parts = custom("whole"), custom("parts")
     expected = whole.train(1)
     parts.train(1, epochs=1)
     resumed = parts.train(1)
     for name, value in whole.weights(2).items():
         assert torch.equal(value, parts.weights(2)[name]), name
     assert [r["val_loss"] for r in resumed.history] == [r["val_loss"] for r in expected.history]
-    quiet = own("quiet")
+    quiet = custom("quiet")
     quiet.user.pop("batch_transform_fn")
     assert quiet.train(1).history[0]["loss"] != expected.history[0]["loss"]
 

@@ -1,0 +1,130 @@
+"""The user's losses: one function per label, checked on the driver."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.class_mean import ClassMean
+from sparkhvd.training.types import Loss
+
+__all__ = ["construct_losses", "resolve_losses"]
+
+
+def construct_losses(loss: object, constructors: object, model: nn.Module) -> object:
+    """Return the Param `loss`, or the losses that `loss_constructors` make: one function or a list with one per label.
+
+    A constructor is called on the driver, with `model=` if it takes that.
+
+    Raises:
+        InvalidArgumentError: both are given, or a constructor is no function or fails.
+    """
+    if constructors is None:
+        return loss
+    if loss is not None:
+        raise InvalidArgumentError("loss and loss_constructors are both given. Give one of them.")
+    entries = constructors if isinstance(constructors, (list, tuple)) else [constructors]
+    made = [_construct(entry, model) for entry in entries]
+    return made if len(made) > 1 else made[0]
+
+
+def _construct(constructor: object, model: nn.Module) -> object:
+    if not callable(constructor):
+        raise InvalidArgumentError(
+            f"loss_constructors holds {constructor!r:.200}; it must hold functions that return a loss."
+        )
+    try:
+        return constructor(model=model) if _takes_model(constructor) else constructor()
+    except Exception as e:
+        raise InvalidArgumentError(
+            f"loss_constructors: calling {constructor!r:.100} failed: {type(e).__name__}: {e}. Give functions that can "
+            "be called without arguments, or with model=."
+        ) from e
+
+
+def _takes_model(function: Callable[..., object]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return "model" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def resolve_losses(
+    loss: object, num_labels: int, *, per_row: bool
+) -> tuple[tuple[Loss, ...], tuple[bool, ...]]:
+    """Return one loss per label, and for each whether it adds rows up.
+
+    Args:
+        loss: a function or module, or a list with one per label.
+        num_labels: number of label columns.
+        per_row: sample weights are used: every loss must return a value per row.
+
+    Raises:
+        InvalidArgumentError: it is missing, not callable, not one per label, or not able to return values per row.
+    """
+    if loss is None:
+        raise InvalidArgumentError(
+            "loss is required: give a function of (output, label), for example torch.nn.MSELoss()."
+        )
+    entries = list(loss) if isinstance(loss, (list, tuple)) else [loss] * num_labels
+    if len(entries) != num_labels:
+        raise InvalidArgumentError(
+            f"loss has {len(entries)} entries and label_cols {num_labels}. Give one loss, or one per label."
+        )
+    losses = [_checked(entry, per_row=per_row) for entry in entries]
+    if per_row:
+        return tuple(_per_row(entry) for entry in losses), (False,) * num_labels
+    is_sum = tuple(getattr(entry, "reduction", "") == "sum" for entry in losses)
+    if any(is_sum) and not all(is_sum):
+        raise InvalidArgumentError(
+            "loss: some of the losses have reduction='sum' and some do not, so their sizes depend on the batch "
+            "in different ways. Give all of them one reduction."
+        )
+    return tuple(ClassMean.of(entry) or entry for entry in losses), is_sum
+
+
+def _checked(loss: object, *, per_row: bool) -> Loss:
+    if isinstance(loss, type) or not callable(loss):
+        hint = f" Give an instance: {loss.__name__}()." if isinstance(loss, type) else ""
+        raise InvalidArgumentError(
+            f"loss is {loss!r:.200}; it must be a function of (output, label).{hint}"
+        )
+    if isinstance(loss, nn.Module) and getattr(loss, "reduction", "") == "none" and not per_row:
+        raise InvalidArgumentError(
+            f"loss is {type(loss).__name__} with reduction='none', which gives no single number. Use "
+            "reduction='mean'."
+        )
+    return loss
+
+
+@dataclass(frozen=True)
+class PerRow:
+    """A function that takes `reduction`, asked for one value per row."""
+
+    function: Loss
+
+    def __call__(self, output: Tensor, label: Tensor) -> object:
+        return self.function(output, label, reduction="none")
+
+
+def _per_row(loss: Loss) -> Loss:
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        changed = copy.copy(loss)
+        changed.__dict__["reduction"] = "none"
+        return changed
+    try:
+        accepts = inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        accepts = inspect.signature(lambda output, label: None).parameters
+    if "reduction" not in accepts:
+        raise InvalidArgumentError(
+            f"loss: sample_weight_col needs a loss that gives one value per row, and {loss!r:.100} has no "
+            "argument 'reduction'. Give a torch.nn loss, or a function of (output, label, reduction)."
+        )
+    return PerRow(loss)

@@ -1,0 +1,85 @@
+"""The model that the user gives, or makes in a function: built alike on all ranks, and checked on the driver."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["build_model", "check_model"]
+
+# torch has one generator per process, and fits may run in several threads.
+_generator_lock = threading.Lock()
+
+
+def build_model(model: object, seed: int = 0) -> object:
+    """Return the module, or the module that a function returns; anything else unchanged.
+
+    The random numbers of the caller are left alone: the function draws from generators seeded with `seed`.
+
+    Raises:
+        InvalidArgumentError: the function failed, or returned no module.
+    """
+    if isinstance(model, nn.Module) or not callable(model):
+        return model
+    with _generator_lock, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            made = model()
+        except Exception as e:
+            raise InvalidArgumentError(
+                f"model: calling the function failed: {type(e).__name__}: {e}. Give a torch.nn.Module, or a function "
+                "without arguments that returns one."
+            ) from e
+    if not isinstance(made, nn.Module):
+        raise InvalidArgumentError(
+            f"model: the function returned {made!r:.200}; it must return a torch.nn.Module."
+        )
+    return made
+
+
+def check_model(model: object) -> nn.Module:
+    """Return `model` if it can be trained; runs on the driver.
+
+    Raises:
+        InvalidArgumentError: it is missing, no module, or has nothing to train.
+    """
+    if model is None:
+        raise InvalidArgumentError("model is required: give the torch.nn.Module to train.")
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model is {model!r:.200}; it must be a torch.nn.Module.")
+    _check_parameters(model)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise InvalidArgumentError(
+                f"model: {name!r} is on {tensor.device}. Give the model on the CPU, by model.cpu(): every rank moves its "
+                "copy to its own GPU."
+            )
+        if tensor.layout != torch.strided:
+            raise InvalidArgumentError(
+                f"model: {name!r} has the layout {tensor.layout}, and ranks share dense parameters and buffers only. "
+                "Register its indices and values, or the tensor as .to_dense(); one that never changes may be a plain "
+                "attribute instead of a buffer."
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InvalidArgumentError(
+            "model has no parameter that requires a gradient: nothing to train."
+        )
+    return model
+
+
+def _check_parameters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InvalidArgumentError(
+                f"model: parameter {name!r} has no shape yet. Run the lazy module on one batch before fit."
+            )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise InvalidArgumentError(
+                f"model: parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}, and gradients of complex "
+                "numbers cannot be reduced. Keep real and imaginary parts, and join them in forward with "
+                "torch.view_as_complex."
+            )

@@ -1,0 +1,166 @@
+"""The user's optimizer: checked on the driver, built on the ranks, its groups changed by Params."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+import sparkhvd.torch as hvd
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch import arguments
+from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.types import Compression, MakeOptimizer
+
+__all__ = ["Overrides", "build_optimizer", "check_compression", "check_optimizer"]
+
+
+def check_optimizer(
+    optimizer: object, model_param: object, model: nn.Module
+) -> torch.optim.Optimizer:
+    """Check an optimizer, or a function that makes one, against the model; neither is changed.
+
+    Args:
+        optimizer: the Param.
+        model_param: the Param `model`: the module, or a function that makes one in each rank.
+        model: the module.
+
+    Returns:
+        The optimizer, or the one that the function makes for a copy of the model.
+
+    Raises:
+        InvalidArgumentError: it is missing, of another kind, or not over this model's parameters.
+    """
+    if optimizer is None:
+        raise InvalidArgumentError(
+            "optimizer is required: give an optimizer over model.parameters(), or a function of the parameters, "
+            "for example torch.optim.Adam."
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        _check_instance(optimizer, model_param, model)
+        built = optimizer
+    elif callable(optimizer):
+        # A copy, because an optimizer may hang hooks on its parameters.
+        built = build_optimizer(optimizer, light_copy(model))
+    else:
+        raise InvalidArgumentError(
+            f"optimizer is {optimizer!r:.200}; it must be a torch.optim.Optimizer or a function of the "
+            "model's parameters."
+        )
+    if isinstance(built, torch.optim.LBFGS):
+        raise InvalidArgumentError(
+            "optimizer is LBFGS, which evaluates the loss several times per step; fit evaluates it once. Give "
+            "another optimizer, or write the loop yourself with sparkhvd.runner.run."
+        )
+    return built
+
+
+def _check_instance(
+    optimizer: torch.optim.Optimizer, model_param: object, model: nn.Module
+) -> None:
+    if model_param is not model:
+        raise InvalidArgumentError(
+            f"optimizer is an instance of {type(optimizer).__name__}, which holds the parameters of one model, and model is "
+            "a function, by which each rank makes its own. Give a function of the parameters, for example "
+            f"lambda parameters: torch.optim.{type(optimizer).__name__}(parameters, lr=0.1)."
+        )
+    parameters = {id(p) for p in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in parameters:
+                raise InvalidArgumentError(
+                    f"optimizer: parameter group {number} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that the model does not have: it is tied to another model. Build "
+                    "it from this model's parameters(), or give a function of the parameters."
+                )
+
+
+def build_optimizer(optimizer: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer for this model: the instance, or the one that the function makes of its parameters."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    try:
+        built = optimizer(model.parameters())
+    except Exception as e:
+        raise InvalidArgumentError(
+            f"optimizer: calling it with the model's parameters failed: {type(e).__name__}: {e}. Give a function of "
+            "one argument, for example lambda parameters: torch.optim.SGD(parameters, lr=0.1)."
+        ) from e
+    if not isinstance(built, torch.optim.Optimizer):
+        raise InvalidArgumentError(
+            f"optimizer: calling it with the model's parameters gave {built!r:.200}; it must give a "
+            "torch.optim.Optimizer."
+        )
+    return built
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Changes of the optimizer's groups by Params.
+
+    Attributes:
+        learning_rate: of all groups; None leaves them.
+        weight_decay: of all groups; None leaves them.
+        lr_scaling: "linear" multiplies learning rates by the number of ranks; None does not.
+
+    Raises:
+        InvalidArgumentError: a value is out of range.
+    """
+
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    lr_scaling: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "weight_decay"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise InvalidArgumentError(f"{name} is {value}; it must be 0 or more.")
+        if self.lr_scaling not in (None, "linear"):
+            raise InvalidArgumentError(
+                f"lr_scaling is {self.lr_scaling!r}; it must be 'linear', or not given: then learning rates are used as given."
+            )
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise InvalidArgumentError if the optimizer has nothing to override; nothing is changed."""
+        for name, value in (
+            ("lr", self.learning_rate),
+            ("lr", self.lr_scaling),
+            ("weight_decay", self.weight_decay),
+        ):
+            if value is not None and any(name not in g for g in optimizer.param_groups):
+                param = name if name != "lr" else "learning_rate or lr_scaling"
+                raise InvalidArgumentError(
+                    f"{param} is given, and {type(optimizer).__name__} has no {name!r} to set. Leave it out."
+                )
+
+    def apply(self, optimizer: torch.optim.Optimizer, world_size: int) -> None:
+        """Set the groups of an optimizer that no scheduler follows yet."""
+        factor = world_size if self.lr_scaling == "linear" else 1
+        for group in optimizer.param_groups:
+            if self.weight_decay is not None:
+                group["weight_decay"] = self.weight_decay
+            if self.learning_rate is None and factor == 1:
+                continue
+            rate = group["lr"] if self.learning_rate is None else self.learning_rate
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(float(rate) * factor)
+            else:
+                group["lr"] = rate * factor
+            # Where a scheduler of the user's wrote what it starts from, ours would start from there.
+            if "initial_lr" in group:
+                group["initial_lr"] = float(group["lr"])
+
+
+def check_compression(compression: object) -> Compression:
+    """Return the Param `gradient_compression`; none if it is not given.
+
+    Raises:
+        InvalidArgumentError: it cannot compress.
+    """
+    if compression is None:
+        return hvd.Compression.none
+    arguments.check_compression("gradient_compression", compression)
+    return cast("Compression", compression)  # of any class with the two methods

@@ -1,0 +1,60 @@
+"""Types that training shares: records of epochs, states, columns, and functions that users give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from sparkhvd.torch.compressors import Compressor
+
+__all__ = [
+    "Columns",
+    "Compression",
+    "History",
+    "Json",
+    "Loss",
+    "MakeOptimizer",
+    "MakeScheduler",
+    "Record",
+    "State",
+    "Stateful",
+    "TensorBatch",
+    "Value",
+]
+
+# A JSON value.
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+# A number or text in the record of an epoch.
+Value: TypeAlias = "float | str | None"
+Record: TypeAlias = "dict[str, Value]"
+History: TypeAlias = "list[Record]"
+
+# A state in a checkpoint: dicts, lists, numbers, texts and tensors, known to the class that made it.
+State: TypeAlias = "dict[str, object]"
+
+# Columns of a batch by name: arrays, `Ragged`, `SparseRows`, or values of a collate function.
+Columns: TypeAlias = "Mapping[str, object]"
+# Features, labels and weights by name, as user code gets them.
+TensorBatch: TypeAlias = "dict[str, Tensor]"
+
+# (output, label) -> one number, (mean, weight), or one value per row; checked where it is called.
+Loss: TypeAlias = "Callable[..., object]"
+# An optimizer, or a function of parameters that makes one.
+MakeOptimizer: TypeAlias = "torch.optim.Optimizer | Callable[..., object]"
+# (optimizer) or (optimizer, total_steps=) -> scheduler.
+MakeScheduler: TypeAlias = "Callable[..., LRScheduler]"
+Compression: TypeAlias = "type[Compressor] | Compressor"
+
+
+class Stateful(Protocol):
+    """An object whose state a checkpoint holds."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        """Continue from a state."""
