@@ -15,7 +15,7 @@ __all__ = ["Metrics"]
 _TOTALS = (
     ("waits", "callers slept", "Times a caller slept for an operation."),
     ("spins", "spins in time", "Spins that something ended before sleep."),
-    ("vain_spins", "spins in vain", "Spins that ended in sleep."),
+    ("failed_spins", "spins in vain", "Spins that ended in sleep."),
     ("wakeups", "peers woken", "Times a sleeping rank of this host was woken."),
     ("sent_bytes", "bytes sent", "Bytes written to sockets."),
     ("received_bytes", "bytes received", "Bytes read from sockets."),

@@ -55,7 +55,7 @@ STATIC_SETS = ((0, 1), (1, 2, 3), (0, 2), (3,), (0, 1, 2, 3))
 
 @dataclass(frozen=True)
 class Planned:
-    """One operation, the same on every rank."""
+    """Planned operation, the same on every rank."""
 
     name: str
     kind: str
@@ -75,7 +75,7 @@ class Planned:
 
 
 def plan_of(number: int, sets: Sequence[tuple[int, tuple[int, ...]]]) -> list[Planned]:
-    """The operations of a round."""
+    """Return the operations of a round."""
     dice = random.Random(number)
     plan = []
     for index in range(OPERATIONS):
@@ -113,7 +113,7 @@ class Started:
 
 
 class Rank:
-    """One rank's part in the stress."""
+    """Rank that takes part in the stress."""
 
     def __init__(self, engine: Engine, *, is_exact: bool) -> None:
         self.engine = engine
@@ -285,7 +285,7 @@ class Rank:
         return Started(p, work, lambda: None)
 
     def join_round(self, number: int) -> None:
-        """Ranks with unequal work: each reduces as many buckets as it has, and joins."""
+        """Reduce as many buckets as this rank has, and join: ranks have unequal work."""
         dice = random.Random(f"join {number}")
         size, buckets = self.engine.size, 4
         has = [dice.randint(0, buckets) for _ in range(size)]
