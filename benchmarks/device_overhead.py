@@ -83,7 +83,7 @@ class Raw:
 def measure(rounds: int) -> dict[str, list[float]]:
     """Measure the seconds of a call in a rank, one mean per round and leg."""
     import sparkhvd.torch as hvd
-    from sparkhvd.engine.engine import DType, ReduceOp, TensorView
+    from sparkhvd.engine.engine import Collective, DType, ReduceOp, Reduction, TensorView
     from sparkhvd.torch.context import context
 
     hvd.init()
@@ -91,7 +91,9 @@ def measure(rounds: int) -> dict[str, list[float]]:
     engine.open_device(hvd.rank(), str(BUILD / "libfake_cuda.so"), str(BUILD / "libfake_nccl.so"))
     raw = Raw(hvd.rank(), hvd.size(), lambda value: hvd.broadcast_object(value, 0))
     place = TensorView(raw.address, raw.address, (1,))
-    call = engine.prepare_allreduce([place], DType.FLOAT32, ReduceOp.SUM, device=hvd.rank())
+    call = engine.prepare(
+        Collective.ALLREDUCE, [place], DType.FLOAT32, Reduction(ReduceOp.SUM), device=hvd.rank()
+    )
     stream = call.request.stream = raw.stream.value
 
     names = [f"benchmark {number}" for number in range(IN_FLIGHT)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, TensorView
+from sparkhvd.engine.engine import DType, Engine, ReduceOp, Reduction, TensorView
 
 # Tensors of a step of "many": submitted together, then all waited for.
 MANY = 32
@@ -43,7 +43,9 @@ def rank(engine: Engine, talk: Any) -> None:
 def start(engine: Engine, name: str, array: Any) -> Any:
     address = array.ctypes.data
     view = TensorView(address, address, array.shape)
-    return engine.allreduce([view], name=name, dtype=DType.FLOAT32, op=ReduceOp.SUM, keep=array)
+    return engine.allreduce(
+        [view], name=name, dtype=DType.FLOAT32, reduction=Reduction(ReduceOp.SUM), keep=array
+    )
 
 
 def many(engine: Engine, array: Any) -> None:

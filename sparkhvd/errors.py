@@ -1,13 +1,14 @@
-"""Every exception that sparkhvd raises on purpose.
+"""Exceptions of sparkhvd.
 
 A caller does one of three things with an error, so there are three kinds: fix the call
 (`InvalidArgumentError`, `MismatchError`), restore and try again because the set of ranks changed
-(`CollectiveError`), or report a defect (`InternalError`). `RankError` is what the driver sees when a rank
-of a run failed: it carries what happened there as data.
+(`CollectiveError`), or report a defect (`InternalError`). `RankError` is raised on the driver when a rank of a run
+failed: it carries the failure as data.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 __all__ = [
@@ -44,7 +45,7 @@ class MismatchError(InvalidArgumentError, RuntimeError):
 
 
 class PreflightError(InvalidArgumentError, RuntimeError):
-    """The cluster or the store cannot run this job; known before anything long started."""
+    """The cluster or the store cannot run this job; raised before anything long has started."""
 
 
 class UntrustedError(InvalidArgumentError):
@@ -62,7 +63,7 @@ class CollectiveError(SparkhvdError, RuntimeError):
 class NotInitializedError(InvalidArgumentError, CollectiveError):
     """The call needs `init()` first, or came after `shutdown()`.
 
-    A ValueError, and for operations what Horovod raises: also a `HorovodInternalError`.
+    A ValueError, and also a `HorovodInternalError`, which Horovod raises from operations.
     """
 
 
@@ -81,7 +82,7 @@ HorovodInternalError = CollectiveError
 class StoreError(SparkhvdError, OSError):
     """The store cannot be read or written now: it is full, gone, unreachable, or closed to this user.
 
-    What was written before stays: a fit with the same `run_id` goes on from the last checkpoint. Never retried.
+    Files that were written before stay: a fit with the same `run_id` goes on from the last checkpoint. Never retried.
     """
 
 
@@ -121,16 +122,12 @@ class RankError(SparkhvdError, RuntimeError):
         self.traceback = traceback
         self.log_tail = log_tail
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        fields = {
+    def __reduce__(self) -> tuple[object, ...]:
+        fields: dict[str, Any] = {
             "rank": self.rank,
             "host": self.host,
             "exit": self.exit,
             "traceback": self.traceback,
             "log_tail": self.log_tail,
         }
-        return _rebuild_rank_error, (str(self), fields)
-
-
-def _rebuild_rank_error(message: str, fields: dict[str, Any]) -> RankError:
-    return RankError(message, **fields)
+        return functools.partial(RankError, **fields), (str(self),)

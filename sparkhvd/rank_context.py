@@ -1,4 +1,4 @@
-"""What a rank may know about itself before `init()`."""
+"""Place of a rank in its job, known before `init()`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["RankContext", "context"]
 
 @dataclass(frozen=True)
 class RankContext:
-    """The place of this process in its job.
+    """Place of this process in its job.
 
     Attributes:
         rank: index of this process, 0 to size - 1.
@@ -17,9 +17,9 @@ class RankContext:
         local_rank: index among the job's processes on this host.
         attempt: 0 for the first launch of the job, then one more per relaunch.
         num_threads: threads this process may use; already set for OpenMP and MKL.
-        gpu: this rank's GPU as CUDA counts in this process, which `sparkhvd.torch.init()` makes the current one; None
-            where the rank was given none. It is the local rank where this process sees the GPUs of all ranks of its host,
-            and 0 where it sees its own only.
+        gpu: ordinal of this rank's GPU in this process, which `sparkhvd.torch.init()` makes the current one; None if the
+            rank has none. It is the local rank where this process sees the GPUs of all ranks of its host, and 0 where it
+            sees only its own.
     """
 
     rank: int
@@ -35,7 +35,7 @@ _installed: list[RankContext] = []
 
 
 def context() -> RankContext | None:
-    """The place of this process in its job; None in a process that the runner did not start.
+    """Return the place of this process in its job; None in a process that the runner did not start.
 
     Known before `init()`, so a rank can choose its device or its files first.
     """
@@ -43,5 +43,5 @@ def context() -> RankContext | None:
 
 
 def install(value: RankContext | None) -> None:
-    """Set what `context()` returns; called by the trainer process."""
+    """Set the result of `context()`; called by the trainer process."""
     _installed[:] = [] if value is None else [value]

@@ -1,7 +1,7 @@
-"""The one place that knows classic Spark from Spark Connect.
+"""Sessions of classic Spark and of Spark Connect behind one interface.
 
-Everything else uses the DataFrame API. What that API lacks is here: cancel a job, count slots, name the
-application.
+The rest of the package uses the DataFrame API; operations that it lacks are here, such as cancelling a job or counting
+slots.
 """
 
 from __future__ import annotations
@@ -9,21 +9,24 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import signal
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.errors import SparkhvdError
+from sparkhvd.sessions import check_session, is_connect, session_key
 from sparkhvd.topology import address_towards
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-    from typing_extensions import TypeIs
+    import pyarrow as pa
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import DataFrame, Row, SparkSession
 
-__all__ = ["SparkShim", "active_session", "connect_session", "is_dataframe"]
+    ArrowTask = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
+
+__all__ = ["SparkShim"]
 
 # gRPC refuses larger messages; the program is in the plan, next to little else.
 _CONNECT_MESSAGE_BYTES = 120 << 20
@@ -33,67 +36,56 @@ _CANCEL_AGAIN_S = 0.5
 
 
 class SparkShim:
-    """A session, classic or Connect, by the few things that a launch needs."""
+    """Session of classic Spark or Spark Connect, with the operations that a launch needs.
 
-    def __init__(self, spark: Any) -> None:
+    Attributes:
+        session: the session.
+        is_connect: whether it is one of Spark Connect.
+    """
+
+    def __init__(self, spark: SparkSession) -> None:
         """Wrap a session.
 
         Raises:
             InvalidArgumentError: `spark` is not a SparkSession.
         """
-        kind = type(spark)
-        if not (kind.__module__.startswith("pyspark.") and hasattr(spark, "range")):
-            raise InvalidArgumentError(
-                f"spark is {spark!r}; it must be a SparkSession, for example df.sparkSession."
-            )
-        self.session = spark
-        self.is_connect = kind.__module__.startswith("pyspark.sql.connect")
+        check_session(spark)
+        self.session: Any = spark  # the two kinds have no type in common
+        self.is_connect = is_connect(spark)
 
     def conf(self, keys: Iterable[str]) -> dict[str, str]:
-        """The values of those keys that are set."""
+        """Return the values of the keys that are set."""
         values = {key: self.session.conf.get(key, None) for key in keys}
         return {key: value for key, value in values.items() if value is not None}
 
-    def ml_context(self) -> Any:
-        """Return what Spark ML's readers and writers of metadata take: the session, before pyspark 4 its context."""
-        import pyspark
-
-        return self.session.sparkContext if pyspark.__version__.startswith("3.") else self.session
-
     def application(self) -> str:
-        """What names the application among those that this process drives."""
+        """Return the id of the application."""
         if self.is_connect:
             return str(self.session.conf.get("spark.app.id", "connect"))
         return str(self.session.sparkContext.applicationId)
 
     def own_addresses(self) -> tuple[str, str]:
-        """Where this process can listen for executors, and what host they find it at."""
+        """Return the address at which this process can listen for executors, and its host as they reach it."""
         if self.is_connect:
-            # Towards the server; whether executors elsewhere come that way too is not known here.
+            # Towards the server; it is unknown whether executors on other hosts can use it.
             address = address_towards(self.session.client.host.strip("[]"))
             return address, address
         host = self.session.conf.get("spark.driver.host")
         own = self.session.conf.get("spark.driver.bindAddress", host)
         return own.strip("[]"), host.strip("[]")
 
-    def session_key(self) -> str:
-        """What names the session: two objects of one session have one key."""
-        if self.is_connect:
-            return str(self.session.session_id)
-        return str(self.session._jsparkSession.sessionUUID())
-
     def profile_scope(self) -> str:
-        """What names the sessions whose stages can ask by one resource profile; on classic all of the application."""
-        return self.session_key() if self.is_connect else self.application()
+        """Return the key of the sessions whose stages can share a resource profile; on classic all of the application."""
+        return session_key(self.session) if self.is_connect else self.application()
 
     def is_over(self) -> bool:
-        """Whether the session (on classic: its application) has been stopped."""
+        """Return True if the session (on classic: its application) has been stopped."""
         if self.is_connect:
             return bool(getattr(self.session, "is_stopped", False))
         return self.session.sparkContext._jsc is None
 
-    def registered_slots(self, profile: Any = None) -> int | None:
-        """Barrier tasks that the executors now registered can run at once; None where Spark does not say."""
+    def registered_slots(self, profile: ResourceProfile | None = None) -> int | None:
+        """Return the barrier tasks that the registered executors can run at once; None if unknown."""
         if self.is_connect:
             return None
         context = self.session.sparkContext._jsc.sc()
@@ -105,8 +97,8 @@ class SparkShim:
             return None
         return int(context.maxNumConcurrentTasks(chosen))
 
-    def profile(self, cpus: int | None, gpus: float | None) -> Any:
-        """A resource profile of a stage whose tasks get so much each, known to Spark; None leaves a resource out.
+    def profile(self, cpus: int | None, gpus: float | None) -> ResourceProfile:
+        """Register a resource profile with so much for each task of a stage; None leaves a resource out.
 
         Raises:
             Exception: of Spark's own kinds, where its master takes no profiles.
@@ -126,20 +118,20 @@ class SparkShim:
             context.resourceProfileManager().addResourceProfile(profile._java_resource_profile)
         return profile
 
-    def _register_remotely(self, profile: Any) -> None:
-        """Make a profile known to the server; by itself it would ask the session that is active in this thread."""
+    def _register_remotely(self, profile: ResourceProfile) -> None:
+        """Register a profile at the server of this session; by itself it would use the thread's active session."""
         from pyspark.sql.connect import proto
 
         tasks = {
-            name: proto.TaskResourceRequest(resource_name=name, amount=one.amount)
-            for name, one in profile.taskResources.items()
+            name: proto.TaskResourceRequest(resource_name=name, amount=request.amount)
+            for name, request in profile.taskResources.items()
         }
         profile._id = self.session.client._create_profile(
             proto.ResourceProfile(task_resources=tasks)
         )
 
     def worker_python(self) -> str:
-        """The Python that Spark's workers are told to run; for messages, so it never raises."""
+        """Return the Python that Spark's workers run; for messages, so it never raises."""
         with contextlib.suppress(Exception):
             if self.is_connect:
                 return str(self.session.conf.get("spark.pyspark.python", "python3"))
@@ -148,12 +140,14 @@ class SparkShim:
 
     @property
     def closure_limit(self) -> int | None:
-        """The most bytes that a program may have; None where Spark sets no limit."""
+        """Most bytes that a program may have; None where Spark sets no limit."""
         return _CONNECT_MESSAGE_BYTES if self.is_connect else None
 
-    def stage(self, size: int, task: Callable[..., Any], schema: str, profile: Any = None) -> Any:
-        """The DataFrame whose `collect` runs `task` in a barrier stage of `size` tasks."""
-        rows = self.session.range(0, size, 1, numPartitions=size)
+    def stage(
+        self, size: int, task: ArrowTask, schema: str, profile: ResourceProfile | None = None
+    ) -> DataFrame:
+        """Return the DataFrame whose `collect` runs `task` in a barrier stage of `size` tasks."""
+        rows: DataFrame = self.session.range(0, size, 1, numPartitions=size)
         if profile is None:
             return rows.mapInArrow(task, schema, barrier=True)
         return rows.mapInArrow(task, schema, barrier=True, profile=profile)
@@ -178,43 +172,42 @@ class SparkShim:
 
     @contextlib.contextmanager
     def described(self, text: str) -> Iterator[None]:
-        """Show `text` in Spark's UI as the description of this thread's jobs, after the user's; not on Connect."""
+        """Describe this thread's jobs by `text` in Spark's UI, after the user's description; not on Connect."""
         if self.is_connect or not text:
             yield
             return
         context = self.session.sparkContext
-        given = context.getLocalProperty("spark.job.description")
-        context.setJobDescription(f"{given}: {text}" if given else text)
+        before = context.getLocalProperty("spark.job.description")
+        context.setJobDescription(f"{before}: {text}" if before else text)
         try:
             yield
         finally:
             with contextlib.suppress(Exception):  # the application may be over
-                context.setJobDescription(given)
+                context.setJobDescription(before)
 
     def collect(
         self,
-        stage: Any,
+        stage: DataFrame,
         tag: str,
         description: str = "",
         interrupt: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        """The rows of a stage, whose job has this tag; whatever interrupts the wait cancels the job.
+    ) -> list[Row]:
+        """Collect the rows of a stage, whose job gets this tag; an interrupted wait cancels the job.
 
         Py4j cannot be interrupted in a call: pyspark's own handler of Ctrl-C fails on the busy connection and
-        leaves a broken one; a call of Connect takes its job with it. So the main thread waits, and another one, with its
-        Spark properties, calls.
+        leaves a broken one; an interrupted call of Connect ends its job. So the main thread waits, and another one calls,
+        with the Spark properties of the main thread.
 
         Args:
-            stage: what to collect.
-            tag: of the job.
-            description: for Spark's UI.
+            stage: DataFrame to collect.
+            tag: tag of the job.
+            description: description in Spark's UI.
             interrupt: called at Ctrl-C before the job is cancelled.
         """
         with self.tagged(tag), self.described(description):
             try:
                 if threading.current_thread() is not threading.main_thread():
-                    rows: list[Any] = stage.collect()
-                    return rows
+                    return stage.collect()
                 with _plain_interrupts():
                     return self._collect_beside(stage, tag, interrupt)
             except BaseException as e:  # noqa: BLE001 - raised again
@@ -227,14 +220,14 @@ class SparkShim:
                 raise
 
     def collect_within(
-        self, df: Any, limit_s: float, is_held: Callable[[], bool] = lambda: False
-    ) -> list[Any]:
-        """The rows of a DataFrame, whose jobs are cancelled after a time.
+        self, df: DataFrame, limit_s: float, is_held: Callable[[], bool] = lambda: False
+    ) -> list[Row]:
+        """Collect the rows of a DataFrame, whose jobs are cancelled after a time.
 
         Args:
-            df: what to collect.
+            df: DataFrame to collect.
             limit_s: longest wait in seconds.
-            is_held: whether the slots are known to be taken; such time does not count.
+            is_held: returns True while the slots are known to be taken; such time does not count.
 
         Raises:
             TimeoutError: there were no rows after `limit_s` seconds.
@@ -268,9 +261,9 @@ class SparkShim:
                 watcher.join(_CANCEL_WAIT_S)
 
     def _collect_beside(
-        self, stage: Any, tag: str, interrupt: Callable[[], None] | None
-    ) -> list[Any]:
-        future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
+        self, stage: DataFrame, tag: str, interrupt: Callable[[], None] | None
+    ) -> list[Row]:
+        future: concurrent.futures.Future[list[Row]] = concurrent.futures.Future()
         tags = self.session.getTags() if self.is_connect else ()
 
         def collects() -> None:
@@ -298,7 +291,7 @@ class SparkShim:
             thread.join(_CANCEL_WAIT_S if future.done() else 0)
 
     def _thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """A daemon thread; on classic Spark its jobs have the properties of this thread's."""
+        """Return a daemon thread; on classic Spark its jobs have the properties of this thread's."""
         if self.is_connect:
             return threading.Thread(target=target, name=name, daemon=True)
         from pyspark import InheritableThread
@@ -306,7 +299,7 @@ class SparkShim:
         return InheritableThread(target, name=name, daemon=True)
 
     def _has_died(self) -> bool:
-        """Whether the driver's JVM answers no more."""
+        """Return True if the driver's JVM no longer answers."""
         from py4j.protocol import Py4JError
 
         if self.is_connect:
@@ -329,57 +322,15 @@ class SparkShim:
 @contextlib.contextmanager
 def _plain_interrupts() -> Iterator[None]:
     """Let Ctrl-C only raise KeyboardInterrupt inside the block, and call pyspark's handler, which cancels all jobs, after it."""
-    given: Any = signal.getsignal(signal.SIGINT)
-    if not getattr(given, "__module__", "").startswith("pyspark."):
+    handler: Any = signal.getsignal(signal.SIGINT)
+    if not getattr(handler, "__module__", "").startswith("pyspark."):
         yield
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        given(signal.SIGINT, None)
+        handler(signal.SIGINT, None)
         raise
     finally:
-        signal.signal(signal.SIGINT, given)
-
-
-def active_session() -> Any:
-    """The session of this thread, classic or Connect.
-
-    Raises:
-        InvalidArgumentError: there is none.
-    """
-    from pyspark.sql import SparkSession
-
-    session: Any = SparkSession.getActiveSession()
-    if session is None:  # a thread or connection of its own has only the default session
-        with contextlib.suppress(Exception):
-            session = SparkSession.active()
-    if session is None:
-        with contextlib.suppress(ImportError):  # the client's packages may be absent
-            from pyspark.sql.connect.session import SparkSession as ConnectSession
-
-            session = ConnectSession.getActiveSession()
-    if session is None:
-        raise InvalidArgumentError(
-            "There is no active Spark session. Start one, or give spark=<session>."
-        )
-    return session
-
-
-def connect_session() -> Any:
-    """The active session of Spark Connect in this process, or None."""
-    module = sys.modules.get("pyspark.sql.connect.session")
-    if module is None:
-        return None
-    kind = module.SparkSession
-    for find in (kind.getActiveSession, getattr(kind, "_get_default_session", lambda: None)):
-        with contextlib.suppress(NotImplementedError):  # Spark 3.4's client has no active session
-            if (session := find()) is not None:
-                return session
-    return None
-
-
-def is_dataframe(value: object) -> TypeIs[DataFrame]:
-    """Return True for a DataFrame, classic or Connect."""
-    return hasattr(value, "sparkSession") and hasattr(value, "schema")
+        signal.signal(signal.SIGINT, handler)

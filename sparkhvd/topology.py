@@ -1,4 +1,4 @@
-"""Place ranks on hosts: from the host of every rank to local and cross ranks, and the address of this one towards another."""
+"""Topology: from the host of every rank to local and cross ranks; and the address of this host towards another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Topology", "address_towards", "topology"]
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of one rank in the world, in the field's own words.
+    """Place of one rank in the world.
 
     Attributes:
         rank: index of this process in the world.
@@ -41,7 +41,7 @@ class Topology:
 
 
 def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
-    """The place of `rank` when rank r runs on `hosts[r]`.
+    """Return the place of `rank`, where rank r runs on `hosts[r]`.
 
     Args:
         rank: the rank to describe.
@@ -73,7 +73,7 @@ def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
 
 
 def address_towards(host: str) -> str:
-    """The numeric address of this host on its way to another, by the routing table."""
+    """Return the numeric address of this host from which the routing table reaches another."""
     family, kind, _, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(to)  # UDP: sends nothing

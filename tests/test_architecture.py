@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "sparkhvd/runner/allocator.py": "glibc's own variables, by which a user configures the allocator",
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
     "sparkhvd/settings.py": "the settings",
+    "sparkhvd/rank_settings.py": "settings that a rank's function sets before init()",
     "sparkhvd/runner/trainer.py": "the trainer process inherits its parent's environment",
     "sparkhvd/runner/child.py": "torch's, OpenMP's and the user's own variables, before user code runs",
 }
@@ -49,6 +50,7 @@ UNPICKLING = {
 
 # Who may look below the DataFrame API, and why.
 BELOW_DATAFRAMES = {
+    "sparkhvd/sessions.py": "the key of a classic session, and its context for Spark ML",
     "sparkhvd/spark.py": "tags, slots and the name of a classic application",
     "sparkhvd/runner/payload.py": "broadcast variables of a classic application, for large functions",
     "sparkhvd/data/store/spark_files.py": "the file systems of a classic driver's JVM, for saved files of any size",
@@ -65,7 +67,7 @@ LAZY = {
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (2, "`import sparkhvd.runner` on a rank loads no launcher"),
-    "sparkhvd/runner/child.py": (4, "a trainer is there before what it does not need yet"),
+    "sparkhvd/runner/child.py": (2, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }
 

@@ -191,7 +191,7 @@ typedef struct sparkhvd_request {
   double timeout_s;  /* longest wait for the slowest rank; negative = stall_shutdown_s */
 } sparkhvd_request;
 
-/* What a finished operation that allocates its own result produced. Valid until sparkhvd_work_release. */
+/* Result of a finished operation that allocates it. Valid until sparkhvd_work_release. */
 typedef struct sparkhvd_output {
   uint32_t struct_size;
   uint32_t num_rows; /* length of `rows` */

@@ -64,7 +64,7 @@ void Communicator::open_control_rings() {
   control_writer_.emplace(region(self).control->ring);
   if (self != coordinator) {
     control_readers_.emplace_back(coordinator, region(coordinator).control->ring,
-                                  region(self).control->heard);
+                                  region(self).control->received);
     return;
   }
   for (const Rank rank : team_.ranks()) {
@@ -82,12 +82,13 @@ bool Communicator::tell_coordinator(const Bytes& frame) {
 }
 
 bool Communicator::tell_members(const Bytes& frame) {
-  std::uint64_t heard = UINT64_MAX;
+  std::uint64_t received = UINT64_MAX;
   for (const Rank rank : team_.ranks()) {
     if (rank == team_.self()) continue;
-    heard = std::min(heard, region(rank).control->heard.value.load(std::memory_order_acquire));
+    received =
+        std::min(received, region(rank).control->received.value.load(std::memory_order_acquire));
   }
-  if (!control_writer_->write(frame, heard)) return false;
+  if (!control_writer_->write(frame, received)) return false;
   world_->bell().ring(team_.ranks());
   return true;
 }

@@ -27,7 +27,7 @@
 
 namespace sparkhvd {
 
-/// How far a rank is with what passes through shared memory.
+/// Progress of a rank with data that passes through shared memory.
 enum class Stage : std::uint8_t {
   // Counts of chunks since the start:
   kCopiedIn,   // its part of the chunk is in its slot
@@ -38,7 +38,7 @@ enum class Stage : std::uint8_t {
 };
 inline constexpr std::size_t kNumStages = 4;
 
-/// What may be changed between two operations, on all ranks at the same one.
+/// Parameters that may be changed between two operations, on all ranks at the same one.
 struct Knobs {
   std::uint64_t chunk_bytes = 0;      // of a pipeline step in shared memory; at most a slot
   std::uint64_t streams = 1;          // connections per pair that tensors are spread over
@@ -120,10 +120,10 @@ class Communicator {
   /// To the coordinator, or from it to all others. False if the frame has to take the connections.
   bool tell_coordinator(const Bytes& frame);
   bool tell_members(const Bytes& frame);
-  /// What the others tell this rank: the members the coordinator, or the coordinator a member.
+  /// Messages to this rank: from members to the coordinator, or from the coordinator to a member.
   std::vector<ControlReader>& control_readers() noexcept { return control_readers_; }
 
-  // Mailboxes: small tensors are copied here when they are submitted, so that nobody waits for a
+  // Mailboxes: small tensors are copied here when they are submitted, so that no rank waits for a
   // rank that is busy. A mailbox is a place like any other; it is free again when all ranks of the
   // island have passed the operation that used it.
   static constexpr std::size_t kMailboxes = 16;
@@ -158,8 +158,8 @@ class Communicator {
  private:
   /// What a rank tells, and how far what it is told has been read.
   struct Control {
-    SharedWord taken;  // of this rank's ring by the coordinator
-    SharedWord heard;  // of the coordinator's ring by this rank
+    SharedWord taken;     // of this rank's ring by the coordinator
+    SharedWord received;  // of the coordinator's ring by this rank
     ControlRing ring;
   };
   struct Region {

@@ -6,7 +6,7 @@
 
 namespace sparkhvd {
 
-/// Read by any thread at any time, without stopping whoever counts.
+/// Read by any thread at any time, without stopping the counting thread.
 class Counter {
  public:
   /// Any thread.

@@ -65,8 +65,7 @@ Engine::Engine(EngineOptions options)
 
 Engine::~Engine() { shutdown(); }
 
-// ---- Calls
-// -----------------------------------------------------------------------------------------------
+// ---- Calls -----------------------------------------------------------------------------------
 
 void Engine::check() const {
   if (is_forked_copy()) throw created_before_fork();
@@ -189,8 +188,7 @@ void Engine::after_fork() noexcept {
   timer_.reset();
 }
 
-// ---- Endings
-// ---------------------------------------------------------------------------------------------
+// ---- Endings ---------------------------------------------------------------------------------
 
 void Engine::finish(Operation& operation, std::int32_t status, std::string message) {
   recorder_.finished(operation, status, message);
@@ -210,7 +208,7 @@ void Engine::fail_all(std::int32_t status, const std::string& message) {
     group->running.clear();
     group->submitted.clear();
   }
-  // All that is in flight, wherever it was when something went wrong: nobody may wait for ever.
+  // All that is in flight, in any state: no caller may wait for ever.
   std::vector<std::shared_ptr<Operation>> operations;
   {
     const std::scoped_lock lock(mutex_);

@@ -2,8 +2,8 @@
 // collectives.
 //
 // **Threads.** Any number of callers and one progress thread. At most one of them is the *driver*
-// at a time: only the driver touches connections, negotiation and running collectives. Whoever
-// waits becomes the driver if there is none; the progress thread drives when nobody waits. While a
+// at a time: only the driver touches connections, negotiation and running collectives. A waiting
+// thread becomes the driver if there is none; the progress thread drives when no thread waits. While a
 // caller drives, the progress thread sleeps undisturbed, because its epoll does not watch the
 // connections then; once no caller has come back for a fraction of a millisecond, a timer wakes it.
 // A submission drives just far enough to tell the other ranks.
@@ -43,7 +43,7 @@
 
 namespace sparkhvd {
 
-/// What every call on an engine says in a process forked after its creation.
+/// Error of every call on an engine in a process forked after its creation.
 Error created_before_fork();
 
 struct EngineOptions {
@@ -105,7 +105,7 @@ class Engine {
   static constexpr std::uint64_t kTimerKey = 2;
 
   void choose_spinning();
-  // Who drives. `lock` holds mutex_.
+  // The driver. `lock` holds mutex_.
   void accept(const std::unique_lock<std::mutex>& lock, std::shared_ptr<Operation> operation);
   using Reached = bool (*)(const Operation&);
   void wait(std::unique_lock<std::mutex>& lock, Operation& operation, TimePoint deadline,
@@ -150,7 +150,7 @@ class Engine {
   void on_goodbye(Rank from, const Goodbye& message);
   void on_link_end(Link& link);
   void lose(Rank peer, const std::string& why);
-  bool hear();
+  bool receive_shared();
   bool hear_next(Group& group, ControlReader& reader);
   bool is_all_shared() const;
   bool listens() const;
@@ -195,7 +195,7 @@ class Engine {
   void warn_of_stall(TimePoint now);
   void on_device_done(const nccl::News::Done& done);
   void on_broken(const nccl::News::Broken& broken);
-  void condemn(Group& group);
+  void mark_for_abort(Group& group);
   void end_on_plane();
   void abort_device();
   void stop_device();
@@ -222,7 +222,7 @@ class Engine {
   Stacks stacks_;
   Bell bell_;
   Poller poller_;        // connections and the bell
-  Poller outer_poller_;  // for the progress thread: `poller_`, while nobody else drives
+  Poller outer_poller_;  // for the progress thread: `poller_`, while no other thread drives
   Fd control_;           // wakes the progress thread itself
   Fd timer_;             // wakes it when a caller has stopped driving and does not come back
   const double stall_warning_s_;
@@ -280,8 +280,8 @@ class Engine {
   };
   std::deque<OnPlane> on_plane_;
   TimePoint abort_deadline_ = kNever;  // then operations on the plane end without it
-  TimePoint condemned_deadline_ = kNever;
-  /// What NCCL says; becomes the engine's failure then, if nothing explains it by that time.
+  TimePoint marked_deadline_ = kNever;
+  /// Error of NCCL; becomes the engine's failure then, if nothing explains it by that time.
   struct DeviceFailure {
     Error error;
     TimePoint at{};

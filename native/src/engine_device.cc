@@ -28,7 +28,7 @@ std::string joined_text(const std::string& label, Rank rank, const char* what) {
          ". Give join() the device.";
 }
 
-/// Whether the result has bytes of some rank: then it needs a place.
+/// True if the result has bytes of some rank: then it needs a place.
 bool lacks_output(const Operation& operation, const Execute& message, std::size_t members,
                   std::size_t own) {
   const Descriptor& descriptor = operation.descriptor;
@@ -75,8 +75,7 @@ std::shared_ptr<nccl::Device> Engine::device() const {
   return open == nullptr ? nullptr : open->device();
 }
 
-// ---- The order
-// -----------------------------------------------------------------------------------------
+// ---- The order -------------------------------------------------------------------------------
 
 /// The coordinator: all ranks of the set are ready for this.
 void Engine::order_on_device(Group& group, Execute execute) {
@@ -191,8 +190,7 @@ void Engine::pass_on(std::span<const Rank> ranks, Execute execute) {
   if (is_mine) on_device_execute(rank_, std::move(execute));
 }
 
-// ---- To the device
-// -------------------------------------------------------------------------------------
+// ---- To the device ---------------------------------------------------------------------------
 
 void Engine::on_device_execute(Rank from, Execute message) {
   if (from != Rank{0}) throw nonsense("an order for devices that rank 0 has not passed on");

@@ -1,4 +1,4 @@
-// What the device tells, and the ends of its operations: finished, failed, left by a rank. Called by the
+// News of the device, and the ends of its operations: finished, failed, left by a rank. Called by the
 // driver (see engine.h).
 #include <algorithm>
 #include <cstdio>
@@ -12,8 +12,8 @@ namespace {
 // How long a failure that NCCL lays to a peer waits for the peer's goodbye, or for its name: a rank that
 // leaves says so before it ends its communicators, and the end of a process closes its connections.
 constexpr auto kNamingTime = std::chrono::seconds(1);
-// For the communicator of a set that a rank has left: see kLeaverTime in nccl/plane_end.cc.
-constexpr auto kCondemnedTime = std::chrono::seconds(4);
+// For the communicator of a set that a rank has left: see kDepartureTime in nccl/plane_end.cc.
+constexpr auto kMarkedTime = std::chrono::seconds(4);
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -23,10 +23,9 @@ std::string seconds_text(double seconds) {
 
 }  // namespace
 
-// ---- From the device
-// -----------------------------------------------------------------------------------
+// ---- From the device -------------------------------------------------------------------------
 
-/// What the plane tells. True if it was something.
+/// Takes news of the plane. True if there was any.
 bool Engine::hear_device() {
   auto* open = plane();
   if (open == nullptr) return false;
@@ -48,7 +47,7 @@ bool Engine::hear_device() {
     }
     if (news.is_aborted) end_on_plane();
     const std::scoped_lock lock(mutex_);
-    if (waiters_ > 0) changed_.notify_all();  // somebody may wait for a launch
+    if (waiters_ > 0) changed_.notify_all();  // a thread may wait for a launch
   }
   if (const auto now = Clock::now(); now >= next_device_deadline()) {
     check_device_time(now);
@@ -59,7 +58,7 @@ bool Engine::hear_device() {
 
 TimePoint Engine::next_device_deadline() const {
   if (has_failed_) return on_plane_.empty() ? kNever : abort_deadline_;
-  TimePoint next = condemned_deadline_;
+  TimePoint next = marked_deadline_;
   if (device_failure_) next = std::min(next, device_failure_->at);
   for (const auto& [id, failure] : broken_) next = std::min(next, failure.at);
   if (!on_plane_.empty()) {
@@ -90,7 +89,7 @@ void Engine::check_device_time(TimePoint now) {
                                       "between GPUs hangs.");
   }
   if (!on_plane_.empty() && now >= on_plane_.front().warn_at) warn_of_stall(now);
-  if (now >= condemned_deadline_) {
+  if (now >= marked_deadline_) {
     return fail(SPARKHVD_SHUT_DOWN, "the communicator of " + rank_text(rank_) +
                                         " with a rank that shut down does not end. Call "
                                         "shutdown() on a rank only after its last operation.");
@@ -105,7 +104,7 @@ void Engine::check_device_time(TimePoint now) {
   }
 }
 
-/// What the device runs now.
+/// Operations that the device runs now.
 void Engine::watch_first() {
   OnPlane& first = on_plane_.front();
   first.since = Clock::now();
@@ -140,12 +139,12 @@ void Engine::on_device_done(const nccl::News::Done& done) {
   const bool is_left = group != nullptr && (done.sequence >= group->device.departure_limit ||
                                             done.status == SPARKHVD_SHUT_DOWN);
   if (group != nullptr && !is_left) ++group->device.finished;
-  if (condemned_deadline_ != kNever) {
+  if (marked_deadline_ != kNever) {
     const bool has_more = std::ranges::any_of(on_plane_, [&](const OnPlane& one) {
       const auto its = groups_.find(one.process_set);
       return its != groups_.end() && one.sequence >= its->second->device.departure_limit;
     });
-    if (!has_more) condemned_deadline_ = kNever;
+    if (!has_more) marked_deadline_ = kNever;
   }
   if (!operation) return;
   operation->on_device->is_with_plane = false;
@@ -160,8 +159,7 @@ void Engine::on_device_done(const nccl::News::Done& done) {
   }
 }
 
-// ---- Endings
-// -------------------------------------------------------------------------------------------
+// ---- Endings ---------------------------------------------------------------------------------
 
 void Engine::abort_device() {
   auto* open = plane();
@@ -195,16 +193,16 @@ void Engine::stop_device() {
   end_on_plane();
 }
 
-/// Operations that the leaver has finished end here by themselves; later ones must be ended.
+/// Operations that the departing rank has finished end here by themselves; later ones must be ended.
 void Engine::depart_on_device(Group& group, Rank rank, std::uint64_t executed) {
   DeviceOrders& orders = group.device;
   if (!group.departed) group.departed = rank;
   orders.departure_limit = std::min(orders.departure_limit, executed);
-  // A set that the leaver's goodbye does not speak of has had its last word.
+  // A set that the departing rank's goodbye does not speak of has received its last message.
   if (rank == group.coordinator() && !orders.expected && executed != UINT64_MAX) {
     orders.expected = std::max(executed, orders.received);
   }
-  condemn(group);
+  mark_for_abort(group);
 }
 
 /// NCCL has noticed first that a rank is gone.
@@ -213,15 +211,15 @@ void Engine::on_broken(const nccl::News::Broken& broken) {
   if (entry == groups_.end()) return;  // removed: nothing is left that it could keep from ending
   broken_.insert_or_assign(broken.process_set,
                            DeviceFailure{broken.error, Clock::now() + kNamingTime});
-  if (entry->second->departed) condemn(*entry->second);
+  if (entry->second->departed) mark_for_abort(*entry->second);
 }
 
 /// Ends what cannot end by itself on the device, of a process set that a rank has left.
-void Engine::condemn(Group& group) {
+void Engine::mark_for_abort(Group& group) {
   DeviceOrders& orders = group.device;
   const bool is_broken = broken_.erase(group.id) > 0;
   for (const OnPlane& one : on_plane_) {
-    // Then not even what the leaver has finished.
+    // Then not even what the departing rank has finished.
     if (is_broken && one.process_set == group.id) {
       orders.departure_limit = std::min(orders.departure_limit, one.sequence);
     }
@@ -230,8 +228,8 @@ void Engine::condemn(Group& group) {
     return one.process_set == group.id && one.sequence >= orders.departure_limit;
   });
   if (!has_some) return;
-  condemned_deadline_ = std::min(condemned_deadline_, Clock::now() + kCondemnedTime);
-  plane()->condemn(group.id, orders.departure_limit);
+  marked_deadline_ = std::min(marked_deadline_, Clock::now() + kMarkedTime);
+  plane()->mark_for_abort(group.id, orders.departure_limit);
 }
 
 /// Rank 0 has left, and passes nothing on any more.
@@ -242,7 +240,7 @@ void Engine::on_relay_end() {
   }
 }
 
-/// Whether its order may still come although the coordinator orders nothing more.
+/// True if its order may still come although the coordinator orders nothing more.
 bool Engine::may_be_ordered(const Group& group, const Operation& operation) const {
   return operation.on_device && group.device.expected &&
          group.device.received < *group.device.expected && !said_goodbye_[0];

@@ -1,4 +1,4 @@
-// Who drives the engine, how it waits, and what it does in one step (see engine.h).
+// The driver of the engine: its choice, its waits and its steps (see engine.h).
 #include <sched.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
@@ -20,14 +20,14 @@ namespace {
 // over. Waking it after every one of a series of calls would cost more than the calls; so does
 // setting a timer each time (5 us in a virtual machine), so one that runs is left alone.
 constexpr auto kTakeOverTime = std::chrono::microseconds(200);
-// The same while nothing is in flight here: peers get their answers, and nobody waits for bytes.
+// The same while nothing is in flight here: peers get their answers, and no rank waits for bytes.
 constexpr auto kIdleTakeOverTime = std::chrono::milliseconds(10);
 constexpr std::uint32_t kFailedSpins = 100;
 constexpr std::uint32_t kFailedSpinsOfNetwork = 3;
 // Ranks that share CPUs spin by letting each other run: handing a CPU over costs less than waking a
 // rank that sleeps.
 constexpr auto kCrowdedSpin = std::chrono::milliseconds(1);
-// How long who waits for a launch looks at nothing else.
+// Time that a thread that waits for a launch looks at nothing else.
 constexpr auto kLaunchTime = std::chrono::microseconds(20);
 constexpr auto kTrialPeriod = std::chrono::milliseconds(16);
 constexpr auto kTrialTime = std::chrono::milliseconds(1);
@@ -46,7 +46,7 @@ void relax(bool lets_others_run) noexcept {
 
 }  // namespace
 
-/// How a rank waits follows from who shares the CPUs of its host.
+/// A rank waits according to the ranks that share the CPUs of its host.
 void Engine::choose_spinning() {
   const long cpus = ::sysconf(_SC_NPROCESSORS_ONLN);
   // Between hosts the wait is the network's, whose work needs the CPU too.
@@ -58,8 +58,7 @@ void Engine::choose_spinning() {
   max_failed_spins_ = is_one_host ? kFailedSpins : kFailedSpinsOfNetwork;
 }
 
-// ---- Who drives
-// ------------------------------------------------------------------------------------------
+// ---- The driver ------------------------------------------------------------------------------
 
 void Engine::become_driver(const std::unique_lock<std::mutex>& lock) {
   [[maybe_unused]] const bool is_held = lock.owns_lock();
@@ -140,7 +139,7 @@ bool Engine::progress_until_idle() {
       spin_end = Clock::now() + spin_;
       continue;
     }
-    // A thread that nobody waits for spins only in the middle of an operation that all ranks are
+    // A thread without waiters spins only in the middle of an operation that all ranks are
     // in.
     if (is_running() && Clock::now() < spin_end) {
       relax(is_crowded_);
@@ -236,7 +235,7 @@ void Engine::wait(std::unique_lock<std::mutex>& lock, Operation& operation, Time
       } else {
         if (std::exchange(is_spinning, false)) {
           ++failed_spins_;
-          recorder_.activity().vain_spins.add();
+          recorder_.activity().failed_spins.add();
         }
         stop = sleep_until(deadline);
         spin_end = Clock::now() + patience();
@@ -301,15 +300,14 @@ bool Engine::announce_sleep() {
   return false;
 }
 
-// ---- A step
-// ------------------------------------------------------------------------------------------
+// ---- A step ----------------------------------------------------------------------------------
 
 /// One round over everything that can move. True if something did.
 bool Engine::step(Work work) {
   // What others have told before this rank's own submissions: a join must not be passed by an answer to
   // them that does without what its rank submitted before.
   bool moved = hear_device();
-  moved |= !has_failed_ && hear();
+  moved |= !has_failed_ && receive_shared();
   moved |= take_inbox();
   if (has_failed_) {
     bool interrupted = false;

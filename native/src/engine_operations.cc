@@ -49,8 +49,7 @@ void Engine::announce(const Team& team, std::int32_t process_set) {
                             std::make_shared<const std::vector<Rank>>(ranks.begin(), ranks.end()));
 }
 
-// ---- Submission
-// ----------------------------------------------------------------------------------
+// ---- Submission ------------------------------------------------------------------------------
 
 void Engine::submit_to(Group& group, std::shared_ptr<Operation> operation) {
   const Rank coordinator = group.coordinator();
@@ -120,11 +119,10 @@ void Engine::place(Group& group, Operation& operation) {
   operation.descriptor.place = mailbox->place;
 }
 
-// ---- Messages
-// --------------------------------------------------------------------------------------------
+// ---- Messages --------------------------------------------------------------------------------
 
-/// What came through shared memory. True if something did.
-bool Engine::hear() {
+/// Receives messages through shared memory. True if there were any.
+bool Engine::receive_shared() {
   bool moved = false;
   for (auto& [id, group] : groups_) {
     if (!group->communicator) continue;
@@ -167,14 +165,14 @@ bool Engine::hear_next(Group& group, ControlReader& reader) {
   return true;
 }
 
-/// Whether all that the ranks ordinarily tell each other goes through shared memory.
+/// True if all ordinary messages between the ranks go through shared memory.
 bool Engine::is_all_shared() const {
   return std::ranges::all_of(groups_, [](const auto& entry) {
     return entry.second->team.size() == 1 || entry.second->has_control_rings();
   });
 }
 
-/// Whether a peer may tell something through shared memory.
+/// True if a peer may send messages through shared memory.
 bool Engine::listens() const {
   return std::ranges::any_of(groups_,
                              [](const auto& entry) { return entry.second->has_control_rings(); });
@@ -182,8 +180,8 @@ bool Engine::listens() const {
 
 void Engine::handle(Link& link, FrameType type, std::span<const std::byte> body) {
   const Rank from = link.peer();
-  // What the peer told through shared memory before came earlier.
-  hear();
+  // Messages of the peer through shared memory are older.
+  receive_shared();
   if (has_failed_) return;
   if (&link != &world_->link(from)) throw nonsense("a control frame beside its connection");
   switch (type) {

@@ -12,8 +12,7 @@ constexpr std::size_t kMaxStacks = 8;
 
 }  // namespace
 
-// ---- Stalls
-// --------------------------------------------------------------------------------------
+// ---- Stalls ----------------------------------------------------------------------------------
 
 /// A rank that keeps others waiting tells where it is, as long as its engine is alive.
 void Engine::ask_for_stacks(const std::vector<Rank>& ranks) {
@@ -77,8 +76,7 @@ void Engine::on_stack(Rank from, const Stack& message) {
   warn(rank_text(from) + " is here:\n" + message.text);
 }
 
-// ---- Ends of peers
-// -------------------------------------------------------------------------------
+// ---- Ends of peers ---------------------------------------------------------------------------
 
 void Engine::on_goodbye(Rank from, const Goodbye& message) {
   said_goodbye_[static_cast<std::size_t>(index_of(from))] = true;
@@ -88,7 +86,7 @@ void Engine::on_goodbye(Rank from, const Goodbye& message) {
   }
   for (auto& [id, group] : groups_) {
     if (!group->team.includes(from)) continue;
-    // Who does not speak of a process set has removed it, after all that was agreed on there.
+    // A peer that does not mention a process set has removed it, after all that was agreed on there.
     std::uint64_t executed = UINT64_MAX;
     std::uint64_t executed_on_device = UINT64_MAX;
     for (const auto& entry : message.sets) {
@@ -102,7 +100,7 @@ void Engine::on_goodbye(Rank from, const Goodbye& message) {
   if (from == Rank{0}) on_relay_end();
 }
 
-/// Operations that the leaver has finished can be finished here; later ones cannot.
+/// Operations that the departing rank has finished can be finished here; later ones cannot.
 void Engine::depart(Group& group, Rank rank, std::uint64_t executed) {
   if (!group.departed) group.departed = rank;
   group.departure_limit = std::min(group.departure_limit, executed);

@@ -155,7 +155,7 @@ void Engine::conclude(Group& group, Running& running) {
   finish(operation, SPARKHVD_OK, {});
 }
 
-/// The process set exists from here on, so that its coordinator hears of the first operation; it
+/// The process set exists from here on, so that its coordinator receives the first operation; it
 /// works when its ranks have shared their memory.
 void Engine::add_group(Group& group, Running& running) {
   const std::int32_t id = next_process_set_++;
@@ -169,7 +169,7 @@ void Engine::add_group(Group& group, Running& running) {
 }
 
 /// Ranks that have left out each other's orders would disagree on what still runs, so the set's
-/// coordinator decides: after its last order it says that nothing follows, and until a member has heard
+/// coordinator decides: after its last order it says that nothing follows, and until a member has received
 /// this, the set stays.
 void Engine::remove_group(Running& running) {
   const auto id = static_cast<std::int32_t>(running.operation->descriptor.numbers.at(0));

@@ -25,7 +25,7 @@ class Error : public std::exception {
   std::string message_;
 };
 
-/// What a peer has sent that cannot be; whoever reads the connection adds who it was.
+/// Invalid data from a peer; the reader of the connection adds the peer.
 inline Error nonsense(const std::string& what) { return {SPARKHVD_PEER_LOST, what}; }
 
 /// "Bad file descriptor (errno 9)".

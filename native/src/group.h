@@ -29,7 +29,7 @@ struct Running {
   TimePoint deadline = kNever;  // moves on with every step
 };
 
-/// What a process set has agreed to run on its ranks' devices, beside `running`.
+/// Operations that a process set has agreed to run on its ranks' devices, beside `running`.
 struct DeviceOrders {
   std::uint64_t received = 0;
   std::uint64_t finished = 0;

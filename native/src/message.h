@@ -18,7 +18,7 @@
 
 namespace sparkhvd {
 
-/// What a frame carries. The numbers are on the wire.
+/// Type of a frame. The numbers are on the wire.
 enum class FrameType : std::uint8_t {
   kHello = 1,           // first on every connection; carries the shared memory's descriptors
   kMapped = 2,          // "I could (not) map the memory of my host"
@@ -107,7 +107,7 @@ struct Execute {
   /// By contributor, in rank order: where all of them have their tensors in registered memory; else
   /// empty.
   std::vector<Place> places = {};
-  /// Who takes part, if some ranks of the process set have joined; else empty. These learn the
+  /// Ranks that take part, if some ranks of the process set have joined; else empty. These learn the
   /// operation from `descriptor`.
   std::vector<Rank> contributors = {};
   std::optional<Descriptor> descriptor = {};
@@ -118,7 +118,7 @@ struct Execute {
   std::vector<std::uint8_t> unique_id = {};
 };
 
-/// What rank 0 is to pass on to a process set that it does not coordinate.
+/// Message that rank 0 passes on to a process set that it does not coordinate.
 struct Order {
   Execute execute;
 };

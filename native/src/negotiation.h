@@ -18,7 +18,7 @@ namespace sparkhvd {
 /// Why an operation cannot run once `departed` has left in order.
 std::string departure_text(Collective collective, const std::string& name, Rank departed);
 
-/// What the coordinator says, and to whom.
+/// Message of the coordinator, and its recipients.
 struct Decision {
   std::vector<Rank> to;
   std::variant<Execute, Refuse> message;
@@ -46,7 +46,7 @@ class Negotiation {
   Outcome departed(Rank rank);
   /// Warnings and timeouts that are due.
   Outcome tick(TimePoint now);
-  /// How many operations on devices have been ordered.
+  /// Number of operations on devices that have been ordered.
   std::uint64_t device_orders() const noexcept { return next_device_sequence_; }
   /// When `tick` has something to say next.
   TimePoint next_deadline() const;
@@ -58,7 +58,7 @@ class Negotiation {
     TimePoint deadline = kNever;
     TimePoint warn_at = kNever;
   };
-  /// A refusal that some members have yet to hear, because they had not submitted.
+  /// A refusal that some members have yet to receive, because they had not submitted.
   struct Refused {
     Refuse message;
     std::vector<Rank> unaware;
@@ -75,7 +75,7 @@ class Negotiation {
 
   Outcome join(Rank from, Ready message, TimePoint now);
   std::vector<Rank> missing(const Pending& pending) const;
-  /// The missing ones that somebody waits for.
+  /// Missing ranks that others wait for.
   std::vector<Rank> absent(const Pending& pending) const;
   std::vector<Rank> arrived(const Pending& pending) const;
   bool is_complete(const Pending& pending) const;
@@ -96,7 +96,7 @@ class Negotiation {
   std::vector<Rank> departed_;
 };
 
-/// How two ranks' descriptions of one operation differ, as a full message; nothing if they agree.
+/// Message on the difference of two ranks' descriptions of one operation; nothing if they agree.
 struct Submission {
   Rank rank;
   const Descriptor& descriptor;

@@ -109,7 +109,7 @@ struct Operation {
   std::chrono::steady_clock::time_point give_up_at = std::chrono::steady_clock::time_point::max();
   bool has_asked_for_life = false;
 
-  /// How long it may take the coordinator to answer at all: longer than it may take the coordinator to
+  /// Longest time until the coordinator answers at all: longer than it may take the coordinator to
   /// say that others have not answered.
   double coordinator_patience_s() const noexcept { return descriptor.timeout_s + 5; }
 

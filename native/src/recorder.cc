@@ -33,8 +33,7 @@ void append_us(std::string& out, const char* name, std::uint64_t nanoseconds) {
 
 }  // namespace
 
-// ---- Operations
-// ----------------------------------------------------------------------------------------------
+// ---- Operations ------------------------------------------------------------------------------
 
 void Recorder::submitted(Operation& operation) {
   operation.trace.submitted = Clock::now();
@@ -111,8 +110,7 @@ Recorder::Entry& Recorder::entry_of(const Operation& operation) {
   return made;
 }
 
-// ---- The timeline
-// --------------------------------------------------------------------------------------------
+// ---- The timeline ----------------------------------------------------------------------------
 
 TimelineEvent Recorder::event_of(const Operation& operation, TimelineEvent::Kind kind) {
   TimelineEvent event;
@@ -160,8 +158,7 @@ void Recorder::stop_timeline() {
   }
 }
 
-// ---- The counters
-// --------------------------------------------------------------------------------------------
+// ---- The counters ----------------------------------------------------------------------------
 
 void Recorder::append(std::string& out, const Entry& entry) {
   out += R"({"collective":")";
@@ -207,7 +204,7 @@ std::string Recorder::json() const {
   number("in_flight", begun > done ? begun - done : 0);
   number("waits", activity_.waits.value());
   number("spins", activity_.spins.value());
-  number("vain_spins", activity_.vain_spins.value());
+  number("failed_spins", activity_.failed_spins.value());
   number("wakeups", activity_.wakeups.value());
   number("sent_bytes", activity_.sockets.sent.value());
   number("received_bytes", activity_.sockets.received.value());

@@ -1,10 +1,10 @@
-// What an engine tells about itself: counters that are always on, and a timeline while somebody
+// Observation of an engine: counters that are always on, and a timeline while somebody
 // wants one.
 //
 // **Threads.** Operations are recorded by the thread that drives the engine. Sleeps may be counted
 // by any thread; any thread may read the counters, and start and stop the timeline.
 //
-// **Ownership.** Counters are atomics of their own: whoever reads gets numbers that are each right,
+// **Ownership.** Counters are atomics of their own: a reader gets numbers that are each right,
 // and together at most one operation apart. `mutex_` guards the timeline, and is taken only while
 // there is one.
 //
@@ -27,11 +27,11 @@
 
 namespace sparkhvd {
 
-/// What is counted besides operations. The names are those in `Recorder::json`.
+/// Counts besides those of operations. The names are those in `Recorder::json`.
 struct Activity {
   Counter waits;           // a caller slept for an operation
   Counter spins;           // spins that something ended in time
-  Counter vain_spins;      // spins that ended in sleep
+  Counter failed_spins;    // spins that ended in sleep
   Counter wakeups;         // rings of a sleeping peer of this host
   Traffic sockets;         // sent_bytes, received_bytes
   Counter shared_bytes;    // of this rank's tensors in operations that went through shared memory

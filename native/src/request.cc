@@ -10,7 +10,7 @@
 namespace sparkhvd {
 namespace {
 
-/// What a collective takes of a request.
+/// Fields of a request that a collective takes.
 struct Form {
   bool has_tensors = true;
   bool has_dtype = true;
@@ -116,7 +116,7 @@ class RequestReader {
     }
   }
 
-  /// What the caller's stream has up to now comes before the operation, and nothing later does.
+  /// Work that the caller's stream has up to now comes before the operation, and nothing later does.
   void record_ready() {
     if (!operation_.on_device || descriptor_.collective == Collective::kRegister) return;
     auto& on_device = *operation_.on_device;

@@ -1,4 +1,4 @@
-// What a caller asks for, checked and copied: from the structures of the C boundary to an Operation.
+// Requests of callers, checked and copied: from the structures of the C boundary to an Operation.
 #pragma once
 
 #include <algorithm>

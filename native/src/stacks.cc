@@ -52,7 +52,7 @@ std::string Stacks::take() const {
            " was replaced after the engine had started)";
   }
   std::array<char, 4096> part{};
-  while (::read(pipe_.get(), part.data(), part.size()) > 0) {  // what nobody asked for
+  while (::read(pipe_.get(), part.data(), part.size()) > 0) {  // stacks that were not asked for
   }
   sigset_t only;
   sigset_t before;

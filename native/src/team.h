@@ -13,7 +13,7 @@
 namespace sparkhvd {
 
 /// An *island* is a set of ranks that have mapped each other's memory; a rank that shares with
-/// nobody is alone in its island. Islands are in the order of their first rank, the ranks of an
+/// no rank is alone in its island. Islands are in the order of their first rank, the ranks of an
 /// island in ascending order.
 class Team {
  public:

@@ -61,7 +61,7 @@ std::string without_digits(const std::string& name) {
   return label;
 }
 
-/// What Horovod's timeline calls a collective; tools look for it.
+/// Name of a collective in Horovod's timeline; tools look for it.
 std::string upper_case(std::string_view name) {
   std::string found(name);
   for (char& c : found) {
@@ -124,8 +124,7 @@ Timeline::Statistics Timeline::statistics() const {
   return {written_, dropped_};
 }
 
-// ---- The writer's thread
-// -------------------------------------------------------------------------------------
+// ---- The writer's thread ---------------------------------------------------------------------
 
 void Timeline::run() {
   ::pthread_setname_np(::pthread_self(), "sparkhvd-trace");
@@ -353,8 +352,7 @@ void Timeline::instant(std::uint32_t lane, const std::string& name, std::int64_t
   put();
 }
 
-// ---- Lanes
-// ---------------------------------------------------------------------------------------------------
+// ---- Lanes -----------------------------------------------------------------------------------
 
 std::string Timeline::label_of(const TimelineEvent& event) const {
   const std::string set =

@@ -13,7 +13,7 @@
 //
 // **Picture.** One process per rank, one lane ("thread") per operation name, so that the same
 // tensor is always found in the same place; a name that is in flight twice gets a second lane, and
-// digits at the end of a name that nobody chose ("noname.17") do not make lanes of their own. Per
+// digits at the end of a name that the user has not chosen ("noname.17") do not make lanes of their own. Per
 // operation one slice from submission to end, in it Horovod's "NEGOTIATE_ALLREDUCE" and "ALLREDUCE",
 // and in the latter "queue" and the algorithm; small marks on the coordinator's lane tell when
 // which rank came.
@@ -39,7 +39,7 @@ namespace sparkhvd {
 struct TimelineEvent {
   enum class Kind : std::uint8_t {
     kSubmitted,  // name, process_set, collective, dtype, is_on_device, bytes; trace.submitted
-    kArrived,    // name, process_set, rank, at: the coordinator heard of it
+    kArrived,    // name, process_set, rank, at: the coordinator received it
     kFinished,   // as kSubmitted, with the whole trace, status and message; at: the end
     kMark,       // name, at: a moment that belongs to no operation
   };

@@ -1,4 +1,4 @@
-// What is remembered of one operation's way through the engine, for counters and timeline.
+// Trace of one operation's way through the engine, for counters and timeline.
 #pragma once
 
 #include "clock.h"

@@ -53,31 +53,31 @@ std::size_t World::memory_bytes() const noexcept {
   return kWordsBytes + Communicator::memory_bytes(options_);
 }
 
-std::vector<Rank> World::host_mates() const {
+std::vector<Rank> World::ranks_of_host() const {
   const auto me = static_cast<std::size_t>(index_of(options_.rank));
-  std::vector<Rank> mates;
+  std::vector<Rank> local_peers;
   for (std::size_t i = 0; i < size(); ++i) {
     if (i != me && options_.hosts[i] == options_.hosts[me]) {
-      mates.push_back(Rank{static_cast<std::int32_t>(i)});
+      local_peers.push_back(Rank{static_cast<std::int32_t>(i)});
     }
   }
-  return mates;
+  return local_peers;
 }
 
 std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
-  const auto mates = host_mates();
-  if (!options_.use_shared_memory || mates.empty()) return std::nullopt;
+  const auto local_peers = ranks_of_host();
+  if (!options_.use_shared_memory || local_peers.empty()) return std::nullopt;
   const std::string prefix =
       rank_text(options_.rank) + ": no shared memory with the ranks of this host, because ";
   const std::string suffix = ". Their tensors go through sockets, which is slower.";
-  for (const Rank mate : mates) {
-    if (!is_unix_socket(link(mate).fd())) {
-      warnings.push_back(prefix + "the connection to " + rank_text(mate) +
+  for (const Rank local_peer : local_peers) {
+    if (!is_unix_socket(link(local_peer).fd())) {
+      warnings.push_back(prefix + "the connection to " + rank_text(local_peer) +
                          " cannot carry descriptors" + suffix);
       return std::nullopt;
     }
   }
-  if (auto shortage = memory_shortage(memory_bytes(), memory_bytes() * (mates.size() + 1))) {
+  if (auto shortage = memory_shortage(memory_bytes(), memory_bytes() * (local_peers.size() + 1))) {
     warnings.push_back(prefix + *shortage + suffix);
     return std::nullopt;
   }
@@ -190,11 +190,11 @@ void World::receive_one(FrameType type, TimePoint deadline, Handle handle) {
 void World::exchange(std::vector<std::string>& warnings) {
   const TimePoint deadline = deadline_after(Clock::now(), options_.connect_timeout_s);
   const auto memory = create_memory(warnings);
-  const auto mates = host_mates();
+  const auto local_peers = ranks_of_host();
   const Bytes hello = encode(own_hello());
   for (auto& link : control_links()) {
     if (!link.is_open()) continue;
-    if (memory && std::ranges::count(mates, link.peer()) > 0) {
+    if (memory && std::ranges::count(local_peers, link.peer()) > 0) {
       const int fds[] = {memory->get(), bell_->fd()};
       link.send_with_fds(hello, fds);
     } else {
@@ -209,15 +209,15 @@ void World::exchange(std::vector<std::string>& warnings) {
     const auto index = static_cast<std::size_t>(index_of(peer));
     auto fds = link(peer).take_fds(message.has_memory ? 2 : 0);
     has_memory[index] = message.has_memory;
-    if (message.has_memory && fds.size() == 2 && std::ranges::count(mates, peer) > 0) {
+    if (message.has_memory && fds.size() == 2 && std::ranges::count(local_peers, peer) > 0) {
       mate_memory_[index] = std::move(fds[0]);
       mate_event_[index] = std::move(fds[1]);
     }
   });
-  const bool ok = memory.has_value() && map_mates(warnings);
+  const bool ok = memory.has_value() && map_local_peers(warnings);
   for (auto& link : links_) {
-    // Between hosts nobody has anything to give.
-    if (std::ranges::count(mates, link.peer()) == 0) link.refuse_fds();
+    // Between hosts there is nothing to give.
+    if (std::ranges::count(local_peers, link.peer()) == 0) link.refuse_fds();
   }
   for (auto& link : control_links()) {
     if (link.is_open()) link.send(encode(Mapped{ok}));
@@ -230,27 +230,27 @@ void World::exchange(std::vector<std::string>& warnings) {
   form_islands(mapped);
 }
 
-bool World::map_mates(std::vector<std::string>& warnings) {
-  const auto mates = host_mates();
-  for (const Rank mate : mates) {
-    Fd& memory = mate_memory_[static_cast<std::size_t>(index_of(mate))];
+bool World::map_local_peers(std::vector<std::string>& warnings) {
+  const auto local_peers = ranks_of_host();
+  for (const Rank local_peer : local_peers) {
+    Fd& memory = mate_memory_[static_cast<std::size_t>(index_of(local_peer))];
     try {
-      // A mate without memory has printed why.
+      // A local_peer without memory has printed why.
       if (!memory.valid()) return false;
       check_memfd(memory, memory_bytes());
-      memory_->add(mate, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
+      memory_->add(local_peer, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
       memory.reset();
     } catch (const Error& error) {
-      warnings.push_back(rank_text(options_.rank) + ": the memory of " + rank_text(mate) +
+      warnings.push_back(rank_text(options_.rank) + ": the memory of " + rank_text(local_peer) +
                          " cannot be mapped (" + error.what() +
                          "). Tensors of this host go through sockets, which is slower.");
       return false;
     }
   }
   bell_->use_word(*sleep_word(memory_->data(options_.rank)));
-  for (const Rank mate : mates) {
-    bell_->add_peer(mate, *sleep_word(memory_->data(mate)),
-                    std::move(mate_event_[static_cast<std::size_t>(index_of(mate))]));
+  for (const Rank local_peer : local_peers) {
+    bell_->add_peer(local_peer, *sleep_word(memory_->data(local_peer)),
+                    std::move(mate_event_[static_cast<std::size_t>(index_of(local_peer))]));
   }
   return true;
 }

@@ -81,7 +81,7 @@ class World {
   const Offer* offer(const SegmentKey& key, Rank from) const;
   std::optional<Offer> take_offer(const SegmentKey& key, Rank from);
   std::optional<bool> mapped(const SegmentKey& key, Rank from) const;
-  /// How many of a rank are kept for a process set.
+  /// Number of a rank's that are kept for a process set.
   std::size_t num_offers(Rank from, std::int32_t process_set) const;
   std::size_t num_mapped(Rank from, std::int32_t process_set) const;
   void forget(const SegmentKey& key);
@@ -90,13 +90,13 @@ class World {
   void close_descriptors() noexcept;
 
  private:
-  std::vector<Rank> host_mates() const;
+  std::vector<Rank> ranks_of_host() const;
   std::size_t memory_bytes() const noexcept;
   std::optional<Fd> create_memory(std::vector<std::string>& warnings);
   Hello own_hello() const;
   void check_hello(Rank peer, const Hello& hello) const;
   void exchange(std::vector<std::string>& warnings);
-  bool map_mates(std::vector<std::string>& warnings);
+  bool map_local_peers(std::vector<std::string>& warnings);
   template <class Handle>
   void receive_one(FrameType type, TimePoint deadline, Handle handle);
   void form_islands(const std::vector<bool>& mapped);

@@ -539,7 +539,7 @@ TEST(who_joins_owes_nothing_from_before) {
   CHECK(negotiation.tick(at(2)).decisions.size() == 1);  // rank 1 did not come
   CHECK(negotiation.ready(Rank{1}, ready("join", Collective::kJoin), at(3)).decisions.empty());
   CHECK(negotiation.ready(Rank{0}, ready("join", Collective::kJoin), at(3)).decisions.size() == 1);
-  // In the next epoch rank 1 must not hear of the time before.
+  // In the next epoch rank 1 must not receive anything of the time before.
   CHECK(negotiation.ready(Rank{1}, ready("gradient"), at(4)).decisions.empty());
   const auto outcome = negotiation.ready(Rank{0}, ready("gradient"), at(4));
   CHECK(outcome.decisions.size() == 1 &&
@@ -563,8 +563,9 @@ TEST(a_request_that_fits_no_message_is_refused_and_nothing_else_fails) {
 
 namespace {
 
-/// Rank 1 hears frames that rank 0 never sent, as if it had; `submit` is what it has in flight then.
-Status hear(const std::vector<Bytes>& frames, const std::function<TestWork(TestEngine&)>& submit) {
+/// Rank 1 receives frames that rank 0 never sent, as if it had; `submit` is what it has in flight then.
+Status receive(const std::vector<Bytes>& frames,
+               const std::function<TestWork(TestEngine&)>& submit) {
   WorldOptions options = world(one_host(2));
   auto sockets = connect_all(2);
   const int spy = ::fcntl(sockets[0][1], F_DUPFD_CLOEXEC, 0);
@@ -609,12 +610,12 @@ TEST(an_order_with_contributors_that_do_not_exist_names_the_coordinator) {
   order.descriptor.emplace();
   order.descriptor->dtype = DType::kFloat32;
   order.descriptor->shapes = {{10000000}};
-  check_is_named(hear({encode(order)}, submit_join));
+  check_is_named(receive({encode(order)}, submit_join));
   order.contributors = {Rank{0}, Rank{0}};
-  check_is_named(hear({encode(order)}, submit_join));
+  check_is_named(receive({encode(order)}, submit_join));
   order.contributors = {Rank{0}};
   order.descriptor->collective = Collective::kAlltoall;
-  check_is_named(hear({encode(order)}, submit_join));
+  check_is_named(receive({encode(order)}, submit_join));
 }
 
 TEST(an_order_with_a_place_outside_of_memory_fails_the_operation_at_once) {
@@ -623,7 +624,7 @@ TEST(an_order_with_a_place_outside_of_memory_fails_the_operation_at_once) {
   order.name = "x";
   const Place outside{{0, UINT64_MAX}, std::uint64_t{1} << 40};
   order.places = {outside, outside};
-  check_is_named(hear({encode(order)}, [&](TestEngine& engine) {
+  check_is_named(receive({encode(order)}, [&](TestEngine& engine) {
     Request request = allreduce_of("x", data);
     return engine.submit(request.raw());
   }));
@@ -636,10 +637,10 @@ TEST(offers_of_memory_that_nobody_asked_for_end_the_connection) {
     offers.push_back(encode(SegmentOffer{{0, 1000 + i}, false}));
     answers.push_back(encode(SegmentMapped{{0, 1000 + i}, true}));
   }
-  check_is_named(hear(offers, submit_join));
-  check_is_named(hear(answers, submit_join));
-  check_is_named(hear({encode(SegmentOffer{{7, 0}, false})}, submit_join));
-  check_is_named(hear({encode(SegmentMapped{{7, 0}, true})}, submit_join));
+  check_is_named(receive(offers, submit_join));
+  check_is_named(receive(answers, submit_join));
+  check_is_named(receive({encode(SegmentOffer{{7, 0}, false})}, submit_join));
+  check_is_named(receive({encode(SegmentMapped{{7, 0}, true})}, submit_join));
 }
 
 // ---- Connections

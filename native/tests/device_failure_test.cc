@@ -182,7 +182,7 @@ TEST(shutdown_ends_operations_that_are_on_the_device) {
   });
 }
 
-TEST(what_a_leaver_does_not_launch_ends_on_the_others) {
+TEST(operations_that_a_departing_rank_does_not_launch_end_on_the_others) {
   FakeScope fake;
   run_ranks(world(one_host(3)), [&](TestEngine& engine, std::int32_t rank) {
     Gpu gpu(engine, rank);
@@ -202,7 +202,7 @@ TEST(what_a_leaver_does_not_launch_ends_on_the_others) {
     CHECK_EQUAL(status.code, SPARKHVD_SHUT_DOWN);
     CHECK_MESSAGE(has(status, "rank 2 shut down before it"), status.message);
     CHECK(seconds_since(start) < 5);
-    // The set without the leaver goes on.
+    // The set without the departing rank goes on.
     for (int i = 0; i < 5; ++i) {
       Sum third(gpu, Floats(10, 1));
       CHECK_EQUAL(third.start(engine, "third", pair).wait().message, "");

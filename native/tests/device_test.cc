@@ -338,16 +338,16 @@ TEST(a_joined_rank_brings_zeros_to_the_devices) {
   FakeScope fake;
   run_ranks(world(one_host(3)), [&](TestEngine& engine, std::int32_t rank) {
     Gpu gpu(engine, rank);
-    for (const std::int32_t leaver : {2, 0, 1}) {
+    for (const std::int32_t departing : {2, 0, 1}) {
       std::vector<std::unique_ptr<Sum>> sums;
-      if (rank != leaver) {
+      if (rank != departing) {
         std::vector<TestWork> works;
         for (const std::size_t count : {std::size_t{10}, std::size_t{4000}, std::size_t{7}}) {
           sums.push_back(std::make_unique<Sum>(gpu, Floats(count, static_cast<float>(rank + 1))));
           works.push_back(sums.back()->start(engine, std::to_string(count)));
         }
         for (auto& work : works) CHECK_EQUAL(work.wait().message, "");
-        const auto expected = static_cast<float>(6 - (leaver + 1));
+        const auto expected = static_cast<float>(6 - (departing + 1));
         for (auto& sum : sums) {
           const std::size_t count = sum->host.size();
           CHECK(sum->result() == Floats(count, expected));

@@ -578,7 +578,7 @@ TEST(a_rank_that_shuts_down_is_named_and_finished_work_survives) {
   for (const auto& layout : layouts()) {
     const auto size = static_cast<std::int32_t>(layout.hosts.size());
     if (size < 2) continue;
-    for (const std::int32_t leaver : {0, size - 1}) {
+    for (const std::int32_t departing : {0, size - 1}) {
       std::barrier<> together(size - 1);
       run_ranks(world(layout), [&](TestEngine& engine, std::int32_t rank) {
         for (int i = 0; i < 5; ++i) {
@@ -586,7 +586,7 @@ TEST(a_rank_that_shuts_down_is_named_and_finished_work_survives) {
           CHECK_EQUAL(try_allreduce(engine, "before", data).message, "");
           CHECK_EQUAL(data[19999], static_cast<float>(size));
         }
-        if (rank == leaver) {
+        if (rank == departing) {
           CHECK_EQUAL(engine.shutdown().code, SPARKHVD_OK);
           Floats data(10, 1);
           CHECK_EQUAL(try_allreduce(engine, "own", data).code, SPARKHVD_SHUT_DOWN);
@@ -596,7 +596,7 @@ TEST(a_rank_that_shuts_down_is_named_and_finished_work_survives) {
         const Status status = try_allreduce(engine, "after", data);
         together.arrive_and_wait();  // nobody else has left yet
         CHECK_EQUAL(status.code, SPARKHVD_SHUT_DOWN);
-        CHECK_EQUAL(status.message, "allreduce('after'): rank " + std::to_string(leaver) +
+        CHECK_EQUAL(status.message, "allreduce('after'): rank " + std::to_string(departing) +
                                         " shut down before it, and it needs every rank. Call "
                                         "shutdown() on a rank only after its last operation.");
       });
@@ -646,7 +646,7 @@ TEST(a_rank_that_does_not_come_is_named_after_the_timeout) {
       CHECK(status.message.find("ranks 0 and 2 waited") != std::string::npos);
     }
     together.arrive_and_wait();
-    // The one that was late hears the same, and the engine goes on.
+    // The one that was late receives the same, and the engine goes on.
     if (rank == 1) CHECK_EQUAL(engine.submit(request.raw()).wait().code, SPARKHVD_TIMEOUT);
     together.arrive_and_wait();
     request.raw().timeout_s = -1;

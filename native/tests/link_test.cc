@@ -161,7 +161,7 @@ TEST(last_words_are_read_before_the_end_is_seen) {
   a.send(encode(Abort{5, "the cause"}));
   a.flush();
   a.close();
-  // The other side notices the end by writing, and still hears the cause.
+  // The other side notices the end by writing, and still receives the cause.
   b.send(encode(Goodbye{{{0, 1}}}));
   b.flush();
   std::string cause;

@@ -254,11 +254,11 @@ TEST(a_joined_rank_adds_nothing_and_its_memory_stays_out_of_it) {
   const std::vector<std::size_t> counts{1, 700, 5000, 70001};
   for (const auto& hosts : kLayouts) {
     const auto size = static_cast<std::int32_t>(hosts.size());
-    for (std::int32_t leaver = 0; leaver < size; ++leaver) {
+    for (std::int32_t departing = 0; departing < size; ++departing) {
       run_ranks(world(hosts), [&](TestEngine& engine, std::int32_t rank) {
         for (std::size_t done = 0; done <= counts.size(); ++done) {
-          // The leaver's memory is full of NaN where it takes no part.
-          const std::size_t mine = rank == leaver ? done : counts.size();
+          // The departing rank's memory is full of NaN where it takes no part.
+          const std::size_t mine = rank == departing ? done : counts.size();
           std::vector<Floats> data;
           for (std::size_t i = 0; i < counts.size(); ++i) {
             data.emplace_back(counts[i], i < mine ? static_cast<float>(rank + 1) : nan);
@@ -269,7 +269,7 @@ TEST(a_joined_rank_adds_nothing_and_its_memory_stays_out_of_it) {
             request.tensor(data[i].data(), data[i].data(), {static_cast<std::int64_t>(counts[i])});
             works.push_back(engine.submit(request.raw()));
           }
-          if (rank != leaver) {
+          if (rank != departing) {
             for (auto& work : works) CHECK_EQUAL(work.wait().message, "");
           }
           Request join(SPARKHVD_JOIN, "join");
@@ -281,10 +281,10 @@ TEST(a_joined_rank_adds_nothing_and_its_memory_stays_out_of_it) {
           float all = 0;
           for (std::int32_t r = 0; r < size; ++r) all += static_cast<float>(r + 1);
           for (std::size_t i = 0; i < mine; ++i) {
-            const float expected = i < done ? all : all - static_cast<float>(leaver + 1);
+            const float expected = i < done ? all : all - static_cast<float>(departing + 1);
             CHECK_MESSAGE(data[i] == Floats(counts[i], expected),
                           "bucket " + std::to_string(i) + " after " + std::to_string(done) +
-                              ", rank " + std::to_string(leaver) + " joined");
+                              ", rank " + std::to_string(departing) + " joined");
           }
           for (std::size_t i = mine; i < counts.size(); ++i) CHECK(data[i][0] != data[i][0]);
         }

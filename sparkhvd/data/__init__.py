@@ -1,8 +1,8 @@
 """Bring a DataFrame's rows to the ranks as tensors: columns, files, store, readers. Usable without the estimator.
 
-On the driver `columns` decides how each column is stored, and `materialize` writes packed Parquet into the store in one Spark job; `reuse`
-finds data that were written before. A `manifest` names the files, and only files in it exist for a reader. On a rank `reading` gives
-batches by row number, whichever format the files have.
+A `source` is a DataFrame or Parquet files. On the driver `columns` decides how each column is stored; `materialize` writes a DataFrame
+into the store as packed Parquet, in one Spark job, unless `reuse` finds data that were written before. A `manifest` names the files,
+and only files in it exist for a reader. On a rank `reading` gives batches by row number, whichever format the files have.
 
 Failure: a file that is damaged, cut or replaced is an error that names it, never other rows. Temporary data go with the process that owns them.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from sparkhvd.data.columns.schema import DENSE_WIDTH
 from sparkhvd.data.columns.storage import NUMERIC_TYPES
-from sparkhvd.spark import SparkShim
+from sparkhvd.sessions import session_key
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -71,7 +71,7 @@ def bounded_batches(
         bounds = {RECORDS_KEY: min(records, _MOST_RECORDS)}
         if knows_bytes:
             bounds[BYTES_KEY] = _NO_BYTES
-    session = SparkShim(spark).session_key()
+    session = session_key(spark)
     with contextlib.ExitStack() as stack:
         for name, value in bounds.items():
             _bounds.enter((session, name), spark.conf, value)

@@ -2,18 +2,23 @@
 
 Threads: every method of `Engine` may be called from any thread; waiting releases the GIL. The engine's own threads run no Python.
 
-Memory: the engine reads and writes the caller's memory from the start of an operation until its end; a `Work` keeps alive
-what it was given.
+Memory: the engine reads and writes the caller's memory from the start of an operation until its end; a `Work` keeps its
+`keep` alive as long.
 
 Failure: every status of the library becomes one exception of `sparkhvd.errors`, with the library's own text. After the loss of a rank
 all operations fail, and the engine can only be closed.
 
 Each module imports only those above it:
 
-    memfd     memory files, by the kernel's own numbers
-    library   the C header in ctypes
-    stacks    the stacks of this process's threads, on another rank's request
-    work      operations as they cross into the library: `Call`, `Work`, `Output`, `Buffer`
-    counters  counters of an engine, as a table and in Prometheus' text format
-    engine    `Engine`
+    memfd       memory files, by the kernel's own numbers
+    library     the C header in ctypes
+    stacks      the stacks of this process's threads, on another rank's request
+    status      statuses as exceptions
+    state       the loaded library, and the native handles of each engine
+    call        operations before they are submitted: `Call`, `Reduction`, `TensorView`
+    work        operations in flight and their results: `Work`, `GatherOutput`, `Buffer`
+    counters    counters of an engine, as a table and in Prometheus' text format
+    session     the life of an engine: creation, device, counters, timeline, shutdown
+    submission  the path of every operation: prepare, start, run
+    engine      `Engine`
 """

@@ -1,7 +1,7 @@
-"""What an engine has counted since it started, as a table and in Prometheus' text format.
+"""Counters of an engine since its start, as a table and in Prometheus' text format.
 
-`Engine.counters()` reads the numbers; here is how they are shown. (Not called `metrics`, because a module of
-that name would hide the function `sparkhvd.metrics`.)
+`Engine.counters()` reads the numbers; this module formats them. (A module `metrics` would hide the function
+`sparkhvd.metrics`.)
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 __all__ = ["Metrics"]
 
-# Name in `Engine.counters()`, what is printed for it, and what Prometheus is told.
+# Name in `Engine.counters()`, label in the table, description for Prometheus.
 _TOTALS = (
     ("waits", "callers slept", "Times a caller slept for an operation."),
     ("spins", "spins in time", "Spins that something ended before sleep."),
-    ("vain_spins", "spins in vain", "Spins that ended in sleep."),
+    ("failed_spins", "spins in vain", "Spins that ended in sleep."),
     ("wakeups", "peers woken", "Times a sleeping rank of this host was woken."),
     ("sent_bytes", "bytes sent", "Bytes written to sockets."),
     ("received_bytes", "bytes received", "Bytes read from sockets."),
@@ -28,7 +28,7 @@ class Metrics:
     """The counters of one rank at one moment; `str()` is a table.
 
     Attributes:
-        counters: what `Engine.counters()` returned.
+        counters: the result of `Engine.counters()`.
     """
 
     def __init__(self, counters: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ class Metrics:
         return "\n".join(shown)
 
     def prometheus(self) -> str:
-        """The counters in Prometheus' text format, one sample per line, labelled with the rank."""
+        """Return the counters in Prometheus' text format, one sample per line, labelled with the rank."""
         return "".join(f"{line}\n" for line in self._samples())
 
     def _samples(self) -> Iterator[str]:
@@ -127,7 +127,7 @@ class Metrics:
 
 
 def quantile(histogram: Sequence[int], fraction: float) -> int:
-    """The upper end, in us, of the bin that holds the `fraction` quantile; bin i ends at 2**i."""
+    """Return the upper end, in us, of the bin with the `fraction` quantile; bin i ends at 2**i."""
     wanted = fraction * sum(histogram)
     seen = 0
     for power, count in enumerate(histogram):
@@ -147,7 +147,7 @@ def _bytes(count: int) -> str:
 
 
 def _align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns side by side: the first two to the left, numbers to the right."""
+    """Pad the columns: the first two to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

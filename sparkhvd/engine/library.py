@@ -1,6 +1,6 @@
 """The C header in ctypes: enumerations, structures and functions of the compiled library.
 
-A test compares all of it with `native/include/sparkhvd.h`. Only `sparkhvd.engine.engine` uses it.
+A test compares all of it with `native/include/sparkhvd.h`. Only this package uses the functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIRE_VERSION = 6
 
 
 class Status(IntEnum):
-    """What a native call or a finished operation says."""
+    """Results of native calls and finished operations."""
 
     OK = 0
     PENDING = 1
@@ -62,7 +62,28 @@ class ReduceOp(IntEnum):
 
 
 class Collective(IntEnum):
-    """Kinds of operation."""
+    """Kinds of operation: the tensors, results and numbers of each.
+
+    ALLREDUCE: combines tensors elementwise; every rank gets the same values.
+    ALLGATHER: joins the ranks' tensors along the first dimension, in rank order, as `Work.output()`. First dimensions
+        may differ between ranks, the others may not. On a device the result goes to the tensors' outputs, which
+        have room for all ranks' rows.
+    BROADCAST: copies the input of `root_rank` (counted among all ranks) to every rank's output.
+    BARRIER: waits for every rank of the process set.
+    ALLTOALL: sends rows to every rank and joins the received ones in rank order, as `Work.output()`; on a device in
+        the tensor's output. Numbers: the rows for each rank of the process set, none for equal parts. All
+        dimensions but the first are equal on all ranks.
+    REDUCESCATTER: an allreduce of which every rank gets its rows only, in the tensors' outputs, which may be where
+        they are in the input. Of d rows rank r of n gets d // n, and one more if r < d % n; ranks in the order of
+        the process set.
+    ALLGATHER_INTO: the inverse of a reducescatter, in place: every rank has its rows of each tensor and gets the
+        others'. Shapes are equal on all ranks, inputs are outputs.
+    JOIN, ADD_PROCESS_SET, REMOVE_PROCESS_SET, REGISTER, CONFIGURE: see `Engine.join`, `add_process_set`,
+        `remove_process_set`, `allocate` and `configure`.
+
+    Numbers of an allreduce, allgather or reducescatter: none, or a digest that must be equal on all ranks, of the
+    operations that belong together.
+    """
 
     ALLREDUCE = 0
     ALLGATHER = 1

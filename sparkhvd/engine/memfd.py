@@ -1,8 +1,8 @@
 """Memory files by the kernel's own numbers.
 
 Pythons that are built for an old glibc, such as conda's, run on kernels with memory files but have neither
-`os.memfd_create` nor the constants of seals; and `fcntl` is imported where it is used, so that a client that is
-no Unix can import this. The numbers are Linux's and never change.
+`os.memfd_create` nor the constants of seals; and `fcntl` is imported where it is used, so that a client on
+Windows can import this. The numbers are Linux's and never change.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SYS_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 
 
 def new_memfd(name: str) -> int:
-    """The descriptor of a new, empty memory file that can be sealed; close-on-exec.
+    """Create an empty memory file that can be sealed and return its descriptor; close-on-exec.
 
     Args:
-        name: shown in /proc, no more.
+        name: shown in /proc only.
 
     Raises:
         OSError: memory files are forbidden here, or this kernel has none.
@@ -45,14 +45,14 @@ def new_memfd(name: str) -> int:
 
 
 def seal_against_shrinking(descriptor: int) -> None:
-    """Promise for good that this memory file never gets shorter."""
+    """Seal a memory file for good, so that it never gets shorter."""
     import fcntl
 
     fcntl.fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK)
 
 
 def is_sealed_against_shrinking(descriptor: int) -> bool:
-    """Whether a received memory file can never get shorter. OSError: it is no file that can be sealed."""
+    """Check whether a received memory file can never get shorter; an OSError if it cannot be sealed."""
     import fcntl
 
     return bool(fcntl.fcntl(descriptor, F_GET_SEALS) & F_SEAL_SHRINK)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 __all__ = ["NO_STACKS", "prepare"]
 
-# What a process without stacks gives to its engine: signal and pipe.
+# Signal and pipe of an engine without stacks.
 NO_STACKS = (0, -1)
 
 # Room for the stacks of many threads; a full pipe cuts the text and blocks nobody.
@@ -27,7 +27,7 @@ _PIPE_BYTES = 256 << 10
 
 
 class _Process:
-    """What this process has registered."""
+    """Signal handlers and pipes that this process has registered."""
 
     def __init__(self, inherited: frozenset[int] = frozenset()) -> None:
         self.lock = threading.Lock()
@@ -67,7 +67,7 @@ def prepare(signal: int) -> tuple[int, int]:
 
 
 def _register(signal: int) -> int:
-    """The reading end of a new pipe to which the handler of `signal` writes."""
+    """Install the handler of `signal` and return the reading end of the pipe that it writes to."""
     import fcntl  # not on Windows
 
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -83,7 +83,7 @@ def _register(signal: int) -> int:
 
 
 def _is_used(signal: int) -> bool:
-    """Whether the process catches or ignores `signal`, be it from Python or from C."""
+    """Check whether the process catches or ignores `signal`, from Python or from C."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, mask = line.partition(":")
         if name in ("SigCgt", "SigIgn") and int(mask, 16) >> (signal - 1) & 1:

@@ -36,7 +36,7 @@ from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
-from sparkhvd.spark import SparkShim, active_session
+from sparkhvd.sessions import active_session, check_session
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules.architecture import copy_with
 from sparkhvd.training.modules.fitted import Fitted
@@ -150,7 +150,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             data = (str(path), str(validation_path), dataset_idx)
             maps = self._with_run_ids(maps, data)
         session = active_session() if spark is None else spark
-        SparkShim(session)
+        check_session(session)
         models = []
         for each in maps:
             estimator = self.copy(each)
@@ -231,7 +231,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
 
     # -- run ------------------------------------------------------------------------------------------
 
-    def _launch(self, request: Request, spec: TrainSpec) -> JobReport:
+    def _launch(self, request: Request, spec: TrainSpec) -> JobReport[TrainResult]:
         checkpoints = Checkpoints(request.store, spec.run_dir)
         cluster = request.cluster
         options = LaunchOptions(
@@ -262,7 +262,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
         )
         with reporter:
-            report = launch(request.spark, train, (spec,), {}, cluster.num_proc, options)
+            report = launch(request.shim, train, (spec,), {}, cluster.num_proc, options)
         reporter.ended(report.results[0].stopped, len(report.results[0].history))
         report_skipped(report.results[0].skipped, cluster.verbose)
         if report.results[0].warning:
@@ -274,7 +274,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         request: Request,
         spec: TrainSpec,
         data: FitData,
-        report: JobReport,
+        report: JobReport[TrainResult],
         widths: tuple[int, ...] | None,
     ) -> TorchModel:
         """Make a TorchModel with the trained weights, this estimator's uid and its params."""

@@ -1,10 +1,10 @@
 """Find the fastest settings while training goes on.
 
-`Search` is the thinking: it names the settings to try next and is told how fast they were; it knows no clock
-and no engine. `Tuner` counts steps, measures, and lets every rank change at the same place: rank 0 decides,
-and its decision is a broadcast, an operation like any other in the order that all ranks agree on.
+`Search` chooses the settings to try next from the speeds of those tried; it has no clock and no engine. `Tuner`
+counts steps, measures, and lets every rank change at the same place: rank 0 decides, and broadcasts its decision,
+an operation in the order that all ranks agree on.
 
-Only knobs that cannot change a bit of a result move, unless `autotune="all"` allows the others.
+Only knobs that cannot change bits of results move, unless `autotune="all"` allows the others.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _DIRECT_RANKS = 16
 
 @dataclass(frozen=True)
 class Knob:
-    """Something that may be tuned.
+    """A setting that may be tuned.
 
     Attributes:
         name: the setting.
-        values: what may be tried, ascending.
-        start: what it is at the beginning; one of `values`.
+        values: candidates, ascending.
+        start: the initial value; one of `values`.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Knob:
 
     @classmethod
     def powers(cls, name: str, start: int, *, low: int, high: int) -> Knob:
-        """Powers of two from `low` to `high`, with `start` among them whatever it is."""
+        """Return a knob of the powers of two from `low` to `high`, and of `start`."""
         values = {1 << p for p in range(low.bit_length() - 1, high.bit_length())}
         return cls(name, tuple(sorted({v for v in values if low <= v <= high} | {start})), start)
 
@@ -66,11 +66,11 @@ class Knob:
 class Search:
     """Coordinate descent on a grid, one knob and one step at a time, against noise.
 
-    A candidate is compared with the best so far in turns (best, candidate, best, candidate, ...), so that what
-    slows the machine for a while slows both. It replaces the best when the median of its speed relative to its
+    A candidate is compared with the best so far in turns (best, candidate, best, candidate, ...), so that a machine
+    that is slow for a while slows both. It replaces the best when the median of its speed relative to its
     neighbour in time is more than `gain` above 1, and is dropped after two pairs if it is hopeless. Two steps
     of the grid are tried before one, so that a flat place between does not end the search. When no step of any knob
-    helps, the best meets the beginning again: what noise has chosen is given up.
+    helps, the best is compared with the start again, in case noise has chosen it.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Search:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to try; `best` is then the result."""
+        """True if nothing is left to try; `best` is then the result."""
         return self._candidate is None
 
     @property
@@ -125,13 +125,13 @@ class Search:
 
     @property
     def speedup(self) -> float:
-        """How much faster `best` is than the beginning, as far as was seen."""
+        """Measured speed of `best` relative to the start."""
         if not self._best_speeds or not self._first_speed:
             return 1.0
         return statistics.median(self._best_speeds) / self._first_speed
 
     def report(self, speed: float) -> None:
-        """The speed of a window with `choice`; more is better."""
+        """Record the speed of a window with `choice`; more is better."""
         if self._candidate is None:
             return
         self.windows += 1
@@ -144,7 +144,7 @@ class Search:
         self._tries_candidate = False
         before = self._best_speeds[-1]
         self._pairs.append(speed / before if before > 0 else math.inf)
-        # The beginning needs no gain to be preferred; the best does.
+        # The start needs no gain to be preferred; the best does.
         least = 1 - self._gain if self._meets_start else 1 + self._gain
         if len(self._pairs) == 2 and max(self._pairs) < 1 - self._hopeless:
             self._judge(speed, helps=False)
@@ -193,13 +193,13 @@ class Tuner:
     """Tunes while training goes on: call `step` between steps, on every rank alike.
 
     Args:
-        engine: this rank's; its settings `autotune_file` names where the choice is kept.
+        engine: this rank's; its setting `autotune_file` is the file of the choice.
         knobs: the same on every rank, all set to their starts now.
-        apply: makes those settings effective that are not the engine's; called on every rank at the same place,
-            with all knobs.
+        apply: applies the settings that are not the engine's; called on every rank at the same place, with all
+            knobs.
         measure: bytes that were reduced so far; None asks the engine.
-        warmup_steps: steps of each window that are not measured, because what changed has to settle.
-        window_steps: steps that are measured.
+        warmup_steps: unmeasured steps at the beginning of each window, in which a change settles.
+        window_steps: measured steps of each window.
         seconds: the clock.
     """
 
@@ -235,10 +235,10 @@ class Tuner:
         return dict(self._values)
 
     def step(self) -> None:
-        """A training step has ended, and no gradient is in flight."""
+        """Count a training step that has ended with no gradient in flight; measure and change settings if due."""
         if self.is_done:
             return
-        if self._number == 0:  # what was saved comes before anything is measured
+        if self._number == 0:  # a saved choice comes before the first measurement
             self._decide()
             return
         self._steps += 1
@@ -251,7 +251,7 @@ class Tuner:
             self._decide()
 
     def _decide(self) -> None:
-        """Rank 0 says what comes next, and everybody does it."""
+        """Broadcast rank 0's next settings, and apply them."""
         names = list(self._values)
         numbers = [0, *self._values.values()]
         if self._engine.rank == 0:
@@ -270,7 +270,7 @@ class Tuner:
                 dtype=DType.INT64,
                 keep=array,
             ).wait()
-        except MismatchError as error:  # ranks that have joined: everybody is told
+        except MismatchError as error:  # ranks that have joined: raised on every rank
             self._tell(f"stopped, because not every rank takes part any more ({error})")
             self.is_done = True
             return
@@ -286,10 +286,10 @@ class Tuner:
             self._conclude()
 
     def _configure(self, values: Mapping[str, int]) -> None:
-        """Tell the engine: an operation too, so that every rank changes between the same two others."""
-        own = {name: values[name] for name in _ENGINE_KNOBS if name in values}
-        if own:
-            self._engine.configure(**own).wait()
+        """Change the engine's settings: by an operation, so that every rank changes between the same two others."""
+        settings = {name: values[name] for name in _ENGINE_KNOBS if name in values}
+        if settings:
+            self._engine.configure(**settings).wait()
 
     def _reduced_bytes(self) -> int:
         entries = self._engine.counters()["collectives"]
@@ -333,7 +333,7 @@ class Tuner:
             raise
 
     def _load(self) -> dict[str, int] | None:
-        """What an earlier run chose for the same ranks and knobs; None if there is nothing that fits."""
+        """Return the choice of an earlier run with the same ranks and knobs; None if there is none."""
         if not self._file or not Path(self._file).exists():
             return None
         try:
@@ -357,26 +357,26 @@ class Tuner:
 
 
 def knobs(engine: Engine) -> list[Knob]:
-    """What may be tuned between these ranks, by their settings."""
+    """Return the knobs that may be tuned between these ranks, by their settings."""
     settings, topology = engine.settings, engine.topology
     hosts = len(set(topology.hosts)) if settings.shared_memory else topology.size
     may_change_bits = settings.tuning == "all"
-    found = []
+    tuned = []
     # In a ring an element's order of addends depends on its place in bucket and chunk.
     is_ring = hosts > _DIRECT_RANKS
     if not is_ring or may_change_bits:
-        found.append(Knob.powers("bucket_bytes", settings.bucket_bytes, low=1 << 20, high=64 << 20))
+        tuned.append(Knob.powers("bucket_bytes", settings.bucket_bytes, low=1 << 20, high=64 << 20))
     if hosts < topology.size and (not is_ring or may_change_bits):
-        found.append(
+        tuned.append(
             Knob.powers("chunk_bytes", settings.slot_bytes, low=32 << 10, high=settings.slot_bytes)
         )
     if hosts > 1:
         if settings.streams > 1:
             values = tuple(range(1, settings.streams + 1))
-            found.append(Knob("streams", values, settings.streams))
+            tuned.append(Knob("streams", values, settings.streams))
         if may_change_bits:
-            found.append(
+            tuned.append(
                 Knob.powers("symmetric_bytes", _SYMMETRIC_BYTES, low=1 << 10, high=256 << 10)
             )
-            found.append(Knob.powers("direct_ranks", _DIRECT_RANKS, low=2, high=64))
-    return found
+            tuned.append(Knob.powers("direct_ranks", _DIRECT_RANKS, low=2, high=64))
+    return tuned

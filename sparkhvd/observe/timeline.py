@@ -1,6 +1,6 @@
-"""The timeline of a job: who waited for whom, in Chrome's trace format (open it in ui.perfetto.dev).
+"""The timeline of a job: the ranks' waits for each other, in Chrome's trace format (open it in ui.perfetto.dev).
 
-The engine writes the file of one rank (`Engine.start_timeline`); here is what concerns several ranks. By
+The engine writes the file of one rank (`Engine.start_timeline`); this module combines those of several ranks. By
 default only rank 0 writes, as in Horovod. With `all_ranks` the others do too, into files without a name, and
 `stop` gathers them on rank 0, shifts their times to rank 0's clock, and puts the whole in the place of rank 0's
 file, which is one of rank 0 alone until then.
@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from sparkhvd.engine.engine import DType, Engine, TensorView
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
@@ -40,11 +40,11 @@ _TIME = re.compile(r'"ts":(-?\d+\.\d{3})')
 
 @dataclass
 class _Recording:
-    """A timeline of all ranks, as this rank sees it.
+    """This rank's part of a timeline of all ranks.
 
     Attributes:
-        path: where rank 0 puts the whole.
-        file: what this rank writes.
+        path: of the merged file on rank 0.
+        file: of this rank.
     """
 
     path: str
@@ -62,7 +62,7 @@ def start(
     mark_cycles: bool = False,
     all_ranks: bool = False,
 ) -> None:
-    """Write a timeline from now on; one that is being written ends.
+    """Start to write a timeline; one that is being written ends.
 
     Args:
         engine: this rank's.
@@ -86,7 +86,7 @@ def start(
             engine.start_timeline(path, mark_cycles=mark_cycles)
             _recordings[engine] = _Recording(path, open(path, "rb"))  # noqa: SIM115 - closed by stop()
         else:
-            # Without a name, so that nothing stays behind, whatever happens to the process.
+            # Without a name, so that nothing is left over, even if the process is killed.
             file = tempfile.TemporaryFile(prefix="sparkhvd-timeline-")  # noqa: SIM115 - closed by stop()
             _recordings[engine] = _Recording(path, file)
             engine.start_timeline(f"/proc/self/fd/{file.fileno()}", mark_cycles=mark_cycles)
@@ -97,13 +97,14 @@ def start(
         engine.stop_timeline()
         _forget(engine)
         raise InvalidArgumentError(
-            f"start_timeline({path!r}, all_ranks=True): {'; '.join(trouble.removesuffix('.') for trouble in troubles)}. Give a path that rank 0 may "
-            "write, and room in the temporary folder of every rank."
+            f"start_timeline({path!r}, all_ranks=True): "
+            f"{'; '.join(trouble.removesuffix('.') for trouble in troubles)}. Give a path that rank 0 may write, and "
+            "room in the temporary folder of every rank."
         )
 
 
 def stop(engine: Engine) -> None:
-    """End the timeline; nothing happens if there is none. Collective if it was started with `all_ranks`.
+    """End the timeline, if there is one. Collective if it was started with `all_ranks`.
 
     Raises:
         InvalidArgumentError: rank 0 could not write the merged file (raised on every rank).
@@ -145,7 +146,7 @@ def _forget(engine: Engine) -> None:
 def clock_offset(
     own: Sequence[tuple[int, int]], reference: Sequence[tuple[int, int]]
 ) -> tuple[int, int]:
-    """How far a rank's clock is ahead of the reference's, from when each entered and left the same barriers.
+    """Return how far a rank's clock is ahead of the reference's, from the times at which both passed the same barriers.
 
     Args:
         own: (entered, left) of the rank, one per barrier, ns of its clock.
@@ -161,14 +162,14 @@ def clock_offset(
 
 
 def merge(files: Iterable[IO[bytes]], offsets: Sequence[int]) -> Iterator[str]:
-    """One trace of several ranks' traces, piece by piece, with times of rank 0's clock.
+    """Merge several ranks' traces into one, piece by piece, with times of rank 0's clock.
 
     Args:
         files: the ranks' files, as the engine wrote them, rank 0's first.
         offsets: by rank, how far its clock is ahead of rank 0's, in ns.
 
     Raises:
-        ValueError: a file is not what the engine writes.
+        ValueError: a file was not written by the engine.
     """
     origin = None
     yield "["
@@ -192,12 +193,12 @@ def merge(files: Iterable[IO[bytes]], offsets: Sequence[int]) -> Iterator[str]:
 def _shifted(line: str, shift_us: float | None) -> str:
     if not shift_us:
         return line
-    # The time stands before everything that a user names, so the first match is it.
-    return _TIME.sub(lambda found: f'"ts":{float(found[1]) + shift_us:.3f}', line, count=1)
+    # The time comes before all names that users give, so it is the first match.
+    return _TIME.sub(lambda match: f'"ts":{float(match[1]) + shift_us:.3f}', line, count=1)
 
 
 def _write(path: str, pieces: Iterable[str]) -> None:
-    """All of it or nothing: a whole file takes the place of the old one."""
+    """Write a whole file, then replace the old one by it."""
     target = Path(path).resolve()
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
@@ -214,13 +215,13 @@ def _write(path: str, pieces: Iterable[str]) -> None:
 
 
 def _name(engine: Engine) -> str:
-    """A new name for an operation; every rank counts the same."""
+    """Return a new name for an operation; every rank counts the same."""
     counter = _numbers.setdefault(engine, itertools.count())
     return f"sparkhvd.timeline.{next(counter)}"
 
 
 def _exchange(engine: Engine, value: bytes) -> list[bytes]:
-    """Every rank's `value`, by rank."""
+    """Return every rank's `value`, by rank."""
     source = ctypes.create_string_buffer(value, len(value) or 1)
     view = TensorView(ctypes.addressof(source), 0, (len(value),))
     work = engine.allgather(view, name=_name(engine), dtype=DType.UINT8, keep=source)
@@ -232,21 +233,21 @@ def _exchange(engine: Engine, value: bytes) -> list[bytes]:
 
 
 def _measure_offsets(engine: Engine) -> list[int]:
-    """By rank, how far its clock is ahead of rank 0's, in ns."""
+    """Measure, by rank, how far its clock is ahead of rank 0's, in ns."""
     moments: list[tuple[int, int]] = []
     for _ in range(_BARRIERS):
         work_name = _name(engine)
         entered = time.monotonic_ns()
         engine.barrier(name=work_name).wait()
         moments.append((entered, time.monotonic_ns()))
-    by_rank: list[Any] = [
+    by_rank: list[list[tuple[int, int]]] = [
         json.loads(text) for text in _exchange(engine, json.dumps(moments).encode())
     ]
     return [clock_offset(own, by_rank[0])[0] for own in by_rank]
 
 
 def _gather(engine: Engine, file: IO[bytes], opened: contextlib.ExitStack) -> list[IO[bytes]]:
-    """On rank 0 every rank's file, by rank, as long as `opened` is; elsewhere nothing."""
+    """Return every rank's file, by rank, on rank 0, as long as `opened` is; elsewhere nothing."""
     chunk = max(4096, _ROUND_BYTES // engine.size)
     file.seek(0)
     files: list[IO[bytes]] = []

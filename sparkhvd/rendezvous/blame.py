@@ -1,8 +1,8 @@
-"""What a rank raises when the others do not come, and what it tells them about it."""
+"""Errors of a meeting that fails, as this rank raises them and as it reports them to the others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkhvd.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
@@ -11,7 +11,7 @@ from sparkhvd.rendezvous.handshake import NEWS_LATE, NEWS_LOST, Notice
 
 
 class MeetingError(Exception):
-    """Carries the error of this rank and what the others are told about it."""
+    """Failure of a meeting: the error that this rank raises, and the news of it for the others."""
 
     def __init__(self, cause: CollectiveError, news: int, rank: int) -> None:
         super().__init__(str(cause))
@@ -22,7 +22,7 @@ class MeetingError(Exception):
 
 @dataclass(frozen=True)
 class Blame:
-    """The errors of one rank's meeting: who did not come, where it was expected, and what to do.
+    """Errors of one rank's meeting: ranks that did not come, their addresses, and the remedy.
 
     Attributes:
         job: the job as this rank knows it.
@@ -35,16 +35,16 @@ class Blame:
     timeout_s: float
 
     def reported(self, notice: Notice) -> MeetingError:
-        """What this rank raises when another one tells why it failed."""
+        """Return the error for a failure that another rank has reported."""
         teller, about = notice.teller, notice.about
-        if notice.what == NEWS_LATE:
+        if notice.kind == NEWS_LATE:
             return self.late([about], [f"rank {teller} gave up waiting for rank {about}"])
         if about == self.job.rank:
             return self.lost({teller: "it lost its connection to this rank"})
         return self.lost({about: f"rank {teller} reports it"})
 
     def lost(self, causes: Mapping[int, object]) -> MeetingError:
-        """Ranks are gone; `causes` says by rank what shows it."""
+        """Return the error about ranks that are gone; `causes` holds the evidence by rank."""
         lines = [
             f"rank {peer} at {self.job.endpoints[peer]} is gone ({cause})"
             for peer, cause in sorted(causes.items())
@@ -56,8 +56,34 @@ class Blame:
         )
         return MeetingError(PeerLostError(text), NEWS_LOST, min(causes))
 
+    def expired(
+        self,
+        peers: Collection[int],
+        rows: Mapping[int, bytes | None],
+        last_errors: Mapping[int, object],
+    ) -> MeetingError:
+        """Return the error about ranks that are missing, or else about those that still wait for others.
+
+        Args:
+            peers: all ranks that must come.
+            rows: by rank that is connected its row, or None before it has come.
+            last_errors: the last error of connecting with a rank.
+        """
+        missing = [rank for rank in sorted(peers) if rank not in rows]
+        waiting = [rank for rank in sorted(rows) if rows[rank] is None]
+        lines = [self._missing_line(rank, last_errors.get(rank)) for rank in missing]
+        if not missing:
+            lines = [f"rank {r} at {self.job.endpoints[r]} still waits for others" for r in waiting]
+        return self.late(missing or waiting or sorted(peers), lines)
+
+    def _missing_line(self, rank: int, error: object) -> str:
+        who = f"rank {rank} at {self.job.endpoints[rank]}"
+        if rank < self.job.rank:
+            return f"{who} has not answered ({error or 'no error'})"
+        return f"{who} has not connected ({error or 'its port is open'})"
+
     def late(self, ranks: Sequence[int], lines: Sequence[str]) -> MeetingError:
-        """Ranks did not come in time; `lines` says so, and the first is the one that the others are told."""
+        """Return the error about ranks that did not come in time, with a line about each; the others are told of the first."""
         text = (
             f"Rendezvous of rank {self.job.rank} at {self.endpoint}: not all of "
             f"{self.job.size} ranks came within {self.timeout_s:g} s: {'; '.join(lines)}. Make sure that "

@@ -1,4 +1,4 @@
-"""What a meeting returns: sockets to every peer."""
+"""Result of a meeting: sockets to every peer; and the protocol of a rendezvous."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sparkhvd.settings import Settings
 
 @dataclass
 class Connections:
-    """One connected, authenticated socket per peer, as `Engine` takes them.
+    """Connected, authenticated sockets, one per peer and stream, as `Engine` takes them.
 
     Attributes:
         rank: this rank.
         size: number of ranks.
         hosts: index of the host of each rank; equal on all ranks. Ranks with the same index share memory.
-        sockets: descriptor per peer, -1 for this rank; not inheritable. Owned by whoever holds this.
+        sockets: descriptor per peer, -1 for this rank; not inheritable. Owned by the holder of this object.
         stream_sockets: the further connections, `(streams - 1) * size` descriptors, stream after stream, each
             as `sockets`.
     """
@@ -30,7 +30,7 @@ class Connections:
     stream_sockets: list[int] = field(default_factory=list)
 
     def close(self) -> None:
-        """Close every descriptor that nobody took."""
+        """Close every descriptor that was not taken."""
         for descriptors in (self.sockets, self.stream_sockets):
             for place, descriptor in enumerate(descriptors):
                 if descriptor >= 0:
@@ -39,7 +39,7 @@ class Connections:
 
 
 class Rendezvous(Protocol):
-    """A way for the ranks of one job to meet."""
+    """Way for the ranks of one job to connect with each other."""
 
     @property
     def rank(self) -> int:
@@ -62,5 +62,5 @@ class Rendezvous(Protocol):
 
 
 def joined(rows: Sequence[list[int]]) -> list[int]:
-    """One list, row after row."""
+    """Return the rows as one list, row after row."""
     return [descriptor for row in rows for descriptor in row]

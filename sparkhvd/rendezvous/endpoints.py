@@ -1,10 +1,10 @@
-"""Where ranks listen, and what a rank must know to meet the others."""
+"""Listening addresses of ranks, and the key and ranks of a job."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 
@@ -13,7 +13,7 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a rank listens.
+    """Listening address of a rank.
 
     Attributes:
         address: IPv4 or IPv6 address of one interface.
@@ -27,13 +27,13 @@ class Endpoint:
     host_key: str
     unix_name: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON object."""
+    def to_dict(self) -> dict[str, str | int]:
+        """Return a JSON object."""
         return dict(vars(self))
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Endpoint:
-        """The endpoint that `to_dict` wrote."""
+    def from_dict(cls, values: Mapping[str, str | int]) -> Endpoint:
+        """Rebuild an endpoint from `to_dict`."""
         return cls(
             str(values["address"]),
             int(values["port"]),
@@ -51,7 +51,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank must know to meet the others of one attempt.
+    """Knowledge by which a rank finds the others of one attempt, and proves itself.
 
     Attributes:
         key: 32 random bytes that only the ranks of this attempt know.
@@ -81,14 +81,14 @@ class Job:
             )
 
     def to_json(self) -> str:
-        """Text with the key in it: hand it over by pipe, never in argv, environment or a log."""
+        """Return JSON with the key in it: hand it over by pipe, never in argv, environment or a log."""
         values = {**vars(self), "key": self.key.hex()}
         values["endpoints"] = [endpoint.to_dict() for endpoint in self.endpoints]
         return json.dumps(values)
 
     @classmethod
     def from_json(cls, text: str) -> Job:
-        """The job that `to_json` wrote."""
+        """Rebuild a job from `to_json`."""
         values = json.loads(text)
         return cls(
             key=bytes.fromhex(values["key"]),

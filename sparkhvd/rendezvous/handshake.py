@@ -1,6 +1,6 @@
-"""Hellos, proofs and notices: everything that is said before a peer is believed.
+"""Messages before a peer is authenticated: hellos, proofs and notices.
 
-Proofs are HMAC-SHA256 over all that they are for, so they can be neither reflected nor replayed; see
+Proofs are HMAC-SHA256 over everything that they stand for, so they can be neither reflected nor replayed; see
 `sparkhvd.rendezvous`.
 """
 
@@ -13,7 +13,6 @@ import struct
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
 from sparkhvd.rendezvous.endpoints import Job
 from sparkhvd.rendezvous.loop import Wait, read, send
@@ -28,7 +27,7 @@ MAC_BYTES = 32
 _MAGIC = b"sparkhvd"
 HELLO = struct.Struct(f"!8sIIB{NONCE_BYTES}s")  # magic, rank, generation, phase, nonce
 _REPLY = struct.Struct(f"!{NONCE_BYTES}s{MAC_BYTES}s")
-# A notice: magic, the rank that tells, generation, what, about whom, proof. Longer than a hello.
+# A notice: magic, the rank that reports, generation, news, the rank it is about, proof. Longer than a hello.
 NOTICE = struct.Struct(f"!8sIIBI{MAC_BYTES}s")
 NOTICE_MAGIC = b"sparkhvn"
 # Before the row: one of the next three, and the rank it is about; of MET the number of further streams.
@@ -38,15 +37,15 @@ NEWS_LOST = 1
 NEWS_LATE = 2
 PHASE_MESH = 0
 PHASE_TCP = 1  # replaces Unix links inside a host whose ranks turned out not to share memory
-PHASE_STREAM = 2  # the first further connection of every pair; the next phases are for the others
+PHASE_STREAM = 2  # the first further connection of every pair; each later phase is one more
 # Ends the handshake of a stream, where no later message would show that the proofs were right. The accepting
-# side says it first; the connecting side tries again until it has heard it, and repeats it where it stays.
+# side sends it first; the connecting side tries again until it has received it, and sends it back.
 WELCOME = b"\1"
 
 
 @dataclass(frozen=True, order=True)
 class Turn:
-    """Which meeting a connection is for; a later one than the listener is at waits for it."""
+    """Generation and phase that a connection is for; one of a later turn than the listener's waits."""
 
     generation: int
     phase: int
@@ -55,7 +54,7 @@ class Turn:
 def proof_of(
     job: Job, role: bytes, *, client: int, server: int, turn: Turn, nonces: bytes
 ) -> bytes:
-    """What the client (b"C") or the server (b"S") must show."""
+    """Return the proof of the client (b"C") or the server (b"S")."""
     job_id = job.job_id.encode()
     context = struct.pack(
         f"!16s1s1sIIIIIIIB{len(job_id)}s",
@@ -78,29 +77,36 @@ def proof_of(
 
 @dataclass(frozen=True)
 class Notice:
-    """Why a generation has failed, as one rank tells another."""
+    """Message from one rank to another: why a generation has failed.
+
+    Attributes:
+        teller: rank that reports.
+        generation: the one that has failed.
+        kind: NEWS_LOST or NEWS_LATE.
+        about: rank that is gone, or late.
+    """
 
     teller: int
     generation: int
-    what: int
+    kind: int
     about: int
 
     def to_bytes(self, job: Job, to: int) -> bytes:
-        """The message for rank `to`."""
+        """Return the message for rank `to`."""
         proof = self._proof(job, to)
-        return NOTICE.pack(NOTICE_MAGIC, self.teller, self.generation, self.what, self.about, proof)
+        return NOTICE.pack(NOTICE_MAGIC, self.teller, self.generation, self.kind, self.about, proof)
 
     @classmethod
     def from_bytes(cls, message: bytes, job: Job) -> Notice | None:
-        """What the message says to rank `job.rank`; None if its proof is wrong or it makes no sense."""
-        _, teller, generation, what, about, proof = NOTICE.unpack(message)
-        notice = cls(teller, generation, what, about)
+        """Return the notice in a message to rank `job.rank`; None if its proof is wrong or it is not valid."""
+        _, teller, generation, kind, about, proof = NOTICE.unpack(message)
+        notice = cls(teller, generation, kind, about)
         is_genuine = hmac.compare_digest(proof, notice._proof(job, job.rank))
-        return notice if is_genuine and notice.makes_sense(job) else None
+        return notice if is_genuine and notice.is_valid(job) else None
 
-    def makes_sense(self, job: Job) -> bool:
-        """Whether it tells of a failure and of ranks that there are: also who has the key may be wrong."""
-        return self.what in (NEWS_LOST, NEWS_LATE) and max(self.teller, self.about) < job.size
+    def is_valid(self, job: Job) -> bool:
+        """Return True if it reports a failure of ranks of the job: a peer with the key may be wrong, too."""
+        return self.kind in (NEWS_LOST, NEWS_LATE) and max(self.teller, self.about) < job.size
 
     def _proof(self, job: Job, to: int) -> bytes:
         job_id = job.job_id.encode()
@@ -115,7 +121,7 @@ class Notice:
             self.teller,
             to,
             self.generation,
-            self.what,
+            self.kind,
             self.about,
             job_id,
         )
@@ -125,21 +131,19 @@ class Notice:
 def introduce(
     job: Job, peer: int, turn: Turn, sock: socket.socket, until: float
 ) -> Generator[Wait, None, bool]:
-    """The connecting side: whether `peer` has proved itself."""
+    """Do the connecting side of the handshake; return True if `peer` has proved itself."""
     nonce = secrets.token_bytes(NONCE_BYTES)
-    me = job.rank
-    send(sock, HELLO.pack(_MAGIC, me, turn.generation, turn.phase, nonce))
+    send(sock, HELLO.pack(_MAGIC, job.rank, turn.generation, turn.phase, nonce))
     reply = yield from read(sock, _REPLY.size, until)
-    theirs, proof = _REPLY.unpack(reply)
-    context: dict[str, Any] = {
-        "client": me,
-        "server": peer,
-        "turn": turn,
-        "nonces": nonce + theirs,
-    }
-    if not hmac.compare_digest(proof, proof_of(job, b"S", **context)):
+    peer_nonce, proof = _REPLY.unpack(reply)
+    nonces = nonce + peer_nonce
+
+    def mac(role: bytes) -> bytes:
+        return proof_of(job, role, client=job.rank, server=peer, turn=turn, nonces=nonces)
+
+    if not hmac.compare_digest(proof, mac(b"S")):
         return False
-    send(sock, proof_of(job, b"C", **context))
+    send(sock, mac(b"C"))
     if turn.phase >= PHASE_STREAM:
         yield from read(sock, len(WELCOME), until)
         send(sock, WELCOME)
@@ -149,7 +153,7 @@ def introduce(
 def answer(
     job: Job, now: Turn, hello: bytes, sock: socket.socket, until: float
 ) -> Generator[Wait, None, tuple[Turn, int] | None]:
-    """The accepting side: turn and rank of whoever said `hello`, once proved; None = not to be believed."""
+    """Do the accepting side of the handshake; return turn and rank of the client, or None if it has not proved them."""
     magic, client, generation, phase, nonce = HELLO.unpack(hello)
     turn = Turn(generation, phase)
     is_expected = magic == _MAGIC and job.rank < client < job.size

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, and a rank that is alone."""
+"""Rendezvous of ranks that are threads of one process, and of a single rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparkhvd.settings import Settings
 
 
 class SingleRendezvous:
-    """The meeting of one rank with itself."""
+    """Rendezvous of a job with one rank."""
 
     def __init__(self, settings: Settings) -> None:
         self.rank = 0
@@ -20,7 +20,7 @@ class SingleRendezvous:
         self.settings = settings
 
     def connect(self) -> Connections:
-        """No connections."""
+        """Return no connections."""
         return Connections(0, 1, (0,), [-1], [-1] * (self.settings.streams - 1))
 
 
@@ -28,7 +28,7 @@ _Row = list[socket.socket | None]
 
 
 class _Hall:
-    """The socket pairs of ranks in one process, made when the first rank of a generation comes."""
+    """Socket pairs of ranks in one process, made when the first rank of a generation comes."""
 
     def __init__(self, hosts: tuple[int, ...], streams: int) -> None:
         self.hosts = hosts
@@ -51,7 +51,7 @@ class _Hall:
             self._rows[generation, rank] = [rows[rank] for rows in streams]
 
     def _stream(self) -> list[_Row]:
-        """One connection per pair, by rank and peer."""
+        """Return one connection per pair, by rank and peer."""
         size = len(self.hosts)
         rows: list[_Row] = [[None] * size for _ in range(size)]
         for a in range(size):
@@ -65,7 +65,7 @@ def _tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         client = socket.create_connection(listening.getsockname())
         server, address = listening.accept()
-        if address != client.getsockname():  # somebody else on this machine was faster
+        if address != client.getsockname():  # another client of this machine was faster
             client.close()
             server.close()
             raise ConnectionError(f"{address} connected to a socket pair under construction")
@@ -91,7 +91,7 @@ class _InProcessRendezvous:
 def in_process(
     size: int, hosts: Sequence[int] | None = None, settings: Settings | None = None
 ) -> list[Rendezvous]:
-    """The rendezvous of ranks that are threads of this process, by rank.
+    """Return the rendezvous of ranks that are threads of this process, by rank.
 
     Args:
         size: number of ranks.

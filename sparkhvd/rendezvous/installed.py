@@ -1,4 +1,4 @@
-"""The process's own rendezvous: at most one."""
+"""Rendezvous of this process: at most one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from sparkhvd.rendezvous.connections import Rendezvous
 
 __all__ = ["current", "install"]
 
-# With the process that was launched.
+# With the id of the process that was launched.
 _installed: list[tuple[Rendezvous, int]] = []
 
 
 def install(rendezvous: Rendezvous | None) -> None:
-    """Set what `current()` returns; called by whoever started this process, before user code."""
+    """Set the result of `current()`; called by the launcher of this process, before user code."""
     _installed[:] = [] if rendezvous is None else [(rendezvous, os.getpid())]
 
 
 def current() -> Rendezvous | None:
-    """The rendezvous that was installed in this process; None if nobody launched it.
+    """Return the rendezvous of this process; None if it was not launched as a rank.
 
     Raises:
         NotInitializedError: this process was forked by one that was launched.

@@ -1,4 +1,4 @@
-"""The listening sockets of a rank, and the addresses of others."""
+"""Listening sockets of a rank, and socket addresses of endpoints."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import os
 import secrets
 import socket
 from pathlib import Path
-from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous.endpoints import Endpoint
+from sparkhvd.rendezvous.loop import Address
 from sparkhvd.settings import Settings
 
 
 class Listener:
-    """A bound TCP listener on one interface and, where possible, an abstract Unix one. A context manager."""
+    """Bound TCP listener on one interface and, where possible, an abstract Unix one. A context manager."""
 
     def __init__(self, tcp: socket.socket, unix: socket.socket | None, endpoint: Endpoint) -> None:
         self._tcp = tcp
@@ -38,7 +38,7 @@ class Listener:
 
     @classmethod
     def from_filenos(cls, tcp_fd: int, unix_fd: int, endpoint: Endpoint) -> Listener:
-        """The listener whose descriptors this process inherited; `unix_fd` is -1 if there is none."""
+        """Rebuild a listener from descriptors that this process inherited; `unix_fd` is -1 if there is none."""
         for descriptor in (tcp_fd, unix_fd):
             if descriptor >= 0:
                 os.set_inheritable(descriptor, False)
@@ -46,19 +46,19 @@ class Listener:
         return cls(socket.socket(fileno=tcp_fd), unix, endpoint)
 
     def endpoint(self) -> Endpoint:
-        """Where the other ranks find this one."""
+        """Return the address at which other ranks reach this one."""
         return self._endpoint
 
     def filenos(self) -> tuple[int, int]:
-        """Descriptors to pass to a child process (TCP, Unix or -1); close this listener afterwards."""
+        """Return the descriptors to pass to a child process (TCP, Unix or -1); close this listener afterwards."""
         return self._tcp.fileno(), -1 if self._unix is None else self._unix.fileno()
 
     def sockets(self) -> list[socket.socket]:
-        """The listening sockets."""
+        """Return the listening sockets."""
         return [self._tcp] if self._unix is None else [self._tcp, self._unix]
 
     def close(self) -> None:
-        """Stop listening. The other ranks take that for the end of this one."""
+        """Stop listening; to the other ranks that means that this one is gone."""
         for listening in self.sockets():
             listening.close()
 
@@ -81,7 +81,7 @@ def _bind_tcp(address: str, settings: Settings) -> socket.socket:
         ) from error
     if not address or ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
         raise InvalidArgumentError(
-            f"{asked}: this stands for every interface. Give the address of the one in use."
+            f"{asked}: this stands for every interface. Give the address of the one to use."
         )
     family, _, _, _, place = info[0]
     for port in settings.ports:
@@ -119,12 +119,12 @@ def _bind_unix() -> tuple[socket.socket | None, str]:
 
 
 def unix_address(name: str) -> bytes:
-    """The abstract socket of an endpoint's `unix_name`: no file, and gone with the process."""
+    """Return the abstract address of an endpoint's `unix_name`: no file, and gone with the process."""
     return b"\0sparkhvd-" + name.encode()
 
 
 def _host_key() -> str:
-    """Boot, network namespace and user: who shares all three can meet on an abstract Unix socket."""
+    """Return boot, network namespace and user: processes that share them reach each other's abstract Unix sockets."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
@@ -132,8 +132,8 @@ def _host_key() -> str:
         return ""
 
 
-def tcp_place(endpoint: Endpoint) -> tuple[int, Any]:
-    """Address family, and what `connect` takes."""
+def tcp_place(endpoint: Endpoint) -> tuple[int, Address]:
+    """Return the address family and the address that `connect` takes."""
     info = socket.getaddrinfo(
         endpoint.address, endpoint.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
     )

@@ -1,6 +1,6 @@
-"""A small event loop: tasks are generators that yield what they wait for.
+"""Small event loop: tasks are generators that yield the events that they wait for.
 
-Threads: one; whoever calls `Loop.run`.
+Threads: one, the caller's of `Loop.run`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-# Whoever has proved nothing is given up after this long.
+# Unauthenticated connections are closed after this long.
 UNAUTHENTICATED_S = 5.0
 
 
 @dataclass(frozen=True)
 class Wait:
-    """What a task waits for: a socket, or only the time."""
+    """Event that a task waits for: a socket, or only a time."""
 
     sock: socket.socket | None
     events: int
@@ -31,6 +30,7 @@ class Wait:
 
 
 Task = Generator[Wait, None, None]
+Address = tuple[str | int | bytes, ...] | bytes  # as `socket.connect` takes it
 
 
 class Loop:
@@ -41,15 +41,15 @@ class Loop:
         self._tasks: dict[Task, Wait] = {}
 
     def start(self, task: Task) -> None:
-        """Run a task up to what it waits for first."""
+        """Run a task up to its first wait."""
         self._resume(task, task.__next__)
 
     def is_idle(self) -> bool:
-        """Whether every task has ended."""
+        """Return True if every task has ended."""
         return not self._tasks
 
     def run(self, done: Callable[[], bool]) -> None:
-        """Run the tasks until `done`; a task whose time is over gets a TimeoutError, one that only slept goes on."""
+        """Run the tasks until `done()`; at its time a task gets a TimeoutError, or goes on if it only slept."""
         while not done():
             now = time.monotonic()
             until = min((wait.until for wait in self._tasks.values()), default=now)
@@ -92,12 +92,12 @@ class Loop:
 
 
 def sleep(seconds: float) -> Task:
-    """Wait for the time only."""
+    """Wait for some time."""
     yield Wait(None, 0, time.monotonic() + seconds)
 
 
 def read(sock: socket.socket, size: int, until: float) -> Generator[Wait, None, bytes]:
-    """Exactly `size` bytes.
+    """Read exactly `size` bytes.
 
     Raises:
         ConnectionResetError: the other side closed it before.
@@ -115,7 +115,7 @@ def read(sock: socket.socket, size: int, until: float) -> Generator[Wait, None, 
 
 
 def send(sock: socket.socket, data: bytes) -> None:
-    """Every message here fits a fresh socket's buffer; the limit is for a peer that reads nothing."""
+    """Send a message, which fits a fresh socket's buffer; the time limit is for a peer that reads nothing."""
     sock.settimeout(UNAUTHENTICATED_S)
     try:
         sock.sendall(data)
@@ -123,16 +123,18 @@ def send(sock: socket.socket, data: bytes) -> None:
         sock.setblocking(False)
 
 
-def open_connection(family: int, place: Any, until: float) -> Generator[Wait, None, socket.socket]:
-    """A connected, non-blocking socket.
+def open_connection(
+    family: int, address: Address, until: float
+) -> Generator[Wait, None, socket.socket]:
+    """Connect a non-blocking socket.
 
     Raises:
-        OSError: nobody listens there, or does not answer in time.
+        OSError: there is no listener, or no answer in time.
     """
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setblocking(False)
-        code = sock.connect_ex(place)
+        code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
             yield Wait(sock, selectors.EVENT_WRITE, until)
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -147,7 +149,7 @@ def open_connection(family: int, place: Any, until: float) -> Generator[Wait, No
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is of this user; the kernel says so."""
+    """Return True if the process at the other end of a Unix socket is of this user, as the kernel reports it."""
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, uid, _ = struct.unpack("3i", credentials)
     return bool(uid == os.getuid())

@@ -19,11 +19,11 @@ TOKEN_BYTES = 32
 
 
 def offer_memory(sock: socket.socket, until: float) -> Generator[Wait, None, bool]:
-    """The connecting side: passes a memory file with a token and expects an answer inside it."""
+    """Do the connecting side: pass a memory file with a token and expect an answer inside it."""
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
         descriptor = new_memfd("sparkhvd-proof")
-    except OSError:  # forbidden here: say so, and use sockets
+    except OSError:  # forbidden here: use sockets, and tell the peer
         send(sock, token)
         yield from read(sock, TOKEN_BYTES, until)
         send(sock, b"\0")
@@ -42,7 +42,7 @@ def offer_memory(sock: socket.socket, until: float) -> Generator[Wait, None, boo
 
 
 def check_memory(sock: socket.socket, until: float) -> Generator[Wait, None, bool]:
-    """The accepting side: maps what was passed, compares the token, writes an answer into it."""
+    """Do the accepting side: map the memory file, compare its token, write an answer into it."""
     yield Wait(sock, selectors.EVENT_READ, until)
     token, descriptors, _, _ = socket.recv_fds(sock, TOKEN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     answer = secrets.token_bytes(TOKEN_BYTES)
@@ -68,7 +68,7 @@ def check_memory(sock: socket.socket, until: float) -> Generator[Wait, None, boo
 
 
 def _has_room(descriptor: int) -> bool:
-    """Whether the memory holds both tokens, and for good: a mapping of a file that shrinks kills its reader."""
+    """Return True if the file holds both tokens and cannot shrink, which would kill a process that has mapped it."""
     return (
         is_sealed_against_shrinking(descriptor) and os.fstat(descriptor).st_size >= 2 * TOKEN_BYTES
     )

@@ -1,4 +1,4 @@
-"""A process's rendezvous over sockets: one meeting per generation."""
+"""Rendezvous over sockets: one meeting per generation."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from functools import cache
 from sparkhvd.rendezvous.connections import Connections
 from sparkhvd.rendezvous.endpoints import Job
 from sparkhvd.rendezvous.handshake import Notice
+from sparkhvd.rendezvous.links import Parked
 from sparkhvd.rendezvous.listener import Listener
-from sparkhvd.rendezvous.meeting import Meeting, Parked
+from sparkhvd.rendezvous.meeting import Meeting
 from sparkhvd.settings import Settings
 
 __all__ = ["SocketRendezvous"]
 
 
 class SocketRendezvous:
-    """Meets the ranks of a job on their published endpoints.
+    """Rendezvous of the ranks of a job on their published endpoints.
 
     Rank i connects to every rank below it and accepts from every rank above it, so each pair has one
     connection: an abstract Unix socket if both are on one host, else TCP. Ranks of one host that prove to
@@ -27,9 +28,9 @@ class SocketRendezvous:
 
     Args:
         job: the same on every rank, but for `rank`.
-        listener: the one whose endpoint is `job.endpoints[job.rank]`; stays open, because a later
-            meeting needs it, and a closed port means that the process is gone. Nobody accepts between meetings.
-        settings: the same on every rank; or what gives them, asked anew by every `connect`.
+        listener: listens at `job.endpoints[job.rank]`; stays open, because a later meeting needs it, and a
+            closed port means that the process is gone. Connections are accepted during meetings only.
+        settings: the same on every rank; or a function that returns them, called by every `connect`.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class SocketRendezvous:
         return self._made
 
     def close(self) -> None:
-        """Stop listening, and close connections of generations that this rank never asked for."""
+        """Stop listening, and close connections of later generations."""
         for parked in self._parked:
             parked.sock.close()
         self._parked.clear()
@@ -79,7 +80,7 @@ _open_rendezvous: weakref.WeakSet[SocketRendezvous] = weakref.WeakSet()
 def _close_all() -> None:
     for rendezvous in list(_open_rendezvous):
         rendezvous.close()
-        if rendezvous._made is not None:  # whoever took the descriptors closes them in the child
+        if rendezvous._made is not None:  # the owner of taken descriptors closes them in the child
             rendezvous._made.close()
 
 

@@ -18,7 +18,7 @@ so a rank may import this package cheaply.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from sparkhvd.rank_context import RankContext, context
 
@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RankContext", "context", "run", "run_local"]
 
+R = TypeVar("R")
+
 
 def run(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    fn: Callable[..., R],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     num_proc: int | None = None,
     spark: SparkSession | None = None,
@@ -45,7 +47,7 @@ def run(
     verbose: int = 1,
     use_gpu: bool | None = None,
     profile: ResourceProfile | None = None,
-) -> list[Any]:
+) -> list[R]:
     """Call `fn(*args, **kwargs)` on `num_proc` ranks in one Spark barrier stage; return results by rank.
 
     Each rank is a fresh process beside a Spark task, with its own rendezvous installed: `sparkhvd.torch.init()`
@@ -53,9 +55,9 @@ def run(
     are set too. Jobs that several threads launch in one Spark application run side by side where its task slots allow
     it; a job that does not fit waits, and no later one overtakes it. Jobs whose ranks find GPUs by local rank take turns.
 
-    What a rank prints goes line by line, after its [rank], to the stderr of its executor: with a `local[N]` master
+    Output of a rank goes line by line, after its [rank], to the stderr of its executor: with a `local[N]` master
     that is this process's own, on a cluster it is the executor's log. There is no live channel from remote
-    executors to the driver yet; what reaches it is the last 100 lines of a rank that failed (`RankError.log_tail`).
+    executors to the driver yet; only the last 100 lines of a rank that failed reach it (`RankError.log_tail`).
 
     Ctrl-C raises KeyboardInterrupt in `fn` on every rank, as with `run_local`, and then cancels the Spark job: `fn` has 5 s to save, then
     it is killed; a second Ctrl-C kills it at once. That holds for a launch from the main thread whose executors reach the driver (docs/training.md).
@@ -71,25 +73,24 @@ def run(
         spark: the session to use, classic or Connect; None means the active one.
         env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
             (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment and the Spark conf.
-        settings: engine settings that nothing else changes where they differ from the defaults; None reads them from the
-            Spark conf (`spark.sparkhvd.*`) and this process's environment.
+        settings: engine settings; those that differ from the defaults are final. None reads them from the Spark conf
+            (`spark.sparkhvd.*`) and this process's environment.
         start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`. A wait for
             other jobs of this application does not count.
         max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
         verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
         use_gpu: True: every rank gets a GPU of its own, which `hvd.init()` makes torch's current device and `context().gpu`
             numbers, or the job fails before `fn` starts. False: the ranks see no GPU. None: True if Spark gives tasks
-            GPUs, else the ranks see what their executor sees. See docs/gpus.md.
+            GPUs, else the ranks see the GPUs that their executor sees. See docs/gpus.md.
         profile: Spark resource profile of the stage (pyspark 4 and a cluster master). None means one that asks for a
             GPU and its share of the cores per rank, where Spark gives ranks GPUs.
 
-
     Returns:
-        What `fn` returned on rank 0, 1, ...
+        The results of `fn` on rank 0, 1, ...
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
-        PreflightError: the cluster cannot run this job; the message says what to set. `fn` has not started.
+        PreflightError: the cluster cannot run this job; the message has the remedy. `fn` has not started.
         RankError: `fn` failed on a rank: which, where, and its traceback or signal.
     """
     from sparkhvd.runner import job
@@ -103,21 +104,21 @@ def run(
         use_gpu=use_gpu,
         profile=profile,
     )
-    session = job.active_session() if spark is None else spark
-    return job.launch(session, fn, args, kwargs or {}, num_proc, options).results
+    shim = job.SparkShim(job.active_session() if spark is None else spark)
+    return job.launch(shim, fn, args, kwargs or {}, num_proc, options).results
 
 
 def run_local(
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    fn: Callable[..., R],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     num_proc: int,
     env: Mapping[str, str] | None = None,
     settings: Settings | None = None,
     verbose: int = 1,
     use_gpu: bool | None = None,
-) -> list[Any]:
+) -> list[R]:
     """Call `fn(*args, **kwargs)` on `num_proc` processes of this host, without Spark; return results by rank.
 
     The same processes as `run` starts, so a program can be tried before it meets a cluster. Never relaunched.
@@ -132,16 +133,14 @@ def run_local(
         num_proc: number of processes, at least 1.
         env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
             (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment.
-        settings: engine settings that nothing else changes where they differ from the defaults; None reads them from
-            this process's environment.
+        settings: engine settings; those that differ from the defaults are final. None reads them from this process's
+            environment.
         verbose: 0 keeps the ranks' output; 1 prints it to stderr, each line after its [rank].
         use_gpu: True: every rank gets a GPU of its own, which `context().gpu` numbers in its process, or the job fails
-            before `fn` starts. False: the ranks see no GPU. None: they see what this
-            process sees.
-
+            before `fn` starts. False: the ranks see no GPU. None: they see the GPUs that this process sees.
 
     Returns:
-        What `fn` returned on rank 0, 1, ...
+        The results of `fn` on rank 0, 1, ...
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.

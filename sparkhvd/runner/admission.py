@@ -1,8 +1,8 @@
-"""Turns of the launches of one application: which may start while others run.
+"""Admission of launches: they take the task slots of their application in the order of their calls.
 
 Spark starts a barrier stage when all its slots are free in one round of offers and never holds some of them, so stages
 cannot block each other for good; but small ones may overtake a large one again and again. So launches take slots here,
-in the order of their calls, before Spark sees them. Where nobody knows the slots, Spark alone decides.
+before Spark sees them. Where the number of slots is unknown, Spark alone decides.
 
 **Threads**: any; one condition guards the list of launches. **Shutdown**: a launch leaves the list when its block ends,
 whatever ends it.
@@ -28,14 +28,14 @@ _SAY_EVERY_S = 5.0
 
 @dataclass(eq=False)
 class Turn:
-    """One launch in the order of its application's.
+    """Place of a launch in the order of its application.
 
     Attributes:
-        application: its application.
-        kind: what its tasks ask of an executor. Launches of one kind count the same slots; between kinds Spark decides.
+        application: id of the application.
+        kind: resources per task. Launches of one kind compete for the same slots; between kinds Spark decides.
         size: slots that it needs.
         is_alone: whether its ranks find their GPUs by local rank, so that two such launches would share them.
-        holds: slots that it holds; 0 while it waits for them, also before it is launched again.
+        holds: slots that it holds; 0 while it waits for them, also between two attempts.
     """
 
     application: str
@@ -48,10 +48,10 @@ class Turn:
     def slots(
         self, count: Callable[[], int | None], limit_s: float, say: Callable[[str], None]
     ) -> Iterator[None]:
-        """Hold the slots of all ranks inside the block, as soon as earlier launches leave them.
+        """Wait for the slots of all ranks, and hold them inside the block.
 
         Args:
-            count: asks for the slots of all executors that are registered, taken or not; None where nobody knows.
+            count: returns the slots of all registered executors, taken or not; None where that is unknown.
             limit_s: longest time in seconds with fewer slots than ranks. A wait for other launches does not count.
             say: prints a line.
 
@@ -95,22 +95,25 @@ class Turn:
                 say(reason)
 
     def _take(self, slots: int | None) -> str:
-        """Hold the slots if no launch before this one needs them; else why not, for the user."""
+        """Hold the slots if no launch before this one needs them, and return ""; else return the reason for the user."""
         if slots is not None and slots < self.size:
             return f"Waiting for task slots: {slots} of {self.size} registered."
-        others = [one for one in _turns if one is not self and one.application == self.application]
-        running = [one for one in others if one.holds]
-        earlier = [one for one in _turns[: _turns.index(self)] if one in others and not one.holds]
+        others = [
+            other for other in _turns if other is not self and other.application == self.application
+        ]
+        running = [other for other in others if other.holds]
+        before = _turns[: _turns.index(self)]
+        earlier = [other for other in before if other in others and not other.holds]
         if slots is not None:
-            mine = [one for one in running if one.kind == self.kind]
-            # One that cannot run even alone waits for executors, and keeps no other from those that there are.
-            ahead = [one for one in earlier if one.kind == self.kind and one.size <= slots]
-            if ahead or sum(one.holds for one in mine) + self.size > slots:
+            peers = [other for other in running if other.kind == self.kind]
+            # A launch that is too large even alone waits for executors, and holds up no smaller one.
+            ahead = [other for other in earlier if other.kind == self.kind and other.size <= slots]
+            if ahead or sum(other.holds for other in peers) + self.size > slots:
                 return (
-                    f"Waiting for {self.size} of {slots} task slots: {len(mine)} launches of this application "
+                    f"Waiting for {self.size} of {slots} task slots: {len(peers)} launches of this application "
                     f"run, and {len(ahead)} came earlier."
                 )
-        if self.is_alone and any(one.is_alone for one in (*running, *earlier)):
+        if self.is_alone and any(other.is_alone for other in (*running, *earlier)):
             return (
                 "Waiting for the GPUs: another launch of this application, whose ranks find theirs by local rank "
                 "too, came earlier."
@@ -119,7 +122,7 @@ class Turn:
         return ""
 
 
-# The launches of this process that have not ended, in the order of their calls.
+# Launches of this process that have not ended, in the order of their calls.
 _turns: list[Turn] = []
 _changed = threading.Condition()
 
@@ -127,18 +130,18 @@ _changed = threading.Condition()
 @contextlib.contextmanager
 def turn(application: str, kind: Hashable, size: int, *, is_alone: bool = False) -> Iterator[Turn]:
     """Take a place in the order of the application's launches for the length of the block; see `Turn`."""
-    mine = Turn(application, kind, size, is_alone)
+    place = Turn(application, kind, size, is_alone)
     with _changed:
-        _turns.append(mine)
+        _turns.append(place)
     try:
-        yield mine
+        yield place
     finally:
         with _changed:
-            _turns.remove(mine)
+            _turns.remove(place)
             _changed.notify_all()
 
 
 def is_launched(application: str) -> bool:
-    """Whether a job of this process holds slots of the application, or waits for them."""
+    """Return True if a job of this process holds slots of the application, or waits for them."""
     with _changed:
-        return any(one.application == application for one in _turns)
+        return any(launch.application == application for launch in _turns)

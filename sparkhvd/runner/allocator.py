@@ -1,4 +1,4 @@
-"""How a trainer process allocates memory.
+"""Memory allocator of a trainer process: keeps freed blocks for the next step.
 
 glibc gives blocks above a threshold (32 MiB at most, by default) back to the kernel when they are freed. A training step
 frees and allocates every gradient and activation, so every step pays for new, zeroed pages: 13 times as long for
@@ -25,16 +25,16 @@ _M_MMAP_MAX = -4
 _NEVER = -1
 # Blocks of this size and more are given back also by a trainer: they are rare, and what they would leave is large.
 _LARGE_BYTES = 1 << 30
-# With two zeros, so that it is not taken for the user's own.
+# Two zeros tell it from a value that the user has set.
 _NO_CACHE = "glibc.malloc.tcache_count=00"
 _TUNABLES = "GLIBC_TUNABLES"
 
 
 def start_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables with which a process has to start that will call `keep_freed_memory`.
+    """Return the variables with which a process must start that will call `keep_freed_memory`.
 
     Args:
-        environ: what else it starts with.
+        environ: the other variables of the process.
     """
     version = _glibc_version()
     if version is None or version >= (2, 39) or _is_configured(environ):
@@ -49,11 +49,12 @@ def keep_freed_memory() -> bool:
     Nothing is changed if the user has configured the allocator (`MALLOC_...`, `GLIBC_TUNABLES`) or it is not glibc's.
 
     Returns:
-        Whether it was changed.
+        True if the allocator was changed.
     """
     environ = os.environ  # noqa: TID251 - glibc's own variables
-    # It has been read; the processes that the user starts are not ours.
-    others = [one for one in environ.pop(_TUNABLES, "").split(":") if one and one != _NO_CACHE]
+    # It has been read; the user's own processes must not inherit it.
+    tunables = environ.pop(_TUNABLES, "").split(":")
+    others = [tunable for tunable in tunables if tunable not in ("", _NO_CACHE)]
     if others:
         environ[_TUNABLES] = ":".join(others)
     if _glibc_version() is None or _is_configured(environ):

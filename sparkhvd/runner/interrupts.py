@@ -1,12 +1,11 @@
 """Pass Ctrl-C on from the driver to the ranks of a barrier stage.
 
 Spark tells a task nothing when its job is cancelled: it kills the task's Python worker 2 to 4 s later. So every task
-keeps a connection to a port of the driver, on which nothing is said until the driver is interrupted. Only then the driver
-accepts the connections and answers their hellos. That answer, which only who has the attempt's key can give, is the
-interrupt. The task says when its trainer has ended, and waits until all have: the first task that ends would let Spark
-kill the others.
+keeps a silent connection to a port of the driver until the driver is interrupted. Only then the driver accepts the
+connections and answers their hellos. That answer, which needs the attempt's key, is the interrupt. The task reports the
+end of its trainer, and waits until all have ended: the first task that ends would let Spark kill the others.
 
-**Best effort**: a driver that executors cannot reach, or a task that is killed first, leaves what Spark does.
+**Best effort**: with a driver that executors cannot reach, or a task that is killed first, Spark's own way remains.
 **Threads**: none on the driver; one daemon thread per task. **Shutdown**: the driver's end of a connection closed during
 an interrupt means that there is no time left to save.
 """
@@ -30,11 +29,11 @@ __all__ = ["InterruptWatch", "Interrupter"]
 
 # How long a task tries to reach the driver, beside its work.
 _CONNECT_S = 10.0
-# How long a connection may take to show that it is a task's.
+# How long a connection may take to prove that it is a task's.
 _HANDSHAKE_S = 2.0
-# How long ranks may take, beyond their grace, to be killed and to say so.
+# How long ranks may take, beyond their grace, to be killed and reported.
 _MARGIN_S = 2.0
-# How long a task whose trainer was interrupted waits for the driver, which lets go of all of them together.
+# How long a task whose trainer was interrupted waits for the driver, which releases all of them together.
 _RELEASE_S = INTERRUPT_GRACE_S + _MARGIN_S
 # The longest that a selector waits, in whole days.
 _FOREVER_S = 24.0 * 86400
@@ -44,14 +43,14 @@ _ENDED = b"\1"
 
 
 def _pair(key: str, job_id: str, attempt: int, rank: int) -> Job:
-    """The driver (0) and any task (1) as two ranks that show each other that they know the attempt's key."""
+    """Return the driver (0) and any task (1) as two ranks that prove to each other that they know the attempt's key."""
     # A key of its own: no proof between ranks is one here.
-    own = hmac.digest(bytes.fromhex(key), b"sparkhvd interrupt", "sha256")
-    return Job(own, job_id, attempt, rank, 2, (Endpoint("", 0, "", ""),) * 2)
+    pair_key = hmac.digest(bytes.fromhex(key), b"sparkhvd interrupt", "sha256")
+    return Job(pair_key, job_id, attempt, rank, 2, (Endpoint("", 0, "", ""),) * 2)
 
 
 class Interrupter:
-    """The driver's end: a listening socket, at which tasks wait. A context manager."""
+    """Driver's end: a listening socket, at which tasks wait. A context manager."""
 
     def __init__(self, listening: socket.socket, host: str, job: Job, size: int) -> None:
         self._listening = listening
@@ -68,7 +67,7 @@ class Interrupter:
         """Listen for the tasks of an attempt; None where Ctrl-C does not come to this thread or there is no address.
 
         Args:
-            shim: says where executors reach this process.
+            shim: session, which knows the address at which executors reach this process.
             key: of the attempt, in hex.
             job_id: of the attempt.
             attempt: 0 for the first launch.
@@ -76,7 +75,7 @@ class Interrupter:
         """
         if threading.current_thread() is not threading.main_thread():
             return None
-        # Without it, Ctrl-C does what Spark does; no reason not to train.
+        # A job can do without: then Ctrl-C has Spark's own effect.
         with contextlib.suppress(Exception):
             own, host = shim.own_addresses()
             family = socket.getaddrinfo(own, 0, type=socket.SOCK_STREAM)[0][0]
@@ -87,7 +86,7 @@ class Interrupter:
         return None
 
     def interrupt(self) -> None:
-        """Interrupt the ranks and wait for their end; whatever leaves it early has those that are left killed."""
+        """Interrupt the ranks and wait for their end; when it is left early, the remaining ranks are killed."""
         loop = Loop()
         until = time.monotonic() + INTERRUPT_GRACE_S + _MARGIN_S
         try:
@@ -105,7 +104,7 @@ class Interrupter:
 
     def _end(self, sock: socket.socket, until: float) -> Task:
         """Interrupt one rank and wait for its end. Its connection stays open: it waits for the others."""
-        with contextlib.suppress(OSError):  # a stranger, or a task that is gone
+        with contextlib.suppress(OSError):  # not a task, or one that is gone
             known_until = time.monotonic() + _HANDSHAKE_S
             hello = yield from read(sock, HELLO.size, known_until)
             if (yield from answer(self._job, _FIRST, hello, sock, known_until)) is None:
@@ -123,7 +122,7 @@ class Interrupter:
 
 
 class InterruptWatch:
-    """A task's end: interrupts the trainer when the driver says so. A context manager.
+    """Task's end: interrupts the trainer when the driver asks for it. A context manager.
 
     Leaving the block, the caller waits for the driver if the trainer was interrupted.
     """

@@ -1,8 +1,8 @@
-"""The driver's side: check, wait for slots, submit one barrier stage, collect, and relaunch what was lost.
+"""Driver's side of a launch: check, wait for slots, submit one barrier stage, collect, and relaunch after a loss.
 
 **Threads**: the caller's thread waits and can be interrupted by Ctrl-C, which reaches the ranks first, see `interrupts`.
 **Ownership**: launches of one application share its slots in the order of their calls, see `admission`. **Shutdown**:
-whatever leaves `launch` early cancels the Spark job by its tag; the tasks end with it, and the trainers with them.
+leaving `launch` early cancels the Spark job by its tag; the tasks end with it, and the trainers with them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import launching, placement, preflight, task
 from sparkhvd.runner.admission import Turn, turn
-from sparkhvd.runner.child import cloudpickle, early_call
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
 from sparkhvd.runner.interrupts import Interrupter
@@ -38,46 +38,50 @@ from sparkhvd.runner.outcomes import (
     root_cause,
 )
 from sparkhvd.runner.payload import carried
+from sparkhvd.runner.pickling import dumps, early_call
 from sparkhvd.runner.preflight import SharedFiles
-from sparkhvd.settings import JobSettings, Settings
-from sparkhvd.spark import SparkShim, active_session
+from sparkhvd.sessions import active_session
+from sparkhvd.settings import Settings
+from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
-    from pyspark.sql import SparkSession
+    from pyspark.sql import Row
 
 __all__ = [
     "JobReport",
     "LaunchOptions",
     "Outcome",
     "SharedFiles",
+    "SparkShim",
     "active_session",
     "launch",
 ]
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """How to launch a job, besides what it runs.
+    """Options of a launch.
 
     Attributes:
         env: environment variables of the ranks.
-        settings: engine settings given in code; None means those of the Spark conf and of the environment; or all that
-            the caller has decided on.
+        settings: engine settings given in code; None means those of the Spark conf and of the environment; `JobSettings`
+            are final.
         start_timeout_s: longest wait for enough task slots; None means the setting.
         max_retries: relaunches after a lost process, executor or host.
         verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
         threads_per_rank: threads of a rank; None means the task's cores, on `local[N]` N // num_proc.
-        shared: files that the driver and every rank reach. Given, it is checked to be shared, and outcomes are
-            written there.
+        shared: files that the driver and every rank reach; checked to be shared, and outcomes are written there.
         run_dir: folder of this run in `shared`; needed with it.
-        progress: how far the job has come, for example the newest checkpoint's number. Two losses in a row with
+        progress: returns the progress of the job, for example the newest checkpoint's number. Two losses in a row with
             an equal value are final.
         requirements: modules that the workers' Python must have, for example ("torch", "pyarrow").
-        use_gpu: whether every rank gets a GPU of its own; None: if Spark gives tasks GPUs. See `gpus.decide`.
+        use_gpu: whether every rank gets a GPU of its own; None: if Spark gives tasks GPUs. See `gpu.decide`.
         profile: Spark resource profile of the stage; None: one that asks for a GPU per rank where that is needed.
         early: called in each rank's process before it imports anything and before it knows its rank, for example to
-            begin reading in a thread; must return soon. What it raises is ignored.
+            begin reading in a thread; must return soon. Its exceptions are ignored.
         is_alone: whether ranks take GPUs by local rank on their own, so that two such launches at once would share them.
     """
 
@@ -115,19 +119,19 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True)
-class JobReport:
-    """What a launch gave.
+class JobReport(Generic[R]):
+    """Result of a launch.
 
     Attributes:
-        results: what the function returned, by rank.
+        results: results of the function, by rank.
         attempts: launches that were needed; 1 when nothing was lost.
         launch_s: seconds from the submission of the last attempt until every rank ran the function (by the clocks
             of the hosts).
         run_s: seconds that the slowest rank ran the function.
-        outcomes: how every rank of the last attempt ended, by rank.
+        outcomes: outcomes of the last attempt, by rank.
     """
 
-    results: list[Any]
+    results: list[R]
     attempts: int
     launch_s: float
     run_s: float
@@ -135,21 +139,20 @@ class JobReport:
 
 
 def launch(
-    spark: SparkSession,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    shim: SparkShim,
+    fn: Callable[..., R],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     num_proc: int | None,
     options: LaunchOptions,
-) -> JobReport:
-    """Call `fn(*args, **kwargs)` on `num_proc` ranks in one barrier stage of `spark`.
+) -> JobReport[R]:
+    """Call `fn(*args, **kwargs)` on `num_proc` ranks in one barrier stage of a session.
 
     Raises:
         InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
         PreflightError: the cluster or the store cannot run this job. `fn` has not started.
         RankError: `fn` failed on a rank, or ranks were lost more often than `max_retries` allows.
     """
-    shim = SparkShim(spark)
     program = launching.dump_call(fn, args, kwargs)
     _check_size(program, shim)
     env = launching.check_env(options.env)
@@ -159,7 +162,7 @@ def launch(
     check_profile(options.profile, conf)
     gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
     if gpu_plan.leaves_gpus:
-        _say(
+        _print(
             options.verbose, f"The executors have GPUs, and the ranks get none: {gpu_plan.reason}."
         )
     slots = slots_of(conf, gpu_plan, options.profile)
@@ -175,16 +178,16 @@ def launch(
         gpus=gpu_plan,
         fixed_threads=_fixed_threads(options, conf, size),
         configured_slots=slots.maximum,
-        shared=b"" if options.shared is None else cloudpickle().dumps(options.shared),
+        shared=b"" if options.shared is None else dumps(options.shared),
     )
     is_alone = options.is_alone or gpu_plan.mode == decide.Mode.HOST
-    with turn(shim.application(), share_of(profile), size, is_alone=is_alone) as mine:
-        return _launch_until_done(plan, mine)
+    with turn(shim.application(), share_of(profile), size, is_alone=is_alone) as place:
+        return _launch_until_done(plan, place)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What all attempts of one launch share."""
+    """Launch that has been checked; the same for all its attempts."""
 
     shim: SparkShim
     program: bytes = field(repr=False)
@@ -197,30 +200,30 @@ class _Plan:
     shared: bytes = field(repr=False)
 
     def slots(self) -> int | None:
-        """Ask for the slots of the registered executors; Spark Connect knows only the configured ones."""
+        """Return the slots of the registered executors, on Spark Connect the configured ones."""
         registered = self.shim.registered_slots(self.options.profile)
         return self.configured_slots if registered is None else registered
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """Why an attempt failed."""
+    """Failure of an attempt."""
 
     cause: Outcome
     outcomes: tuple[Outcome, ...]
     spark_text: str
 
     def error(self, size: int) -> SparkhvdError:
-        """The exception for the caller."""
+        """Return the exception for the caller."""
         return error_of(self.cause, size, others=self.outcomes, spark_text=self.spark_text)
 
 
-def _launch_until_done(plan: _Plan, mine: Turn) -> JobReport:
+def _launch_until_done(plan: _Plan, place: Turn) -> JobReport[Any]:
     options = plan.options
     limit_s = options.start_timeout_s or plan.settings.values.start_timeout_s
     last_progress: object = None
     for attempt in range(options.max_retries + 1):
-        with mine.slots(plan.slots, limit_s, functools.partial(_say, options.verbose)):
+        with place.slots(plan.slots, limit_s, functools.partial(_print, options.verbose)):
             ended = _attempt(plan, attempt)
         if isinstance(ended, JobReport):
             return ended
@@ -232,7 +235,7 @@ def _launch_until_done(plan: _Plan, mine: Turn) -> JobReport:
             if attempt > 0 and progress == last_progress:
                 raise _no_progress(error, attempt + 1, progress)
             last_progress = progress
-        _say(
+        _print(
             options.verbose,
             f"{describe(ended.cause, plan.size)}\nRelaunching ({attempt + 1} of {options.max_retries}).",
         )
@@ -256,7 +259,7 @@ def _no_progress(error: SparkhvdError, losses: int, progress: object) -> Sparkhv
 # --- one attempt --------------------------------------------------------------------------------------------
 
 
-def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
+def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
     """Run one barrier stage to its end."""
     options = plan.options
     job_id, key = secrets.token_hex(8), secrets.token_hex(32)
@@ -293,22 +296,22 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport | _Failure:
             rows = plan.shim.collect(stage, tag, description, interrupt)
     except SparkhvdError:  # Spark itself is gone
         raise
-    except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text says why
+    except Exception as e:  # noqa: BLE001 - Spark raises Py4JJavaError or its own; only the text has the cause
         return _failure(plan, attempt, job_id, e)
     return _report(plan, attempt, rows, submitted_at)
 
 
-def _report(plan: _Plan, attempt: int, rows: Sequence[Any], submitted_at: float) -> JobReport:
+def _report(plan: _Plan, attempt: int, rows: Sequence[Row], submitted_at: float) -> JobReport[Any]:
     parts: dict[int, dict[int, bytes]] = collections.defaultdict(dict)
     for row in rows:
         parts[row["rank"]][row["part"]] = bytes(row["data"])
     outcomes, results = [], []
     for rank in range(plan.size):
-        mine = parts.get(rank, {})
-        if task.OUTCOME_PART not in mine:
+        own = parts.get(rank, {})
+        if task.OUTCOME_PART not in own:
             raise RankError(f"Spark returned no row of rank {rank}.", rank=rank, exit="lost")
-        outcomes.append(Outcome.from_json(mine.pop(task.OUTCOME_PART).decode()))
-        results.append(launching.load_result(b"".join(mine[part] for part in sorted(mine))))
+        outcomes.append(Outcome.from_json(own.pop(task.OUTCOME_PART).decode()))
+        results.append(launching.load_result(b"".join(own[part] for part in sorted(own))))
     if not all_ok(outcomes, plan.size):
         raise AssertionError("a task with another outcome raises")
     for outcome in outcomes:
@@ -325,21 +328,21 @@ def _report(plan: _Plan, attempt: int, rows: Sequence[Any], submitted_at: float)
 
 
 def _failure(plan: _Plan, attempt: int, job_id: str, error: Exception) -> _Failure:
-    """Find the root cause in what the ranks wrote and in what Spark says."""
+    """Find the root cause in the outcomes of the ranks and in Spark's error."""
     options = plan.options
     text = str(error)
     embedded = find_embedded(text)
     written = task.read_outcomes(options.shared, options.run_dir or "", attempt, job_id, plan.size)
-    said = from_spark_failure(text, plan.shim.worker_python())
+    of_spark = from_spark_failure(text, plan.shim.worker_python())
     known = {outcome.rank: outcome for outcome in (*embedded, *written)}
-    # Spark's word counts when no rank has spoken, or when those that have only suffer from a loss.
-    if not known or (said.kind == Kind.LOST and said.rank not in known):
-        known[said.rank] = replace(said, attempt=attempt)
+    # Spark's error counts where no rank has reported, or where it tells of the loss of another rank.
+    if not known or (of_spark.kind == Kind.LOST and of_spark.rank not in known):
+        known[of_spark.rank] = replace(of_spark, attempt=attempt)
     outcomes = tuple(known.values())
     cause = root_cause(outcomes)
-    if cause is None:  # every rank that wrote was well: the failure is Spark's
-        cause = replace(said, attempt=attempt)
-    return _Failure(cause, outcomes, said.message)
+    if cause is None:  # every rank that has reported is well: the failure is Spark's
+        cause = replace(of_spark, attempt=attempt)
+    return _Failure(cause, outcomes, of_spark.message)
 
 
 # --- before the stage ---------------------------------------------------------------------------------------
@@ -363,14 +366,14 @@ def _settings(
 
 
 def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -> int | None:
-    """The driver's decision on threads: the user's, or on `local[N]` an equal share; None leaves it to the task."""
+    """Return the threads per rank: the user's number, or on `local[N]` an equal share; None leaves it to the task."""
     if options.threads_per_rank is not None:
         return options.threads_per_rank
     threads = placement.local_slots(conf.get("spark.master", ""), os.cpu_count() or 1)
     return None if threads is None else max(1, threads // size)
 
 
-def _say(verbose: int, text: str) -> None:
+def _print(verbose: int, text: str) -> None:
     if verbose > 0:
         sys.stderr.write(f"sparkhvd: {text}\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What the launch under Spark and the launch on this host share."""
+"""Parts of a launch that are the same under Spark and on this host."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job
-from sparkhvd.runner.child import JobFrame, dump_program
+from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu.agreement import OwnGpu
-from sparkhvd.settings import JobSettings, Settings
+from sparkhvd.runner.pickling import dump_program
+from sparkhvd.settings import Settings
 from sparkhvd.topology import address_towards, topology
 
 __all__ = [
@@ -30,8 +32,10 @@ __all__ = [
 ]
 
 
-def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a call, or say which part of it does not pickle.
+def dump_call(
+    fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+) -> bytes:
+    """Pickle a call; the error names the part that cannot be pickled.
 
     Raises:
         InvalidArgumentError: `fn` is not callable, or `fn` or an argument cannot be pickled.
@@ -55,14 +59,17 @@ def dump_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _unpicklable(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+    fn: Callable[..., object],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    error: Exception,
 ) -> str:
     parts = [(f"args[{i}]", value) for i, value in enumerate(args)]
     parts += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
     for name, value in parts:
         try:
             dump_program(len, (value,), {})
-        except Exception as e:  # noqa: BLE001 - the question is only whether it pickles
+        except Exception as e:  # noqa: BLE001 - pickling runs methods of the user's classes
             return (
                 f"{name}, a {type(value).__module__}.{type(value).__qualname__}, cannot be pickled, so it "
                 f"cannot travel to the ranks ({type(e).__name__}: {e}). Create it inside fn."
@@ -75,7 +82,7 @@ def _unpicklable(
 
 
 def check_env(env: Mapping[str, str]) -> dict[str, str]:
-    """A copy of the ranks' environment variables.
+    """Return a copy of the ranks' environment variables.
 
     Raises:
         InvalidArgumentError: a name or value is not text.
@@ -94,12 +101,12 @@ def choose_settings(
     """Decide on the settings of a launch.
 
     Args:
-        given: in code. What differs from the defaults there is not changed by `env` or by a rank's environment.
+        given: settings given in code; those that differ from the defaults are not changed by `env` or a rank's variables.
         env: variables of the ranks.
-        conf: of Spark; like this process's environment it counts where nothing is given in code.
+        conf: of Spark; like this process's environment it counts if `given` is None.
 
     Raises:
-        InvalidArgumentError: a variable or key holds no value that is allowed.
+        InvalidArgumentError: the value of a variable or key is not allowed.
     """
     if given is None:
         return JobSettings(Settings.resolve(conf=conf).overridden(env))
@@ -115,33 +122,33 @@ _SCAN_BYTES = 1 << 20
 
 
 def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
-    """The slow modules that a pickled call mentions, to import while the ranks find each other.
+    """Return the slow modules that a pickled call mentions, to import while the ranks find each other.
 
-    Only a head start: what is not found here is imported when the function asks for it.
+    Only a head start: other modules are imported when the function needs them.
     """
-    found = {"torch"} & set(requirements)
+    names = {"torch"} & set(requirements)
     for length, text in _MENTIONED.findall(program, 0, _SCAN_BYTES):
         if len(text) >= length[0]:
             name = text[: length[0]].decode()
-            found.add("torch" if name.startswith("torch.") else name)
-    modules = {name for name in found if name == "torch" or name.startswith("sparkhvd.")}
+            names.add("torch" if name.startswith("torch.") else name)
+    modules = {name for name in names if name == "torch" or name.startswith("sparkhvd.")}
     return ["pyspark.cloudpickle", *sorted(modules)]
 
 
 def local_ranks(endpoints: Sequence[Endpoint]) -> list[int]:
-    """By rank, its index among the ranks of its host."""
+    """Return by rank its index among the ranks of its host."""
     hosts = [endpoint.host_key for endpoint in endpoints]
     return [topology(rank, hosts).local_rank for rank in range(len(hosts))]
 
 
 def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:
-    """What a trainer is told once all ranks are known.
+    """Return the frame for a trainer once all ranks are known.
 
     Args:
-        job: who the ranks are.
+        job: ranks of the job, and this one.
         settings: of the launch.
         master: address for torch.distributed.
-        gpu: where it finds its GPU.
+        gpu: GPU of the rank.
     """
     place = topology(job.rank, [endpoint.host_key for endpoint in job.endpoints])
     return JobFrame(
@@ -163,24 +170,24 @@ def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: Own
 
 
 def own_address(host: str, hosts: Sequence[str]) -> str:
-    """The numeric address of this host at which the ranks on the other hosts can reach it.
+    """Return the numeric address of this host at which ranks on other hosts can reach it.
 
     Args:
-        host: how Spark names this host: an address or a name.
-        hosts: how Spark names the hosts of all ranks.
+        host: Spark's name or address of this host.
+        hosts: Spark's names or addresses of the hosts of all ranks.
 
     Raises:
         OSError: `host` has no address.
     """
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as e:
         raise OSError(
             f"Spark calls this host {host!r}, and that name has no address here: {e}"
         ) from e
     # A name may have both; Spark's JVM prefers IPv4, and so do firewalls.
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    address = str(found[0][4][0])
+    addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    address = str(addresses[0][4][0])
     elsewhere = [other for other in hosts if other != host]
     if elsewhere and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
         address = address_towards(elsewhere[0])  # Debian maps a host's own name to 127.0.1.1
@@ -189,7 +196,7 @@ def own_address(host: str, hosts: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def reserved_port(address: str) -> Iterator[int]:
-    """A TCP port that nobody else is given, and that torch.distributed on rank 0 can still listen on.
+    """Yield a TCP port that no other process is given, and on which torch.distributed of rank 0 can still listen.
 
     Linux lets several sockets with SO_REUSEADDR bind one port as long as none of them listens.
     """
@@ -202,5 +209,5 @@ def reserved_port(address: str) -> Iterator[int]:
 
 
 def load_result(data: bytes) -> Any:
-    """A rank's result; it came through Spark or through this process's own pipe."""
+    """Unpickle a rank's result, which came through Spark or through this process's own pipe."""
     return pickle.loads(data)  # noqa: S301

@@ -1,4 +1,4 @@
-"""Run a function on processes of this host, without Spark: the trainers that `run` starts, nothing else."""
+"""Run a function on processes of this host, without Spark, by the same trainers as `run`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, placement, preflight
-from sparkhvd.runner.child import Prologue
+from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.outcomes import Kind, Outcome, error_of, root_cause
 from sparkhvd.runner.trainer import Trainer, inherited, interrupt
@@ -24,23 +24,25 @@ from sparkhvd.settings import Settings
 
 __all__ = ["launch_local"]
 
+R = TypeVar("R")
+
 _ADDRESS = "127.0.0.1"
-# After a failure the others have this long to say what they know. An exception explains everything; a crash may
+# After a failure the other ranks have this long to report. An exception explains everything; a crash may
 # have been caused by an exception elsewhere; a lost peer surely has a cause, and the engine reports it within 2 s.
 _WAIT_S = {Kind.EXCEPTION: 0.3, Kind.EXIT: 0.3, Kind.CRASH: 1.0, Kind.COLLECTIVE: 5.0}
 
 
 def launch_local(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    fn: Callable[..., R],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
     num_proc: int,
     *,
     env: Mapping[str, str],
     settings: Settings | None,
     verbose: int,
     use_gpu: bool | None = None,
-) -> list[Any]:
+) -> list[R]:
     """See `sparkhvd.runner.run_local`."""
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise InvalidArgumentError(
@@ -88,7 +90,7 @@ def launch_local(
                 )
                 trainer = Trainer(rank, prologue, program, log, functools.partial(ended.put, rank))
                 trainers.append(stack.enter_context(trainer))
-        found = _found_gpus(gpu_plan, trainers, variables)
+        gpus = _gather_gpus(gpu_plan, trainers, variables)
         with _interruptible(trainers), launching.reserved_port(_ADDRESS) as port:
             for rank, trainer in enumerate(trainers):
                 job = Job(
@@ -99,8 +101,8 @@ def launch_local(
                     size=num_proc,
                     endpoints=tuple(endpoints),
                 )
-                own = agreement.own_gpu(gpu_plan.mode, found, rank, (), None)
-                trainer.send(launching.job_frame(job, chosen, (_ADDRESS, port), own))
+                gpu = agreement.own_gpu(gpu_plan.mode, gpus, rank, (), None)
+                trainer.send(launching.job_frame(job, chosen, (_ADDRESS, port), gpu))
             outcomes = _outcomes(trainers, ended)
     cause = root_cause(outcomes)
     if cause is not None:
@@ -118,22 +120,26 @@ def _interruptible(trainers: Sequence[Trainer]) -> Iterator[None]:
         raise
 
 
-def _found_gpus(
+def _gather_gpus(
     plan: decide.GpuPlan, trainers: Sequence[Trainer], env: Mapping[str, str]
 ) -> list[agreement.RankGpus]:
-    """What the ranks' processes see; an error if that is not what they need."""
+    """Return the GPUs that the ranks' processes see.
+
+    Raises:
+        PreflightError: they are not the GPUs that the ranks need.
+    """
     visible = env.get("CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES"))
-    found = [
+    gpus = [
         agreement.RankGpus(socket.gethostname(), rank, *trainer.gpus(), visible)
         for rank, trainer in enumerate(trainers)
     ]
-    if problem := agreement.check_gpus(plan.mode, found, is_required=plan.is_required):
+    if problem := agreement.check_gpus(plan.mode, gpus, is_required=plan.is_required):
         raise PreflightError(problem)
-    return found
+    return gpus
 
 
 def _outcomes(trainers: Sequence[Trainer], ended: queue.SimpleQueue[int]) -> list[Outcome]:
-    """Wait for all trainers, or after a failure for those that end soon; returns what is known."""
+    """Wait for all trainers, or after a failure for those that end soon; return their outcomes."""
     outcomes: list[Outcome] = []
     deadline: float | None = None
     host = socket.gethostname()

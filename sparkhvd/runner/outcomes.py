@@ -15,7 +15,6 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
 
 from sparkhvd.errors import PreflightError, RankError, SparkhvdError
 
@@ -34,12 +33,12 @@ __all__ = [
 
 # Spark Connect sends rows in Arrow batches of at most 4 MiB.
 CHUNK_BYTES = 1 << 20
-# What an exception's text carries of a traceback and of the output; the run's folder and the log have all.
+# Most of a traceback or output in the text of an exception; the run's folder and the log have all.
 _TEXT_LIMIT = 6000
 
 
 class Kind:
-    """How a rank ended; ordered in `_BLAME` from root cause to consequence."""
+    """Kind of outcome; ordered in `_BLAME` from root cause to consequence."""
 
     OK = "ok"
     PREFLIGHT = "preflight"  # the rank could not start, and would not next time either
@@ -49,7 +48,7 @@ class Kind:
     LOST = "lost"  # the Spark task, executor or host is gone
     COLLECTIVE = "collective"  # the function raised because another rank was lost
     CANCELLED = "cancelled"  # the Spark job was cancelled
-    SPARK = "spark"  # Spark failed in a way that says nothing about a rank
+    SPARK = "spark"  # Spark failed without mention of a rank
 
 
 _BLAME = (
@@ -66,16 +65,16 @@ _BLAME = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended, as data.
+    """Outcome of one rank.
 
     Attributes:
-        rank: the rank; None when Spark's text does not say.
+        rank: the rank; None if Spark's text does not name it.
         kind: one of `Kind`.
-        host: where it ran; "" when unknown.
+        host: its host; "" when unknown.
         attempt: 0 for the first launch, then one more per relaunch.
         exit: "ok", "exception", "exit 3", "signal SIGKILL", "lost", ...
         error: class name of the exception; "" if there was none.
-        message: its message, or what is known instead.
+        message: its message, or another explanation.
         traceback: the Python traceback; "" if there was none.
         log_tail: the last lines that the rank printed.
         peak_rss_bytes: largest resident memory of the process; 0 when unknown.
@@ -85,7 +84,7 @@ class Outcome:
         run_s: seconds that the function ran.
         wall_s: seconds from the start of the process to its end.
         job_id: of the launch, because a later fit with the same run_id may find the file; "" if no task ran.
-        warnings: what the caller should know of the ranks; on rank 0 only.
+        warnings: messages for the caller about the ranks; on rank 0 only.
     """
 
     rank: int | None
@@ -107,12 +106,12 @@ class Outcome:
     warnings: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """Text from which `from_json` rebuilds this outcome."""
+        """Return JSON from which `from_json` rebuilds this outcome."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Outcome:
-        """The outcome that `to_json` wrote; unknown fields of a newer version are ignored."""
+        """Rebuild an outcome from `to_json`; unknown fields of a newer version are ignored."""
         known = {f.name for f in fields(cls)}
         data = {name: value for name, value in json.loads(text).items() if name in known}
         for name in ("log_tail", "warnings"):
@@ -132,7 +131,7 @@ _EMBEDDED = re.compile(r"\[sparkhvd-outcome:([A-Za-z0-9_=-]+)\]")
 
 
 def embed(outcome: Outcome) -> str:
-    """A token for the text of an exception, from which `find_embedded` rebuilds the outcome.
+    """Return a token for the text of an exception, from which `find_embedded` rebuilds the outcome.
 
     Traceback and output are cut, because Spark Connect shortens long messages.
     """
@@ -147,16 +146,16 @@ def embed(outcome: Outcome) -> str:
 
 
 def find_embedded(text: str) -> list[Outcome]:
-    """The outcomes whose tokens stand in a text, each once, in order of appearance."""
-    found = []
+    """Return the outcomes whose tokens stand in a text, each once, in order of appearance."""
+    outcomes = []
     for packed in dict.fromkeys(_EMBEDDED.findall(text)):
         try:
-            found.append(
+            outcomes.append(
                 Outcome.from_json(zlib.decompress(base64.urlsafe_b64decode(packed)).decode())
             )
         except (ValueError, zlib.error, TypeError):  # a message that Spark has cut
             continue
-    return found
+    return outcomes
 
 
 def _middle_cut(text: str) -> str:
@@ -177,7 +176,7 @@ def _tail_lines(lines: Iterable[str]) -> list[str]:
     return kept
 
 
-# --- what Spark says ----------------------------------------------------------------------------------------
+# --- errors of Spark ----------------------------------------------------------------------------------------
 
 _TASK = re.compile(r"barrier task ResultTask\(\d+, (\d+)\)")
 _PREFLIGHT = re.compile(r"\[sparkhvd-preflight:([^\]]+)\]")
@@ -196,13 +195,13 @@ _CANCELLED = ("cancelled part of cancelled job tag", "OPERATION_CANCELED", "canc
 
 
 def from_spark_failure(text: str, worker_python: str = "a Python") -> Outcome:
-    """What is known when a stage failed and no rank said why. Spark offers nothing but this text."""
+    """Return the outcome that Spark's error tells of, where no rank has reported. Spark offers only this text."""
     task = _TASK.search(text)
     rank = int(task.group(1)) if task else None
     summary = _summary(text)
-    found = _PREFLIGHT.search(text)
-    if found:
-        return Outcome(rank, Kind.PREFLIGHT, exit="not started", message=found.group(1))
+    refused = _PREFLIGHT.search(text)
+    if refused:
+        return Outcome(rank, Kind.PREFLIGHT, exit="not started", message=refused.group(1))
     missing = _MISSING_MODULE.search(text)
     if missing:
         message = (
@@ -231,7 +230,7 @@ _PREAMBLE = re.compile(r".*?finished unsuccessfully\.\s*", re.DOTALL)
 
 
 def _summary(text: str) -> str:
-    """Spark's own words without its frame around them: wrappers, Java frames, package names."""
+    """Return Spark's error without its wrappers, Java frames and package names."""
     text = _PREAMBLE.sub("", text, count=1)
     lines = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
     return _middle_cut("\n".join(lines).replace("org.apache.spark.", ""))
@@ -241,9 +240,9 @@ def _summary(text: str) -> str:
 
 
 def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """The failure that explains the others: an exception, then a crash, then a lost peer; None if all are ok.
+    """Return the failure that explains the others: an exception, then a crash, then a lost peer; None if all are ok.
 
-    Among equals the lowest rank, so the answer does not depend on timing.
+    Among equals that of the lowest rank, so that the result does not depend on timing.
     """
     failed = [outcome for outcome in outcomes if outcome.kind != Kind.OK]
     if not failed:
@@ -254,20 +253,20 @@ def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
 
 
 def is_retryable(cause: Outcome) -> bool:
-    """Whether launching the job again may help: a process, executor or host was lost."""
+    """Return True if launching the job again may help: a process, executor or host was lost."""
     return cause.kind in (Kind.CRASH, Kind.LOST, Kind.COLLECTIVE)
 
 
 def error_of(
     cause: Outcome, size: int, *, others: Sequence[Outcome] = (), spark_text: str = ""
 ) -> SparkhvdError:
-    """The exception that the driver raises for a root cause.
+    """Return the exception that the driver raises for a root cause.
 
     Args:
         cause: the root cause.
         size: number of ranks of the job.
         others: further outcomes; failed ones are mentioned in one line each.
-        spark_text: what Spark said about a lost executor; appended.
+        spark_text: Spark's error about a lost executor; appended.
     """
     if cause.kind == Kind.PREFLIGHT:
         return PreflightError(cause.message)
@@ -297,7 +296,7 @@ def error_of(
 
 
 def describe(outcome: Outcome, size: int) -> str:
-    """One failed rank in a sentence or two."""
+    """Describe a failed rank in a sentence or two."""
     where = f" on host {outcome.host}" if outcome.host else ""
     who = (
         f"Rank {outcome.rank} of {size}{where}"
@@ -323,8 +322,8 @@ def _crash_hint(outcome: Outcome) -> str:
     peak = f"its peak memory was {outcome.peak_rss_bytes / 2**20:.0f} MiB"
     if outcome.exit in ("signal SIGTERM", "exit 143"):
         return (
-            f" and left no report: somebody asked it to end, such as an operator or the cluster manager ({peak}). Their logs "
-            "say who, and why."
+            f" and left no report: it was asked to end, for example by an operator or the cluster manager ({peak}). Look for "
+            "the reason in their logs."
         )
     if outcome.exit in ("signal SIGKILL", "exit 137"):
         return (
@@ -335,7 +334,7 @@ def _crash_hint(outcome: Outcome) -> str:
 
 
 def exit_text(status: int) -> str:
-    """An exit status as subprocess gives it (negative: signal) in words."""
+    """Describe an exit status as subprocess gives it (negative: signal)."""
     if status >= 0:
         return f"exit {status}"
     try:
@@ -344,16 +343,6 @@ def exit_text(status: int) -> str:
         return f"signal {-status}"
 
 
-def class_name(error: BaseException) -> str:
-    """The name under which a user knows an exception class."""
-    kind = type(error)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
-
-
-def all_ok(outcomes: Sequence[Outcome | Any], size: int) -> bool:
-    """Whether every rank reported, and reported success."""
+def all_ok(outcomes: Sequence[Outcome], size: int) -> bool:
+    """Return True if every rank has reported success."""
     return len(outcomes) == size and all(outcome.kind == Kind.OK for outcome in outcomes)

@@ -1,8 +1,8 @@
-"""Bytes that a Python function of Spark brings to its tasks, without a file left for each function.
+"""Payloads: bytes that a Python function of Spark brings to its tasks, without a file left for each function.
 
 pyspark makes a broadcast variable of every pickled function above 1 MiB: a file in the driver's `spark.local.dir`, which
 stays until the application ends. So large bytes become a broadcast variable here, and the function that brings them
-stays small. A Connect client has no such variables, and its server makes none: there the bytes stay in the function.
+stays small. Spark Connect has no such variables: there the bytes stay in the function.
 
 Threads: transforms and launches of any threads may use this at once.
 """
@@ -15,9 +15,16 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkhvd.spark import SparkShim
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from pyspark import Broadcast, SparkContext
+
+    Payload: TypeAlias = bytes | Broadcast[bytes]
 
 __all__ = ["INLINE_BYTES", "bytes_of", "carried", "kept_carried"]
 
@@ -27,15 +34,14 @@ INLINE_BYTES = 512 << 10
 _KEPT = 4
 
 
-def bytes_of(carried: Any) -> bytes:
-    """Return the bytes in a task."""
-    data: bytes = carried if isinstance(carried, bytes) else carried.value
-    return data
+def bytes_of(payload: Payload) -> bytes:
+    """Return the bytes of a payload, in a task."""
+    return payload if isinstance(payload, bytes) else payload.value
 
 
 @contextlib.contextmanager
-def carried(shim: SparkShim, data: bytes) -> Iterator[Any]:
-    """Yield what a function gets in the place of bytes that no task needs after the block."""
+def carried(shim: SparkShim, data: bytes) -> Iterator[Payload]:
+    """Yield the payload of bytes that no task needs after the block."""
     if shim.is_connect or len(data) <= INLINE_BYTES:
         yield data
         return
@@ -47,11 +53,11 @@ def carried(shim: SparkShim, data: bytes) -> Iterator[Any]:
             variable.destroy()
 
 
-def kept_carried(shim: SparkShim, data: bytes) -> Any:
-    """Return what a function gets in the place of bytes that its DataFrame may need at any later time.
+def kept_carried(shim: SparkShim, data: bytes) -> Payload:
+    """Return the payload of bytes that a DataFrame may need at any later time.
 
     Equal bytes are one broadcast variable as long as they are among the last few; others go when the JVM has no plan
-    left that uses them, which is looked at with each call.
+    left that uses them, which is checked at each call.
     """
     if shim.is_connect or len(data) <= INLINE_BYTES:
         return data
@@ -64,12 +70,12 @@ class _Variables:
     def __init__(self, size: int) -> None:
         self._size = size
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Broadcast[bytes]] = OrderedDict()
         # Application, file and the JVM's weak reference of each that is not kept: a view, a cache or a stream may
         # use it longer than any object of Python.
         self._left: list[tuple[str, str, Any]] = []
 
-    def get(self, context: Any, data: bytes) -> Any:
+    def get(self, context: SparkContext, data: bytes) -> Broadcast[bytes]:
         """Return the variable of these bytes, by which a function must be pickled before the next garbage collection."""
         application = str(context.applicationId)
         key = (application, hashlib.sha256(data).hexdigest())
@@ -80,12 +86,13 @@ class _Variables:
             self._kept.move_to_end(key)
             while len(self._kept) > self._size:
                 _, old = self._kept.popitem(last=False)
-                weak = context._jvm.java.lang.ref.WeakReference(old._jbroadcast)
+                jvm: Any = context._jvm
+                weak = jvm.java.lang.ref.WeakReference(old._jbroadcast)
                 self._left.append((application, old._path, weak))
             return self._kept[key]
 
     def _sweep(self, application: str) -> None:
-        """Delete the files of variables that nothing uses any more, and of applications that have ended."""
+        """Delete the files of variables that are no longer used, and of applications that have ended."""
         for key in [k for k in self._kept if k[0] != application]:
             _unlink(self._kept.pop(key)._path)
         left = []

@@ -1,7 +1,7 @@
 """Slots and threads: pure decisions from configuration, each with its reason.
 
 A slot is room for one barrier task. Spark starts a barrier stage only when all its slots are free at once, and
-waits in silence for slots that can never come; so what the configuration already excludes is an error here.
+waits in silence for slots that can never come; so a number that the configuration excludes is an error here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "threads_per_rank",
 ]
 
-# What the functions below read; the driver fetches these and no others (one request each over Connect).
+# Keys that the functions below read; the driver fetches only these (one request each over Connect).
 CONF_KEYS = (
     "spark.master",
     "spark.task.cpus",
@@ -40,12 +40,12 @@ _LOCAL_CLUSTER = re.compile(r"local-cluster\[\s*([0-9]+)\s*,\s*([0-9]+)\s*,\s*([
 
 @dataclass(frozen=True)
 class Slots:
-    """The most barrier tasks that a configuration can ever run at once.
+    """Most barrier tasks that a configuration can ever run at once.
 
     Attributes:
         maximum: that number; None when the configuration does not bound it.
         reason: the arithmetic, in the user's own conf names.
-        remedy: what to set for more.
+        remedy: setting to change for more.
     """
 
     maximum: int | None
@@ -54,21 +54,21 @@ class Slots:
 
 
 def is_local(master: str) -> bool:
-    """Whether a master string means one process on the driver's host (`local`, `local[N]`, `local[*]`)."""
+    """Return True if a master means one process on the driver's host (`local`, `local[N]`, `local[*]`)."""
     return _LOCAL.match(master.strip()) is not None
 
 
 def local_slots(master: str, num_cpus: int) -> int | None:
-    """Task threads of a `local` master; None for any other."""
-    found = _LOCAL.match(master.strip())
-    if found is None:
+    """Return the task threads of a `local` master; None for any other."""
+    match = _LOCAL.match(master.strip())
+    if match is None:
         return None
-    threads = found.group(1)
+    threads = match.group(1)
     return num_cpus if threads == "*" else int(threads or 1)
 
 
 def executor_cores(conf: Mapping[str, str]) -> int | None:
-    """Cores of one executor; None where the configuration does not say."""
+    """Return the cores of one executor; None where the configuration does not determine them."""
     master = conf.get("spark.master", "").strip()
     cores = conf.get("spark.executor.cores")
     cluster = _LOCAL_CLUSTER.match(master)
@@ -151,7 +151,7 @@ def _of_executors(
 
 
 def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
-    """The number of ranks: the one asked for if it can ever run, else all configured slots.
+    """Return the number of ranks: the one asked for if it can ever run, or by default all configured slots.
 
     Raises:
         InvalidArgumentError: `num_proc` is not a positive whole number, or is None and nothing bounds the slots.
@@ -185,7 +185,7 @@ def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
 def threads_per_rank(
     task_cpus: int, affinity: int, quota: float | None, fixed: int | None = None
 ) -> int:
-    """Threads that one rank may use: what its task owns, bounded by what its process may run on.
+    """Return the threads of one rank: the cores of its task, bounded by the processors of its process.
 
     Args:
         task_cpus: cores of the Spark task.

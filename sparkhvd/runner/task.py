@@ -1,6 +1,6 @@
-"""The executor's side: from a barrier task to a running rank and back.
+"""Executor's side of a launch: from a barrier task to a running rank and back.
 
-`make_task` builds what Spark ships. The task starts its trainer before it meets the other tasks, because
+`make_task` builds the function that Spark ships. The task starts its trainer before it meets the other tasks, because
 `BarrierTaskContext.allGather` takes up to a second (Spark polls its answer once per second), in which the
 trainer's Python and torch can load. The trainer gets its job, and thereby starts the user's function, only
 after the checks on all ranks.
@@ -19,27 +19,29 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InternalError, RankError
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, placement, preflight
-from sparkhvd.runner.child import Prologue
+from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, root_cause
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.trainer import Trainer, inherited
-from sparkhvd.settings import JobSettings
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark import BarrierTaskContext
+
+    from sparkhvd.runner.payload import Payload
 
 __all__ = ["OUTCOME_PART", "ROW_SCHEMA", "TaskSpec", "make_task", "run_task"]
 
 ROW_SCHEMA = "rank int, part int, data binary"
 # The row with this part number holds the outcome; parts 0, 1, ... are the result.
 OUTCOME_PART = -1
-# A rank that failed as a consequence lets the rank that knows the cause end the stage first.
+# A rank that failed as a consequence lets the rank with the cause end the stage first.
 _CONSEQUENCE_WAIT_S = 5.0
 _CRASH_WAIT_S = 0.5
 _POLL_S = 0.25
@@ -47,7 +49,7 @@ _POLL_S = 0.25
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """One attempt, the same for all ranks; crosses as JSON inside Spark's closure.
+    """Specification of one attempt, the same for all ranks; crosses as JSON inside Spark's closure.
 
     Attributes:
         size: number of ranks.
@@ -59,10 +61,10 @@ class TaskSpec:
         driver: the driver's `RankFacts`.
         requirements: modules that the workers' Python must have.
         preload: modules that the trainers import early.
-        early: what the trainers call before that, see `early_call`; "" for nothing.
-        fixed_threads: threads per rank where the driver decides; None means the task's cores.
-        run_dir: where outcomes go in the shared files; "" for none.
-        gpu_mode: where a rank's GPU comes from: of `gpus.Mode`.
+        early: function that the trainers call before that, from `early_call`; "" for none.
+        fixed_threads: threads per rank; None means the task's cores.
+        run_dir: folder of outcomes in the shared files; "" for none.
+        gpu_mode: source of a rank's GPU, of `decide.Mode`.
         needs_gpu: whether a rank without a GPU is an error.
         driver_at: host and port of the driver for `InterruptWatch`; None where there is none.
     """
@@ -87,12 +89,12 @@ class TaskSpec:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
 
     def to_json(self) -> str:
-        """Text from which `from_json` rebuilds this."""
+        """Return JSON from which `from_json` rebuilds this."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> TaskSpec:
-        """The spec that `to_json` wrote."""
+        """Rebuild a specification from `to_json`."""
         data = json.loads(text)
         for name in ("requirements", "preload", "driver_at"):
             data[name] = None if data[name] is None else tuple(data[name])
@@ -100,24 +102,23 @@ class TaskSpec:
 
 
 def make_task(
-    spec: TaskSpec, program: Any, shared: bytes
+    spec: TaskSpec, program: Payload, shared: bytes
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """The function for `mapInArrow`.
+    """Return the function for `mapInArrow`.
 
     It is a closure on plain data, so it pickles by value and starts even where this package is not installed. It holds
-    the job's key: `program` is carried, see `payload`, so that it stays below the size at which pyspark writes a
-    function to a file.
+    the job's key, so it must stay below the size at which pyspark writes a function to a file: `program` is a payload.
     """
     text = spec.to_json()
 
-    def barrier_task(batches: Iterable[Any]) -> Iterator[Any]:
+    def barrier_task(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         import sys
 
         try:
-            import sparkhvd._version  # noqa: F401 - the question is only whether it is there
+            import sparkhvd._version  # noqa: F401 - raises where it is not installed
         except ModuleNotFoundError as e:
             # The driver finds the sentence between the brackets; the raising line itself, which a traceback
-            # quotes, must not look like it.
+            # quotes, must not contain it.
             marked = (
                 f"[sparkhvd-preflight:The workers run {sys.executable}, which has no module sparkhvd. Install "
                 "it there, or set PYSPARK_PYTHON (spark.pyspark.python) to a Python that has it.]"
@@ -131,9 +132,9 @@ def make_task(
 
 
 def run_task(
-    batches: Iterable[pa.RecordBatch], text: str, program: Any, shared: bytes
+    batches: Iterable[pa.RecordBatch], text: str, program: Payload, shared: bytes
 ) -> Iterator[pa.RecordBatch]:
-    """Run one rank inside a barrier task; yields its outcome and result as rows.
+    """Run one rank inside a barrier task; yield its outcome and result as rows.
 
     Raises:
         RankError: the rank failed; its text embeds the outcome.
@@ -176,7 +177,7 @@ def _run_rank(
         visible: str | None = None
         error = ""
         port = 0
-        endpoint: dict[str, Any] = {}
+        endpoint: dict[str, str | int] = {}
         try:
             address = launching.own_address(host, [host_of(info.address) for info in infos])
             with Listener.bind(address, settings) as listener:
@@ -196,7 +197,7 @@ def _run_rank(
         if files is not None and not error:
             error = preflight.write_token(files, spec.run_dir, spec.attempt, rank, spec.job_id)
         same_host = [host_of(info.address) for info in infos].count(host)
-        seen: tuple[tuple[str, ...], str] = ((), "") if trainer is None else trainer.gpus()
+        uuids, gpu_error = ((), "") if trainer is None else trainer.gpus()
         facts = preflight.rank_facts(
             spec.requirements,
             error,
@@ -205,20 +206,20 @@ def _run_rank(
                 settings.slots * settings.slot_bytes * same_host,
             ),
         )
-        facts = replace(facts, gpus=seen[0], gpu_error=seen[1], visible=visible)
+        facts = replace(facts, gpus=uuids, gpu_error=gpu_error, visible=visible)
         gathered = exchange_facts(
             barrier, {"facts": facts.to_dict(), "endpoint": endpoint, "port": port}
         )
-        ranks = [RankFacts.from_dict(one["facts"]) for one in gathered]
+        ranks = [RankFacts.from_dict(answer["facts"]) for answer in gathered]
         driver = RankFacts.from_dict(spec.driver)
         endpoints: list[Endpoint] = []
-        found: list[agreement.RankGpus] = []
+        gpus: list[agreement.RankGpus] = []
         agreed = agreement.Agreement(spec.gpu_mode)
         problem = preflight.check_ranks(driver, ranks)
         if not problem:  # else one of them may have no endpoint
-            endpoints = [Endpoint.from_dict(one["endpoint"]) for one in gathered]
-            found = task.rank_gpus(ranks, endpoints)
-            agreed = agreement.agree(spec.gpu_mode, found, is_required=spec.needs_gpu)
+            endpoints = [Endpoint.from_dict(answer["endpoint"]) for answer in gathered]
+            gpus = task.rank_gpus(ranks, endpoints)
+            agreed = agreement.agree(spec.gpu_mode, gpus, is_required=spec.needs_gpu)
             problem = agreed.problem
         if not problem and files is not None:
             hosts = [facts.host for facts in ranks]
@@ -235,9 +236,9 @@ def _run_rank(
                 message=problem,
             )
             return outcome, b""
-        said = (preflight.patch_warning(driver, ranks), agreed.warning)
-        warnings = tuple(text for text in said if text and rank == 0)
-        for warning in warnings:  # at once; the driver hears it when the job has ended
+        texts = (preflight.patch_warning(driver, ranks), agreed.warning)
+        warnings = tuple(text for text in texts if text and rank == 0)
+        for warning in warnings:  # at once; the driver receives it when the job has ended
             _log(f"sparkhvd: {warning}")
         if trainer is None:
             raise InternalError(f"rank {rank} passed the checks without a trainer.")
@@ -250,8 +251,8 @@ def _run_rank(
             endpoints=tuple(endpoints),
         )
         master = (str(gathered[0]["endpoint"]["address"]), int(gathered[0]["port"]))
-        own = task.own_gpu(agreed.mode, rank, found, endpoints, trainer, spec.env)
-        trainer.send(launching.job_frame(job, chosen, master, own))
+        gpu = task.own_gpu(agreed.mode, rank, gpus, endpoints, trainer, spec.env)
+        trainer.send(launching.job_frame(job, chosen, master, gpu))
         trainer.wait()
         outcome = trainer.outcome(host=host, attempt=spec.attempt)
         return replace(outcome, warnings=warnings), trainer.result
@@ -282,19 +283,21 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
 
 
 def _neighbours(barrier: BarrierTaskContext) -> tuple[int, int]:
-    """(number among the tasks of this host, how many they are), as Spark names hosts."""
+    """Return the index among the tasks of this host, and their number, as Spark names hosts."""
     hosts = [host_of(info.address) for info in barrier.getTaskInfos()]
     number = barrier.partitionId()
     return hosts[:number].count(hosts[number]), hosts.count(hosts[number])
 
 
-def exchange_facts(barrier: BarrierTaskContext, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Give every rank what every rank said, by rank. All tasks of the stage must call it."""
-    return [json.loads(text) for text in barrier.allGather(json.dumps(mine))]
+def exchange_facts(
+    barrier: BarrierTaskContext, facts: Mapping[str, object]
+) -> list[dict[str, Any]]:
+    """Gather the facts of every rank, by rank. All tasks of the stage must call it."""
+    return [json.loads(text) for text in barrier.allGather(json.dumps(facts))]
 
 
 def host_of(address: str) -> str:
-    """The host of Spark's "host:port"; IPv6 hosts come with or without brackets."""
+    """Return the host of Spark's "host:port"; IPv6 hosts come with or without brackets."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
         host = address
@@ -315,39 +318,39 @@ def _store_outcome(files: SharedFiles | None, spec: TaskSpec, outcome: Outcome) 
         files.write_bytes(path, outcome.to_json().encode())
 
 
-def _await_root_cause(files: SharedFiles | None, spec: TaskSpec, mine: Outcome) -> Outcome:
-    """Give a rank that knows better time to end the stage; returns the best known cause.
+def _await_root_cause(files: SharedFiles | None, spec: TaskSpec, own: Outcome) -> Outcome:
+    """Give a rank with the cause time to end the stage; return the best known cause.
 
-    When this task raises, Spark kills the other tasks of the stage and forgets what they would have said. An
+    When this task raises, Spark kills the other tasks of the stage and drops their errors. An
     exception of the user's function is raised at once, a crash soon, a lost peer last.
     """
-    wait = {Kind.CRASH: _CRASH_WAIT_S, Kind.COLLECTIVE: _CONSEQUENCE_WAIT_S}.get(mine.kind, 0.0)
+    wait = {Kind.CRASH: _CRASH_WAIT_S, Kind.COLLECTIVE: _CONSEQUENCE_WAIT_S}.get(own.kind, 0.0)
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        known = [mine, *read_outcomes(files, spec.run_dir, spec.attempt, spec.job_id, spec.size)]
+        known = [own, *read_outcomes(files, spec.run_dir, spec.attempt, spec.job_id, spec.size)]
         cause = root_cause(known)
-        if cause is not None and cause.kind != mine.kind:
+        if cause is not None and cause.kind != own.kind:
             return cause
-    return mine
+    return own
 
 
 def read_outcomes(
     files: SharedFiles | None, run_dir: str, attempt: int, job_id: str, size: int
 ) -> list[Outcome]:
-    """The outcomes that ranks of this launch have written so far; none where there is no shared store.
+    """Return the outcomes that ranks of this launch have written so far; none without a shared store.
 
     An earlier fit with the same run_id, which counted its attempts from 0 too, may have left others there.
     """
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     if files is None or not run_dir:
-        return found
+        return outcomes
     for rank in range(size):
         path = preflight.outcome_path(run_dir, attempt, rank)
-        # A report about a failure must not fail: what cannot be read is as if it were not there.
+        # A report about a failure must not fail: an unreadable file counts as missing.
         with contextlib.suppress(Exception):
             if files.exists(path):
                 outcome = Outcome.from_json(files.read_bytes(path).decode())
                 if outcome.job_id == job_id:
-                    found.append(outcome)
-    return found
+                    outcomes.append(outcome)
+    return outcomes

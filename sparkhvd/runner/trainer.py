@@ -1,9 +1,9 @@
-"""The parent's side of one trainer process: start it, feed it, relay its output, see it end.
+"""Parent's side of one trainer process: start it, send it its job, relay its output, wait for its end.
 
 **Threads**: three daemon threads per trainer: one relays output lines, one reads the result pipe, one waits for
 the process to end. The caller's thread only waits on events, so Ctrl-C reaches it. **Ownership**: the threads own
 their pipe's read end and close it; the caller owns the pipe to the trainer. **Shutdown**: when the trainer has
-ended, for whatever reason, its process group is killed before it is reaped (so the group's number is still its
+ended, its process group is killed before it is reaped (so the group's number is still its
 own), and then the pipes reach their end.
 """
 
@@ -18,19 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from sparkhvd.errors import InternalError
 from sparkhvd.runner import allocator
-from sparkhvd.runner.child import (
-    JobFrame,
-    Prologue,
-    loader_variables,
-    read_frame,
-    write_frame,
-)
+from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, write_frame
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
 
 __all__ = ["Trainer", "inherited", "interrupt"]
@@ -49,12 +43,12 @@ _DRAIN_S = 5.0
 
 
 def inherited(name: str) -> str | None:
-    """A variable that the trainer inherits from this process, or None."""
-    return os.environ.get(name)  # noqa: TID251 - another's variable, as the trainer will see it
+    """Return a variable that the trainer inherits from this process, or None."""
+    return os.environ.get(name)  # noqa: TID251 - not a setting: as the trainer will see it
 
 
 class Trainer:
-    """One trainer process. As a context manager it leaves no process of its group behind."""
+    """Trainer process. As a context manager it leaves no process of its group behind."""
 
     def __init__(
         self,
@@ -68,7 +62,7 @@ class Trainer:
 
         Args:
             rank: its rank, for the prefix of its output lines.
-            prologue: its environment; the listener's descriptors are inherited by it.
+            prologue: its environment; it inherits the listener's descriptors.
             program: `dump_program(...)`.
             log: called with each line of its output from a thread of this trainer. Under Spark it writes to the
                 executor's stderr; there is no channel to a remote driver yet.
@@ -89,9 +83,8 @@ class Trainer:
         self._gpus: list[dict[str, Any]] | None = None
         self._told_gpus = threading.Event()
         self._ended = threading.Event()
-        self._reap_lock = (
-            threading.Lock()
-        )  # guards _is_reaped: no signal to a number that is not ours
+        # Guards _is_reaped: no signal may go to a process id that has been given to another process.
+        self._reap_lock = threading.Lock()
         self._is_reaped = False
         self._holder: subprocess.Popen[bytes] | None = None
         self._grace_until: float | None = None
@@ -100,7 +93,7 @@ class Trainer:
         self._began = time.monotonic()
         self._wall_s = 0.0
         self._start(prologue)
-        with contextlib.suppress(BrokenPipeError):  # it died at once; its end says why
+        with contextlib.suppress(BrokenPipeError):  # it died at once; its outcome has the reason
             write_frame(self._spec, prologue.to_bytes())
             write_frame(self._spec, program)
 
@@ -108,9 +101,9 @@ class Trainer:
         spec_read, self._spec = os.pipe()
         result_read, result_write = os.pipe()
         log_read, log_write = os.pipe()
-        theirs = [fd for fd in prologue.listener if fd >= 0] + [spec_read, result_write]
+        passed = [fd for fd in prologue.listener if fd >= 0] + [spec_read, result_write]
         inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
-        environ = {**inherited, **loader_variables(prologue.env)}
+        environ = {**inherited, **_loader_variables(prologue.env)}
         if prologue.keep_freed_memory:
             environ.update(allocator.start_variables(environ))
         # The package must be found before the trainer has set its own path.
@@ -127,7 +120,7 @@ class Trainer:
                 stderr=log_write,
                 env=environ,
                 close_fds=True,
-                pass_fds=theirs,
+                pass_fds=passed,
                 start_new_session=True,
             )
         except BaseException:
@@ -144,7 +137,7 @@ class Trainer:
         ]
         self._reaper = self._thread("wait", self._reap)
 
-    def _thread(self, name: str, target: Callable[..., None], *args: Any) -> threading.Thread:
+    def _thread(self, name: str, target: Callable[..., None], *args: object) -> threading.Thread:
         thread = threading.Thread(
             target=target, args=args, name=f"sparkhvd-{name}-{self.rank}", daemon=True
         )
@@ -154,15 +147,15 @@ class Trainer:
     # --- the caller's side
 
     def send(self, job: JobFrame) -> None:
-        """Tell the trainer who the ranks are; it starts the function."""
+        """Send the trainer its job; it starts the function."""
         self._has_job = True
-        with contextlib.suppress(BrokenPipeError):  # it is gone; its end says why
+        with contextlib.suppress(BrokenPipeError):  # it is gone; its outcome has the reason
             write_frame(self._spec, job.to_bytes())
 
     def gpus(
         self, timeout_s: float = GPU_ANSWER_S, *, view: int = 0
     ) -> tuple[tuple[str, ...], str]:
-        """UUIDs of the GPUs that the process sees in one of its views, and why they are not known or ""; waits for them."""
+        """Wait for the UUIDs of the GPUs that the process sees in one of its views; return also why they are unknown, or ""."""
         if not self._asks_gpus:
             return (), ""
         if not self._told_gpus.wait(timeout_s):
@@ -185,7 +178,7 @@ class Trainer:
         return True
 
     def enforce_grace(self) -> None:
-        """Kill a trainer that has reported and does not end: 30 s are for threads and exit handlers."""
+        """Kill a trainer that has reported and does not end in 30 s, which are for threads and exit handlers."""
         if not self._reported.is_set() or self._ended.is_set():
             return
         now = time.monotonic()
@@ -208,7 +201,7 @@ class Trainer:
         self.kill()
 
     def _hold_pipe(self) -> None:
-        """Let the trainer keep its time to save when this process is killed meanwhile, as a JVM that ends does to its workers.
+        """Keep the trainer's time to save if this process is killed meanwhile, as a JVM that ends does with its workers.
 
         The end of its pipe kills it, and that comes when the last process that holds the other side is gone.
         """
@@ -224,7 +217,7 @@ class Trainer:
                 )
 
     def give_up(self, when: str) -> None:
-        """Kill the trainer and say so in its output."""
+        """Kill the trainer, with a line in its output."""
         self._log(f"[{self.rank}] (did not end {when}; killed)")
         self.kill()
 
@@ -236,9 +229,9 @@ class Trainer:
                     os.killpg(self.pid, signal.SIGKILL)
 
     def outcome(self, *, host: str = "", attempt: int = 0) -> Outcome:
-        """How it ended. Call it after `wait` said so."""
+        """Return the outcome. Call it after `wait` has returned True."""
         if not self._ended.is_set():
-            raise InternalError(f"the outcome of rank {self.rank} was asked for before its end.")
+            raise InternalError(f"the outcome of rank {self.rank} was read before its end.")
         base: dict[str, Any] = {
             "rank": self.rank,
             "host": host,
@@ -346,8 +339,14 @@ def interrupt(trainers: Sequence[Trainer]) -> None:
             trainer.give_up(f"{INTERRUPT_GRACE_S:.0f} s after it was interrupted")
 
 
+def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that only work if they are set before the process starts."""
+    prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
+    return {name: value for name, value in env.items() if name.startswith(prefixes)}
+
+
 class _Closing:
-    """A descriptor with a `close` method."""
+    """Descriptor with a `close` method."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

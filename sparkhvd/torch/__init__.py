@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -24,7 +24,7 @@ from sparkhvd.errors import (
     PeerLostError,
 )
 from sparkhvd.observe import timeline
-from sparkhvd.torch import context, own_gpu
+from sparkhvd.torch import collectives, context, own_gpu
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.broadcast import (
     allgather_object,
@@ -32,42 +32,7 @@ from sparkhvd.torch.broadcast import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from sparkhvd.torch.collectives import (
-    Adasum,
-    Average,
-    Handle,
-    Max,
-    Min,
-    Product,
-    Sum,
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
+from sparkhvd.torch.collectives import *  # noqa: F403 - its `__all__` is the list of public collectives
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.cuda import nccl_version
 from sparkhvd.torch.optimizer.factory import DistributedOptimizer
@@ -84,38 +49,19 @@ if TYPE_CHECKING:
     from sparkhvd.rendezvous import Rendezvous
 
 __all__ = [
-    "Adasum",
-    "Average",
+    *collectives.__all__,
     "CollectiveError",
     "CollectiveTimeoutError",
     "Compression",
     "DistributedOptimizer",
-    "Handle",
     "HorovodInternalError",
-    "Max",
-    "Min",
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
     "ProcessSet",
-    "Product",
-    "Sum",
     "SyncBatchNorm",
     "add_process_set",
-    "allgather",
-    "allgather_async",
     "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -127,18 +73,9 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
-    "join",
     "local_rank",
     "local_size",
     "metrics",
@@ -146,22 +83,17 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
-    "poll",
     "rank",
-    "reducescatter",
-    "reducescatter_async",
     "registered_empty",
     "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
-    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
-    "synchronize",
 ]
 
-# Horovod's names that this version does not have yet.
+# Horovod's names that this version does not have.
 _LATER = frozenset({"elastic"})
 
 
@@ -191,9 +123,13 @@ def init(
         EngineUnavailableError: the compiled library is missing.
     """
     sets = _sets(process_sets)
-    rendezvous = comm if hasattr(comm, "connect") else None
-    ranks = None if rendezvous is not None or comm is None else _ranks(comm)
-    if not context.initialize(rendezvous):  # type: ignore[arg-type]  # as above
+    rendezvous: Rendezvous | None = None
+    ranks: list[int] | None = None
+    if hasattr(comm, "connect"):
+        rendezvous = comm  # type: ignore[assignment]  # lists of ranks have no connect()
+    elif comm is not None:
+        ranks = _ranks(comm)
+    if not context.initialize(rendezvous):
         return
     try:
         if ranks is not None and sorted(ranks) != list(range(size())):
@@ -209,8 +145,10 @@ def init(
         raise
 
 
-def _sets(process_sets: Any) -> list[ProcessSet | Sequence[int]]:
-    """The sets that `init` was given."""
+def _sets(
+    process_sets: Iterable[ProcessSet | Sequence[int]] | str | None,
+) -> list[ProcessSet | Sequence[int]]:
+    """Return the sets to register, from the argument of `init`."""
     if process_sets is None or (isinstance(process_sets, str) and process_sets == "dynamic"):
         return []
     if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
@@ -220,13 +158,13 @@ def _sets(process_sets: Any) -> list[ProcessSet | Sequence[int]]:
     return list(process_sets)
 
 
-def _ranks(comm: Any) -> list[int]:
-    """The ranks that `init` was given."""
-    given = to_list(f"init(comm={comm!r})", comm, "ranks")
-    ranks = to_integers(given)
+def _ranks(comm: Sequence[int]) -> list[int]:
+    """Return the ranks of the argument of `init`."""
+    items = to_list(f"init(comm={comm!r})", comm, "ranks")
+    ranks = to_integers(items)
     if ranks is None:
         raise InvalidArgumentError(
-            f"init(comm={given!r}): expected ranks, which are integers. Leave comm out: all ranks of the job take part."
+            f"init(comm={items!r}): expected ranks, which are integers. Leave comm out: all ranks of the job take part."
         )
     return ranks
 
@@ -237,62 +175,62 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init()` was called, and `shutdown()` was not."""
+    """Return True between `init()` and `shutdown()`."""
     return context.is_initialized()
 
 
 def rank() -> int:
-    """This process's number, from 0 to `size() - 1`."""
+    """Return this process's number, from 0 to `size() - 1`."""
     return context.context().engine.topology.rank
 
 
 def size() -> int:
-    """Number of ranks."""
+    """Return the number of ranks."""
     return context.context().engine.topology.size
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host."""
+    """Return this process's number among the ranks of its host."""
     return context.context().engine.topology.local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Return the number of ranks on this host."""
     return context.context().engine.topology.local_size
 
 
 def cross_rank() -> int:
-    """Number of this host among the hosts that have a rank with this `local_rank()`."""
+    """Return the number of this host among the hosts that have a rank with this `local_rank()`."""
     return context.context().engine.topology.cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a rank with this `local_rank()`."""
+    """Return the number of hosts that have a rank with this `local_rank()`."""
     return context.context().engine.topology.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks."""
+    """Return True if every host has the same number of ranks."""
     return context.context().engine.topology.is_homogeneous
 
 
 def metrics(*, show: bool = True) -> Metrics:
-    """What this rank's engine has counted since `init()`: operations, bytes, times, waits (docs/observe.md).
+    """Return the counters of this rank's engine since `init()`: operations, bytes, times, waits (docs/observe.md).
 
     Args:
         show: print the table. `str()` of the result is the table, `.prometheus()` the text for Prometheus,
             `.counters` the numbers.
     """
-    found = Metrics(context.context().engine.counters())
+    counted = Metrics(context.context().engine.counters())
     if show:
-        sys.stdout.write(f"{found}\n")
-    return found
+        sys.stdout.write(f"{counted}\n")
+    return counted
 
 
 def start_timeline(
     file_path: str | os.PathLike[str], mark_cycles: bool = False, all_ranks: bool = False
 ) -> None:
-    """Write a timeline from now on, for ui.perfetto.dev; one that is being written ends.
+    """Start to write a timeline, for ui.perfetto.dev; one that is being written ends.
 
     Args:
         file_path: a file on rank 0, made or overwritten; valid JSON at any moment but in the middle of a write.
@@ -314,55 +252,55 @@ def start_timeline(
 
 
 def stop_timeline() -> None:
-    """End the timeline; returns when its file is complete. Nothing happens if there is none."""
+    """End the timeline, if there is one; returns when its file is complete."""
     timeline.stop(context.context().engine)
 
 
 def mpi_built() -> bool:
-    """False: sparkhvd has its own transport."""
+    """Return False: sparkhvd has its own transport."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """False: sparkhvd has its own transport."""
+    """Return False: sparkhvd has its own transport."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """False: MPI is not used."""
+    """Return False: MPI is not used."""
     return False
 
 
 def gloo_built() -> bool:
-    """False: sparkhvd has its own transport."""
+    """Return False: sparkhvd has its own transport."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """False: sparkhvd has its own transport."""
+    """Return False: sparkhvd has its own transport."""
     return False
 
 
 def nccl_built() -> int:
-    """The version code of the NCCL that this process's torch has; 0 if it has none, and no tensors on GPUs."""
+    """Return the version code of the NCCL of this process's torch; 0 if it has none, and no tensors on GPUs."""
     return nccl_version()
 
 
 def cuda_built() -> bool:
-    """Whether this process's torch can have tensors on NVIDIA's GPUs; sparkhvd itself can always move them."""
+    """Check whether this process's torch can have tensors on NVIDIA's GPUs; sparkhvd itself can always move them."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """False: AMD's GPUs are not used."""
+    """Return False: AMD's GPUs are not used."""
     return False
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is not used."""
+    """Return False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: Intel's oneCCL is not used."""
+    """Return False: Intel's oneCCL is not used."""
     return False

@@ -1,10 +1,10 @@
-"""Arguments as users give them: numbers of any kind, lists of any kind, or an `InvalidArgumentError`."""
+"""Conversion of users' arguments: numbers and lists of other libraries, or an `InvalidArgumentError`."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import SupportsFloat, SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +16,13 @@ __all__ = ["check_compression", "to_factor", "to_integer", "to_integers", "to_li
 _Item = TypeVar("_Item")
 
 
-def to_integer(value: Any) -> int | None:
-    """An integer of Python, numpy or torch as an int; None for anything else, and for a bool."""
+def to_integer(value: object) -> int | None:
+    """Return an integer of Python, numpy or torch as an int; None for anything else, and for a bool."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+        return None
+    if not isinstance(value, SupportsIndex):
         return None
     try:
         return operator.index(value)
@@ -28,21 +30,21 @@ def to_integer(value: Any) -> int | None:
         return None
 
 
-def to_integers(values: Iterable[Any]) -> list[int] | None:
-    """As `to_integer`, of all of them; None if one is no integer."""
+def to_integers(values: Iterable[object]) -> list[int] | None:
+    """Convert each value as `to_integer` does; None if any of them is not an integer."""
     numbers = [to_integer(value) for value in values]
-    known = [number for number in numbers if number is not None]
-    return known if len(known) == len(numbers) else None
+    integers = [number for number in numbers if number is not None]
+    return integers if len(integers) == len(numbers) else None
 
 
-def to_factor(what: str, argument: str, value: Any) -> float:
-    """A number of Python, numpy or torch as it is now: a tensor may change, and operations are remembered by factors.
+def to_factor(what: str, argument: str, value: object) -> float:
+    """Return the present value of a number of Python, numpy or torch: operations are remembered by their factors.
 
     Raises:
-        InvalidArgumentError: it is no number.
+        InvalidArgumentError: it is not a number.
     """
     try:
-        if not isinstance(value, (str, bytes, bytearray)):  # float() would read them
+        if isinstance(value, (SupportsFloat, SupportsIndex)):  # float() would also read strings
             return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's
         pass
@@ -50,22 +52,22 @@ def to_factor(what: str, argument: str, value: Any) -> float:
 
 
 def to_list(what: str, items: Iterable[_Item], of: str = "tensors") -> list[_Item]:
-    """A list or anything that can be gone through once, as a list of its own.
+    """Copy an iterable into a list.
 
     Raises:
-        InvalidArgumentError: it cannot be gone through.
+        InvalidArgumentError: it is not iterable.
     """
     try:
-        each = iter(items)
+        iterator = iter(items)
     except TypeError:
         raise InvalidArgumentError(
             f"{what}: expected a list of {of}, got {type(items).__name__}. Put it into a list."
         ) from None
-    return list(each)
+    return list(iterator)
 
 
-def check_compression(what: str, compression: Any) -> None:
-    """Raise an InvalidArgumentError for what cannot compress."""
+def check_compression(what: str, compression: object) -> None:
+    """Raise an `InvalidArgumentError` for a compression without `compress()` and `decompress()`."""
     parts = (getattr(compression, "compress", None), getattr(compression, "decompress", None))
     if not all(callable(part) for part in parts):
         raise InvalidArgumentError(

@@ -1,7 +1,7 @@
-"""Model parameters, optimizer state and Python objects, from one rank to all.
+"""Broadcasts of model parameters, optimizer state and Python objects.
 
-`broadcast_object` and `allgather_object` are the only places of this package that unpickle, and what they
-unpickle comes from authenticated ranks of the same job. Optimizer state travels as tensors and JSON.
+`broadcast_object` and `allgather_object` are the only functions of this package that unpickle, and the pickles
+come from authenticated ranks of the same job. Optimizer state travels as tensors and JSON.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import torch
@@ -35,32 +35,32 @@ __all__ = [
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Tensor]] | Iterable[Tensor], root_rank: int
+    params: Mapping[str, object] | Iterable[tuple[str, Tensor]] | Iterable[Tensor], root_rank: int
 ) -> None:
     """Give every rank the parameters of rank `root_rank`, in place.
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or a list of (name, tensor) or of tensors, which
-            are then told apart by their places. The same names, shapes and dtypes on every rank; complex ones too.
-            None values are passed over.
-        root_rank: the rank that has the values.
+            are then matched by their places. The same names, shapes and dtypes on every rank; complex ones too.
+            None values are skipped.
+        root_rank: the rank with the values.
 
     Raises:
         InvalidArgumentError: `params` holds something else.
         MismatchError: ranks disagree on the shape or dtype of a parameter.
         CollectiveTimeoutError: a rank did not come, or lacks a parameter; the message names it.
     """
-    # A tensor's rows and a module's children can be gone through, and are not meant.
+    # A tensor's rows and a module's children are iterable too, and are not meant.
     if isinstance(params, (Tensor, torch.nn.Module)):
         raise InvalidArgumentError(
             f"broadcast_parameters: expected a dict or a list, got {type(params).__name__}. Give model.state_dict(), "
             "model.named_parameters() or a list of tensors."
         )
-    pairs: Iterable[Any] = params.items() if isinstance(params, Mapping) else params
+    pairs: Iterable[object] = params.items() if isinstance(params, Mapping) else params
     named: dict[str, Tensor] = {}
     for index, pair in enumerate(to_list("broadcast_parameters", pairs)):
         is_pair = isinstance(pair, tuple) and len(pair) == 2
-        name, tensor = pair if is_pair else (f"noname.{index}", pair)
+        name, tensor = cast("tuple[object, object]", pair) if is_pair else (f"noname.{index}", pair)
         if tensor is None:
             continue
         if not (isinstance(name, str) and name and isinstance(tensor, Tensor)):
@@ -117,7 +117,7 @@ def _from_bytes(tensor: Tensor) -> bytes:
 def _broadcast_bytes(
     ctx: Context, name: str, payload: bytes | None, root_rank: int, process_set: int = 0
 ) -> bytes:
-    """Rank `root_rank`'s `payload` on every rank; the others give None."""
+    """Return rank `root_rank`'s `payload` on every rank; the others give None."""
     length = torch.tensor([0 if payload is None else len(payload)], dtype=torch.int64)
     start_broadcast(ctx, f"{name}.length", length, length, root_rank, process_set).wait()
     content = (
@@ -130,11 +130,11 @@ def _broadcast_bytes(
 
 
 def _allgather_bytes(ctx: Context, name: str, payload: bytes, process_set: int = 0) -> list[bytes]:
-    """Every rank's `payload`, by rank."""
-    mine = _to_bytes(payload)
-    work = start_allgather(ctx, name, mine, process_set)
+    """Return every rank's `payload`, by rank."""
+    content = _to_bytes(payload)
+    work = start_allgather(ctx, name, content, process_set)
     work.wait()
-    joined, rows = gathered(work, mine.dtype, mine.shape)
+    joined, rows = gathered(work, content.dtype, content.shape)
     return [_from_bytes(part) for part in joined.split(list(rows))]
 
 
@@ -147,8 +147,8 @@ def broadcast_object(
     """Return rank `root_rank`'s object on every rank.
 
     Args:
-        obj: anything cloudpickle takes; only looked at on `root_rank`, which gets back the object itself.
-        root_rank: the global rank that has it.
+        obj: anything cloudpickle takes; used on `root_rank` only, which gets back the object itself.
+        root_rank: the global rank with the object.
         name: as for `allreduce`.
         process_set: the ranks that take part.
 
@@ -159,8 +159,8 @@ def broadcast_object(
     number = set_id(process_set)
     name = ctx.name("broadcast_object", name, number)
     is_root = ctx.engine.topology.rank == root_rank
-    mine = cloudpickle.dumps(obj) if is_root else None
-    payload = _broadcast_bytes(ctx, name, mine, root_rank, number)
+    pickled = cloudpickle.dumps(obj) if is_root else None
+    payload = _broadcast_bytes(ctx, name, pickled, root_rank, number)
     return obj if is_root else pickle.loads(payload)
 
 
@@ -188,17 +188,17 @@ def allgather_object(
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None
+    optimizer: torch.optim.Optimizer, root_rank: int, model: object = None
 ) -> None:
     """Give every rank the optimizer state and options (learning rate, ...) of rank `root_rank`.
 
-    The optimizer is not stepped and parameters do not change; whatever state this rank had is replaced,
-    also by none at all. Works for every class of `torch.optim`, and for others whose state holds tensors,
+    The optimizer is not stepped and parameters do not change; all state of this rank is replaced, also by no
+    state. Works for every class of `torch.optim`, and for others whose state holds tensors,
     numbers, strings, None, and lists, tuples and dicts of those.
 
     Args:
         optimizer: plain or distributed, with as many parameter groups and parameters on every rank.
-        root_rank: the rank that has the state.
+        root_rank: the rank with the state.
         model: not needed; accepted as in Horovod.
 
     Raises:
@@ -214,16 +214,16 @@ def broadcast_optimizer_state(
     payload, error = None, None
     if is_root:
         try:
-            described = _describe(_content(optimizer), tensors, type(optimizer).__name__)
-        except InvalidArgumentError as found:
-            described, error = None, found
+            described: object = _describe(_content(optimizer), tensors, type(optimizer).__name__)
+        except InvalidArgumentError as refused:
+            described, error = None, refused
         payload = json.dumps(described).encode()
-    described = json.loads(_broadcast_bytes(ctx, f"{prefix}.structure", payload, root_rank))
-    if described is None:
+    structure = json.loads(_broadcast_bytes(ctx, f"{prefix}.structure", payload, root_rank))
+    if structure is None:
         raise error or InvalidArgumentError(
             f"broadcast_optimizer_state: rank {root_rank} cannot describe its optimizer's state; see there."
         )
-    content = None if is_root else _build(described, tensors, _on_gpu(optimizer))
+    content = None if is_root else _build(structure, tensors, _on_gpu(optimizer))
     numbered = {str(number): tensor for number, tensor in enumerate(tensors)}
     _broadcast_tensors(ctx, f"{prefix}.tensor", numbered, root_rank)
     if content is not None:
@@ -232,26 +232,25 @@ def broadcast_optimizer_state(
 
 def _check_structure(ctx: Context, prefix: str, optimizer: torch.optim.Optimizer) -> None:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    # Of a sharded optimizer no rank has the state of all.
+    # Of a sharded optimizer no rank has the state of all parameters.
     is_part = bool(getattr(optimizer, "_shards", None)) and bool(optimizer.state)
-    mine = [sizes, is_part]
-    parts = _allgather_bytes(ctx, f"{prefix}.groups", json.dumps(mine).encode())
-    found = [json.loads(part) for part in parts]
-    for rank, (theirs, is_part) in enumerate(found):
+    parts = _allgather_bytes(ctx, f"{prefix}.groups", json.dumps([sizes, is_part]).encode())
+    by_rank = [json.loads(part) for part in parts]
+    for rank, (sizes, is_part) in enumerate(by_rank):
         if is_part:
             raise InvalidArgumentError(
                 "broadcast_optimizer_state: the optimizer is sharded, and no rank has the state of all parameters. "
                 "Call optimizer.load_state_dict() on every rank, with what broadcast_object() has sent."
             )
-        if theirs != found[0][0]:
+        if sizes != by_rank[0][0]:
             raise MismatchError(
                 "broadcast_optimizer_state: ranks disagree on the parameters per group. Rank 0 has "
-                f"{found[0][0]}, rank {rank} has {theirs}. Build the same optimizer on every rank."
+                f"{by_rank[0][0]}, rank {rank} has {sizes}. Build the same optimizer on every rank."
             )
 
 
-def _content(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """State by the parameter's number, and each group's options."""
+def _content(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return state by the parameter's number, and each group's options."""
     numbers: dict[Tensor, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -280,8 +279,8 @@ def _install(optimizer: torch.optim.Optimizer, content: dict[str, Any]) -> None:
         group.update(options)
 
 
-def _describe(value: Any, tensors: list[Tensor], where: str) -> Any:
-    """`value` as JSON: a pair of a kind and its content; tensors go to the list."""
+def _describe(value: object, tensors: list[Tensor], where: str) -> list[object]:
+    """Return `value` as JSON: a pair of a kind and its content; tensors are appended to the list."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return ["plain", value]
     if isinstance(value, Tensor):
@@ -308,15 +307,15 @@ def _describe(value: Any, tensors: list[Tensor], where: str) -> Any:
 
 
 def _on_gpu(optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """A parameter on this rank's GPU."""
+    """Return a parameter on this rank's GPU; None if there is none."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return next((p for p in parameters if p.is_cuda), None)
 
 
 def _build(described: Any, tensors: list[Tensor], on_gpu: Tensor | None) -> Any:
-    """The value that `_describe` described, with tensors to be filled, which go to the list.
+    """Make the value that `_describe` described, with empty tensors, which are appended to the list.
 
-    Those of the root's GPU are made where `on_gpu` is.
+    Tensors of the root's GPU are made on the device of `on_gpu`.
     """
     kind, content = described
     if kind == "plain":

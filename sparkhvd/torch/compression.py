@@ -1,4 +1,4 @@
-"""`Compression`: fewer bytes on the wire, as 16-bit floats whose sums are accumulated in float32, or as matrices of low rank."""
+"""`Compression`: fewer bytes on the wire, by 16-bit floats with sums in float32, or by matrices of low rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class Compression:
-    """The schemes to choose from."""
+    """Compression schemes."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -28,13 +28,13 @@ class Compression:
 
     @staticmethod
     def powersgd(rank: int = 4, warm_up_steps: int = 0) -> PowerSGD:
-        """For a `DistributedOptimizer` over a slow network: gradients as matrices of low rank, with error feedback.
+        """Send gradients as matrices of low rank, with error feedback: for a `DistributedOptimizer` over a slow network.
 
-        A gradient of n x m (its first dimension, all others) is sent as (n + m) * rank numbers, in two rounds; what
-        was not sent is added to the next one, which takes as much memory as the gradient. Vectors and small
-        matrices are sent as they are. Result and state follow from the same bits on every rank; a gradient that is
-        not finite on any rank is NaN on all of them, and leaves the state as it was. With `GradScaler` what was not
-        sent keeps the scale of its step.
+        A gradient of n x m (its first dimension, all others) is sent as (n + m) * rank numbers, in two rounds; the
+        rest is added to the next gradient, which takes as much memory as the gradient. Vectors and small matrices
+        are sent as they are. Result and state follow from the same bits on every rank; a gradient that is not
+        finite on any rank is NaN on all of them, and leaves the state as it was. With `GradScaler` the rest keeps
+        the scale of its step.
 
         Every rank makes one of its own for each optimizer. `state_dict()` and `load_state_dict()`, before the
         optimizer is built, let training go on exactly.

@@ -1,4 +1,4 @@
-"""Compressors: what travels in place of a tensor that is reduced, and how the result comes back."""
+"""Compressors: conversion of tensors before, and of results after, a reduction."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["BUILT_IN", "BF16Compressor", "Compressor", "FP16Compressor", "NoneCo
 
 
 class Compressor:
-    """What is done to a tensor before and after it is reduced. Subclass it for a scheme of your own.
+    """Conversion of a tensor before and after it is reduced. Subclass it for a scheme of your own.
 
     `compress` must give a tensor of the same shape, dtype and memory layout on every rank.
     """
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """The tensor to reduce, and what `decompress` needs."""
+        """Return the tensor to reduce, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The reduced tensor in its original form."""
+        """Return the reduced tensor in its original form."""
         raise NotImplementedError
 
 
@@ -31,13 +31,13 @@ class NoneCompressor(Compressor):
     """Sends tensors as they are."""
 
     @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Gives `tensor` itself."""
+    def compress(tensor: Tensor) -> tuple[Tensor, None]:
+        """Return `tensor` itself."""
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Gives `tensor` itself."""
+    def decompress(tensor: Tensor, ctx: object) -> Tensor:
+        """Return `tensor` itself."""
         del ctx
         return tensor
 
@@ -46,15 +46,15 @@ class _CastCompressor(Compressor):
     wire: ClassVar[torch.dtype]
 
     @classmethod
-    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Floating tensors in the wire's type; others as they are."""
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
+        """Convert floating tensors to the wire's type; others stay as they are."""
         if not tensor.is_floating_point() or tensor.dtype == cls.wire:
             return tensor, None
         return tensor.to(cls.wire), tensor.dtype
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The tensor in the type it had."""
+    def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
+        """Convert the tensor back to its type."""
         return tensor if ctx is None else tensor.to(ctx)
 
 

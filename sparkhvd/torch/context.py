@@ -1,4 +1,4 @@
-"""The one default of the Horovod-like API: which engine `rank()` and `allreduce()` mean.
+"""The default of the Horovod-like API: the engine that `rank()` and `allreduce()` use.
 
 One process-wide variable, because a Horovod program may call from any of its threads. A context variable
 overrides it only where ranks are threads of one process (tests): a new thread starts with an empty context,
@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparkhvd import rendezvous as meeting
 from sparkhvd.engine.engine import Engine
@@ -24,43 +24,49 @@ from sparkhvd.errors import InvalidArgumentError, NotInitializedError
 from sparkhvd.settings import Settings
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparkhvd.rendezvous import Rendezvous
+    from sparkhvd.torch.collectives.cuda_gathers import GatherThread
+    from sparkhvd.torch.cuda import Device
+    from sparkhvd.torch.gradients.reducer import Reducer
+    from sparkhvd.torch.process_sets import ProcessSet
 
 __all__ = ["Context", "context", "initialize", "is_initialized", "shut_down", "use_engine"]
 
 
 class _Ended(threading.local):
-    """The reducers whose backward pass has ended on this thread, which are about to wait (of `buckets.py`)."""
+    """Reducers whose backward pass has ended on this thread, which are about to wait (see `gradients`)."""
 
     def __init__(self) -> None:
-        self.reducers: list[Any] = []
+        self.reducers: list[Reducer] = []
 
 
 class Context:
-    """An engine and what is counted per engine: every rank counts the same operations in the same order."""
+    """An engine, and the state and counters of this API per engine: every rank counts the same operations alike."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_open = True
-        # Which reducer listens to a parameter, weakly (made and used by `optimizer.py`).
-        self.owners: MutableMapping[Any, Callable[[], Any]] | None = None
+        # The reducer that listens to a parameter, weakly (made and used by `optimizer`).
+        self.owners: MutableMapping[Tensor, Callable[[], Reducer | None]] | None = None
         # The registered process sets by their ranks (made and used by `process_sets.py`).
-        self.process_sets: dict[tuple[int, ...], Any] = {}
+        self.process_sets: dict[tuple[int, ...], ProcessSet] = {}
         self.joins = 0  # how often all ranks have joined
         self.ended = _Ended()
-        # This rank's GPU, once a tensor on it has come, and what opens it (made and used by `device.py`).
-        self.device: Any = None
-        self.opener: Callable[[Engine, int], Any] | None = None
-        # Gathers on it that go on without the caller (of `collectives/device_gathers.py`).
-        self.gathers: Any = None
+        # This rank's GPU, from its first tensor there, and the function that opens it (used by `cuda.py`).
+        self.device: Device | None = None
+        self.opener: Callable[[Engine, int], Device] | None = None
+        # Advances gathers on it whose callers do not wait (of `collectives/cuda_gathers.py`).
+        self.gathers: GatherThread | None = None
         self._counters: defaultdict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def number(self, kind: str, process_set: int = 0) -> int:
-        """The next number of its kind in the process set: 0, 1, ..."""
+        """Count the operations of a kind in the process set: 0, 1, ..."""
         return next(self._counters[kind, process_set])
 
     def name(self, kind: str, name: str | None, process_set: int = 0) -> str:
-        """Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`.
+        """Return Horovod's name of an operation: `<kind>.<name>`, or `<kind>.noname.<n>`.
 
         Every rank of a process set counts the set's operations alike, whatever else it does.
         """
@@ -72,7 +78,7 @@ class Context:
                 )
             if "\0" in name:
                 raise InvalidArgumentError(
-                    f"{kind}: the name {name!r} has a zero character, where the engine's names end."
+                    f"{kind}: the name {name!r} has a zero character, where the engine's names end. Leave it out."
                 )
             return f"{kind}.{name}"
         # Ranks that had joined did not count the others' operations: after a join all begin anew.
@@ -85,7 +91,7 @@ class Context:
         self.engine.shutdown()
 
     def retire(self) -> None:
-        """From now on nobody may use the engine through this context."""
+        """Close this context, but not its engine."""
         self.is_open = False
         self.process_sets.clear()
         owners, self.owners = self.owners, None
@@ -96,7 +102,7 @@ class Context:
 
 
 class _Process:
-    """What `init()` made in this process."""
+    """The context that `init()` made in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -109,29 +115,29 @@ _override: ContextVar[Context | None] = ContextVar("sparkhvd_context", default=N
 
 
 def _find() -> Context | None:
-    found = _override.get() or _process.context
-    return found if found is not None and found.is_open else None
+    current = _override.get() or _process.context
+    return current if current is not None and current.is_open else None
 
 
 def context() -> Context:
-    """The current context.
+    """Return the current context.
 
     Raises:
         NotInitializedError: there is none.
     """
-    found = _find()
-    if found is None:
+    current = _override.get() or _process.context
+    if current is None or not current.is_open:
         raise NotInitializedError("sparkhvd has not been initialized; use hvd.init().")
-    return found
+    return current
 
 
 def is_initialized() -> bool:
-    """Whether there is a current context."""
+    """Return True if there is a current context."""
     return _find() is not None
 
 
 def initialize(rendezvous: Rendezvous | None = None) -> bool:
-    """Make the process's context, unless there is one; whether there was none."""
+    """Make the process's context, unless there is one; return True if there was none."""
     rendezvous = rendezvous or meeting.current()
     with _process.lock:
         if _find() is not None:
@@ -146,12 +152,12 @@ def initialize(rendezvous: Rendezvous | None = None) -> bool:
 
 def shut_down() -> None:
     """Close the current context, if there is one."""
-    found = _find()
-    if found is None:
+    current = _find()
+    if current is None:
         return
-    if found is _process.context:
+    if current is _process.context:
         _process.context = None
-    found.close()
+    current.close()
 
 
 def _at_exit(pid: int) -> None:
@@ -162,7 +168,7 @@ def _at_exit(pid: int) -> None:
 
 @contextmanager
 def use_engine(engine: Engine) -> Iterator[Context]:
-    """For ranks that are threads of one process: this thread's API means `engine` inside the block."""
+    """Make this thread's API use `engine` inside the block: for ranks that are threads of one process."""
     made = Context(engine)
     token = _override.set(made)
     try:

@@ -1,10 +1,10 @@
-"""What this package knows of CUDA in torch: streams, events, memory, and where NCCL lies. Imports no CUDA.
+"""CUDA in torch as this package uses it: streams, events, memory, and the path of NCCL. Imports no CUDA.
 
 Everything above asks a `Device`, so that tests can drive the same code on a stand-in. A rank has one device, which the
 first tensor on it (or `join(device)`) opens.
 
-**Order.** An operation waits for what its caller's current stream had been given before, and runs on a stream of
-the engine. `Device.stream()` is that current stream; `Work.wait_stream` makes it wait for the result. The host waits
+**Order.** An operation waits for the work that its caller's current stream already has, and runs on a stream of the
+engine. `Device.stream()` is that current stream; `Work.wait_stream` makes it wait for the result. The host waits
 for nothing but the other ranks' submissions.
 """
 
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ __all__ = [
     "refuse_capture",
 ]
 
-# Where the packages of pip put NCCL, under the directories of `sys.path`.
+# Folders of NCCL in the packages of pip, under the directories of `sys.path`.
 _PLACES = ("nvidia/nccl/lib", "nvidia/cu13/lib", "nccl/lib")
 _NCCL = "libnccl.so.2"
 # torch's `_foreach_copy_` has no CUDA kernel for these, although its `copy_` has.
@@ -53,23 +53,23 @@ class Device(Protocol):
     ordinal: int
 
     def stream(self) -> int:
-        """The driver's handle of this thread's current stream.
+        """Return the driver's handle of this thread's current stream.
 
         Raises:
             InvalidArgumentError: the stream is being captured into a graph.
         """
 
-    def here(self) -> Callable[[], AbstractContextManager[Any]]:
-        """What makes this thread's current stream the current one of any thread, for a `with` block."""
+    def here(self) -> Callable[[], AbstractContextManager[object]]:
+        """Return a function whose `with` block makes this thread's current stream the current one of any thread."""
 
     def await_stream(self, stream: int) -> None:
-        """Let the current stream wait for what another one, given by its handle, was given so far."""
+        """Let the current stream wait for the present work of another one, given by its handle."""
 
     def keep_for(self, tensor: Tensor) -> None:
-        """The current stream uses a tensor that may belong to another one: its memory is not to be given away early."""
+        """Keep a tensor's memory until the current stream, which may not be the tensor's own, has used it."""
 
     def over_buffer(self, buffer: Buffer) -> Tensor:
-        """The bytes of registered memory, with a storage that keeps the buffer."""
+        """Return the bytes of registered memory as a tensor whose storage keeps the buffer."""
 
 
 class CudaDevice:
@@ -80,20 +80,20 @@ class CudaDevice:
         self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def stream(self) -> int:
-        """The current stream."""
+        """Return the current stream."""
         if torch.cuda.is_current_stream_capturing():
             refuse_capture()
         return self._raw_stream(self.ordinal)
 
-    def here(self) -> Callable[[], AbstractContextManager[Any]]:
-        """The current stream as a context manager."""
+    def here(self) -> Callable[[], AbstractContextManager[object]]:
+        """Return the current stream as a context manager."""
         stream = torch.cuda.current_stream(self.ordinal)
         return lambda: torch.cuda.stream(stream)
 
     def await_stream(self, stream: int) -> None:
-        """By an event."""
+        """Wait by an event."""
         # To torch an external stream without a handle is a new one of its own pool, and not the default stream.
-        other: Any = (
+        other = (
             torch.cuda.ExternalStream(stream, device=self.ordinal)
             if stream
             else torch.cuda.default_stream(self.ordinal)
@@ -101,11 +101,11 @@ class CudaDevice:
         torch.cuda.current_stream(self.ordinal).wait_stream(other)
 
     def keep_for(self, tensor: Tensor) -> None:
-        """Tells torch's allocator."""
+        """Tell torch's allocator."""
         tensor.record_stream(torch.cuda.current_stream(self.ordinal))
 
     def over_buffer(self, buffer: Buffer) -> Tensor:
-        """By the interface that NumPy's has for CUDA."""
+        """Wrap the memory by NumPy's array interface for CUDA."""
         place = torch.device("cuda", self.ordinal)
         return torch.as_tensor(_CudaMemory(buffer), device=place)
 
@@ -125,7 +125,7 @@ class _CudaMemory:
         self._ordinal = buffer.device
 
     def __del__(self) -> None:
-        # What was enqueued may still use it, also for tensors that are gone. It is rare: an optimizer has one.
+        # Enqueued work may still use it, also for tensors that are gone. It is rare: an optimizer has one.
         if not sys.is_finalizing():
             torch.cuda.synchronize(self._ordinal)
 
@@ -148,9 +148,9 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor with the strides of another one, where these lead to the same places.
+    """Return the tensor with the strides of another one, where these lead to the same places.
 
-    Those of a dimension of one element say nothing, and cuDNN's gradients of 1 x 1 convolutions have others than weights.
+    Strides of a dimension of one element do not matter, and cuDNN's gradients of 1 x 1 convolutions have others than weights.
     """
     shape, strides, wanted = tensor.shape, tensor.stride(), like.stride()
     if strides == wanted or shape != like.shape:
@@ -161,7 +161,7 @@ def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def refuse_capture() -> NoReturn:
-    """Say that nothing can be done while a graph is being captured."""
+    """Raise the error of a collective on a stream that is being captured into a graph."""
     raise InvalidArgumentError(
         "The current stream is being captured into a CUDA graph, and collectives need the other ranks, which a graph "
         "cannot wait for. Run backward and step outside of the capture; torch.cuda.make_graphed_callables captures a "
@@ -170,13 +170,13 @@ def refuse_capture() -> NoReturn:
 
 
 def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
-    """The rank's device, opened if this is its first tensor there.
+    """Return the rank's device; its first tensor there opens it.
 
     Raises:
         InvalidArgumentError: the tensor lies elsewhere, or a library or the device cannot be used.
     """
     ordinal = tensor.device.index if tensor.is_cuda else None
-    device: Device | None = ctx.device
+    device = ctx.device
     if device is not None and device.ordinal == ordinal:
         return device
     if ordinal is None:
@@ -195,9 +195,8 @@ def opened(ctx: Context, what: str, tensor: Tensor) -> Device:
 
 def open_device(ctx: Context, ordinal: int) -> Device:
     """Open the rank's device."""
-    made: Device = (ctx.opener or open_cuda)(ctx.engine, ordinal)
-    ctx.device = made
-    return made
+    ctx.device = (ctx.opener or open_cuda)(ctx.engine, ordinal)
+    return ctx.device
 
 
 def open_cuda(engine: Engine, ordinal: int) -> Device:
@@ -214,23 +213,23 @@ def open_cuda(engine: Engine, ordinal: int) -> Device:
 
 
 def nccl_candidates() -> list[str]:
-    """The copies of NCCL that packages have brought, in the order in which torch looks for its own."""
-    found: list[str] = []
+    """List the copies of NCCL in installed packages, in the order in which torch looks for its own."""
+    paths: list[str] = []
     for place in _PLACES:
         for entry in sys.path:
             path = Path(entry or ".") / place / _NCCL
-            if path.is_file() and str(path) not in found:
-                found.append(str(path))
-    return found
+            if path.is_file() and str(path) not in paths:
+                paths.append(str(path))
+    return paths
 
 
 def find_nccl() -> str:
-    """What to open for NCCL outside of the engine: what the engine takes."""
+    """Return the library to open for NCCL outside of the engine: the one that the engine opens."""
     return next(iter((*_loaded(_NCCL), *nccl_candidates())), _NCCL)
 
 
 def _loaded(name: str) -> list[str]:
-    """Files of this name that the process has loaded."""
+    """List the files of this name that the process has loaded."""
     paths = [
         line.split(maxsplit=5)[5:] for line in Path("/proc/self/maps").read_text().splitlines()
     ]
@@ -238,7 +237,7 @@ def _loaded(name: str) -> list[str]:
 
 
 def nccl_version() -> int:
-    """The version code of torch's NCCL; 0 if this torch has no CUDA or no NCCL."""
+    """Return the version code of torch's NCCL; 0 if this torch has no CUDA or no NCCL."""
     if torch.version.cuda is None:
         return 0
     try:

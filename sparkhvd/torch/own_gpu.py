@@ -1,4 +1,4 @@
-"""The GPU that the launcher gave this rank becomes torch's current device."""
+"""Selection of the GPU that the launcher gave this rank as torch's current device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["make_current"]
 def make_current() -> None:
     """Let "cuda" mean this rank's GPU in the calling thread, if the launcher gave it one.
 
-    The process may see the GPUs of all ranks of its host, and without this everybody's tensors would be on the first. As
-    `torch.cuda.set_device` in a script does, it starts CUDA here and takes memory of that GPU, so it is left out where it
+    The process may see the GPUs of all ranks of its host, and without this all ranks' tensors would be on the first. Like
+    `torch.cuda.set_device` in a script, it starts CUDA here and takes memory of that GPU, so it is left out where it
     changes nothing: for the first one. A device that the script has chosen already stays.
     """
     place = context()

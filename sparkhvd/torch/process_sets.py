@@ -17,7 +17,7 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_proces
 
 
 class ProcessSet:
-    """Ranks that do something together.
+    """Ranks that take part in operations together.
 
     Args:
         ranks_or_comm: the ranks; Horovod's MPI communicators are refused.
@@ -30,11 +30,11 @@ class ProcessSet:
     mpi_comm: None = None
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        given = to_list(f"ProcessSet({ranks_or_comm!r})", ranks_or_comm, "ranks")
-        ranks = to_integers(given)
+        items = to_list(f"ProcessSet({ranks_or_comm!r})", ranks_or_comm, "ranks")
+        ranks = to_integers(items)
         if ranks is None:
             raise InvalidArgumentError(
-                f"ProcessSet({given!r}): ranks must be integers. Give a list such as [0, 1]."
+                f"ProcessSet({items!r}): ranks must be integers. Give a list such as [0, 1]."
             )
         self._ranks: list[int] | None = sorted(ranks)
         self._number: int | None = None
@@ -42,11 +42,11 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The engine's number of it, None while it is not registered."""
+        """The engine's number of this set, None while it is not registered."""
         if self is global_process_set:
             return 0
-        found = None if self._context is None else self._context()
-        return self._number if found is not None and found.is_open else None
+        owner = None if self._context is None else self._context()
+        return self._number if owner is not None and owner.is_open else None
 
     @property
     def ranks(self) -> list[int] | None:
@@ -56,29 +56,29 @@ class ProcessSet:
         return self._ranks
 
     def size(self) -> int | None:
-        """Number of ranks in it; None while it is not registered."""
+        """Return the number of its ranks; None while it is not registered."""
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def included(self) -> bool | None:
-        """Whether this process is in it; None while it is not registered."""
+        """Return True if this process is in it; None while it is not registered."""
         if self.process_set_id is None or self.ranks is None:
             return None
         return context().engine.topology.rank in self.ranks
 
     def rank(self) -> int | None:
-        """This process's number inside the set; None while it is not registered.
+        """Return this process's number inside the set; None while it is not registered.
 
         Raises:
             InvalidArgumentError: this process is not in it.
         """
         if self.process_set_id is None or self.ranks is None:
             return None
-        mine = context().engine.topology.rank
-        if mine not in self.ranks:
+        rank = context().engine.topology.rank
+        if rank not in self.ranks:
             raise InvalidArgumentError(
-                f"ProcessSet.rank(): rank {mine} is not in {self}. Ask included() first."
+                f"ProcessSet.rank(): rank {rank} is not in {self}. Ask included() first."
             )
-        return self.ranks.index(mine)
+        return self.ranks.index(rank)
 
     def __repr__(self) -> str:
         return (
@@ -168,7 +168,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def set_id(process_set: ProcessSet) -> int:
-    """The engine's number of a process set.
+    """Return the engine's number of a process set.
 
     Raises:
         InvalidArgumentError: it is not registered, or is no process set.
@@ -179,8 +179,8 @@ def set_id(process_set: ProcessSet) -> int:
         raise InvalidArgumentError(
             f"process_set={process_set!r}: expected a ProcessSet. Give what add_process_set() returned."
         )
-    found = None if process_set._context is None else process_set._context()
-    if found is None or found is not context() or process_set._number is None:
+    owner = None if process_set._context is None else process_set._context()
+    if owner is None or owner is not context() or process_set._number is None:
         raise InvalidArgumentError(
             f"process_set={process_set}: it is not registered. Call add_process_set() with it on every rank, or "
             "give it to init()."
@@ -189,14 +189,14 @@ def set_id(process_set: ProcessSet) -> int:
 
 
 def members(process_set: ProcessSet) -> list[int]:
-    """The global ranks of a registered set, ascending."""
+    """Return the global ranks of a registered set, ascending."""
     ranks = process_set.ranks
     return list(range(context().engine.topology.size)) if ranks is None else ranks
 
 
 def num_members(ctx: Context, number: int) -> int:
-    """How many ranks a registered set has, given by the engine's number."""
+    """Return the number of ranks of a registered set, by the engine's number."""
     if number == 0:
         return ctx.engine.topology.size
-    ranks = [ranks for ranks, each in ctx.process_sets.items() if each._number == number]
-    return len(ranks[0])
+    sizes = [len(ranks) for ranks, each in ctx.process_sets.items() if each._number == number]
+    return sizes[0]

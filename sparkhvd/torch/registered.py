@@ -1,11 +1,10 @@
-"""Tensors in registered memory: the ranks of a host reduce them where they lie."""
+"""Tensors in registered memory, which the ranks of a host reduce without copies."""
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,13 +28,13 @@ def registered_empty(
     process_set: ProcessSet = global_process_set,
     device: torch.device | str | int | None = None,
 ) -> Tensor:
-    """A tensor in memory that the ranks of a host share; every rank must call this, with as many bytes. Waits.
+    """Make a tensor in memory that the ranks of a host share; every rank must call this with equal sizes. Waits.
 
-    `allreduce_` of such a tensor, or of the same part of it on every rank, copies nothing. In all else it is a
-    tensor as any other. Its memory is freed with the last tensor over it, and may be used after `shutdown()`.
+    `allreduce_` of such a tensor, or of the same part of it on every rank, copies nothing. Otherwise it is an
+    ordinary tensor. Its memory is freed with the last tensor over it, and may be used after `shutdown()`.
     Until an operation on it has finished, peers write into it. Where ranks cannot share memory it is ordinary
-    memory. On a GPU it is memory of this rank alone, which NCCL knows: operations in place there may use what the links
-    between GPUs offer without a copy.
+    memory. On a GPU it is memory of this rank alone, which NCCL knows: operations in place there may use the links
+    between GPUs without a copy.
 
     Args:
         shape: the length of every dimension.
@@ -73,8 +72,8 @@ def registered_empty(
     return over_buffer(buffer, dtype, size.numel()).view(size)
 
 
-def _gpu(ctx: Context, asked: Any) -> Device | None:
-    """This rank's GPU, if that was asked for."""
+def _gpu(ctx: Context, asked: torch.device | str | int | None) -> Device | None:
+    """Return this rank's GPU, if that was asked for."""
     try:
         place = torch.device("cpu" if asked is None else asked)
     except (RuntimeError, TypeError) as error:
@@ -87,7 +86,7 @@ def _gpu(ctx: Context, asked: Any) -> Device | None:
         raise InvalidArgumentError(
             f"registered_empty: device={asked!r}, and memory is registered on CPUs and NVIDIA's GPUs. Give None or 'cuda'."
         )
-    device: Device | None = ctx.device
+    device = ctx.device
     if device is None:
         return open_device(ctx, torch.cuda.current_device() if place.index is None else place.index)
     if place.index not in (None, device.ordinal):
@@ -98,11 +97,12 @@ def _gpu(ctx: Context, asked: Any) -> Device | None:
     return device
 
 
-def _size(shape: Any, dtype: torch.dtype) -> torch.Size:
-    """The shape as torch's, if memory can have it."""
-    single = to_integer(shape)
-    given = to_list("registered_empty", shape, "lengths") if single is None else [single]
-    lengths = to_integers(given)
+def _size(shape: int | Iterable[int], dtype: torch.dtype) -> torch.Size:
+    """Return the shape as torch's, if memory can have it."""
+    items = [shape]
+    if to_integer(shape) is None:
+        items = to_list("registered_empty", shape, "lengths")  # type: ignore[arg-type]  # no integer
+    lengths = to_integers(items)
     if lengths is None or min(lengths, default=0) < 0:
         raise InvalidArgumentError(
             f"registered_empty: the shape is {shape!r}; every length must be an integer of 0 or more."
@@ -118,9 +118,8 @@ def _size(shape: Any, dtype: torch.dtype) -> torch.Size:
 
 
 def over_buffer(buffer: Buffer, dtype: torch.dtype, count: int, first_byte: int = 0) -> Tensor:
-    """Elements of a buffer as a tensor of one dimension, with a storage of its own that keeps the buffer alive."""
-    memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(
-        buffer.address + first_byte
-    )
-    memory.buffer = buffer
+    """Return elements of a buffer as a tensor of one dimension, with a storage of its own that keeps the buffer alive."""
+    address = buffer.address + first_byte
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    memory.buffer = buffer  # type: ignore[attr-defined]  # instances of ctypes' arrays take attributes
     return torch.frombuffer(memory, dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members,
 
 __all__ = ["SyncBatchNorm"]
 
-# Layers are counted where they are made, or, where that cannot be, at their first batch.
+# Layers are numbered when they are made, or, where that is impossible, at their first batch.
 MADE = "sync_batch_norm"
 LATE = "sync_batch_norm.late"
 
@@ -85,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
             )
         self.process_set = process_set
         self._name: str | None = None
-        self._counted_as = LATE  # what it takes a number of at its first batch, if it has no name
+        self._counted_as = LATE  # the counter of its first batch, if it has no name
         if is_initialized() and (number := _find(process_set).process_set_id) is not None:
             self._name = f"{MADE}.{context().number(MADE, number)}"
 
@@ -93,10 +93,10 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_set: ProcessSet = global_process_set
     ) -> nn.Module:
-        """Put a layer of this class in the place of every `BatchNorm1d`, `2d`, `3d` and `torch.nn.SyncBatchNorm`.
+        """Replace every `BatchNorm1d`, `2d`, `3d` and `torch.nn.SyncBatchNorm` by a layer of this class.
 
         The new layers have the old ones' parameters and buffers themselves, so an optimizer may have been built
-        before; a layer that has two places keeps both. Every rank must call this, with the same module.
+        before; a layer that occurs twice is replaced in both places. Every rank must call this, with the same module.
 
         Returns:
             The module, changed; if it is itself a batch normalization, the layer for it.
@@ -159,7 +159,7 @@ class SyncBatchNorm(_BatchNorm):
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             running.copy_(running.to(new.dtype).lerp(new, weight))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+    def __deepcopy__(self, memo: dict[int, object]) -> SyncBatchNorm:
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -169,8 +169,8 @@ class SyncBatchNorm(_BatchNorm):
             made._name, made._counted_as = None, f"{made._name}.copy"
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A process set belongs to this process; what travels is its ranks.
+    def __getstate__(self) -> dict[str, object]:
+        # A process set belongs to this process; its ranks travel.
         is_global = self.process_set is global_process_set
         return {**self.__dict__, "process_set": None if is_global else self.process_set.ranks}
 
@@ -181,26 +181,38 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Group(NamedTuple):
-    """Whose batches count as one, and how the layer's operations are called."""
+    """The ranks whose batches count as one, and the name of the layer's operations."""
 
     name: str
     process_set: ProcessSet
 
 
 class _Statistics(NamedTuple):
-    """Of all ranks' rows: mean and variance (divided by the total) per channel, and the total: values per channel."""
+    """Mean and variance (divided by the total) per channel of all ranks' rows, and the total: values per channel."""
 
     mean: Tensor
     variance: Tensor
     total: Tensor
 
 
+class _NormalizeContext(Protocol):
+    """Autograd's context, with what `_Normalize` keeps and asks of it."""
+
+    bias_dtype: torch.dtype | None
+    arguments: tuple[float, _Group]
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for the backward pass."""
+
+
 class _Normalize(torch.autograd.Function):
     """Normalize with given statistics, which the gradient takes as functions of all ranks' inputs."""
 
     @staticmethod
-    def forward(  # noqa: D102 - what the class says
-        ctx: Any,
+    def forward(  # noqa: D102
+        ctx: _NormalizeContext,
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -217,7 +229,9 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: D102
+    def backward(  # noqa: D102
+        ctx: _NormalizeContext, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance, total = ctx.saved_tensors
         eps, group = ctx.arguments
         gradient = gradient.contiguous(memory_format=_format(input))
@@ -247,7 +261,7 @@ def _affine(
     bias: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """`(input - mean) / sqrt(variance + eps) * weight + bias` per channel, in one pass."""
+    """Compute `(input - mean) / sqrt(variance + eps) * weight + bias` per channel, in one pass."""
     weight, bias = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
     return nn.functional.batch_norm(input, mean, variance, weight, bias, eps=eps)
 
@@ -255,7 +269,7 @@ def _affine(
 def _gradient_sums(
     gradient: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float
 ) -> Tensor:
-    """Of this rank's rows, per channel: the sum of the gradient, and of its products with the normalized input."""
+    """Return, per channel of this rank's rows, the sums of the gradient and of its products with the normalized input."""
     if input.numel() == 0:
         return mean.new_zeros(2, len(mean))
     _, products, plain = torch.ops.aten.native_batch_norm_backward(
@@ -266,7 +280,7 @@ def _gradient_sums(
 
 @torch.no_grad()
 def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
-    """The statistics of all ranks' rows; every rank gets the same bits.
+    """Return the statistics of all ranks' rows; every rank gets the same bits.
 
     Raises:
         InvalidArgumentError: there is only one value per channel; raised on every rank.
@@ -299,7 +313,7 @@ def _global_statistics(input: Tensor, group: _Group) -> _Statistics:
 
 
 def _local_statistics(input: Tensor) -> Tensor:
-    """Mean and variance of this rank's rows per channel, then the number of values per channel."""
+    """Return mean and variance of this rank's rows per channel, then the number of values per channel."""
     channels = input.shape[1]
     dtype = torch.float32 if input.dtype in HALVES else input.dtype
     if input.numel() == 0:
@@ -313,7 +327,7 @@ def _local_statistics(input: Tensor) -> Tensor:
 
 
 def _format(input: Tensor) -> torch.memory_format:
-    """The memory format of a dense tensor."""
+    """Return the memory format of a dense tensor."""
     if not input.is_contiguous():
         for dimensions, each in ((4, torch.channels_last), (5, torch.channels_last_3d)):
             if input.dim() == dimensions and input.is_contiguous(memory_format=each):
@@ -322,16 +336,15 @@ def _format(input: Tensor) -> torch.memory_format:
 
 
 def _dense(input: Tensor) -> Tensor:
-    """The tensor, copied unless it lies densely in a format that torch has fast kernels for."""
+    """Return the tensor, copied unless it lies densely in a format that torch has fast kernels for."""
     return input.contiguous(memory_format=_format(input))
 
 
 def _find(process_set: ProcessSet) -> ProcessSet:
-    """The set, or that of the same ranks which is registered now: a copy and a new `init()` make new objects."""
+    """Return the registered set of the same ranks, if there is one: a copy and a new `init()` make new objects."""
     if process_set is global_process_set:
         return process_set
-    found: ProcessSet = context().process_sets.get(tuple(process_set.ranks or ()), process_set)
-    return found
+    return context().process_sets.get(tuple(process_set.ranks or ()), process_set)
 
 
 def _convert(

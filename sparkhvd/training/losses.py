@@ -34,7 +34,7 @@ class Counts:
     """
 
     num_rows: int
-    sums: Handle
+    sums: Handle[Tensor]
 
     def shares(self, weights: Sequence[float], num_rows: int) -> list[float]:
         """Return factors of the means over this rank's batch, in a step that weighs the batch by its rows."""

@@ -204,14 +204,16 @@ class Step:
                 ) from e
             raise
 
-    def send_weight(self, weight: float, problem: str) -> hvd.Handle | None:
+    def send_weight(self, weight: float, problem: str) -> hvd.Handle[Tensor] | None:
         """Begin to sum the weights of all ranks; None if no rank needs the sum."""
         if not (self.is_weighted or self.spec.terminate_on_nan):
             return None
         values = torch.tensor([weight, float(bool(problem))], dtype=torch.float64)
         return hvd.allreduce_async(values, name="step.weight", op=hvd.Sum)
 
-    def factor(self, sums: hvd.Handle | None, plan: StepPlan, problem: str, where: str) -> float:
+    def factor(
+        self, sums: hvd.Handle[Tensor] | None, plan: StepPlan, problem: str, where: str
+    ) -> float:
         """Return the factor of the reduced gradients; every rank gets the same number.
 
         Args:

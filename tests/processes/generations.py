@@ -28,7 +28,7 @@ LOOKS = 5
 
 
 def usage() -> dict[str, int]:
-    """What this process holds: bytes of memory, descriptors, threads and lines of /proc/self/maps."""
+    """Return the resources of this process: bytes of memory, descriptors, threads and lines of /proc/self/maps."""
     gc.collect()
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return {
@@ -41,7 +41,7 @@ def usage() -> dict[str, int]:
 
 
 class Least:
-    """The least of what this process held whenever somebody looked."""
+    """Return the least memory that this process held at any look."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -115,7 +115,7 @@ def initialize_and_shut_down(engine: Engine, talk: Talk) -> Any:
 
 
 def end(engine: Engine, how: str) -> None:
-    """Ends a rank with an operation in flight that nobody else has submitted."""
+    """End a rank with an operation in flight that no other rank has submitted."""
     work, _ = start_allreduce(engine, f"never finished {engine.rank}", np.ones(1000))
     if how == "abort":
         engine.abort("on purpose")

@@ -1,8 +1,8 @@
-"""A peer with the key and no manners: recorded frames, changed, towards a live engine.
+"""Malicious peers with the key: they send recorded frames, changed, to a live engine.
 
 `python -m tests.processes.hostile <frames> <seed>` attacks one engine after another while another job in the
-same process goes on, and prints what happened as JSON. It knows nothing of the bodies of frames: it changes
-what it has recorded between honest ranks, so it follows the wire format by itself. `--only <n>` repeats one
+same process goes on, and prints what happened as JSON. It changes frames that it has recorded between
+honest ranks without knowing their bodies, so it follows the wire format by itself. `--only <n>` repeats one
 session of a run.
 """
 
@@ -28,9 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import Engine, ReduceOp, Work
-from sparkhvd.engine.library import Collective
-from sparkhvd.engine.work import Call
+from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp, Reduction, Work
 from sparkhvd.errors import InternalError, MismatchError, SparkhvdError
 from sparkhvd.rendezvous import Connections
 from sparkhvd.settings import Settings
@@ -41,7 +39,7 @@ HEADER = struct.Struct("<IB3x")  # length of the body, type
 # The few types that this file treats in a special way; a test holds them against the header of the engine.
 HELLO, MAPPED, REFUSE, ABORT = 1, 2, 5, 8
 STALL_S = 0.1
-# A coordinator that is silent, or whose bytes nobody asked for, is given up 5 s after stall_shutdown_s; most
+# A coordinator that is silent, or that sends unrequested bytes, is given up 5 s after stall_shutdown_s; most
 # sessions end by an abort before that.
 PATIENCE_S = 2 * STALL_S
 LIMIT_S = 2.0
@@ -56,7 +54,7 @@ SETTINGS = Settings(
 
 
 def split_frames(data: bytes) -> list[bytes]:
-    """The frames of a connection's bytes."""
+    """Split a connection's bytes into frames."""
     frames = []
     while data:
         length, _ = HEADER.unpack_from(data)
@@ -102,7 +100,7 @@ class Tap:
 
 
 def start_everything(engine: Engine) -> list[Work]:
-    """One operation of every kind that the engine has; they need not succeed."""
+    """Start one operation of every kind that the engine has; they need not succeed."""
     rank, size = engine.rank, engine.size
     works = [
         start_allreduce(engine, "a", np.ones(3, np.float32))[0],
@@ -114,10 +112,17 @@ def start_everything(engine: Engine) -> list[Work]:
     rows = np.ones((rank + 1, 2), np.float32)
     works.append(engine.allgather(view(rows), name="g", dtype=dtype_of(rows), keep=rows))
     parts = np.ones((5, 2), np.int32)
-    call = engine.prepare_alltoall(view(parts), [5] + [0] * (size - 1), dtype_of(parts))
+    call = engine.prepare(
+        Collective.ALLTOALL, [view(parts)], dtype_of(parts), numbers=(5, *[0] * (size - 1))
+    )
     works.append(engine.start(call, "t", parts))
     result = np.empty((len(range(rank, 5, size)), 2), np.int32)
-    call = engine.prepare_reducescatter([view(parts, result)], dtype_of(parts), ReduceOp.SUM)
+    call = engine.prepare(
+        Collective.REDUCESCATTER,
+        [view(parts, result)],
+        dtype_of(parts),
+        Reduction(ReduceOp.SUM),
+    )
     works.append(engine.start(call, "r", (parts, result)))
     works.append(engine.add_process_set([0, 1]))
     works.append(engine.configure(chunk_bytes=8192))
@@ -189,7 +194,7 @@ def change_bytes(body: bytearray, dice: random.Random) -> None:
 
 
 def change_number(body: bytearray, dice: random.Random) -> None:
-    """A count, a length or a dimension."""
+    """Change a count, a length or a dimension."""
     number = dice.choice(NUMBERS)
     at = dice.randrange(max(1, len(body) - 3))
     raw = struct.pack("<Q", number)[: 8 if number > 0xFFFFFFFF else dice.choice((4, 8))]
@@ -212,7 +217,7 @@ CHANGES = (change_bytes, change_number, change_process_set, cut, lengthen)
 
 
 def mutate(frame: bytes, dice: random.Random, pool: list[bytes]) -> bytes:
-    """The frame with one thing changed, or as it was at a moment when nobody expects it."""
+    """Return the frame with one change, or unchanged at an unexpected moment."""
     kind, body = type_of(frame), bytearray(frame[HEADER.size :])
     how = dice.choice((*CHANGES, *CHANGES, "length", "type", "body", "padding", "noise", "none"))
     if how == "length":
@@ -236,7 +241,7 @@ def mutate(frame: bytes, dice: random.Random, pool: list[bytes]) -> bytes:
 
 @dataclass
 class Session:
-    """One attack on one engine."""
+    """Attack on one engine."""
 
     frames: int = 0
     kinds: set[int] = field(default_factory=set)
@@ -252,7 +257,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send_all(sock: socket.socket, data: bytes, dice: random.Random) -> None:
-    """In pieces; gives up once the victim has stopped reading or closed."""
+    """Send in pieces; give up once the victim has stopped reading or closed."""
     sock.settimeout(0.02)
     with contextlib.suppress(OSError):
         while data:
@@ -262,7 +267,7 @@ def send_all(sock: socket.socket, data: bytes, dice: random.Random) -> None:
 
 
 def attack(recording: Recording, dice: random.Random, patience_s: float = PATIENCE_S) -> Session:
-    """The peers of a victim are one liar and, in a larger world, the liar's accomplices."""
+    """Connect a victim with one malicious peer and, in a larger world, its accomplices."""
     session = Session()
     size = recording.size
     victim = dice.randrange(size)
@@ -316,12 +321,12 @@ def work_off(
     session: Session,
     patience_s: float,
 ) -> None:
-    """The engine works, its peers lie, and every operation has an end."""
+    """Let the engine work and its peers attack; every operation must end."""
     works: list[Work] = []
     if dice.random() < 0.9:
         try:
             works = start_everything(engine)
-        except SparkhvdError as error:  # what the liar did at once was enough
+        except SparkhvdError as error:  # the first frames of the malicious peer were enough
             judge(session, error)
     for index, mine in enumerate(ours):
         lie(mine, index if index < victim else index + 1, victim, recording, dice, session)
@@ -342,7 +347,7 @@ def lie(
     dice: random.Random,
     session: Session,
 ) -> None:
-    """What is expected as far as it goes, so that lies come at every depth; then lies."""
+    """Send expected frames first, so that the attack starts at every depth; then mutated ones."""
     own = [f for f in recording.frames[peer, victim] if type_of(f) not in (HELLO, MAPPED)]
     pool = recording.pool()
     honest = own[: dice.randint(0, len(own))] if dice.random() < 0.7 else []
@@ -364,7 +369,7 @@ def lie(
 
 
 def await_ends(engine: Engine, works: list[Work], session: Session, patience_s: float) -> None:
-    """Every operation ends by itself or, when the test is out of patience, by an abort."""
+    """Wait until every operation has ended by itself or, when the test is out of patience, by an abort."""
     deadline = time.monotonic() + patience_s
     for work in works:
         try:
@@ -390,7 +395,7 @@ def judge(session: Session, error: SparkhvdError) -> None:
     if isinstance(error, InternalError) and not told:
         session.problems.append(f"taken for a defect: {text}")
     if "rank " not in text.lower() and "ranks " not in text.lower() and not told:
-        session.problems.append(f"names nobody: {text}")
+        session.problems.append(f"names no rank: {text}")
 
 
 # --- The whole attack ---
@@ -398,7 +403,7 @@ def judge(session: Session, error: SparkhvdError) -> None:
 
 @dataclass
 class Usage:
-    """What a process holds."""
+    """Resources of a process."""
 
     rss_bytes: int
     descriptors: int
@@ -485,7 +490,7 @@ def batches(frames: int, seed: int) -> Iterator[list[Session]]:
 
 
 def run(frames: int, seed: int) -> dict[str, Any]:
-    """The summary of an attack; `problems` is empty if all went well."""
+    """Return the summary of an attack; `problems` is empty if all went well."""
     done: list[Session] = []
     middle: Usage | None = None
     with Bystanders() as others:

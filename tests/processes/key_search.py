@@ -1,4 +1,4 @@
-"""What a rank of a running job does to find the job's key where it must not be."""
+"""Search for a running job's key where it must not be, by one of its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def forms_of(key: bytes) -> list[bytes]:
-    """How somebody might write the key down."""
+    """Return forms in which the key could be written down."""
     text = key.hex()
     return [
         key,
@@ -24,7 +24,7 @@ def forms_of(key: bytes) -> list[bytes]:
 
 
 def places_in_proc(key: bytes) -> tuple[list[str], int]:
-    """Command lines and environments with the key in them, and how many were readable."""
+    """Return command lines and environments with the key in them, and the number of readable ones."""
     found, read = [], 0
     for entry in Path("/proc").iterdir():
         for name in ("cmdline", "environ"):
@@ -39,7 +39,7 @@ def places_in_proc(key: bytes) -> tuple[list[str], int]:
 
 
 def hunt() -> dict[str, Any]:
-    """Looks while every rank lives. Returns what was found, and the key backwards, for the search in the logs."""
+    """Search while every rank lives; return the places, and the key backwards, for the search in the logs."""
     import torch
 
     import sparkhvd.torch as hvd

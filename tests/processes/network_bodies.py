@@ -1,4 +1,4 @@
-"""What ranks between two hosts run; each is called as fn(engine, talk)."""
+"""Functions of ranks on two hosts; each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def collectives(engine: Engine, talk: Talk) -> Any:
 
 
 def keep_busy(engine: Engine, talk: Talk) -> Any:
-    """Bytes are always on the way."""
+    """Keep bytes on the way all the time."""
 
     def run() -> None:
         for step in itertools.count():
@@ -67,13 +67,13 @@ def keep_busy(engine: Engine, talk: Talk) -> Any:
 
 
 def wait_in_silence(engine: Engine, talk: Talk) -> Any:
-    """Every rank waits for the others in an operation of its own, so that nothing is on the way."""
+    """Let every rank wait for the others in an operation of its own, so that nothing is on the way."""
     name = f"only rank {engine.rank}"
     return until_a_rank_is_lost(engine, talk, lambda: allreduce(engine, name, np.ones(10)))
 
 
 def until_a_rank_is_lost(engine: Engine, talk: Talk, run: Callable[[], Any]) -> Any:
-    """When, by the clock of this machine, and what the error says; leaving the engine takes time of its own."""
+    """Return the time of the loss by this machine's clock, and the error; leaving the engine takes more time."""
     engine.barrier(name="start").wait()
     talk.say("running")
     try:

@@ -44,7 +44,7 @@ CHANGES = (*IN_PLACE, "replace", "drop one")
 
 @dataclass(frozen=True)
 class Program:
-    """What all members do.
+    """Program of all members.
 
     Attributes:
         name: its seed.
@@ -85,7 +85,7 @@ class Program:
 
 
 def draw(name: str, sets: list[tuple[int, ...]]) -> Program:
-    """The program of a name."""
+    """Draw the program of a name."""
     dice = random.Random(name)
     is_sparse = dice.random() < 0.15
     options: dict[str, Any] = {}
@@ -162,18 +162,18 @@ class Net(nn.Module):
 
 
 def loss_of(program: Program, net: Net, rank: int, step: int, number: int) -> Tensor:
-    """The loss of a rank in a pass: rows, their number and the branch are its own."""
+    """Return the loss of a rank in a pass: rows, their number and the branch are its own."""
     dice = program.dice("rows", rank, step, number)
     rows = dice.randint(1, 6)
     words = torch.tensor([dice.choices(range(WORDS), k=3) for _ in range(rows)])
     x = program.numbers("x", rank, step, number, shape=(rows, FEATURES))
-    # At times a branch is one rank's, or nobody's.
+    # At times a branch is one rank's, or no rank's.
     branch = dice.choice((0, 0, 1, 2))
     return (net(words, x, branch) - x[:, :2].sin()).square().mean() / program.passes
 
 
 def loss_of_all(program: Program, net: Net, rank: int | None, step: int, number: int) -> Tensor:
-    """The loss of a rank, or of all members together (rank None)."""
+    """Return the loss of a rank, or of all members together (rank None)."""
     if rank is not None:
         return loss_of(program, net, rank, step, number)
     losses = torch.stack([loss_of(program, net, r, step, number) for r in program.members])

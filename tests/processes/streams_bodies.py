@@ -1,4 +1,4 @@
-"""What the ranks of `test_streams` run; each is called as fn(engine, talk)."""
+"""Functions of the ranks of `test_streams`; each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def connections() -> list[socket.socket]:
 
 
 def traffic() -> dict[str, int]:
-    """Bytes received so far on every TCP connection, by the names of both ends."""
+    """Return the bytes received so far on every TCP connection, by the names of both ends."""
     received = {}
     for sock in connections():
         with sock:
@@ -70,13 +70,13 @@ def sums(engine: Engine, talk: Talk) -> Any:
 
 
 def carried_by(engine: Engine, name: str) -> list[int]:
-    """Bytes that each connection received for an allreduce of 8 MB."""
+    """Return the bytes that each connection received for an allreduce of 8 MB."""
     before = traffic()
     found = allreduce(engine, name, np.ones(2_000_000, np.float32))
     assert np.all(found == engine.size), f"wrong at {np.flatnonzero(found != engine.size)}: {found}"
     engine.barrier(name=f"after {name}").wait()
     after = traffic()
-    engine.barrier(name=f"looked at {name}").wait()  # nobody leaves before all have looked
+    engine.barrier(name=f"looked at {name}").wait()  # no rank leaves before all have looked
     assert after.keys() == before.keys(), f"other connections: {before}, then {after}"
     return sorted(after[ends] - before[ends] for ends in after)
 

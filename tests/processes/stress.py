@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, Work
+from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, Work
 from tests.harness.rank_process import Talk
 from tests.ranks.engine.arrays import (
     NUMPY_TYPES,
@@ -55,7 +55,7 @@ STATIC_SETS = ((0, 1), (1, 2, 3), (0, 2), (3,), (0, 1, 2, 3))
 
 @dataclass(frozen=True)
 class Planned:
-    """One operation, the same on every rank."""
+    """Planned operation, the same on every rank."""
 
     name: str
     kind: str
@@ -75,7 +75,7 @@ class Planned:
 
 
 def plan_of(number: int, sets: Sequence[tuple[int, tuple[int, ...]]]) -> list[Planned]:
-    """The operations of a round."""
+    """Return the operations of a round."""
     dice = random.Random(number)
     plan = []
     for index in range(OPERATIONS):
@@ -113,7 +113,7 @@ class Started:
 
 
 class Rank:
-    """One rank's part in the stress."""
+    """Rank that takes part in the stress."""
 
     def __init__(self, engine: Engine, *, is_exact: bool) -> None:
         self.engine = engine
@@ -182,7 +182,7 @@ class Rank:
             [view(a, b) for a, b in zip(inputs, results, strict=True)],
             name=p.name,
             dtype=p.dtype,
-            op=p.op,
+            reduction=Reduction(p.op),
             process_set=p.process_set,
             keep=(inputs, results),
         )
@@ -198,7 +198,11 @@ class Rank:
         place = self.registered[:size]
         place[:] = p.input_of(self.engine.rank, (size,))
         work = self.engine.allreduce(
-            [view(place, place)], name=p.name, dtype=p.dtype, op=p.op, keep=self.buffer
+            [view(place, place)],
+            name=p.name,
+            dtype=p.dtype,
+            reduction=Reduction(p.op),
+            keep=self.buffer,
         )
         return Started(p, work, lambda: self.same(p, place, self.reduced(p, (size,))))
 
@@ -238,8 +242,12 @@ class Rank:
         inputs = {r: p.input_of(r, (sum(splits[r]), p.columns)) for r in p.members}
         me = p.members.index(self.engine.rank)
         own = inputs[self.engine.rank]
-        call = self.engine.prepare_alltoall(
-            view(own), splits[self.engine.rank], p.dtype, p.process_set
+        call = self.engine.prepare(
+            Collective.ALLTOALL,
+            [view(own)],
+            p.dtype,
+            process_set=p.process_set,
+            numbers=tuple(splits[self.engine.rank]),
         )
         work = self.engine.start(call, p.name, own)
 
@@ -258,8 +266,12 @@ class Rank:
         begins = [i * (p.size // count) + min(i, p.size % count) for i in range(count + 1)]
         own = p.input_of(self.engine.rank, shape)
         result = np.empty((begins[me + 1] - begins[me], p.columns), own.dtype)
-        call = self.engine.prepare_reducescatter(
-            [view(own, result)], p.dtype, p.op, process_set=p.process_set
+        call = self.engine.prepare(
+            Collective.REDUCESCATTER,
+            [view(own, result)],
+            p.dtype,
+            Reduction(p.op),
+            p.process_set,
         )
         work = self.engine.start(call, p.name, (own, result))
         return Started(
@@ -273,7 +285,7 @@ class Rank:
         return Started(p, work, lambda: None)
 
     def join_round(self, number: int) -> None:
-        """Ranks with unequal work: each reduces as many buckets as it has, and joins."""
+        """Reduce as many buckets as this rank has, and join: ranks have unequal work."""
         dice = random.Random(f"join {number}")
         size, buckets = self.engine.size, 4
         has = [dice.randint(0, buckets) for _ in range(size)]

@@ -15,7 +15,7 @@ from tests.processes.key_search import forms_of, hunt
 
 
 def check(reports: list[dict[str, Any]]) -> bytes:
-    """What the ranks found; returns the key."""
+    """Check the ranks' reports and return the key."""
     keys = {report["yek"][::-1] for report in reports}
     assert len(keys) == 1
     for report in reports:
@@ -42,7 +42,7 @@ print("REPORTS", json.dumps(run(hunt, num_proc=2, spark=spark, verbose=2)))
 
 
 def search_after(output: str, tmp_path: Path) -> None:
-    """Nothing in what the driver printed, nor in any file below `tmp_path`."""
+    """Check that the key is neither in the driver's output nor in a file below `tmp_path`."""
     line = next(line for line in output.splitlines() if line.startswith("REPORTS "))
     key = check(json.loads(line.removeprefix("REPORTS ")))
     logs = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

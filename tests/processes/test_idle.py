@@ -1,4 +1,4 @@
-"""What an engine costs while nothing happens: CPU time of the whole process, all its threads."""
+"""Cost of an idle engine: CPU time of the whole process, all its threads."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_a_thousand_generations_of_processes_leave_nothing(tcp_only: bool) -> No
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("how", ["shutdown", "abort", "vanish"])
 def test_engines_that_end_in_any_way_leave_nothing(how: str) -> None:
-    """Ranks as threads of one process, with an operation in flight when they end."""
+    """End ranks, threads of one process, with an operation in flight."""
     ended = subprocess.run(
         [sys.executable, "-m", "tests.processes.generations", how, str(amount(200, 10_000))],
         cwd=ROOT,

@@ -59,7 +59,7 @@ def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only:
 
 
 def in_own_mounts(script: str, *mounts: str) -> str:
-    """What a script prints that sees other file systems than the rest of the machine."""
+    """Return the output of a script that sees other file systems than the rest of the machine."""
     setup = " && ".join(["mount --make-rprivate /", *mounts])
     command = ["unshare", "--mount", "sh", "-c", f'{setup} && exec "$@"', "sh"]
     probe = subprocess.run([*command, "true"], capture_output=True, text=True, check=False)
@@ -97,7 +97,7 @@ def test_job_shares_memory_without_dev_shm() -> None:
     ]
 
 
-def test_nothing_remains_in_dev_shm_or_tmp_whoever_is_killed() -> None:
+def test_nothing_remains_in_dev_shm_or_tmp_when_any_process_is_killed() -> None:
     script = """
         import os, signal, sys
         from sparkhvd.errors import RankError

@@ -66,7 +66,7 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
 
 
 def lost_rank(text: str) -> int:
-    """The rank that the error is about."""
+    """Return the rank that the error is about."""
     found = re.search(r"rank (\d+) is lost", text, re.IGNORECASE)
     assert found, text
     return int(found[1])

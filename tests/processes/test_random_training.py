@@ -25,7 +25,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"tcp_only": True}, {"hosts": (0, 0, 
 
 
 def assert_lost(rank: RankProcess, lost: int) -> None:
-    """A rank goes through its programs until it notices that another is lost, and names that."""
+    """Run a rank's programs until it notices that another is lost, and names it."""
     while "value" in (message := rank.message(DEADLINE_S) or {}):
         pass
     assert message, f"rank {rank.rank} hangs, or ended without a word"

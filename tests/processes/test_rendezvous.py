@@ -1,4 +1,4 @@
-"""The meeting of ranks over real sockets on loopback, with strangers, liars and deserters."""
+"""The meeting of ranks over real sockets on loopback, with malicious peers, and ranks that leave."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ from sparkhvd.rendezvous import (
 )
 from sparkhvd.rendezvous.listener import unix_address
 from sparkhvd.rendezvous.loop import UNAUTHENTICATED_S
-from sparkhvd.rendezvous.meeting import MAX_UNAUTHENTICATED, Meeting
+from sparkhvd.rendezvous.meeting import Meeting
 from sparkhvd.rendezvous.memory import check_memory
+from sparkhvd.rendezvous.reception import MAX_UNAUTHENTICATED
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
@@ -68,7 +69,7 @@ def job_of(
     settings: Settings = QUICK,
     edit: Callable[[int, Endpoint], Endpoint] = lambda _, endpoint: endpoint,
 ) -> Iterator[list[SocketRendezvous]]:
-    """One rendezvous per rank; `edit` changes what is published (and known to the rank itself)."""
+    """Yield one rendezvous per rank; `edit` changes the published endpoints (also for the rank itself)."""
     with ExitStack() as stack:
         listeners = [stack.enter_context(Listener.bind(address, settings)) for _ in range(size)]
         for rank, listener in enumerate(listeners):
@@ -88,7 +89,7 @@ def connect_all(meetings: list[Any]) -> list[Any]:
 
 
 def assert_connected(meetings: list[Connections], family: socket.AddressFamily | None) -> None:
-    """Every pair exchanges its ranks; then everything is closed."""
+    """Exchange ranks between every pair; then close everything."""
     for outcome in meetings:
         if isinstance(outcome, BaseException):
             raise outcome
@@ -218,7 +219,7 @@ def test_connection_of_a_later_generation_is_parked() -> None:
 def test_rank_comes_again_when_its_proof_was_not_read(
     tcp_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that completes a generation closes what knocks for the next one, also behind a sent proof."""
+    """Close a connection for the next generation after its proof was sent, as a rank that completes one does."""
     real = Meeting._adopt
     dropped = []
 
@@ -238,11 +239,11 @@ def test_rank_comes_again_when_its_proof_was_not_read(
     assert sorted(dropped) == [1, 2]
 
 
-# --- Strangers ---
+# --- Unauthenticated peers ---
 
 
 @contextmanager
-def stranger(endpoint: Endpoint, *, unix: bool = False) -> Iterator[socket.socket]:
+def connection_to(endpoint: Endpoint, *, unix: bool = False) -> Iterator[socket.socket]:
     if unix:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(unix_address(endpoint.unix_name))
@@ -252,11 +253,11 @@ def stranger(endpoint: Endpoint, *, unix: bool = False) -> Iterator[socket.socke
         yield sock
 
 
-def test_strangers_who_are_silent_or_send_garbage_do_not_disturb() -> None:
+def test_unauthenticated_peers_that_are_silent_or_send_garbage_do_not_disturb() -> None:
     with ExitStack() as stack, job_of(3) as meetings:
         endpoints = meetings[0].job.endpoints
         for number in range(MAX_UNAUTHENTICATED + 20):
-            sock = stack.enter_context(stranger(endpoints[number % 2], unix=number % 3 == 0))
+            sock = stack.enter_context(connection_to(endpoints[number % 2], unix=number % 3 == 0))
             if number % 4 == 1:
                 sock.sendall(secrets.token_bytes(4000))
             if number % 4 == 2:
@@ -269,11 +270,11 @@ def test_strangers_who_are_silent_or_send_garbage_do_not_disturb() -> None:
         assert_connected(met, socket.AF_UNIX)
 
 
-def test_silent_stranger_is_dropped_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparkhvd.rendezvous.meeting.UNAUTHENTICATED_S", 0.3)
+def test_silent_peer_is_dropped_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparkhvd.rendezvous.reception.UNAUTHENTICATED_S", 0.3)
     with (
         job_of(2) as meetings,
-        stranger(meetings[0].job.endpoints[0]) as sock,
+        connection_to(meetings[0].job.endpoints[0]) as sock,
     ):
         sock.settimeout(UNAUTHENTICATED_S)  # its own deadline would be this one
         start = time.monotonic()
@@ -293,7 +294,7 @@ def test_unauthenticated_connections_are_limited_and_the_oldest_goes_first() -> 
 
         def rank1() -> Any:
             socks = [
-                stack.enter_context(stranger(endpoint)) for _ in range(MAX_UNAUTHENTICATED + 1)
+                stack.enter_context(connection_to(endpoint)) for _ in range(MAX_UNAUTHENTICATED + 1)
             ]
             socks[0].settimeout(3)
             assert socks[0].recv(1) == b""  # well before its 5 s
@@ -306,7 +307,7 @@ def test_unauthenticated_connections_are_limited_and_the_oldest_goes_first() -> 
 
 
 def exchange_as_client(sock: socket.socket, rank: int) -> tuple[bytes, bytes, bytes]:
-    """Says hello; returns own nonce, the server's nonce and its proof."""
+    """Say hello; return own nonce, the server's nonce and its proof."""
     nonce = secrets.token_bytes(32)
     sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, 0, 0, nonce))
     sock.settimeout(5)
@@ -317,22 +318,22 @@ def exchange_as_client(sock: socket.socket, rank: int) -> tuple[bytes, bytes, by
 
 
 @pytest.mark.parametrize("trick", ["wrong key", "reflected", "replayed", "other attempt"])
-def test_liar_is_shut_out(trick: str) -> None:
+def test_malicious_peer_is_shut_out(trick: str) -> None:
     with job_of(2) as meetings:
         job = meetings[1].job
         turn = handshake.Turn(0, 0)
         replayed: list[bytes] = []
 
-        def liar() -> bytes:
+        def attack() -> bytes:
             if trick == "replayed":  # proves itself once, and shows the same proof again
-                with stranger(job.endpoints[0]) as sock:
+                with connection_to(job.endpoints[0]) as sock:
                     mine, theirs, _ = exchange_as_client(sock, 1)
                     replayed.append(
                         handshake.proof_of(
                             job, b"C", client=1, server=0, turn=turn, nonces=mine + theirs
                         )
                     )
-            with stranger(job.endpoints[0]) as sock:
+            with connection_to(job.endpoints[0]) as sock:
                 mine, theirs, proof = exchange_as_client(sock, 1)
                 # What an honest rank must see, or it would not answer.
                 assert proof == handshake.proof_of(
@@ -350,14 +351,14 @@ def test_liar_is_shut_out(trick: str) -> None:
                 return sock.recv(1)
 
         def rank1() -> Any:
-            assert liar() == b""
+            assert attack() == b""
             return meetings[1].connect()
 
         assert_connected(run_threads([meetings[0].connect, rank1]), socket.AF_UNIX)
 
 
 def test_impostor_in_the_place_of_a_listener_gets_no_proof() -> None:
-    """A process that took over a dead rank's port learns nothing and is not believed."""
+    """Put a process in the place of a dead rank's listener: it learns nothing and is not accepted."""
     settings = Settings(connect_timeout_s=1)
     with (
         socket.create_server(("127.0.0.1", 0)) as fake,
@@ -367,7 +368,7 @@ def test_impostor_in_the_place_of_a_listener_gets_no_proof() -> None:
             edit=lambda r, e: replace(e, port=fake.getsockname()[1], host_key="x") if r == 0 else e,
         ) as meetings,
     ):
-        heard = []
+        received = []
 
         def impostor() -> None:
             conn, _ = fake.accept()
@@ -375,15 +376,15 @@ def test_impostor_in_the_place_of_a_listener_gets_no_proof() -> None:
                 hello = conn.recv(1000)
                 conn.sendall(secrets.token_bytes(64))
                 conn.settimeout(5)
-                heard.append((len(hello), conn.recv(100)))
+                received.append((len(hello), conn.recv(100)))
 
         error = run_threads([meetings[1].connect, impostor])[0]
         assert isinstance(error, CollectiveTimeoutError)
         assert "wrong proof" in str(error)
-        assert heard == [(handshake.HELLO.size, b"")]
+        assert received == [(handshake.HELLO.size, b"")]
 
 
-# --- Deserters ---
+# --- Ranks that leave ---
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -412,7 +413,7 @@ def test_rank_whose_listener_closes_is_named_by_all(lost: int) -> None:
 @pytest.mark.parametrize("tcp_only", [False, True])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: bool) -> None:
-    """Rank 1 dies; `victim` notices and leaves before the last rank comes, which still hears of rank 1."""
+    """Rank 1 dies; `victim` notices and leaves before the last rank comes, which is still told of rank 1."""
     late = 2 - victim
 
     def edit(_: int, endpoint: Endpoint) -> Endpoint:
@@ -434,7 +435,7 @@ def test_rank_that_left_because_of_another_is_not_blamed(victim: int, tcp_only: 
         assert descriptors() <= before
 
 
-def test_ranks_that_say_nothing_are_all_named() -> None:
+def test_ranks_that_leave_without_notice_are_all_named() -> None:
     with job_of(4) as meetings:
         meetings[1].close()
         meetings[3].close()
@@ -448,7 +449,7 @@ def test_ranks_that_say_nothing_are_all_named() -> None:
         )
 
 
-def test_rank_that_comes_too_late_hears_who_gave_up() -> None:
+def test_rank_that_comes_too_late_is_told_which_rank_gave_up() -> None:
     with job_of(2, settings=Settings(connect_timeout_s=0.3)) as meetings:
         run_threads([meetings[0].connect])
         meetings[0].close()
@@ -470,13 +471,13 @@ def test_ranks_meet_again_after_a_generation_that_failed() -> None:
         assert_connected(connect_all(meetings), socket.AF_UNIX)
 
 
-def test_between_meetings_a_stranger_is_neither_read_nor_answered() -> None:
+def test_unauthenticated_peer_is_neither_read_nor_answered_between_meetings() -> None:
     with job_of(2) as meetings, ExitStack() as stack:
         assert_connected(connect_all(meetings), socket.AF_UNIX)
         for meeting in meetings:
             endpoint = meeting.job.endpoints[meeting.rank]
             for unix in (False, True):
-                sock = stack.enter_context(stranger(endpoint, unix=unix))
+                sock = stack.enter_context(connection_to(endpoint, unix=unix))
                 sock.sendall(b"x" * 100)
                 sock.settimeout(0.2)
                 with pytest.raises(TimeoutError):
@@ -489,8 +490,8 @@ def test_notice_of_a_later_generation_waits_for_it() -> None:
         ahead = replace(meetings[1].job)
 
         def rank1() -> Any:
-            notice = handshake.Notice(teller=1, generation=1, what=handshake.NEWS_LOST, about=0)
-            with stranger(ahead.endpoints[0], unix=True) as sock:
+            notice = handshake.Notice(teller=1, generation=1, kind=handshake.NEWS_LOST, about=0)
+            with connection_to(ahead.endpoints[0], unix=True) as sock:
                 sock.sendall(notice.to_bytes(ahead, 0))
             return meetings[1].connect()
 
@@ -511,13 +512,13 @@ def test_forged_notice_does_not_disturb(trick: str) -> None:
             "wrong key": replace(job, key=bytes(32)),
             "other attempt": replace(job, attempt=1),
         }.get(trick, job)
-        notice = handshake.Notice(teller=1, generation=0, what=handshake.NEWS_LOST, about=2)
+        notice = handshake.Notice(teller=1, generation=0, kind=handshake.NEWS_LOST, about=2)
         message = notice.to_bytes(other, 2 if trick == "other rank" else 0)
         if trick == "changed":  # about rank 1 instead
             message = message[:20] + b"\1" + message[21:]
         if trick == "cut":
             message = message[:-1]
-        with stranger(job.endpoints[0]) as sock:
+        with connection_to(job.endpoints[0]) as sock:
             sock.sendall(message)
             assert_connected(connect_all(meetings), socket.AF_UNIX)
 
@@ -631,10 +632,10 @@ def test_job_with_a_bad_key_or_rank_is_refused() -> None:
         Job(KEY, "j", 0, 2, 2, ())
 
 
-# --- The simple ones ---
+# --- Without sockets ---
 
 
-def test_single_rendezvous_needs_nobody() -> None:
+def test_single_rendezvous_connects_alone() -> None:
     assert SingleRendezvous(Settings()).connect() == Connections(0, 1, (0,), [-1])
 
 

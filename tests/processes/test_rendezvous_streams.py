@@ -7,7 +7,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,22 +22,25 @@ from sparkhvd.errors import (
 )
 from sparkhvd.rendezvous import (
     Connections,
+    Job,
     SingleRendezvous,
     SocketRendezvous,
     handshake,
     in_process,
 )
-from sparkhvd.rendezvous.meeting import MAX_UNAUTHENTICATED, Meeting
+from sparkhvd.rendezvous.links import Link, agree_on_hosts
+from sparkhvd.rendezvous.meeting import Meeting
+from sparkhvd.rendezvous.reception import MAX_UNAUTHENTICATED
 from sparkhvd.settings import Settings
 from tests.harness.descriptors import descriptors
 from tests.harness.ranks import run_threads
-from tests.processes.test_rendezvous import ADDRESSES, connect_all, job_of, stranger
+from tests.processes.test_rendezvous import ADDRESSES, connect_all, connection_to, job_of
 
 THREE = Settings(connect_timeout_s=20, streams=3)
 
 
 def rows_of(connections: Connections) -> list[list[int]]:
-    """The descriptors of every stream, by rank."""
+    """Return the descriptors of every stream, by rank."""
     size = connections.size
     every = [*connections.sockets, *connections.stream_sockets]
     return [every[start : start + size] for start in range(0, len(every), size)]
@@ -51,14 +54,14 @@ def family_of(descriptor: int) -> int:
 
 
 def links_of(mine: Connections) -> list[tuple[int, int, int]]:
-    """Stream, peer and descriptor of every connection of a rank."""
+    """Return stream, peer and descriptor of every connection of a rank."""
     rows = rows_of(mine)
     assert [row[mine.rank] for row in rows] == [-1] * len(rows)
     return [(s, p, d) for s, row in enumerate(rows) for p, d in enumerate(row) if p != mine.rank]
 
 
 def assert_connected(met: list[Any], streams: int) -> None:
-    """In every stream every pair exchanges stream and ranks; then everything is closed."""
+    """Exchange stream and ranks between every pair in every stream; then close everything."""
     for outcome in met:
         if isinstance(outcome, BaseException):
             raise outcome
@@ -114,16 +117,14 @@ def test_number_of_streams_is_the_one_of_the_settings(streams: int) -> None:
 def test_streams_follow_when_ranks_of_one_host_cannot_share_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real = Meeting._agreed_hosts
-
-    def split(self: Any, mesh: Any) -> tuple[int, ...]:
-        for peer, link in mesh.items():
-            if 1 in (peer, self.job.rank):  # rank 1 shares with nobody
+    def split(job: Job, links: Mapping[int, Link]) -> tuple[int, ...]:
+        for peer, link in links.items():
+            if 1 in (peer, job.rank):  # rank 1 shares with no other
                 link.shares_memory = False
             link.row = bytes([1, 0, 1]) if peer != 1 else bytes([0, 1, 0])
-        return real(self, mesh)
+        return agree_on_hosts(job, links)
 
-    monkeypatch.setattr(Meeting, "_agreed_hosts", split)
+    monkeypatch.setattr("sparkhvd.rendezvous.meeting.agree_on_hosts", split)
     with job_of(3, settings=THREE) as meetings:
         met = connect_all(meetings)
         assert [c.hosts for c in met] == [(0, 1, 2)] * 3
@@ -146,7 +147,9 @@ def test_next_generation_has_streams_too_even_when_one_rank_is_ahead() -> None:
         assert_connected([p[1] for p in pairs], 3)
 
 
-def test_strangers_do_not_disturb_the_further_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_peers_do_not_disturb_the_further_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They come between the first turn and the second, some with the hello of a stream."""
     real = Meeting._open_streams
     socks = []
@@ -179,7 +182,7 @@ def turn_of(stream: int, generation: int = 0) -> Any:
 
 
 def hello(sock: socket.socket, turn: Any, rank: int) -> bytes:
-    """Says hello as a rank; returns both nonces."""
+    """Say hello as a rank; return both nonces."""
     nonce = secrets.token_bytes(32)
     sock.sendall(handshake.HELLO.pack(b"sparkhvd", rank, turn.generation, turn.phase, nonce))
     sock.settimeout(5)
@@ -212,7 +215,7 @@ def test_stream_opens_to_its_own_proof_only(trick: str) -> None:
         job = meetings[1].job
 
         def rank1() -> Any:
-            with stranger(job.endpoints[0]) as sock:
+            with connection_to(job.endpoints[0]) as sock:
                 nonces = hello(sock, turn_of(2), 1)
                 sock.sendall(PROOFS[trick](job, nonces))
                 assert sock.recv(10) == (handshake.WELCOME if trick == "right" else b"")
@@ -227,13 +230,13 @@ def test_proof_of_one_stream_is_not_taken_again_for_another() -> None:
         job = meetings[1].job
 
         def rank1() -> Any:
-            with stranger(job.endpoints[0]) as sock:
+            with connection_to(job.endpoints[0]) as sock:
                 nonces = hello(sock, turn_of(1), 1)
                 shown = client_proof(job, turn_of(1), nonces)
                 sock.sendall(shown)
                 assert sock.recv(10) == handshake.WELCOME
             for stream in (1, 2):
-                with stranger(job.endpoints[0]) as sock:
+                with connection_to(job.endpoints[0]) as sock:
                     hello(sock, turn_of(stream), 1)
                     sock.sendall(shown)
                     assert sock.recv(10) == b""
@@ -252,14 +255,14 @@ def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
         meeting.turn = turn_of(2)
         mine, theirs = socket.socketpair()
         mine.setblocking(False)
-        believed = []
+        accepted = []
 
         def introduce() -> Generator[Any, None, None]:
-            believed.append((yield from meeting._introduce(0, mine)))
+            accepted.append((yield from meeting._introduce(0, mine)))
 
         def impostor() -> None:
-            said = theirs.recv(handshake.HELLO.size, socket.MSG_WAITALL)
-            nonces = said[-32:] + bytes(32)
+            message = theirs.recv(handshake.HELLO.size, socket.MSG_WAITALL)
+            nonces = message[-32:] + bytes(32)
             theirs.sendall(
                 bytes(32)
                 + handshake.proof_of(
@@ -275,7 +278,7 @@ def test_impostor_of_a_listener_does_not_pass_with_the_proof_of_another_stream(
         with mine, theirs:
             assert run_threads([client, impostor]) == [None, None]
         meeting.loop.close()
-        assert believed == [stream == 2]
+        assert accepted == [stream == 2]
 
 
 # --- Ranks that differ, and ranks that go ---
@@ -303,7 +306,7 @@ def test_ranks_that_disagree_are_all_told() -> None:
 def instead_of_streams(
     monkeypatch: pytest.MonkeyPatch, rank: int, act: Callable[[Any], None]
 ) -> Iterator[None]:
-    """What `rank` does when the others open stream 1; then it fails."""
+    """Let `rank` act when the others open stream 1, and fail then."""
     real = Meeting._open_streams
 
     def patched(self: Any, hosts: tuple[int, ...]) -> None:
@@ -370,7 +373,7 @@ def test_rank_that_stays_away_from_a_stream_is_named_in_time(
         assert descriptors() <= before
 
 
-def test_forked_child_closes_connections_that_nobody_took() -> None:
+def test_forked_child_closes_connections_that_were_not_taken() -> None:
     with job_of(2, settings=THREE) as meetings:
         met = connect_all(meetings)
         child = os.fork()
@@ -383,7 +386,7 @@ def test_forked_child_closes_connections_that_nobody_took() -> None:
         assert_connected(met, 3)
 
 
-# --- The simple ones ---
+# --- Without sockets ---
 
 
 def test_in_process_ranks_have_streams_in_every_generation() -> None:

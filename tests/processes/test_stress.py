@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.timeout(ENGINE_SECONDS + 100)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_engine_agrees_with_numpy_whatever_four_ranks_do(layout: str) -> None:
-    """Every kind of operation, size, dtype, reduction and process set at once.
+    """Run every kind of operation, size, dtype, reduction and process set at once.
 
     Every bit is that of NumPy where ranks are added one by one, and every bit is the same on all ranks.
     """

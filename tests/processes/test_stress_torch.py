@@ -32,7 +32,7 @@ REGISTERED = 70_001  # elements
 
 
 def inputs_of(seed: int, kind: str, rank: int) -> list[torch.Tensor]:
-    """What a rank contributes: small whole numbers, so that every sum is exact in every dtype."""
+    """Return a rank's contribution: small whole numbers, so that every sum is exact in every dtype."""
     dice = random.Random(seed)
     size = dice.choice((0, 1, 5, 1000, REGISTERED, 400_000))
     dtype = dice.choice(DTYPES)
@@ -45,14 +45,14 @@ def inputs_of(seed: int, kind: str, rank: int) -> list[torch.Tensor]:
 
 
 def splits_of(seed: int, ranks: list[int], rank: int) -> list[int]:
-    """How many rows `rank` sends to each of `ranks` in an alltoall."""
+    """Return the number of rows that `rank` sends to each of `ranks` in an alltoall."""
     rows = len(inputs_of(seed, "alltoall", rank)[0])
     cuts = sorted(random.Random(seed * 1000 + rank).choices(range(rows + 1), k=len(ranks)))
     return [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
 
 
 def expected_of(seed: int, kind: str, ranks: list[int], rank: int) -> list[torch.Tensor]:
-    """What `rank` must get, by one process that sees every rank's input."""
+    """Compute the expected result of `rank` in one process that sees every rank's input."""
     every = [inputs_of(seed, kind, r) for r in ranks]
     if "allgather" in kind:
         return [torch.cat(parts) for parts in zip(*every, strict=True)]
@@ -151,7 +151,7 @@ def work(seconds: float) -> int:
 
 
 def uneven(rounds: int) -> None:
-    """Each rank has a number of batches of its own, then joins."""
+    """Train on a number of batches of this rank's own, then join."""
     batches = [random.Random(1000 * rounds + r).randrange(4) for r in range(hvd.size())]
     for batch in range(batches[hvd.rank()]):
         still = sum(batches[r] > batch for r in range(hvd.size()))

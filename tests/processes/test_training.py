@@ -72,7 +72,7 @@ def train(
 
 
 def in_a_forked_child(hvd: Any) -> int:
-    """What a forked child of a rank may do: ask, but not communicate; 0 when all is as it should be."""
+    """Check that a forked child of a rank can ask, but not communicate; return 0 if so."""
     child = os.fork()
     if child == 0:
         try:
@@ -85,7 +85,7 @@ def in_a_forked_child(hvd: Any) -> int:
 
 
 def everything() -> dict[str, Any]:
-    """What a script does: one start of the processes for many checks, because a start costs seconds."""
+    """Run many checks in one start of the processes, because a start costs seconds."""
     import sparkhvd.torch as hvd
 
     hvd.init()
@@ -226,7 +226,7 @@ def compiled_weights(hvd: Any = None) -> list[float]:
 
 
 def further_modes() -> dict[str, Any]:
-    """What else an optimizer may be asked for: one start for all, as above."""
+    """Run further modes of an optimizer in one start, as above."""
     import sparkhvd.torch as hvd
 
     hvd.init()

@@ -1,4 +1,4 @@
-"""Where a setting comes from, and what is said about a bad one."""
+"""Sources of settings, and errors of bad ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import FrozenInstanceError, fields, replace
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.settings import JobSettings, RankSettings, Settings, markdown_table
+from sparkhvd.rank_settings import JobSettings, RankSettings
+from sparkhvd.settings import Settings, markdown_table
 
 
 def test_defaults_hold_when_nothing_is_given() -> None:
@@ -108,8 +109,8 @@ def test_table_has_a_line_per_setting() -> None:
     lines = markdown_table().splitlines()
     assert len(lines) == 2 + len(fields(Settings))
     assert (
-        "| `spin_us` | `SPARKHVD_SPIN_US` | `100` | us | How long a waiter spins before it sleeps; "
-        "longer than it takes to wake a thread. |" in lines
+        "| `spin_us` | `SPARKHVD_SPIN_US` | `100` | us | Time that a waiting thread spins before it "
+        "sleeps; longer than it takes to wake a thread. |" in lines
     )
 
 

@@ -1,4 +1,4 @@
-"""What the compiled files show to the linker: the C interface, and nothing of one instruction set."""
+"""Symbols of the compiled files: the C interface, and nothing of one instruction set."""
 
 from __future__ import annotations
 

@@ -10,11 +10,11 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.topology import Topology, topology
 
 
-def test_one_rank() -> None:
+def test_topology_of_one_rank() -> None:
     assert topology(0, ["a"]) == Topology(0, 1, 0, 1, 0, 1, (0,))
 
 
-def test_two_hosts_interleaved() -> None:
+def test_topology_of_two_hosts_interleaved() -> None:
     places = [topology(r, ["b", "a", "b", "a"]) for r in range(4)]
     assert [p.hosts for p in places] == [(0, 1, 0, 1)] * 4
     assert [(p.local_rank, p.local_size) for p in places] == [(0, 2), (0, 2), (1, 2), (1, 2)]

@@ -8,7 +8,7 @@
 namespace sparkhvd {
 namespace {
 
-/// Who sends how many bytes to whom, and where they lie in the senders' tensors and in the result.
+/// Bytes between every two ranks, and where they lie in the senders' tensors and in the result.
 class Exchange {
  public:
   explicit Exchange(const Context& context)
@@ -97,8 +97,8 @@ Task alltoall(Context& context) {
     passage.chunks = std::max(passage.chunks, (length + chunk_bytes - 1) / chunk_bytes);
   }
   RangeList given;  // the stream of this rank, in its tensor
-  for (const Rank mate : team.island()) {
-    if (mate != team.self()) given.add(exchange.outgoing(team.index_in(mate)));
+  for (const Rank local_peer : team.island()) {
+    if (local_peer != team.self()) given.add(exchange.outgoing(team.index_in(local_peer)));
   }
   passage.fill = [&](std::uint64_t chunk, std::byte* slot) {
     given.for_range(chunk * chunk_bytes, chunk_bytes,

@@ -25,20 +25,20 @@
 
 namespace sparkhvd {
 
-/// What a running collective works with.
+/// Surroundings of a running collective.
 struct Context {
   Communicator& communicator;
   const Kernels& kernels;
   Operation& operation;
   Execute agreed;
-  /// Who takes part: the process set, less the ranks that have joined. This rank is one of them.
+  /// Ranks that take part: the process set, less the ranks that have joined. This rank is one of them.
   Team team;
   Schedule schedule = {};
   /// Name of the algorithm that was picked, for counters and the timeline.
   const char* algorithm = "";
   /// share_memory: what it made.
   std::shared_ptr<Segment> segment = {};
-  /// What the user should read on stderr.
+  /// Warning for the user, on stderr.
   std::vector<std::string> warnings = {};
 };
 
@@ -102,7 +102,7 @@ struct Contribution {
 Task share_in_island(Context& context, const Pieces& result,
                      std::span<const Contribution> contributions);
 
-/// What each rank of the island does with each chunk of a passage.
+/// Work of each rank of the island on each chunk of a passage.
 struct Passage {
   std::uint64_t chunks = 0;  // equal on all ranks of the island
   /// Puts what the others want into this rank's slot.

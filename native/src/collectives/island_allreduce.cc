@@ -1,13 +1,13 @@
 // Allreduce over several islands. Chunks of the tensors pass through a pipeline:
-//   copy in   this rank's input of the slices that its island mates reduce, into its slot
-//   reduce    its own slice from its tensor and the mates' slots: a partial result
+//   copy in   this rank's input of the slices that its island peers reduce, into its slot
+//   reduce    its own slice from its tensor and the island peers' slots: a partial result
 //   exchange  with the ranks of the other islands that have the same slice (island_exchange.h); the
 //             result of the slice is then in this rank's tensor
-//   hand on   the slice through the slot to the mates
-//   copy out  the other slices of the result, from the mates' slots
+//   hand on   the slice through the slot to the island peers
+//   copy out  the other slices of the result, from the island peers' slots
 // There are as many slices as the smallest island has ranks; further ranks of larger islands only
 // copy in and out. A rank that is alone in its island has only the exchange to do. Where the tensors
-// lie in registered memory, the mates' buffers are read and written instead of slots.
+// lie in registered memory, the island peers' buffers are read and written instead of slots.
 //
 // Slots: step s fills number 2s with input and 2s + 1 with results, so that many chunks can be on
 // the way between islands while a few slots are enough inside.
@@ -34,7 +34,7 @@ constexpr std::size_t kMinPartBytes = 32 << 10;
 constexpr std::size_t kMaxPartBytes = 128 << 10;
 constexpr std::size_t kRingPartBytes = 64 << 10;
 
-/// How the tensors are cut and in which steps they pass. Equal on all ranks of the team, and of an
+/// Cut of the tensors, and the steps in which they pass. Equal on all ranks of the team, and of an
 /// island also on those that have joined.
 struct Plan {
   Plan(const Communicator& communicator, const Team& team, const Descriptor& descriptor,
@@ -75,7 +75,7 @@ struct Plan {
   std::uint64_t steps;
 };
 
-/// What a rank does inside its island.
+/// Work of a rank inside its island.
 class Inside {
  public:
   Inside(const Context& context, const Plan& plan)
@@ -89,8 +89,8 @@ class Inside {
         first_(communicator_.next_chunk()),
         sources_(team_.local_size()) {
     if (plan.is_registered) {
-      for (const Rank mate : team_.island()) {
-        buffers_.push_back(context.operation.registered[team_.index_in(mate)]);
+      for (const Rank local_peer : team_.island()) {
+        buffers_.push_back(context.operation.registered[team_.index_in(local_peer)]);
       }
     }
   }
@@ -200,7 +200,7 @@ class Inside {
 };
 
 /// Registered memory: every rank of the island has stored its slices to all buffers.
-Task wait_for_mates(Context& context) {
+Task wait_for_local_peers(Context& context) {
   const TaggedCount done(
       context.communicator.claim(context.team.island()[0], context.agreed.sequence).done,
       context.agreed.sequence);
@@ -309,7 +309,7 @@ Task island_allreduce(Context& context) {
     co_await direct->results_received(chunk);
     co_await direct->results_sent(chunk);
   }
-  if (uses_claims) co_await wait_for_mates(context);
+  if (uses_claims) co_await wait_for_local_peers(context);
 }
 
 }  // namespace sparkhvd

@@ -162,7 +162,7 @@ class Reducescatter {
   }
 
  private:
-  /// What a rank of this island adds up: slices of ranks of other islands, then its own.
+  /// Terms that a rank of this island adds up: slices of ranks of other islands, then its own.
   struct Charge {
     struct Other {
       Rank to;
@@ -194,7 +194,7 @@ class Reducescatter {
     return charge;
   }
 
-  /// This rank's input and the same bytes in the slots of its mates, `offset` in its lane.
+  /// This rank's input and the same bytes in the slots of its island peers, `offset` in its lane.
   void set_sources(const std::byte* input, std::uint64_t number, std::size_t offset) {
     const std::size_t me = team_.local_index();
     for (std::size_t local = 0; local < team_.local_size(); ++local) {

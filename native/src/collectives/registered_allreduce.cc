@@ -3,7 +3,7 @@
 //
 // The tensor is cut in one slice per rank and the slices in chunks. Everyone takes chunks of its own
 // slice first, so that it meets the same cache lines in the next operation, and then of the others':
-// a rank that has submitted and computes delays nobody.
+// a rank that has submitted and computes delays no other rank.
 #include <algorithm>
 #include <cstdint>
 

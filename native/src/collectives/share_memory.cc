@@ -59,30 +59,31 @@ class SharedMemory {
     }
   }
 
-  void offer(const std::optional<Fd>& memory, std::span<const Rank> mates) {
+  void offer(const std::optional<Fd>& memory, std::span<const Rank> local_peers) {
     const Bytes frame = encode(SegmentOffer{key(), memory.has_value()});
-    for (const Rank mate : mates) {
+    for (const Rank local_peer : local_peers) {
       if (memory) {
         const int fds[] = {memory->get()};
-        world_.link(mate).send_with_fds(frame, fds);
+        world_.link(local_peer).send_with_fds(frame, fds);
       } else {
-        world_.link(mate).send(frame);
+        world_.link(local_peer).send(frame);
       }
     }
   }
 
-  /// True if the memory of all mates is mapped.
-  bool map(std::span<const Rank> mates) {
+  /// True if the memory of all local peers is mapped.
+  bool map(std::span<const Rank> local_peers) {
     const std::size_t bytes = context_.segment->bytes();
-    for (const Rank mate : mates) {
-      auto offer = world_.take_offer(key(), mate);
-      // A mate without memory says why itself.
+    for (const Rank local_peer : local_peers) {
+      auto offer = world_.take_offer(key(), local_peer);
+      // A local_peer without memory says why itself.
       if (!offer || !offer->has_memory) return false;
       try {
         check_memfd(offer->memory, bytes);
-        context_.segment->add(mate, Mapping(offer->memory, bytes, Mapping::Access::kReadWrite));
+        context_.segment->add(local_peer,
+                              Mapping(offer->memory, bytes, Mapping::Access::kReadWrite));
       } catch (const Error& error) {
-        warn("the memory of " + rank_text(mate) + " cannot be mapped (" + error.what() + ")");
+        warn("the memory of " + rank_text(local_peer) + " cannot be mapped (" + error.what() + ")");
         return false;
       }
     }
@@ -118,10 +119,10 @@ Task share_memory(Context& context, std::size_t bytes, Segment::Kind kind) {
   const bool is_one_piece = kind == Segment::Kind::kOnePiece;
   const bool brings = !is_one_piece || team.local_index() == 0;
   // Whose memory this rank maps.
-  auto mates = others(team.island(), team.self());
-  const auto takers = brings ? mates : std::vector<Rank>{};
+  auto local_peers = others(team.island(), team.self());
+  const auto takers = brings ? local_peers : std::vector<Rank>{};
   if (is_one_piece) {
-    mates = brings ? std::vector<Rank>{} : std::vector<Rank>{team.island().front()};
+    local_peers = brings ? std::vector<Rank>{} : std::vector<Rank>{team.island().front()};
   }
   const auto peers = others(team.ranks(), team.self());
   bool ok = false;
@@ -129,8 +130,8 @@ Task share_memory(Context& context, std::size_t bytes, Segment::Kind kind) {
     const auto memory = brings ? work.create() : std::nullopt;
     work.offer(memory, takers);
     const auto has_offer = [&](Rank rank) { return world.offer(key, rank) != nullptr; };
-    co_await Arrived(has_offer, mates);
-    ok = work.map(mates) && (memory.has_value() || !brings);
+    co_await Arrived(has_offer, local_peers);
+    ok = work.map(local_peers) && (memory.has_value() || !brings);
   }
   work.announce(ok, peers);
   const auto has_answer = [&](Rank rank) { return world.mapped(key, rank).has_value(); };

@@ -14,7 +14,7 @@
 namespace sparkhvd {
 namespace {
 
-/// How many bytes pass through a slot at once.
+/// Bytes that pass through a slot at once.
 std::size_t chunk_size(const Communicator& communicator, DType dtype) {
   return communicator.knobs().chunk_bytes / element_size(dtype) * element_size(dtype);
 }

@@ -13,7 +13,7 @@
 namespace sparkhvd {
 
 /// Like memcpy, past the cache: the old contents of the target are not fetched first, and nothing
-/// else is pushed out. Worth it for large targets that nobody has just read.
+/// else is pushed out. Worth it for large targets that have not just been read.
 inline void stream_copy(std::byte* to, const std::byte* from, std::size_t bytes) noexcept {
 #if defined(__x86_64__)
   constexpr std::size_t kLine = 64;

@@ -28,7 +28,7 @@ struct CUuuid {
   std::array<unsigned char, 16> bytes;
 };
 
-// Results that somebody asks for by name; the driver tells the text of all of them.
+// Results that are asked for by name; the driver tells the text of all of them.
 inline constexpr CUresult kCudaSuccess = 0;
 inline constexpr CUresult kCudaErrorInvalidValue = 1;
 inline constexpr CUresult kCudaErrorOutOfMemory = 2;

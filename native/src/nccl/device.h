@@ -60,10 +60,10 @@ class Device {
   CUcontext context_ = nullptr;
   CUstream stream_ = nullptr;
   std::mutex mutex_;
-  std::vector<CUevent> events_;  // guarded by mutex_: nobody uses them
+  std::vector<CUevent> events_;  // guarded by mutex_: not in use
 };
 
-/// An event of the pool, for as long as somebody needs it.
+/// An event of the pool, for as long as it is needed.
 class Event {
  public:
   Event() noexcept = default;

@@ -8,7 +8,7 @@
 
 namespace sparkhvd::nccl {
 
-/// Memory for a rank that has joined: it brings zeros, and nobody reads its results.
+/// Memory for a rank that has joined: it brings zeros, and its results are not read.
 struct Scratch {
   const std::byte* zeros = nullptr;
   std::byte* results = nullptr;
@@ -17,7 +17,7 @@ struct Scratch {
 /// Bytes that a rank which has joined needs of each.
 std::size_t scratch_bytes(const Descriptor& descriptor);
 
-/// Whether any rank moves a byte; nothing is enqueued otherwise.
+/// True if any rank moves a byte; nothing is enqueued otherwise.
 bool has_work(const Launch& launch);
 
 /// The calls of one operation, inside of a group that the caller has begun. `tensors`: the caller's, or

@@ -1,4 +1,4 @@
-// What an operation on the device has besides what every operation has.
+// State of an operation on the device, besides that of every operation.
 #pragma once
 
 #include <atomic>
@@ -54,7 +54,7 @@ struct OnDevice {
   std::shared_ptr<DeviceBuffer> buffer;  // of a registration that has finished
 };
 
-/// Whether the operation has been handed to the device. Any thread.
+/// True if the operation has been handed to the device. Any thread.
 inline bool is_launched(const Operation& operation) noexcept {
   return operation.on_device && operation.on_device->is_launched.load(std::memory_order_acquire);
 }

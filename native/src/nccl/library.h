@@ -28,7 +28,7 @@ class Library {
   /// The address of `symbol`, or null.
   void* find(const char* symbol) const noexcept;
 
-  /// What it was opened as.
+  /// Name by which it was opened.
   const std::string& name() const noexcept { return name_; }
 
   /// The file that `address`, one of its symbols, lies in; its name where the loader cannot tell.

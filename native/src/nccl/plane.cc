@@ -4,8 +4,7 @@
 
 namespace sparkhvd::nccl {
 
-// ---- Requests
-// --------------------------------------------------------------------------------------------
+// ---- Requests --------------------------------------------------------------------------------
 
 bool Requests::push(Request request) {
   const std::scoped_lock lock(mutex_);
@@ -17,7 +16,7 @@ bool Requests::push(Request request) {
 }
 
 std::optional<Request> Requests::next(Clock::duration longest) {
-  // Whoever looks all the time does not take the lock from those who have something.
+  // Frequent readers do not take the lock from writers.
   if (longest == Clock::duration::zero() && !has_some_.load(std::memory_order_acquire)) {
     return std::nullopt;
   }
@@ -66,8 +65,7 @@ DeviceBuffer::~DeviceBuffer() {
   }
 }
 
-// ---- The driver's side
-// -----------------------------------------------------------------------------------
+// ---- The driver's side -----------------------------------------------------------------------
 
 DevicePlane::DevicePlane(std::shared_ptr<Device> device, std::function<void()> ring,
                          bool awaits_next)
@@ -94,8 +92,8 @@ void DevicePlane::remove(std::int32_t process_set) {
   core_->requests->push(RemoveCommunicator{process_set});
 }
 
-void DevicePlane::condemn(std::int32_t process_set, std::uint64_t limit) {
-  core_->condemn(process_set, limit);
+void DevicePlane::mark_for_abort(std::int32_t process_set, std::uint64_t limit) {
+  core_->mark_for_abort(process_set, limit);
 }
 
 bool DevicePlane::has_news() const noexcept {

@@ -4,7 +4,7 @@
 // **Threads.** One thread, "sparkhvd-nccl", makes every call of NCCL, because neither a communicator
 // nor two of one device may be used by two threads at a time. The driver hands over requests and
 // takes news; a ring of its bell says that there are some. A second thread runs only to abort:
-// ncclCommAbort may block, and nobody waits for it longer than kAbortTime.
+// ncclCommAbort may block, and no caller waits for it longer than kAbortTime.
 //
 // **Ownership.** Requests and news are queues with locks of their own. Communicators and operations
 // in flight belong to the plane's thread; when it has parked, to the one that aborts.
@@ -34,7 +34,7 @@
 
 namespace sparkhvd::nccl {
 
-/// How long operations wait for the end of their communicators after a failure.
+/// Longest wait of operations for the end of their communicators after a failure.
 inline constexpr auto kAbortTime = std::chrono::seconds(3);
 
 struct MakeUniqueId {
@@ -48,10 +48,10 @@ struct FreeMemory {
 };
 using Request = std::variant<std::unique_ptr<Launch>, MakeUniqueId, RemoveCommunicator, FreeMemory>;
 
-/// What others ask of the plane's thread, in order.
+/// Requests to the plane's thread, in order.
 class Requests {
  public:
-  /// False once closed: then nobody will ever look at it.
+  /// False once closed: then it will never be read.
   bool push(Request request);
   /// The next one; nothing after `longest`, or when woken.
   std::optional<Request> next(Clock::duration longest);
@@ -68,7 +68,7 @@ class Requests {
   bool is_closed_ = false;
 };
 
-/// What has happened on the device since the driver last asked.
+/// News of the device since the driver last asked.
 struct News {
   struct Done {
     std::int32_t process_set = 0;
@@ -108,11 +108,11 @@ class DevicePlane {
   /// All of its operations have ended on this rank.
   void remove(std::int32_t process_set);
   /// Operations of the set from this number on end without result: a rank has left that they need.
-  void condemn(std::int32_t process_set, std::uint64_t limit);
+  void mark_for_abort(std::int32_t process_set, std::uint64_t limit);
   /// Something may be in `take_news`.
   bool has_news() const noexcept;
   News take_news();
-  /// What the plane's thread is doing: "the GPU", or the function of NCCL that it is in.
+  /// Activity of the plane's thread: "the GPU", or the function of NCCL that it is in.
   const char* whereabouts() const noexcept;
   /// Ends every communicator and what runs on them; news follow. Again: nothing happens.
   void abort();

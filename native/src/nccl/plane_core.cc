@@ -30,7 +30,7 @@ std::int32_t status_of(NcclResult result) noexcept {
 void DevicePlane::Core::run() noexcept {
   ::pthread_setname_np(::pthread_self(), "sparkhvd-nccl");
   try {
-    // For the whole life of this thread: it disturbs nobody's capture of a graph, and none
+    // For the whole life of this thread: it disturbs no thread's capture of a graph, and none
     // disturbs it.
     CUstreamCaptureMode mode = CUstreamCaptureMode::kRelaxed;
     cuda().check(cuda().cuThreadExchangeStreamCaptureMode(&mode),
@@ -56,7 +56,7 @@ void DevicePlane::Core::work() {
     }
     if (poll_finished()) spin_until_ = Clock::now() + kSpinTime;
     poll_errors();
-    if (has_condemned_.load(std::memory_order_acquire)) poll_condemned();
+    if (has_marked_.load(std::memory_order_acquire)) poll_marked();
     poll_retired();
   }
 }
@@ -89,8 +89,7 @@ Clock::duration DevicePlane::Core::sleep_time() {
   return std::exchange(sleep_, std::min<Clock::duration>(2 * sleep_, kLongestSleep));
 }
 
-// ---- What is asked for
-// -----------------------------------------------------------------------------------
+// ---- Requests -----------------------------------------------------------------------
 
 void DevicePlane::Core::serve(MakeUniqueId& request) {
   const Doing doing(*this, "ncclGetUniqueId");
@@ -131,23 +130,23 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
   const Launch& launch = *request;
   InFlight entry{launch.process_set, launch.sequence, launch.operation, {}, nullptr};
   const auto broken = communicators_.find(launch.process_set);
-  bool is_condemned_now = is_condemned(launch.process_set, launch.sequence);
-  if (!is_condemned_now && broken != communicators_.end() && broken->second.is_broken) {
+  bool is_marked_now = is_marked_for_abort(launch.process_set, launch.sequence);
+  if (!is_marked_now && broken != communicators_.end() && broken->second.is_broken) {
     stuck_.push_back(std::move(entry));
     return;
   }
-  if (!is_condemned_now) {
+  if (!is_marked_now) {
     try {
       if (launch.unique_id) make_communicator(launch);
       run_on_device(launch);
     } catch (const Condemned&) {
-      is_condemned_now = true;
-      poll_condemned();
-      // What the leaver has finished may be on the same communicator: it ends with these.
-      while (has_condemned_communicator(launch.process_set) && !is_aborting.load()) {
+      is_marked_now = true;
+      poll_marked();
+      // What the departing rank has finished may be on the same communicator: it ends with these.
+      while (has_marked_communicator(launch.process_set) && !is_aborting.load()) {
         pause(kLongestSleep);
         poll_finished();
-        poll_condemned();
+        poll_marked();
       }
     } catch (const Error& error) {
       if (error.status() == SPARKHVD_PEER_LOST) {
@@ -166,7 +165,7 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
       return;
     }
   }
-  if (is_condemned_now) return end_without_result(entry);
+  if (is_marked_now) return end_without_result(entry);
   if (launch.operation) {
     auto& on_device = *launch.operation->on_device;
     on_device.done = Event(device);
@@ -180,11 +179,10 @@ void DevicePlane::Core::serve(std::unique_ptr<Launch>& request) {
   in_flight_.push_back(std::move(entry));
   if (!launch.operation) return;
   launch.operation->on_device->is_launched.store(true, std::memory_order_release);
-  tell([](News&) {});  // somebody may wait for just this
+  tell([](News&) {});  // a thread may wait for just this
 }
 
-// ---- Communicators
-// ---------------------------------------------------------------------------------------
+// ---- Communicators ---------------------------------------------------------------------------
 
 void DevicePlane::Core::add_live(ncclComm_t communicator) {
   const std::scoped_lock lock(mutex_);
@@ -238,7 +236,7 @@ void DevicePlane::Core::settle(ncclComm_t communicator, NcclResult result, const
     if (asked != NcclResult::kSuccess) fail(asked, "ncclCommGetAsyncError", communicator);
     if (state == NcclResult::kSuccess) return;
     if (state != NcclResult::kInProgress) fail(state, call, communicator);
-    if (launch != nullptr && is_condemned(launch->process_set, launch->sequence)) {
+    if (launch != nullptr && is_marked_for_abort(launch->process_set, launch->sequence)) {
       throw Condemned{};
     }
     poll_finished();
@@ -257,8 +255,7 @@ void DevicePlane::Core::pause(Clock::duration longest) {
   changed_.wait_for(lock, longest, [this] { return is_aborting.load(); });
 }
 
-// ---- Operations
-// ------------------------------------------------------------------------------------------
+// ---- Operations ------------------------------------------------------------------------------
 
 void DevicePlane::Core::run_on_device(const Launch& launch) {
   if (launch.descriptor().collective == Collective::kRegister) return make_memory(launch);

@@ -13,7 +13,7 @@ namespace sparkhvd::nccl {
 // Looks at what has no way to wake a thread become rarer, from the first to the second.
 inline constexpr auto kShortestSleep = std::chrono::microseconds(20);
 inline constexpr auto kLongestSleep = std::chrono::milliseconds(1);
-// How many operations the host may be ahead of the GPU; then whoever waits for a launch waits for an end.
+// How many operations the host may be ahead of the GPU; then a thread that waits for a launch waits for an end.
 // CUDA's own queue of launches has about as many places, and blocks the thread that finds it full.
 inline constexpr std::size_t kMaxInFlight = 1024;
 inline constexpr auto kAsyncErrorPeriod = std::chrono::milliseconds(100);
@@ -29,7 +29,7 @@ class DevicePlane::Core {
   void run() noexcept;
   void abort_all() noexcept;
   void ask_to_abort();
-  void condemn(std::int32_t process_set, std::uint64_t limit);
+  void mark_for_abort(std::int32_t process_set, std::uint64_t limit);
   /// True once both threads have ended, at the latest at `deadline`.
   bool wait_for_end(TimePoint deadline);
   void forget_ring() {
@@ -62,11 +62,11 @@ class DevicePlane::Core {
     CUevent done = nullptr;
     bool is_lost = false;  // its communicator was ended under it
   };
-  struct Condemnation {
+  struct AbortMark {
     std::uint64_t limit = 0;
     TimePoint deadline{};
   };
-  /// What the plane's thread is doing, for messages.
+  /// Activity of the plane's thread, for messages.
   class Doing {
    public:
     Doing(Core& core, const char* what) : core_(core), before_(core.whereabouts.exchange(what)) {}
@@ -118,14 +118,14 @@ class DevicePlane::Core {
   void poll_errors();
   bool is_sound(std::int32_t process_set, Communicator& communicator);
   void break_communicator(std::int32_t process_set, const Error& error);
-  void poll_condemned();
+  void poll_marked();
   void poll_retired();
-  bool is_condemned(std::int32_t process_set, std::uint64_t sequence);
+  bool is_marked_for_abort(std::int32_t process_set, std::uint64_t sequence);
   bool has_earlier(std::int32_t process_set, std::uint64_t limit) const;
-  bool has_condemned_communicator(std::int32_t process_set) const {
+  bool has_marked_communicator(std::int32_t process_set) const {
     return communicators_.contains(process_set);
   }
-  void end_condemned(std::int32_t process_set);
+  void end_marked(std::int32_t process_set);
   void end_without_result(const InFlight& operation);
   void add_live(ncclComm_t communicator);
   /// False if it is the one's who aborts.
@@ -150,12 +150,12 @@ class DevicePlane::Core {
   std::function<void()> ring_;
   News news_;
   std::vector<ncclComm_t> live_;  // to abort
-  std::map<std::int32_t, Condemnation> condemned_;
+  std::map<std::int32_t, AbortMark> marked_;
   bool is_parked_ = false;
   bool is_aborter_running_ = false;
   bool is_live_taken_ = false;  // by the one who aborts: what comes later is the plane's to abort
 
-  std::atomic<bool> has_condemned_{false};
+  std::atomic<bool> has_marked_{false};
 };
 
 }  // namespace sparkhvd::nccl

@@ -1,4 +1,4 @@
-// What the plane's thread looks at between launches, ranks that leave, and the end.
+// Work of the plane's thread between launches: ranks that leave, and the end.
 #include <pthread.h>
 
 #include <algorithm>
@@ -8,15 +8,14 @@
 namespace sparkhvd::nccl {
 namespace {
 
-// What the leaver has finished can be finished here, soon; then its communicator ends.
-constexpr auto kLeaverTime = std::chrono::seconds(1);
-// How long the plane's thread has to come out of NCCL before its communicators are aborted under it.
+// What the departing rank has finished can be finished here, soon; then its communicator ends.
+constexpr auto kDepartureTime = std::chrono::seconds(1);
+// Time of the plane's thread to come out of NCCL before its communicators are aborted under it.
 constexpr auto kParkTime = std::chrono::milliseconds(500);
 
 }  // namespace
 
-// ---- What happens meanwhile
-// ------------------------------------------------------------------------------
+// ---- Between launches ------------------------------------------------------------------
 
 bool DevicePlane::Core::poll_finished() {
   bool moved = false;
@@ -68,7 +67,7 @@ bool DevicePlane::Core::is_sound(std::int32_t process_set, Communicator& communi
   }
 }
 
-/// Whether the peer has died or only left is for the driver to find out, whom its connections tell.
+/// The driver finds out by its connections whether the peer has died or only left.
 void DevicePlane::Core::break_communicator(std::int32_t process_set, const Error& error) {
   communicators_[process_set].is_broken = true;
   tell([&](News& news) { news.broken.push_back({process_set, error}); });
@@ -93,40 +92,39 @@ void DevicePlane::Core::poll_retired() {
   });
 }
 
-// ---- Ranks that leave
-// ------------------------------------------------------------------------------------
+// ---- Ranks that leave ------------------------------------------------------------------------
 
-void DevicePlane::Core::condemn(std::int32_t process_set, std::uint64_t limit) {
+void DevicePlane::Core::mark_for_abort(std::int32_t process_set, std::uint64_t limit) {
   {
     const std::scoped_lock lock(mutex_);
-    const Condemnation given{limit, Clock::now() + kLeaverTime};
-    auto [entry, is_new] = condemned_.try_emplace(process_set, given);
+    const AbortMark given{limit, Clock::now() + kDepartureTime};
+    auto [entry, is_new] = marked_.try_emplace(process_set, given);
     if (!is_new) entry->second.limit = std::min(entry->second.limit, limit);
   }
-  has_condemned_.store(true, std::memory_order_release);
+  has_marked_.store(true, std::memory_order_release);
   requests->wake();
 }
 
-bool DevicePlane::Core::is_condemned(std::int32_t process_set, std::uint64_t sequence) {
-  if (!has_condemned_.load(std::memory_order_acquire)) return false;
+bool DevicePlane::Core::is_marked_for_abort(std::int32_t process_set, std::uint64_t sequence) {
+  if (!has_marked_.load(std::memory_order_acquire)) return false;
   const std::scoped_lock lock(mutex_);
-  const auto entry = condemned_.find(process_set);
-  return entry != condemned_.end() && sequence >= entry->second.limit;
+  const auto entry = marked_.find(process_set);
+  return entry != marked_.end() && sequence >= entry->second.limit;
 }
 
 /// Communicators that a rank has left, once what it has finished is finished here.
-void DevicePlane::Core::poll_condemned() {
-  std::map<std::int32_t, Condemnation> condemned;
+void DevicePlane::Core::poll_marked() {
+  std::map<std::int32_t, AbortMark> marked;
   {
     const std::scoped_lock lock(mutex_);
-    condemned = condemned_;
+    marked = marked_;
   }
-  for (const auto& [process_set, condemnation] : condemned) {
+  for (const auto& [process_set, mark] : marked) {
     const auto entry = communicators_.find(process_set);
     if (entry == communicators_.end()) continue;
-    if (entry->second.is_broken || !has_earlier(process_set, condemnation.limit) ||
-        Clock::now() >= condemnation.deadline) {
-      end_condemned(process_set);
+    if (entry->second.is_broken || !has_earlier(process_set, mark.limit) ||
+        Clock::now() >= mark.deadline) {
+      end_marked(process_set);
     }
   }
 }
@@ -137,8 +135,8 @@ bool DevicePlane::Core::has_earlier(std::int32_t process_set, std::uint64_t limi
   });
 }
 
-/// What is still on it ends without result, also what the leaver has finished: the data is not there.
-void DevicePlane::Core::end_condemned(std::int32_t process_set) {
+/// What is still on it ends without result, also what the departing rank has finished: the data is not there.
+void DevicePlane::Core::end_marked(std::int32_t process_set) {
   const auto entry = communicators_.find(process_set);
   if (entry == communicators_.end()) return;
   const Doing doing(*this, "ncclCommAbort");
@@ -146,7 +144,7 @@ void DevicePlane::Core::end_condemned(std::int32_t process_set) {
   communicators_.erase(entry);
   {
     const std::scoped_lock lock(mutex_);
-    condemned_[process_set].limit = 0;
+    marked_[process_set].limit = 0;
   }
   for (InFlight& one : in_flight_) one.is_lost |= one.process_set == process_set;
   if (handle != nullptr && remove_live(handle)) nccl().ncclCommAbort(handle);
@@ -157,8 +155,7 @@ void DevicePlane::Core::end_condemned(std::int32_t process_set) {
   });
 }
 
-// ---- The end
-// ---------------------------------------------------------------------------------------------
+// ---- The end ---------------------------------------------------------------------------------
 
 void DevicePlane::Core::ask_to_abort() {
   {

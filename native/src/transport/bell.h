@@ -1,4 +1,4 @@
-// How ranks of one host wake each other: an eventfd per rank and a word in shared memory that says
+// Bells, by which ranks of one host wake each other: an eventfd per rank and a word in shared memory that says
 // whether ringing is worth a system call. With it one epoll_wait waits for sockets and shared
 // memory alike.
 //
@@ -75,7 +75,7 @@ class Bell {
     }
   }
 
-  /// Wakes whoever of this process waits on `fd`. Any thread.
+  /// Wakes the threads of this process that wait on `fd`. Any thread.
   void ring_self() const noexcept { write_event(event_); }
 
   /// The same if this rank sleeps, or is about to. Call after storing (seq_cst) what it waits for.
@@ -86,7 +86,7 @@ class Bell {
 
   void clear() noexcept {
     std::uint64_t count = 0;
-    // EAGAIN: somebody else has cleared it.
+    // EAGAIN: another thread has cleared it.
     [[maybe_unused]] const auto result = ::read(event_.get(), &count, sizeof(count));
   }
 

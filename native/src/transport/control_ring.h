@@ -1,7 +1,7 @@
 // Small control frames through shared memory, where a connection would cost a system call at each end.
 //
 // One rank writes, and every reader copies each frame out before it looks at it: the memory stays the
-// writer's. Positions count bytes since the start. What does not fit takes the connection instead.
+// writer's. Positions count bytes since the start. Larger frames take the connection instead.
 //
 // **Why nothing is overwritten.** The writer is told how far the slowest reader is. A reader trusts
 // neither the position nor a length: a peer that has lost its mind must not be followed.
@@ -26,7 +26,7 @@ struct ControlRing {
   SharedWord written;
   std::byte bytes[kBytes];
 
-  /// What a frame takes: its length, and the frame up to a multiple of 8 bytes.
+  /// Bytes of a frame in the ring: its length, and the frame up to a multiple of 8 bytes.
   static constexpr std::size_t space(std::size_t frame) noexcept {
     return sizeof(std::uint64_t) + (frame + 7) / 8 * 8;
   }

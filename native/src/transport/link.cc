@@ -254,7 +254,7 @@ void Link::take_early(Posted& posted) {
 }
 
 bool Link::deliver() {
-  // From the buffer into lent memory. Returns false when nobody asked for these bytes yet.
+  // From the buffer into lent memory. Returns false when these bytes have not been asked for yet.
   while (data_left_ > 0 && begin_ < end_) {
     const std::size_t available = std::min(data_left_, end_ - begin_);
     if (is_discarded()) {

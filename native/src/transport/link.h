@@ -71,7 +71,7 @@ class Link {
   bool wants_write() const noexcept { return !outgoing_.empty() && !write_broken_; }
   /// Reads what is there, at most about `budget` bytes. True if bytes moved.
   bool read(const Handler& handler, std::size_t budget);
-  /// False while the next bytes are a tensor's that nobody has asked for yet.
+  /// False while the next bytes are a tensor's that has not been asked for yet.
   bool wants_read() const noexcept { return state_ == State::kOpen && !is_paused_; }
   /// True if `read` has something to do although the socket may have nothing new.
   bool has_buffered() const noexcept { return resume_; }
@@ -84,7 +84,7 @@ class Link {
   /// From now on descriptors are neither expected nor accepted.
   void refuse_fds() noexcept { accept_fds_ = false; }
 
-  /// From now on tensor bytes that nobody has asked for yet are kept, up to a limit, instead of
+  /// From now on tensor bytes that have not been asked for yet are kept, up to a limit, instead of
   /// being left in the socket. With one stream, those who sent too early wait. With several, what
   /// comes behind may be what the receiver needs before it can ask, and both would wait for ever.
   void keep_early_data() noexcept;

@@ -109,7 +109,7 @@ struct GroupFiles {
   std::string reclaimable;  // a word in memory.stat
 };
 
-/// What the machine can give without swapping; nothing if the file does not tell.
+/// Memory that the machine can give without swapping; nothing if the file does not have it.
 std::optional<std::uint64_t> available_bytes(const std::string& path) {
   std::ifstream file(path);
   for (std::string line; std::getline(file, line);) {

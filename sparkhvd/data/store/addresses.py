@@ -77,42 +77,42 @@ class Address:
     full: str = field(repr=False)
 
 
-def parse(given: str) -> Address:
+def parse(path_or_url: str) -> Address:
     """Parse a path or URL; opens nothing.
 
     Raises:
         InvalidArgumentError: it names no place for a store.
     """
-    scheme, colon, rest = given.partition(":")
-    if given.startswith("/") or not colon or "/" in scheme:
-        return _local(given, given)
+    scheme, colon, rest = path_or_url.partition(":")
+    if path_or_url.startswith("/") or not colon or "/" in scheme:
+        return _local(path_or_url, path_or_url)
     scheme = _ALIASES.get(scheme.lower(), scheme.lower())
-    if rest.startswith("//") and not _is_quoted(given):
+    if rest.startswith("//") and not _is_quoted(path_or_url):
         raise InvalidArgumentError(
-            f"Store.create({without_secrets(given)!r}): the user or password before the '@' holds a character that "
+            f"Store.create({without_secrets(path_or_url)!r}): the user or password before the '@' holds a character that "
             "ends it. Write it as urllib.parse.quote(password, safe='') does, or give it as a storage option. An '@' in a "
             "path is '%40' after a host with a port or a password."
         )
     if scheme == "file":
-        parts = urlsplit(given)
+        parts = urlsplit(path_or_url)
         if parts.netloc not in ("", "localhost"):
             raise InvalidArgumentError(
-                f"Store.create({given!r}): {parts.netloc!r} stands where a host would. Give three slashes: "
+                f"Store.create({path_or_url!r}): {parts.netloc!r} stands where a host would. Give three slashes: "
                 f"'file:///{parts.netloc}{parts.path}'."
             )
-        return _local(unquote(parts.path), given)
+        return _local(unquote(parts.path), path_or_url)
     if scheme == "dbfs":
         path = "/" + rest.lstrip("/")
         # Databricks shows its file system as a folder; Volumes are folders of their own.
-        return _local(path if path.startswith("/Volumes/") else f"/dbfs{path}", given)
+        return _local(path if path.startswith("/Volumes/") else f"/dbfs{path}", path_or_url)
     if not rest.startswith("//"):
         raise InvalidArgumentError(
-            f"Store.create({without_secrets(given)!r}): this is neither an absolute path nor a URL like "
+            f"Store.create({without_secrets(path_or_url)!r}): this is neither an absolute path nor a URL like "
             "'s3://bucket/prefix'."
         )
     if scheme not in PYARROW_SCHEMES and not _fsspec_knows(scheme):
         raise InvalidArgumentError(
-            f"Store.create({without_secrets(given)!r}): unknown scheme {scheme!r}. Known are absolute paths, "
+            f"Store.create({without_secrets(path_or_url)!r}): unknown scheme {scheme!r}. Known are absolute paths, "
             f"file, dbfs, {', '.join(sorted(PYARROW_SCHEMES))} and the schemes of fsspec (pip install fsspec "
             "and its driver for yours)."
         )
@@ -120,15 +120,15 @@ def parse(given: str) -> Address:
     return Address(scheme, without_secrets(full), _root(scheme, full), full)
 
 
-def split(given: str) -> tuple[str, str]:
+def split(path_or_url: str) -> tuple[str, str]:
     """Split a path or URL into a folder, as `parse` takes it, and a name, as the file system takes it.
 
     A relative path is relative to this process's working directory.
     """
-    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", given):
-        folder, _, name = os.path.abspath(given).rpartition("/")
+    if not re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", path_or_url):
+        folder, _, name = os.path.abspath(path_or_url).rpartition("/")
         return folder or "/", name
-    url, mark, query = given.partition("?")
+    url, mark, query = path_or_url.partition("?")
     folder, _, name = url.rstrip("/").rpartition("/")
     scheme = _ALIASES.get(url.partition(":")[0].lower(), url.partition(":")[0].lower())
     # As `parse` does with the rest of the path.
@@ -148,22 +148,22 @@ def _root(scheme: str, full: str) -> str | None:
     return parts.netloc.rpartition("@")[2] + path
 
 
-def _local(path: str, given: str) -> Address:
+def _local(path: str, path_or_url: str) -> Address:
     if not path.startswith("/"):
         raise InvalidArgumentError(
-            f"Store.create({given!r}): the path is relative, so each process would see another folder. Give an "
+            f"Store.create({path_or_url!r}): the path is relative, so each process would see another folder. Give an "
             f"absolute path, for example {os.path.abspath(path)!r}."
         )
     root = posixpath.normpath(path)
     if root == "/":
         raise InvalidArgumentError(
-            f"Store.create({given!r}): this is the root of the file system. Give a folder for the store."
+            f"Store.create({path_or_url!r}): this is the root of the file system. Give a folder for the store."
         )
     url = Path(root).as_uri()
     return Address("file", url, root, url)
 
 
-def check_databricks(root: str, given: str) -> None:
+def check_databricks(root: str, path_or_url: str) -> None:
     """Refuse to make `/dbfs` or a Volume where there is none: it would be a folder of this machine alone.
 
     Raises:
@@ -171,14 +171,14 @@ def check_databricks(root: str, given: str) -> None:
     """
     if root.startswith("/dbfs/") and not os.path.isdir("/dbfs"):
         raise InvalidArgumentError(
-            f"Store.create({given!r}): there is no /dbfs here, so this is not a Databricks cluster with the "
+            f"Store.create({path_or_url!r}): there is no /dbfs here, so this is not a Databricks cluster with the "
             "DBFS folder. Give a path or URL that this machine can reach."
         )
     if root == "/Volumes" or root.startswith("/Volumes/"):
         volume = "/".join(root.split("/")[:5])
         if volume.count("/") < 4 or not os.path.isdir(volume):
             raise InvalidArgumentError(
-                f"Store.create({given!r}): there is no Volume {volume} here. Give a folder in an existing one, "
+                f"Store.create({path_or_url!r}): there is no Volume {volume} here. Give a folder in an existing one, "
                 "/Volumes/<catalog>/<schema>/<volume>/<folder>, on a Databricks cluster that may use it."
             )
 
@@ -229,7 +229,7 @@ def secrets_of(full: str, options: Mapping[str, object]) -> frozenset[str]:
             secrets.update((value, unquote_plus(value)))
     secrets.update(_secret_options(options))
     both = {text for raw in secrets for text in (raw, unquote(raw), quote(raw, safe=""))}
-    # Shorter ones would be found in ordinary words.
+    # Shorter secrets would match ordinary words.
     return frozenset(text for text in both if len(text) >= 4)
 
 

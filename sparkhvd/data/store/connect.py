@@ -19,7 +19,7 @@ from sparkhvd.data.store import remote_calls
 from sparkhvd.data.store.place import TEMPORARY
 from sparkhvd.data.store.remote_store import RemoteStore
 from sparkhvd.data.store.store import Store
-from sparkhvd.spark import SparkShim
+from sparkhvd.sessions import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -42,7 +42,7 @@ def as_seen_by(spark: SparkSession, store: Store, *, make: bool = False) -> Stor
         StoreError: it is not there, or cannot be written.
     """
     direct = store.direct
-    if not SparkShim(spark).is_connect:
+    if not is_connect(spark):
         return direct
     key = (str(getattr(spark, "session_id")), direct)  # noqa: B009 - an attribute of Connect's sessions only
     with _reach.lock:

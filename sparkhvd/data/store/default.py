@@ -12,6 +12,7 @@ from sparkhvd.data.store.connect import as_seen_by, make_private
 from sparkhvd.data.store.store import Store
 from sparkhvd.data.store.temporary import TemporaryFolders
 from sparkhvd.errors import InvalidArgumentError, StoreError
+from sparkhvd.sessions import is_connect
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def default_store(spark: SparkSession, given: object = None) -> Store:
 
 
 def _created(spark: SparkSession, given: str | PathLike[str]) -> Store:
-    if SparkShim(spark).is_connect:
+    if is_connect(spark):
         return as_seen_by(spark, Store(fspath(given)), make=True)
     return Store.create(given)
 

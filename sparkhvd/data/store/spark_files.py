@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.spark import SparkShim
+from sparkhvd.sessions import is_connect
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -64,7 +64,7 @@ def write_file(spark: SparkSession, folder: str, path: str) -> None:
     Raises:
         InvalidArgumentError: it is larger than this kind of session can write.
     """
-    if not SparkShim(spark).is_connect:
+    if not is_connect(spark):
         if local := _local_path(spark, folder):
             os.makedirs(local)
             shutil.move(path, f"{local}/part-00000")
@@ -113,7 +113,7 @@ def read_file(spark: SparkSession, folder: str) -> Iterator[str]:
     """
     with tempfile.TemporaryDirectory(prefix="sparkhvd-file-") as scratch:
         path = f"{scratch}/content"
-        if SparkShim(spark).is_connect:
+        if is_connect(spark):
             _read_table(spark, folder, path)
         else:
             system, target = _hadoop(spark, folder)
@@ -140,7 +140,7 @@ def _hadoop(spark: SparkSession, path: str) -> tuple[Any, Any]:
 
 def _local_path(spark: SparkSession, path: str) -> str:
     """Return the path on this host that Spark means by `path`, through mount tables too; "" if it is elsewhere."""
-    if SparkShim(spark).is_connect:
+    if is_connect(spark):
         return ""
     system, target = _hadoop(spark, path)
     rest: list[str] = []

@@ -39,7 +39,7 @@ from sparkhvd.data.store.listing import Paths, StoredFile
 from sparkhvd.data.store.place import TEMPORARY, Place
 from sparkhvd.data.store.writer import Writer
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.spark import connect_session
+from sparkhvd.sessions import connect_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

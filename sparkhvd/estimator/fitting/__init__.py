@@ -7,8 +7,8 @@ Each module imports only those above it:
     cluster           ranks, GPUs and settings that the session gives
     inputs            data of a fit: sources, checked columns, prepared rows
     loop              options of the training loop
-    runs              runs of the store, and what may go on from them
-    request           a fit as it was asked for
+    runs              runs of the store, and the fits that may resume them
+    request           checked request of a fit
     specify           the ranks' spec
     progress          epochs, shown while the ranks train
     cross_validation  fits that share their data

@@ -17,13 +17,14 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.estimator.params.table import Row, rows_of
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.gpu import decide, probe, profiles
-from sparkhvd.settings import CONF_PREFIX, JobSettings, Settings
+from sparkhvd.settings import CONF_PREFIX, Settings
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    pass
 
 __all__ = ["Cluster", "resolve_cluster"]
 
@@ -55,7 +56,7 @@ class Cluster:
     finds_gpu: bool = False
 
 
-def resolve_cluster(spark: SparkSession, options: FitOptions) -> Cluster:
+def resolve_cluster(shim: SparkShim, options: FitOptions) -> Cluster:
     """Decide on everything that depends on the cluster; prints the number of ranks where nobody gave it.
 
     Raises:
@@ -63,7 +64,6 @@ def resolve_cluster(spark: SparkSession, options: FitOptions) -> Cluster:
         PreflightError: the configured cluster can never run that many ranks at once, or gives several of them one GPU.
     """
     keys = [CONF_PREFIX + name for name in _rows_in_conf()] + Settings.conf_keys()
-    shim = SparkShim(spark)
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS, *keys))
     options = replace(options, **_values_of_conf(options, conf))
     settings = launching.choose_settings(options.settings, {}, conf)

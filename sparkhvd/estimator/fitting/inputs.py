@@ -20,7 +20,7 @@ from sparkhvd.data.reuse import PreparedData
 from sparkhvd.data.source import DataFrameSource, DataSource, ParquetFiles, Target
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.options import FitOptions, PredictOptions
-from sparkhvd.spark import is_dataframe
+from sparkhvd.sessions import is_dataframe
 from sparkhvd.training.program import Program
 from sparkhvd.training.user_code.transformations import transformed_by
 

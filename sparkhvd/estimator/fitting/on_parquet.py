@@ -14,7 +14,7 @@ from sparkhvd.data.store.remote_store import RemoteStore
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.inputs import FitSources
-from sparkhvd.spark import SparkShim, is_dataframe
+from sparkhvd.sessions import is_connect, is_dataframe
 
 if TYPE_CHECKING:
     from pyspark.ml.param import Param
@@ -155,7 +155,7 @@ def _reachable(spark: SparkSession, store: Store) -> Store:
     A Connect client may see nothing there, or other files under the same name. Nothing is written to tell: it sees the
     data if it lists the same files as an executor, with their sizes and times.
     """
-    if not SparkShim(spark).is_connect:
+    if not is_connect(spark):
         return store
     remote = RemoteStore(store.direct, spark)
     try:

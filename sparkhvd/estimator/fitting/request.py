@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from sparkhvd.estimator.fitting.loop import LoopOptions, loop_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
 from sparkhvd.estimator.params.fit import changed_options, train_fn_effects
 from sparkhvd.estimator.params.options import FitOptions
+from sparkhvd.spark import SparkShim
 from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.loss_functions import construct_losses, resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
@@ -33,9 +34,6 @@ from sparkhvd.training.modules.architecture import light_copy
 from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
 from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
 from sparkhvd.training.program import Program, dump_program
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 __all__ = ["Request", "bind_features", "check_request", "overrides", "try_model"]
 
@@ -48,6 +46,7 @@ class Request:
         options: values of the Params.
         loop: options of the training loop that follow from several Params.
         sources: of the rows.
+        shim: session whose tasks become ranks.
         store: where everything goes.
         cluster: how many ranks, and how they are started.
         schema: the columns that take part.
@@ -66,6 +65,7 @@ class Request:
     options: FitOptions
     loop: LoopOptions
     sources: FitSources
+    shim: SparkShim
     store: Store
     cluster: Cluster
     schema: DataSchema
@@ -79,11 +79,6 @@ class Request:
     run: Run
     held: Held
     num_checkpoints: int
-
-    @property
-    def spark(self) -> SparkSession:
-        """Session whose tasks become ranks."""
-        return self.sources.training.spark
 
 
 @dataclass(frozen=True)
@@ -144,10 +139,10 @@ def check_request(options: FitOptions, sources: FitSources, uid: str) -> Request
     loss_weights = _loss_weights(options, len(labels))
     unbuilt: Any = options.model  # a function makes the module in each rank
     pickled, sha256 = dump_program(replace(program, model=unbuilt))
-    spark = sources.training.spark
-    cluster = resolve_cluster(spark, options)
+    shim = SparkShim(sources.training.spark)
+    cluster = resolve_cluster(shim, options)
     limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
-    store = default_store(spark, options.store).waiting(limit_s)
+    store = default_store(shim.session, options.store).waiting(limit_s)
     run_id = check_run_id(options.run_id or new_run_id(uid))
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(hold(store, run_id, verbose=cluster.verbose))
@@ -158,6 +153,7 @@ def check_request(options: FitOptions, sources: FitSources, uid: str) -> Request
         options=options,
         loop=loop,
         sources=sources,
+        shim=shim,
         store=store,
         cluster=cluster,
         schema=schema,

@@ -34,7 +34,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.encoding import Archive, Decoder, shown_place
 from sparkhvd.estimator.saving.trust import TRUST_CONF, is_trusted
-from sparkhvd.spark import SparkShim, is_dataframe
+from sparkhvd.sessions import is_connect, is_dataframe, ml_context
 from sparkhvd.training.modules import architecture, weights
 from sparkhvd.training.modules.fitted import Fitted
 
@@ -66,7 +66,7 @@ class _Writer(MLWriter):
         self.instance = instance
 
     def _handleOverwrite(self, path: str) -> None:  # noqa: N802 - overrides Spark's
-        if not SparkShim(self.sparkSession).is_connect:
+        if not is_connect(self.sparkSession):
             super()._handleOverwrite(path)
             return
         # The base class asks the JVM, which a Connect client does not have; the server has a helper for it.
@@ -109,7 +109,7 @@ class _Writer(MLWriter):
         bare = copy.copy(self.instance)
         bare._paramMap, bare._defaultParamMap = {}, {}
         spark = self.sparkSession
-        context = SparkShim(spark).ml_context()
+        context = ml_context(spark)
         DefaultParamsWriter.saveMetadata(
             bare, path, context, extraMetadata={KEY: encoded.content}, paramMap={}
         )
@@ -172,7 +172,7 @@ class _Reader(MLReader[Any]):
             UntrustedError: it holds code and is not trusted.
         """
         spark = self.sparkSession
-        metadata = DefaultParamsReader.loadMetadata(path, SparkShim(spark).ml_context())
+        metadata = DefaultParamsReader.loadMetadata(path, ml_context(spark))
         expected = f"{self.cls.__module__}.{self.cls.__name__}"
         content = metadata.get(KEY)
         if metadata["class"] != expected or content is None:

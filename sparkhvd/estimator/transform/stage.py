@@ -10,9 +10,9 @@ from pyspark.sql.types import DoubleType, StructField, StructType
 
 from sparkhvd.data.vectors import split_vectors, vector_columns
 from sparkhvd.estimator.transform.worker import PredictSpec
-from sparkhvd.runner.child import cloudpickle
 from sparkhvd.runner.gpu.profiles import profile_to_share_gpus
 from sparkhvd.runner.payload import kept_carried
+from sparkhvd.runner.pickling import dumps
 from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     """
     is_vector = vector_columns(df.schema)
     # Pickled here, so that a large model is not written to a file with each call; see `payload`.
-    carried = kept_carried(SparkShim(df.sparkSession), cloudpickle().dumps(spec))
+    shim = SparkShim(df.sparkSession)
+    carried = kept_carried(shim, dumps(spec))
     added = [
         StructField(o.name, VectorUDT() if o.is_vector else DoubleType(), nullable=False)
         for o in spec.outputs
@@ -46,7 +47,7 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     )
     sent: DataFrame = split_vectors(df.toDF(*plain[: len(df.columns)]), is_vector)
     task = _task(carried, is_vector)
-    profile = None if spec.use_gpu is False else profile_to_share_gpus(df.sparkSession)
+    profile = None if spec.use_gpu is False else profile_to_share_gpus(shim)
     if profile is None:  # the argument is absent before pyspark 4.0
         computed = sent.mapInArrow(task, schema)
     else:

@@ -1,9 +1,9 @@
-"""Which GPU a rank gets: pure decisions from configuration, each with its reason.
+"""GPUs of ranks: pure decisions from configuration, each with its reason.
 
 Spark counts GPUs, and knows them by addresses that a discovery script of the cluster's owner prints. A rank's process
 is started with those addresses as the GPUs that it can see, and sees those of its host's other ranks as well where it
 can, so that its local rank is the number of its own; where Spark counts none, ranks of a host share the GPUs that a
-process there sees, by their local rank. What the ranks then find is judged in `gpu_agreement`.
+process there sees, by their local rank. `agreement` decides on the GPUs that the ranks then see.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
+from sparkhvd.runner.gpu.probe import VISIBLE
 from sparkhvd.runner.placement import executor_cores, is_local
 
 __all__ = [
@@ -33,23 +34,22 @@ __all__ = [
 EXECUTOR_AMOUNT = "spark.executor.resource.gpu.amount"
 TASK_AMOUNT = "spark.task.resource.gpu.amount"
 DYNAMIC = "spark.dynamicAllocation.enabled"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 # Tasks that share a GPU where the cores of an executor are not known.
 _UNKNOWN_SLOTS = 4
 
 
 class Mode:
-    """Where a rank's GPU comes from."""
+    """Source of a rank's GPU."""
 
     OFF = "off"  # none: its process sees no GPU
     TASK = "task"  # those that Spark gave the task
     HOST = "host"  # the one with its local rank among those that its process sees
-    FREE = "free"  # nobody has asked for GPUs: its process sees what the executor sees
+    FREE = "free"  # no GPUs were asked for: its process sees those that the executor sees
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a task gets of its executor; None is what the conf says.
+    """Resources of a task; None stands for the value of the conf.
 
     Attributes:
         cpus: cores.
@@ -62,14 +62,14 @@ class Share:
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """How the ranks of a job get GPUs.
+    """Decision on the GPUs of a job.
 
     Attributes:
         mode: of `Mode`.
-        reason: why, in the user's own conf names.
-        profile: what a resource profile of the stage must ask for; None needs no profile.
+        reason: its reason, in the user's own conf names.
+        profile: resources that a profile of the stage must ask for; None for no profile.
         is_required: whether a rank without a GPU is an error.
-        leaves_gpus: executors have GPUs, and ranks get none although nobody said so; worth a line.
+        leaves_gpus: whether executors have GPUs that ranks do not get, although that was not asked for.
     """
 
     mode: str
@@ -91,11 +91,11 @@ def decide(
     Args:
         conf: Spark configuration; only `placement.CONF_KEYS` are read.
         use_gpu: True, False, or None for "if Spark gives tasks GPUs".
-        refused: why Spark takes no profile of its stages here, or "".
-        given: what the user's own profile asks for, or None.
+        refused: reason why stages can have no resource profile here, or "".
+        given: resources that the user's own profile asks for, or None.
 
     Raises:
-        InvalidArgumentError: `use_gpu` is no truth value, or contradicts the user's own profile.
+        InvalidArgumentError: `use_gpu` is not a bool, or contradicts the user's own profile.
         PreflightError: several ranks would share a GPU, or none can get one.
     """
     if use_gpu is not None and not isinstance(use_gpu, bool):
@@ -118,7 +118,7 @@ def decide(
     gpus, amount = _number(conf, EXECUTOR_AMOUNT), _number(conf, TASK_AMOUNT)
     if gpus < 1:
         return _by_local_rank(required, f"{EXECUTOR_AMOUNT} is not set")
-    found = (
+    reason = (
         f"{EXECUTOR_AMOUNT}={gpus:g}, {TASK_AMOUNT}={amount:g}"
         if amount
         else f"{EXECUTOR_AMOUNT}={gpus:g}"
@@ -127,12 +127,12 @@ def decide(
     cpus = None if cores is None else max(1, int(cores // gpus))
     if not refused:
         if amount == 1 and (cpus is None or cpus <= int(conf.get("spark.task.cpus") or 1)):
-            return GpuPlan(Mode.TASK, found, is_required=required)
+            return GpuPlan(Mode.TASK, reason, is_required=required)
         return GpuPlan(
-            Mode.TASK, f"{found}; a rank gets a whole GPU", Share(cpus, 1.0), is_required=required
+            Mode.TASK, f"{reason}; a rank gets a whole GPU", Share(cpus, 1.0), is_required=required
         )
     if amount >= 1:
-        return GpuPlan(Mode.TASK, found, is_required=required)
+        return GpuPlan(Mode.TASK, reason, is_required=required)
     if amount:
         raise PreflightError(
             f"{TASK_AMOUNT} is {amount:g}, so Spark would put {int(1 / amount)} ranks on one GPU, and this stage cannot ask for "
@@ -167,7 +167,7 @@ def _of_profile(given: Share, required: bool) -> GpuPlan:
 
 
 def share_of_a_gpu(conf: Mapping[str, str]) -> Share | None:
-    """What a stage of Python workers must ask for, so that each task has a GPU and as many run at once as without.
+    """Return the share of a GPU for which a stage of Python workers must ask, so that as many tasks run at once as without.
 
     None where its tasks get GPUs without asking, or cannot.
 
@@ -178,9 +178,7 @@ def share_of_a_gpu(conf: Mapping[str, str]) -> Share | None:
     if gpus < 1 or _number(conf, TASK_AMOUNT) or is_local(conf.get("spark.master", "").strip()):
         return None
     if conf.get(DYNAMIC, "").lower() == "true":
-        return (
-            None  # Spark would start executors for the profile alone, beside those that there are
-        )
+        return None  # Spark would start more executors, for the profile alone
     cores = executor_cores(conf)
     slots = (
         _UNKNOWN_SLOTS * gpus if cores is None else cores // int(conf.get("spark.task.cpus") or 1)
@@ -204,11 +202,11 @@ def _number(conf: Mapping[str, str], key: str) -> float:
 def variables(
     mode: str, addresses: Sequence[str], visible: str | None, order: str | None
 ) -> dict[str, str]:
-    """The variables that decide which GPUs a rank's process sees.
+    """Return the variables that make GPUs visible to a rank's process.
 
     Args:
         mode: of `Mode`.
-        addresses: what Spark gave the task.
+        addresses: addresses of the GPUs that Spark gave the task.
         visible: CUDA_VISIBLE_DEVICES of the executor, or None. Addresses that are numbers count in this list.
         order: CUDA_DEVICE_ORDER of the executor, or None.
 
@@ -230,12 +228,12 @@ def variables(
 
 
 def visible_names(visible: str) -> list[str]:
-    """The GPUs that a value of CUDA_VISIBLE_DEVICES names."""
+    """Return the GPUs that a value of CUDA_VISIBLE_DEVICES names."""
     return [name.strip() for name in visible.split(",") if name.strip()]
 
 
 def _seen(address: str, visible: str | None) -> str:
-    """How a process that inherits `visible` names the GPU with this address."""
+    """Return the name of the GPU with this address for a process that inherits `visible`."""
     if visible is None:
         return address
     names = visible_names(visible)
@@ -251,9 +249,9 @@ def _seen(address: str, visible: str | None) -> str:
 
 
 def views(mode: str, visible: str | None) -> list[dict[str, str | None]]:
-    """With which variables a rank's process is to say which GPUs it sees, besides those of `variables`.
+    """Return the changes to `variables` for which a rank's process reports the GPUs that it sees.
 
-    First its own. Then, where that is not the same, all that processes of the executor see: a GPU that this one does not
+    First none. Then, where that differs, the variables of the executor's processes: a GPU that this one does not
     see, as in a container of its own, would take those after it out of its list, too.
 
     Args:

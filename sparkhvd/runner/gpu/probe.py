@@ -1,6 +1,6 @@
-"""What CUDA's driver counts in a rank's process: asked without torch, and without leaving a trace in that process.
+"""Count GPUs as CUDA's driver sees them in a rank's process, without torch and without a trace in that process.
 
-The question is asked in a forked process: CUDA's driver reads CUDA_VISIBLE_DEVICES when it starts and never again, and a
+A forked process loads the driver: it reads CUDA_VISIBLE_DEVICES when it starts and never again, and a
 process in which it has started cannot fork others that use it. No context is made, so no memory of a GPU is taken.
 """
 
@@ -16,20 +16,21 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["LIBRARY", "ask", "count_beside", "cuda_uuids", "has_started"]
+__all__ = ["LIBRARY", "VISIBLE", "ask", "count_beside", "cuda_uuids", "has_started"]
 
 LIBRARY = "libcuda.so.1"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED of cuda.h
 # How long the driver may take to count where only a default depends on it.
 _COUNT_S = 30.0
 
 
 class _CudaError(Exception):
-    """What CUDA's driver answered, in words."""
+    """Error that CUDA's driver has returned."""
 
 
 def cuda_uuids(library: str) -> list[str]:
-    """UUIDs of the GPUs that this process sees, in the order of CUDA's driver; of MIG devices their own.
+    """Return the UUIDs of the GPUs that this process sees, in the order of CUDA's driver; of MIG devices their own.
 
     Starts the driver in this process.
 
@@ -38,11 +39,11 @@ def cuda_uuids(library: str) -> list[str]:
 
     Raises:
         OSError: it cannot be loaded.
-        _CudaError: it does not answer.
+        _CudaError: it returns an error.
     """
     cuda = ctypes.CDLL(library or LIBRARY)
 
-    def call(name: str, *arguments: Any) -> None:
+    def call(name: str, *arguments: object) -> None:
         status = getattr(cuda, name)(*arguments)
         if status:
             raise _CudaError(f"{name} gave {_error_text(cuda, status)}")
@@ -52,36 +53,36 @@ def cuda_uuids(library: str) -> list[str]:
     call("cuDeviceGetCount", ctypes.byref(count))
     # The second version tells a MIG device's own UUID; the first, the card's.
     name = "cuDeviceGetUuid_v2" if hasattr(cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
-    found = []
+    uuids = []
     for ordinal in range(count.value):
         device, raw = ctypes.c_int(), ctypes.create_string_buffer(16)
         call("cuDeviceGet", ctypes.byref(device), ordinal)
         call(name, raw, device)
-        found.append(f"GPU-{uuid.UUID(bytes=raw.raw)}")
-    return found
+        uuids.append(f"GPU-{uuid.UUID(bytes=raw.raw)}")
+    return uuids
 
 
 def has_started(library: str) -> bool:
-    """Whether CUDA's driver runs in this process already, and so reads CUDA_VISIBLE_DEVICES no more; starts nothing.
+    """Return True if CUDA's driver has started in this process, so that it reads CUDA_VISIBLE_DEVICES no more; starts nothing.
 
     Args:
         library: the driver's library; "" for `LIBRARY`.
     """
     try:
         cuda = ctypes.CDLL(library or LIBRARY, mode=os.RTLD_NOLOAD)
-    except OSError:  # nobody has loaded it
+    except OSError:  # not loaded
         return False
     return bool(cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != _NOT_INITIALIZED)
 
 
 def count_beside(library: str, env: Mapping[str, str]) -> int:
-    """GPUs that a process started from this one sees; 0 also where it does not say.
+    """Return the number of GPUs that a process started from this one sees; 0 where that is unknown.
 
-    This process may have threads: the question is asked in a fresh one, which knows nothing but this file.
+    This process may have threads, so a fresh one counts, which runs only this file.
 
     Args:
         library: the driver's library; "" for `LIBRARY`.
-        env: variables that the other process has besides those of this one.
+        env: variables that the other process gets besides those of this one.
     """
     inherited = os.environ  # noqa: TID251 - the other process inherits the environment of this one
     try:
@@ -108,26 +109,26 @@ def _error_text(cuda: ctypes.CDLL, status: int) -> str:
 def ask(
     library: str, views: Sequence[Mapping[str, str | None]], tell: Callable[[bytes], None]
 ) -> None:
-    """Ask in forked processes, one per view, and hand `tell` the answers as JSON, from a thread.
+    """Count in forked processes, one per view, and pass the answers to `tell` as JSON, from a thread.
 
-    Call it while this process has no other thread. The thread waits as long as the driver takes; whoever reads the
+    Call it while this process has no other thread. The thread waits as long as the driver takes; the reader of the
     answers has the deadline, and ends the process group.
 
     Args:
         library: the driver's library; "" for `LIBRARY`.
-        views: variables to change before the question; None leaves one out.
+        views: variables to change before counting; None unsets one.
         tell: called once with a list of {"uuids": [...], "error": ""}, in the order of `views`.
     """
     asked = [_fork(library, view) for view in views]
 
     def pass_on() -> None:
-        tell(json.dumps([_heard(pid, pipe) for pid, pipe in asked]).encode())
+        tell(json.dumps([_read_answer(pid, pipe) for pid, pipe in asked]).encode())
 
     threading.Thread(target=pass_on, name="sparkhvd-gpus", daemon=True).start()
 
 
 def _fork(library: str, view: Mapping[str, str | None]) -> tuple[int, int]:
-    """Start a process that asks; returns its number, and the pipe on which it answers."""
+    """Start a process that counts; return its process id, and the pipe on which it answers."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -136,18 +137,18 @@ def _fork(library: str, view: Mapping[str, str | None]) -> tuple[int, int]:
     return pid, read
 
 
-def _heard(pid: int, pipe: int) -> Any:
+def _read_answer(pid: int, pipe: int) -> Any:
     with os.fdopen(pipe, "rb") as file:
-        said = file.read()
+        answer = file.read()
     _, status = os.waitpid(pid, 0)
-    if said:
-        return json.loads(said)
+    if answer:
+        return json.loads(answer)
     code = os.waitstatus_to_exitcode(status)
     return {"uuids": [], "error": f"the process that asked CUDA's driver ended with {code}"}
 
 
 def _answer(library: str, view: Mapping[str, str | None], fd: int) -> NoReturn:
-    """The forked process: one answer, and no exit handlers of the process that it is a copy of."""
+    """Answer from a forked process, and end it without the exit handlers that it has inherited."""
     try:
         try:
             for name, value in view.items():
@@ -155,7 +156,7 @@ def _answer(library: str, view: Mapping[str, str | None], fd: int) -> NoReturn:
                 if value is not None:
                     os.environ[name] = value  # noqa: TID251 - as above
             answer = {"uuids": cuda_uuids(library), "error": ""}
-        except Exception as e:  # noqa: BLE001 - the answer is why there is none
+        except Exception as e:  # noqa: BLE001 - the error is the answer
             answer = {"uuids": [], "error": str(e) or type(e).__name__}
         os.write(fd, json.dumps(answer).encode())
     finally:

@@ -1,4 +1,4 @@
-"""Resource profiles of stages: of ranks the caller's own, or one that gives each a GPU and its share of the cores."""
+"""Resource profiles of stages: the caller's own, or one that gives each rank a GPU and its share of the cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from sparkhvd.spark import SparkShim
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
-    from pyspark.sql import SparkSession
 
 __all__ = [
     "check_profile",
@@ -30,10 +29,10 @@ __all__ = [
 
 
 def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> None:
-    """Refuse a profile of the caller's where Spark would.
+    """Refuse the caller's profile where Spark takes none.
 
     Raises:
-        InvalidArgumentError: it would.
+        InvalidArgumentError: Spark takes none.
     """
     if profile is None:
         return
@@ -48,7 +47,7 @@ def check_profile(profile: ResourceProfile | None, conf: Mapping[str, str]) -> N
 
 
 def no_profiles() -> str:
-    """Why this pyspark gives no stage a resource profile, or ""."""
+    """Return the reason why stages of this pyspark have no resource profile, or ""."""
     import pyspark
 
     if int(pyspark.__version__.split(".")[0]) < 4:
@@ -59,11 +58,11 @@ def no_profiles() -> str:
 def plan_gpus(
     shim: SparkShim, conf: Mapping[str, str], use_gpu: bool | None, given: ResourceProfile | None
 ) -> tuple[decide.GpuPlan, ResourceProfile | None]:
-    """How ranks get GPUs, and the profile of the stage: the caller's, else one if it is needed.
+    """Decide how ranks get GPUs, and on the profile of the stage: the caller's, or one if it is needed.
 
     Raises:
-        InvalidArgumentError: see `gpus.decide`.
-        PreflightError: see `gpus.decide`.
+        InvalidArgumentError: see `decide.decide`.
+        PreflightError: see `decide.decide`.
     """
     share = share_of(given)
     plan = decide.decide(conf, use_gpu, refused=no_profiles(), given=share)
@@ -76,18 +75,17 @@ def plan_gpus(
         return decide.decide(conf, use_gpu, refused=refused), None
 
 
-# Stages of one plan that ask by different profiles cannot be one stage, so an application has one for all its models: a
+# Stages with different profiles cannot be merged into one, so an application has one for all its models: a
 # plan may have DataFrames of several sessions, such as that which Spark makes for each `foreachBatch`.
 _shared: dict[str, ResourceProfile | None] = {}
 _sharing = threading.Lock()
 
 
-def profile_to_share_gpus(spark: SparkSession) -> ResourceProfile | None:
-    """A profile by which tasks of an ordinary stage share the GPUs of their executors; None where there is none to ask.
+def profile_to_share_gpus(shim: SparkShim) -> ResourceProfile | None:
+    """Return a profile by which tasks of an ordinary stage share the GPUs of their executors; None if there are none.
 
     The same object for an application (on Connect: a session), as long as this process lives. Costs a few requests to the server the first time.
     """
-    shim = SparkShim(spark)
     key = shim.profile_scope()
     with _sharing:
         if key not in _shared:
@@ -103,13 +101,12 @@ def _profile_to_share(shim: SparkShim) -> ResourceProfile | None:
         return None
     # A cluster manager that takes no profiles leaves its tasks without GPUs, as they were.
     with contextlib.suppress(Exception):
-        made: ResourceProfile = shim.profile(share.cpus, share.gpus)
-        return made
+        return shim.profile(share.cpus, share.gpus)
     return None
 
 
 def _first_line(error: Exception) -> str:
-    """What Spark says, without the JVM's stack."""
+    """Return Spark's message without the JVM's stack."""
     text = str(getattr(error, "java_exception", None) or error).strip()
     return text.splitlines()[0] if text else type(error).__name__
 
@@ -117,7 +114,7 @@ def _first_line(error: Exception) -> str:
 def slots_of(
     conf: Mapping[str, str], plan: decide.GpuPlan, given: ResourceProfile | None = None
 ) -> placement.Slots:
-    """The most ranks that the configuration can run at once, each with its share."""
+    """Return the most ranks that the configuration can run at once, each with its share."""
     share = share_of(given) or plan.profile or decide.Share()
     return placement.configured_slots(conf, os.cpu_count() or 1, share.cpus, share.gpus)
 
@@ -129,7 +126,7 @@ def default_slots(
     library: str,
     env: Mapping[str, str] | None = None,
 ) -> placement.Slots:
-    """The slots of ranks that each take a GPU by their local rank, and whose number nobody gave.
+    """Return the default slots of ranks that each take a GPU by their local rank.
 
     On a local master no more than this host has GPUs, if it has any. Over Connect the master's host is not this one.
 
@@ -137,7 +134,7 @@ def default_slots(
         shim: the session.
         conf: its configuration.
         slots: the most that the configuration can run at once.
-        library: of CUDA's driver; "" for the system's.
+        library: path of CUDA's driver library; "" for the system's.
         env: the user's variables for the ranks.
     """
     master = conf.get("spark.master", "")
@@ -146,16 +143,16 @@ def default_slots(
     count = probe.count_beside(library, env or {})
     if not count or slots.maximum is None or slots.maximum <= count:
         return slots
-    found = f"master {master!r} on a host with {count} GPU{'s' * (count != 1)}"
-    return replace(slots, maximum=count, reason=found)
+    reason = f"master {master!r} on a host with {count} GPU{'s' * (count != 1)}"
+    return replace(slots, maximum=count, reason=reason)
 
 
 def share_of(profile: ResourceProfile | None) -> decide.Share | None:
-    """Return what a profile gives a task; None for no profile."""
+    """Return the resources that a profile gives a task; None for no profile."""
     if profile is None:
         return None
     cpus, gpu = (profile.taskResources.get(name) for name in ("cpus", "gpu"))
-    # A profile that does not name GPUs gives none, whatever the conf says.
+    # A profile that does not name GPUs gives none, also where the conf does.
     return decide.Share(
         None if cpus is None else int(cpus.amount), 0.0 if gpu is None else gpu.amount
     )

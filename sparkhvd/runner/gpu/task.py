@@ -1,4 +1,4 @@
-"""GPUs as a barrier task meets them: what Spark gave it, what its trainer's process sees, what the ranks agree on."""
+"""GPUs of a barrier task: those that Spark gave it, those that its trainer sees, and the agreement of the ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["own_gpu", "rank_gpus", "variables", "views"]
 
 
 def variables(barrier: BarrierTaskContext, mode: str) -> dict[str, str]:
-    """The variables that decide which GPUs the trainer sees, before it knows of the other ranks'."""
+    """Return the variables that make GPUs visible to the trainer, before those of other ranks are known."""
     gpu = barrier.resources().get("gpu")
     return decide.variables(
         mode,
@@ -29,14 +29,14 @@ def variables(barrier: BarrierTaskContext, mode: str) -> dict[str, str]:
 
 
 def views(mode: str) -> list[dict[str, str | None]]:
-    """With which variables the trainer is to say which GPUs it sees."""
+    """Return the changes of variables for which the trainer reports the GPUs that it sees."""
     return decide.views(mode, inherited(decide.VISIBLE))
 
 
 def rank_gpus(
     ranks: Sequence[RankFacts], endpoints: Sequence[Endpoint]
 ) -> list[agreement.RankGpus]:
-    """What the ranks' processes see, by rank."""
+    """Return the GPUs that the ranks' processes see, by rank."""
     return [
         agreement.RankGpus(
             facts.host, local_rank, facts.gpus, facts.gpu_error, facts.visible, facts.cpu_torch
@@ -48,28 +48,28 @@ def rank_gpus(
 def own_gpu(
     mode: str,
     rank: int,
-    found: Sequence[agreement.RankGpus],
+    ranks: Sequence[agreement.RankGpus],
     endpoints: Sequence[Endpoint],
     trainer: Trainer,
     env: Mapping[str, str],
 ) -> agreement.OwnGpu:
-    """Where the rank's process finds its GPU.
+    """Return the GPU of a rank.
 
     Args:
-        mode: of `gpus.Mode`.
+        mode: of `decide.Mode`.
         rank: this rank.
-        found: `rank_gpus(...)`.
+        ranks: `rank_gpus(...)`.
         endpoints: by rank.
-        trainer: its process.
+        trainer: process of the rank.
         env: the user's variables for the ranks.
     """
     host = endpoints[rank].host_key
     neighbours = [
-        one for one, place in zip(found, endpoints, strict=True) if place.host_key == host
+        gpus for gpus, place in zip(ranks, endpoints, strict=True) if place.host_key == host
     ]
-    # Where the user has said what the ranks see, that is what they see. Who did not answer once is not waited for again.
-    asks = mode == decide.Mode.TASK and decide.VISIBLE not in env and bool(found[rank].uuids)
+    # The user's own variable wins. A driver that has not answered once is not waited for again.
+    asks = mode == decide.Mode.TASK and decide.VISIBLE not in env and bool(ranks[rank].uuids)
     seen = trainer.gpus(view=1)[0] if asks else ()
     return agreement.own_gpu(
-        mode, neighbours, found[rank].local_rank, seen, inherited(decide.VISIBLE)
+        mode, neighbours, ranks[rank].local_rank, seen, inherited(decide.VISIBLE)
     )

@@ -37,8 +37,8 @@ from sparkhvd.torch.collectives.reducescatters import (
     reducescatter,
     reducescatter_async,
 )
+from sparkhvd.torch.collectives.reductions import Adasum, Average, Max, Min, Product, Sum
 from sparkhvd.torch.collectives.sparse import sparse_allreduce_async
-from sparkhvd.torch.collectives.tensors import Adasum, Average, Max, Min, Product, Sum
 
 __all__ = [
     "Adasum",

@@ -1,15 +1,15 @@
-"""`allgather`: every rank's rows, on every rank; alone and grouped."""
+"""`allgather`: every rank's rows, on every rank; single and grouped."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import DType, ReduceOp, Work
+from sparkhvd.engine.engine import Collective, DType, ReduceOp, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_list
 from sparkhvd.torch.collectives.allreduces import allreduce, grouped_allreduce
@@ -17,6 +17,7 @@ from sparkhvd.torch.collectives.cuda_gathers import DeviceGather, start_device_a
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
+    Saved,
     as_sent,
     engine_dtype,
     gradient_name,
@@ -31,32 +32,30 @@ __all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgath
 # Smaller results are copied: a copy of 16 KiB costs less than keeping the operation alive.
 COPIED_BYTES = 16 << 10
 
-# What came: tensor and rows of each rank, for each tensor that was given.
+# The joined tensor and the rows received from each rank, for each tensor of an operation.
 Gathered = list[tuple[Tensor, tuple[int, ...]]]
 
 
 def start_allgather(ctx: Context, name: str, tensor: Tensor, process_set: int = 0) -> Work:
-    """Submit a tensor of the CPU, of at least one dimension."""
+    """Submit a tensor on the CPU, of at least one dimension."""
     return _start_one_type(ctx, name, [tensor], process_set)
 
 
 def gathered(work: Work, dtype: torch.dtype, shape: torch.Size) -> tuple[Tensor, tuple[int, ...]]:
-    """The result of a finished operation on a tensor like `shape`, and the rows from every rank."""
+    """Return the result of a finished operation on a tensor like `shape`, and the rows from every rank."""
     return unpack(work, dtype, [shape])[0]
 
 
 def unpack(work: Work, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Gathered:
-    """What a finished allgather or alltoall of tensors like `shapes` has made: tensor after tensor."""
+    """Return the results of a finished allgather or alltoall of tensors like `shapes`, tensor after tensor."""
     output = work.output()
     members = len(output.rows) // len(shapes)
     parts: Gathered = []
     first = 0
-    buffer: Any = None
-    if output.num_bytes > 0:
-        # The engine allocated this memory, and it lives as long as the work: the tensors' storages keep the
-        # buffer, and the buffer keeps the work.
-        buffer = (ctypes.c_char * output.num_bytes).from_address(output.address)
-        buffer.work = work
+    # The engine allocated this memory, and it lives as long as the work: the tensors' storages keep the buffer,
+    # and the buffer keeps the work. Without bytes the address is 0, and nothing is read.
+    buffer = (ctypes.c_char * output.num_bytes).from_address(output.address)
+    buffer.work = work  # type: ignore[attr-defined]  # instances of ctypes' arrays take attributes
     for index, shape in enumerate(shapes):
         rows = output.rows[index * members : (index + 1) * members]
         full = torch.Size((sum(rows), *shape[1:]))
@@ -93,16 +92,20 @@ def _start_one_type(
     views = [view(source, None) for source in sources]
     dtype = engine_dtype(name, sources[0])
     return ctx.engine.start(
-        ctx.engine.prepare_allgather(views, dtype, process_set, digest), name, sources
+        ctx.engine.prepare(
+            Collective.ALLGATHER, views, dtype, process_set=process_set, numbers=digest
+        ),
+        name,
+        sources,
     )
 
 
 def start_single_allgather(
     tensor: Tensor, name: str | None, process_set: ProcessSet, *, is_awaited: bool = False
-) -> tuple[Handle, list[int]]:
-    """A handle for the joined tensor; when it has been waited for, the list has every rank's rows.
+) -> tuple[Handle[Tensor], list[int]]:
+    """Submit one tensor; once the handle has been waited for, the list has every rank's rows.
 
-    `is_awaited` says that it is waited for at once.
+    `is_awaited`: the caller waits at once.
     """
     ctx = context()
     number = set_id(process_set)
@@ -121,11 +124,11 @@ def start_single_allgather(
         rows.extend(counts)
         return joined
 
-    return Handle(name, (work,), finish=finish), rows
+    return Handle(name, (work,), finish), rows
 
 
 def joined_by(work: Operation, dtype: torch.dtype, shapes: Sequence[Sequence[int]]) -> Gathered:
-    """What a finished allgather of either plane has made: as `unpack`."""
+    """Return the results of a finished allgather of either plane, as `unpack` does."""
     if isinstance(work, DeviceGather):
         return work.outcome()
     assert isinstance(work, Work)
@@ -138,8 +141,8 @@ def start_grouped_allgather(
     process_set: ProcessSet,
     *,
     is_awaited: bool = False,
-) -> tuple[Handle, list[tuple[int, ...]]]:
-    """A handle for the tuple of joined tensors; when it has been waited for, the list has every rank's rows."""
+) -> tuple[Handle[tuple[Tensor, ...]], list[tuple[int, ...]]]:
+    """Submit a group; once the handle has been waited for, the list has every rank's rows of each tensor."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("grouped_allgather", name, number)
@@ -152,10 +155,10 @@ def start_grouped_allgather(
 
     def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
         parts.append(indices)
-        given = [tensors[i] for i in indices]
-        if given[0].is_cpu:
-            return _start_one_type(ctx, part, given, number, digest)
-        return start_device_allgather(ctx, part, given, number, digest, is_awaited=is_awaited)
+        members = [tensors[i] for i in indices]
+        if members[0].is_cpu:
+            return _start_one_type(ctx, part, members, number, digest)
+        return start_device_allgather(ctx, part, members, number, digest, is_awaited=is_awaited)
 
     works = start_group(name, tensors, start, first_dimensions_differ=True)
 
@@ -169,12 +172,12 @@ def start_grouped_allgather(
                 joined[index], rows[index] = tensor, counts
         return tuple(joined)
 
-    return Handle(name, works, result=(), finish=finish), rows
+    return Handle(name, works, finish), rows
 
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+) -> Handle[Tensor]:
     """Start an `allgather`; `synchronize` gives the joined tensor. No gradient flows through it."""
     return start_single_allgather(tensor, name, process_set)[0]
 
@@ -202,13 +205,12 @@ def allgather(
         joined: Tensor = Allgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]  # torch's
         return joined
     handle, _ = start_single_allgather(tensor, name, process_set, is_awaited=True)
-    result: Tensor = handle.wait()
-    return result
+    return handle.wait()
 
 
 def grouped_allgather_async(
     tensors: Iterable[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+) -> Handle[tuple[Tensor, ...]]:
     """Start a `grouped_allgather`; `synchronize` gives the tuple of joined tensors. No gradient."""
     return start_grouped_allgather(tensors, name, process_set)[0]
 
@@ -222,44 +224,64 @@ def grouped_allgather(
         joined: tuple[Tensor, ...] = GroupedAllgather.apply(name, process_set, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return joined
     handle, _ = start_grouped_allgather(tensors, name, process_set, is_awaited=True)
-    result: tuple[Tensor, ...] = handle.wait()
-    return result
+    return handle.wait()
+
+
+class _OwnRows(NamedTuple):
+    """Arguments of a backward pass.
+
+    Attributes:
+        name: of its collective.
+        process_set: the ranks that take part.
+        rows: of each joined tensor the first of this rank's rows, and their number.
+    """
+
+    name: str | None
+    process_set: ProcessSet
+    rows: list[tuple[int, int]]
 
 
 class Allgather(torch.autograd.Function):
     """The gradient is the average of the ranks' gradients, cut to this rank's rows (as in Horovod)."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+    def forward(
+        ctx: Saved[_OwnRows], tensor: Tensor, name: str | None, process_set: ProcessSet
+    ) -> Tensor:
         handle, rows = start_single_allgather(tensor, name, process_set, is_awaited=True)
-        joined: Tensor = handle.wait()
+        joined = handle.wait()
         place = members(process_set).index(context().engine.topology.rank)
-        ctx.arguments = (gradient_name(name), process_set, sum(rows[:place]), rows[place])
+        own = (sum(rows[:place]), rows[place])
+        ctx.arguments = _OwnRows(gradient_name(name), process_set, [own])
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        name, process_set, first, rows = ctx.arguments
+    def backward(  # noqa: D102
+        ctx: Saved[_OwnRows], *gradients: Tensor
+    ) -> tuple[Tensor, None, None]:
+        name, process_set, ((first, rows),) = ctx.arguments
         average = allreduce(gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set)
         return average.narrow(0, first, rows), None, None
 
 
 class GroupedAllgather(torch.autograd.Function):
-    """As `Allgather`, for several tensors."""
+    """The gradients are those of `Allgather`, for several tensors."""
 
     @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor
+    def forward(
+        ctx: Saved[_OwnRows], name: str | None, process_set: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         handle, rows = start_grouped_allgather(tensors, name, process_set, is_awaited=True)
-        joined: tuple[Tensor, ...] = handle.wait()
+        joined = handle.wait()
         place = members(process_set).index(context().engine.topology.rank)
         own = [(sum(counts[:place]), counts[place]) for counts in rows]
-        ctx.arguments = (gradient_name(name), process_set, own)
+        ctx.arguments = _OwnRows(gradient_name(name), process_set, own)
         return joined
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
+    def backward(  # noqa: D102
+        ctx: Saved[_OwnRows], *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         name, process_set, own = ctx.arguments
         averages = grouped_allreduce(
             gradients, name=name, op=ReduceOp.AVERAGE, process_set=process_set

@@ -1,28 +1,25 @@
-"""`allreduce` in all its forms: alone and grouped, waiting and asynchronous, in place and not."""
+"""`allreduce` in all its forms: single and grouped, waiting and asynchronous, in place and into new tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import DType, ReduceOp
-from sparkhvd.torch.arguments import check_compression, to_factor, to_list
+from sparkhvd.engine.engine import Collective, DType, ReduceOp, Reduction
+from sparkhvd.torch.arguments import check_compression, to_list
 from sparkhvd.torch.collectives import cuda_reductions
 from sparkhvd.torch.collectives.cuda_adasum import start_adasum
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle, Operation
+from sparkhvd.torch.collectives.reductions import Request, check_linear, resolve_op, to_request
 from sparkhvd.torch.collectives.tensors import (
-    Reduction,
+    Saved,
     as_sent,
-    check_linear,
     engine_dtype,
-    gradient_name,
     lend,
     require_contiguous,
-    resolve_op,
     view,
     wants_gradient,
     written,
@@ -43,55 +40,16 @@ __all__ = [
 ]
 
 
-def _start(
-    ctx: Context,
-    name: str,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    reduction: Reduction,
-) -> list[Operation]:
-    """Submit contiguous tensors as one operation per element type; usually that is one."""
-
-    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
-        if not inputs[indices[0]].is_cpu:
-            given, made = [inputs[i] for i in indices], [outputs[i] for i in indices]
-            return _start_on_gpu(ctx, part, given, made, reduction, digest)
-        views = [view(inputs[i], outputs[i]) for i in indices]
-        call = ctx.engine.prepare_allreduce(views, dtype, *reduction, digest)
-        return ctx.engine.start(call, part, lend(*inputs, *outputs))
-
-    return start_group(name, inputs, start, reduction)
+# Looked up once: looking up a member of an enumeration costs time.
+_ALLREDUCE = Collective.ALLREDUCE
 
 
-def _start_on_gpu(
-    ctx: Context,
-    name: str,
-    inputs: Sequence[Tensor],
-    outputs: Sequence[Tensor],
-    reduction: Reduction,
-    digest: tuple[int, ...] = (),
-) -> Operation:
-    by = start_adasum if reduction.op is ReduceOp.ADASUM else cuda_reductions.start_allreduce
-    return by(ctx, name, inputs, outputs, reduction, digest)
-
-
-def _run_one(
-    source: Tensor,
-    target: Tensor | None,
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-) -> Tensor:
+def _run_one(source: Tensor, target: Tensor | None, request: Request) -> Tensor:
     """Reduce one tensor and wait: the path whose time users see. `target` None makes a new tensor."""
     ctx = context()
+    kind, name, reduction, process_set = request
     number = set_id(process_set)
-    name = ctx.name("allreduce", name, number)
-    if type(prescale) is not float:  # nearly always it is, and calls cost time
-        prescale = to_factor(name, "prescale_factor", prescale)
-    if type(postscale) is not float:
-        postscale = to_factor(name, "postscale_factor", postscale)
+    name = ctx.name(kind, name, number)
     dtype = engine_dtype(name, source)
     keep: object
     if target is not None:
@@ -102,13 +60,93 @@ def _run_one(
         target = torch.empty_like(source)
         keep = (source, target)  # nobody else has these
     if not source.is_cpu:
-        reduction = Reduction(op, prescale, postscale, number)
-        _start_on_gpu(ctx, name, [source], [target], reduction).wait()
+        _start_on_gpu(ctx, name, [source], [target], reduction, number).wait()
         return target
     views = (view(source, target),)
-    call = ctx.engine.prepare_allreduce(views, dtype, op, prescale, postscale, number)
+    call = ctx.engine.prepare(_ALLREDUCE, views, dtype, reduction, number)
     ctx.engine.run(call, name, keep)
     return target
+
+
+def _start(
+    tensors: Iterable[Tensor], request: Request, *, in_place: bool
+) -> tuple[str, list[Operation], list[Tensor]]:
+    """Submit tensors as one operation per element type; usually that is one.
+
+    Returns:
+        The name, the operations, and the tensors that they write: the caller's if `in_place`.
+    """
+    ctx = context()
+    number = set_id(request.process_set)
+    name = ctx.name(request.kind, request.name, number)
+    inputs = outputs = to_list(name, tensors)
+    for tensor in inputs:
+        engine_dtype(name, tensor)
+        if in_place:
+            require_contiguous(name, tensor)
+    if not in_place:
+        inputs = [as_sent(tensor) for tensor in inputs]
+        outputs = [torch.empty_like(tensor) for tensor in inputs]
+    reduction = request.reduction
+
+    def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
+        if not inputs[indices[0]].is_cpu:
+            ins, outs = [inputs[i] for i in indices], [outputs[i] for i in indices]
+            return _start_on_gpu(ctx, part, ins, outs, reduction, number, digest)
+        views = [view(inputs[i], outputs[i]) for i in indices]
+        call = ctx.engine.prepare(_ALLREDUCE, views, dtype, reduction, number, numbers=digest)
+        return ctx.engine.start(call, part, lend(*inputs, *outputs))
+
+    return name, start_group(name, inputs, start, reduction), outputs
+
+
+def _start_on_gpu(
+    ctx: Context,
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    reduction: Reduction,
+    process_set: int,
+    digest: tuple[int, ...] = (),
+) -> Operation:
+    is_adasum = reduction.op is ReduceOp.ADASUM
+    by = start_adasum if is_adasum else cuda_reductions.start_allreduce
+    return by(ctx, name, inputs, outputs, reduction, process_set, digest)
+
+
+def _one(tensor: Tensor, request: Request, *, in_place: bool = False) -> Handle[Tensor]:
+    name, works, outputs = _start([tensor], request, in_place=in_place)
+    return Handle(name, works, lambda: outputs[0], outputs if in_place else ())
+
+
+def _group(
+    tensors: Iterable[Tensor], request: Request, *, in_place: bool = False
+) -> Handle[list[Tensor]]:
+    name, works, outputs = _start(tensors, request, in_place=in_place)
+    return Handle(name, works, lambda: outputs, outputs if in_place else ())
+
+
+def _reduced(tensors: Sequence[Tensor], request: Request) -> Sequence[Tensor]:
+    """Reduce and wait; gradients flow through the new tensors."""
+    if any([wants_gradient(tensor) for tensor in tensors]):
+        reduced: tuple[Tensor, ...] = Allreduce.apply(request, *tensors)  # type: ignore[no-untyped-call]  # torch's
+        return reduced
+    if len(tensors) == 1:
+        return [_run_one(tensors[0], None, request)]
+    return _group(tensors, request).wait()
+
+
+def _compressed(
+    tensors: Iterable[Tensor], compression: type[Compressor], request: Request
+) -> list[Tensor]:
+    """Reduce compressed tensors and decompress the results."""
+    check_compression(request.kind, compression)
+    compressed = [compression.compress(tensor) for tensor in to_list(request.kind, tensors)]
+    reduced = _reduced([wire for wire, _ in compressed], request)
+    return [
+        compression.decompress(tensor, ctx)
+        for tensor, (_, ctx) in zip(reduced, compressed, strict=True)
+    ]
 
 
 def allreduce_async(
@@ -119,10 +157,12 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start an `allreduce`; `synchronize` gives a new tensor. No gradient flows through it."""
-    op = resolve_op(average, op)
-    return start_allreduce([tensor], name, op, prescale_factor, postscale_factor, process_set, True)
+    request = to_request(
+        "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
+    )
+    return _one(tensor, request)
 
 
 def allreduce_async_(
@@ -133,56 +173,12 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start an `allreduce` that writes its result into `tensor`, which must be contiguous."""
-    op = resolve_op(average, op)
-    return _start_in_place([tensor], name, op, prescale_factor, postscale_factor, process_set, True)
-
-
-def start_allreduce(
-    tensors: Iterable[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    single: bool,
-) -> Handle:
-    """Submit tensors as one operation per element type; the handle gives one new tensor or a list."""
-    ctx = context()
-    number = set_id(process_set)
-    name = ctx.name("allreduce" if single else "grouped_allreduce", name, number)
-    tensors = to_list(name, tensors)
-    prescale = to_factor(name, "prescale_factor", prescale)
-    postscale = to_factor(name, "postscale_factor", postscale)
-    for tensor in tensors:
-        engine_dtype(name, tensor)
-    inputs = [as_sent(tensor) for tensor in tensors]
-    outputs = [torch.empty_like(tensor) for tensor in inputs]
-    works = _start(ctx, name, inputs, outputs, Reduction(op, prescale, postscale, number))
-    return Handle(name, works, outputs[0] if single else outputs)
-
-
-def _start_in_place(
-    tensors: Iterable[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    single: bool,
-) -> Handle:
-    ctx = context()
-    number = set_id(process_set)
-    name = ctx.name("allreduce" if single else "grouped_allreduce", name, number)
-    own = to_list(name, tensors)
-    prescale = to_factor(name, "prescale_factor", prescale)
-    postscale = to_factor(name, "postscale_factor", postscale)
-    for tensor in own:
-        engine_dtype(name, tensor)
-        require_contiguous(name, tensor)
-    works = _start(ctx, name, own, own, Reduction(op, prescale, postscale, number))
-    return Handle(name, works, own[0] if single else own, changed=own)
+    request = to_request(
+        "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
+    )
+    return _one(tensor, request, in_place=True)
 
 
 def allreduce(
@@ -224,39 +220,12 @@ def allreduce(
         CollectiveTimeoutError: a rank did not come in time; the message names it.
         PeerLostError: a rank is gone. The engine is unusable until it is initialised again.
     """
-    op = resolve_op(average, op)
+    request = to_request(
+        "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
+    )
     if compression is NoneCompressor and not wants_gradient(tensor):
-        return _run_one(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
-    return _allreduce(
-        [tensor], name, compression, op, prescale_factor, postscale_factor, process_set, True
-    )[0]
-
-
-def _allreduce(
-    tensors: Iterable[Tensor],
-    name: str | None,
-    compression: type[Compressor],
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    single: bool,
-) -> list[Tensor]:
-    what = "allreduce" if single else "grouped_allreduce"
-    check_compression(what, compression)
-    compressed = [compression.compress(tensor) for tensor in to_list(what, tensors)]
-    wires = [wire for wire, _ in compressed]
-    if any(wants_gradient(wire) for wire in wires):
-        reduced: Sequence[Tensor] = GroupedAllreduce.apply(  # type: ignore[no-untyped-call]  # torch's
-            name, op, prescale, postscale, process_set, single, *wires
-        )
-    else:
-        result = start_allreduce(wires, name, op, prescale, postscale, process_set, single).wait()
-        reduced = [result] if single else result
-    return [
-        compression.decompress(tensor, ctx)
-        for tensor, (_, ctx) in zip(reduced, compressed, strict=True)
-    ]
+        return _run_one(tensor, None, request)
+    return _compressed([tensor], compression, request)[0]
 
 
 def allreduce_(
@@ -269,8 +238,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`allreduce` into `tensor` itself, which must be contiguous; no gradient."""
-    op = resolve_op(average, op)
-    _run_one(tensor, tensor, name, op, prescale_factor, postscale_factor, process_set)
+    request = to_request(
+        "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
+    )
+    _run_one(tensor, tensor, request)
     written((tensor,))
     return tensor
 
@@ -283,10 +254,17 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start a `grouped_allreduce`; `synchronize` gives the list of results."""
-    op = resolve_op(average, op)
-    return start_allreduce(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
+    request = to_request(
+        "grouped_allreduce",
+        name,
+        resolve_op(average, op),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
+    return _group(tensors, request)
 
 
 def grouped_allreduce_async_(
@@ -297,10 +275,17 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start a `grouped_allreduce` into the tensors themselves, which must be contiguous."""
-    op = resolve_op(average, op)
-    return _start_in_place(tensors, name, op, prescale_factor, postscale_factor, process_set, False)
+    request = to_request(
+        "grouped_allreduce",
+        name,
+        resolve_op(average, op),
+        prescale_factor,
+        postscale_factor,
+        process_set,
+    )
+    return _group(tensors, request, in_place=True)
 
 
 def grouped_allreduce(
@@ -314,10 +299,15 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allreduce` of several tensors as one operation (one per dtype), without copying them together; all or none."""
-    op = resolve_op(average, op)
-    return _allreduce(
-        tensors, name, compression, op, prescale_factor, postscale_factor, process_set, False
+    request = to_request(
+        "grouped_allreduce",
+        name,
+        resolve_op(average, op),
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
+    return _compressed(tensors, compression, request)
 
 
 def grouped_allreduce_(
@@ -330,50 +320,28 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`grouped_allreduce` into the tensors themselves, which must be contiguous; no gradient."""
-    op = resolve_op(average, op)
-    handle = _start_in_place(
-        tensors, name, op, prescale_factor, postscale_factor, process_set, False
+    request = to_request(
+        "grouped_allreduce",
+        name,
+        resolve_op(average, op),
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
-    result: list[Tensor] = handle.wait()
-    return result
+    return _group(tensors, request, in_place=True).wait()
 
 
-class GroupedAllreduce(torch.autograd.Function):
+class Allreduce(torch.autograd.Function):
     """The gradient of a sum over ranks is the sum of the ranks' gradients, with the same factors."""
 
     @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        name: str | None,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-        single: bool,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        what = "allreduce" if single else "grouped_allreduce"
-        prescale = to_factor(what, "prescale_factor", prescale)
-        postscale = to_factor(what, "postscale_factor", postscale)
-        ctx.arguments = (gradient_name(name), op, prescale, postscale, process_set, single)
-        handle = start_allreduce(tensors, name, op, prescale, postscale, process_set, single)
-        result = handle.wait()
-        return (result,) if single else tuple(result)
+    def forward(ctx: Saved[Request], request: Request, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.arguments = request
+        return tuple(_reduced(tensors, request))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        name, op, prescale, postscale, process_set, single = ctx.arguments
-        check_linear("allreduce", op)
-        # Not `start_allreduce`: with create_graph=True the gradient has a gradient too.
-        arguments = {
-            "name": name,
-            "op": op,
-            "prescale_factor": prescale,
-            "postscale_factor": postscale,
-            "process_set": process_set,
-        }
-        if single:
-            reduced = [allreduce(gradients[0], **arguments)]
-        else:
-            reduced = grouped_allreduce(gradients, **arguments)
-        return (None, None, None, None, None, None, *reduced)
+    def backward(ctx: Saved[Request], *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        request = ctx.arguments
+        check_linear("allreduce", request.reduction.op)
+        # With create_graph=True the gradients have gradients too.
+        return None, *_reduced(gradients, request.of_gradient())

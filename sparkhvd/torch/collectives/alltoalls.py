@@ -1,20 +1,21 @@
-"""`alltoall`: some rows to every rank, some rows from every rank."""
+"""`alltoall`: rows to every rank, rows from every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Work
+from sparkhvd.engine.engine import Collective, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.collectives.allgathers import gathered
 from sparkhvd.torch.collectives.cuda_gathers import DeviceGather, start_device_alltoall
 from sparkhvd.torch.collectives.handles import Handle
 from sparkhvd.torch.collectives.tensors import (
+    Saved,
     as_sent,
     engine_dtype,
     gradient_name,
@@ -30,15 +31,15 @@ Splits = Tensor | Sequence[int]
 
 
 def split_numbers(what: str, splits: Splits | None) -> list[int] | None:
-    """The splits as numbers."""
+    """Return the splits as integers."""
     if splits is None:
         return None
     if not isinstance(splits, Tensor):
-        given = to_list(what, splits, "splits")
-        numbers = to_integers(given)
+        items = to_list(what, splits, "splits")
+        numbers = to_integers(items)
         if numbers is None:
             raise InvalidArgumentError(
-                f"{what}: splits are {given!r}; they must be integers, one per rank of the process set."
+                f"{what}: splits are {items!r}; they must be integers, one per rank of the process set."
             )
         return numbers
     if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool:
@@ -58,7 +59,7 @@ def alltoall_async(
     splits: Splits | None = None,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[tuple[Tensor, Tensor]]:
     """Start an `alltoall`; `synchronize` gives `(output, received_splits)`, also without `splits`. No gradient."""
     return start_alltoall(tensor, splits, name, process_set)
 
@@ -70,8 +71,8 @@ def start_alltoall(
     process_set: ProcessSet,
     *,
     is_awaited: bool = False,
-) -> Handle:
-    """As `alltoall_async`; `is_awaited` says that it is waited for at once."""
+) -> Handle[tuple[Tensor, Tensor]]:
+    """Submit a tensor, as `alltoall_async` does; `is_awaited`: the caller waits at once."""
     ctx = context()
     number = set_id(process_set)
     name = ctx.name("alltoall", name, number)
@@ -85,7 +86,13 @@ def start_alltoall(
     work: Work | DeviceGather
     if tensor.is_cpu:
         source = as_sent(tensor)
-        call = ctx.engine.prepare_alltoall(view(source, None), numbers, dtype, number)
+        call = ctx.engine.prepare(
+            Collective.ALLTOALL,
+            [view(source, None)],
+            dtype,
+            process_set=number,
+            numbers=tuple(numbers or ()),
+        )
         work = ctx.engine.start(call, name, source)
     else:
         work = start_device_alltoall(ctx, name, tensor, numbers, number, is_awaited=is_awaited)
@@ -97,7 +104,7 @@ def start_alltoall(
             output, rows = gathered(work, kind, shape)
         return output, torch.tensor(rows, dtype=torch.int32)
 
-    return Handle(name, (work,), finish=finish)
+    return Handle(name, (work,), finish)
 
 
 def alltoall(
@@ -120,7 +127,7 @@ def alltoall(
         process_set: the ranks that take part.
 
     Returns:
-        The joined rows; with `splits` also how many came from each rank (int32).
+        The joined rows; with `splits` also the numbers of rows received from each rank (int32).
 
     Raises:
         InvalidArgumentError: the splits do not fit the tensor or the process set; or as for `allreduce`.
@@ -135,26 +142,49 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
+class _Sent(NamedTuple):
+    """Arguments of a backward pass.
+
+    Attributes:
+        name: of its collective.
+        process_set: the ranks that take part.
+        received: rows that came from each rank.
+        rows: of the tensor that was sent.
+    """
+
+    name: str | None
+    process_set: ProcessSet
+    received: Tensor
+    rows: int
+
+
+class _Context(Saved[_Sent], Protocol):
+    """Autograd's context, with what `forward` needs of it."""
+
+    def mark_non_differentiable(self, *args: Tensor) -> None:
+        """Declare outputs that have no gradient."""
+
+
 class Alltoall(torch.autograd.Function):
-    """The gradient of rows goes back to where they came from."""
+    """The gradient of rows goes back to the ranks that they came from."""
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any,
+        ctx: _Context,
         tensor: Tensor,
-        splits: Tensor | Sequence[int] | None,
+        splits: Splits | None,
         name: str | None,
         process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor]:
-        output: Tensor
-        received: Tensor
         output, received = start_alltoall(tensor, splits, name, process_set, is_awaited=True).wait()
-        ctx.arguments = (gradient_name(name), process_set, received, tensor.shape[0])
+        ctx.arguments = _Sent(gradient_name(name), process_set, received, tensor.shape[0])
         ctx.mark_non_differentiable(received)
         return output, received
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
+    def backward(  # noqa: D102
+        ctx: _Context, *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         name, process_set, received, rows = ctx.arguments
         gradient, _ = alltoall(gradients[0], received, name, process_set)
         unsent = rows - gradient.shape[0]  # rows behind the last split

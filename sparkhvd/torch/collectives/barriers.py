@@ -20,26 +20,27 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no more work, and wait until every rank has said so.
+    """Announce that this rank has no more work, and wait until every rank has announced it.
 
     For uneven work: the allreduces (Sum, Average) of the ranks that still work, on all ranks and on every process set
-    that this rank is in, go on as if this rank sent zeros; Average still divides by the set's size. Every other operation that they start meanwhile, and Min, Max, Product and
-    Adasum, raises a `MismatchError` on all of them. Nothing is read from or written to this rank's tensors.
+    that this rank is in, go on as if this rank sent zeros; Average still divides by the set's size. Every other
+    operation that they start meanwhile, and Min, Max, Product and Adasum, raises a `MismatchError` on all of them.
+    Nothing is read from or written to this rank's tensors.
 
     Args:
         device: this rank's GPU, if the others may reduce tensors on theirs before this rank has had one there; -1 is
             torch's current device, if CUDA has been used, or none.
 
     Returns:
-        The rank that joined last: the one whose state is the newest.
+        The rank that joined last, whose state is the newest.
 
     Raises:
         CollectiveTimeoutError, PeerLostError: as for `allreduce`; while others work, the wait goes on.
     """
     ctx = context()
     _open_device(ctx, device)
-    mine = ctx.engine.topology.rank
-    sets = [each for each in list(ctx.process_sets.values()) if mine in (each.ranks or ())]
+    rank = ctx.engine.topology.rank
+    sets = [each for each in list(ctx.process_sets.values()) if rank in (each.ranks or ())]
     work = ctx.engine.join()
     # They last as long as the join of all ranks, which work outside of a set keeps alive.
     others = [ctx.engine.join(process_set=set_id(each), timeout_s=0) for each in sets]
@@ -52,7 +53,7 @@ def join(device: int = -1) -> int:
 
 
 def _open_device(ctx: Context, device: int) -> None:
-    """A rank that has joined takes part in the others' operations on GPUs, with zeros, on its own."""
+    """Open this rank's GPU, on which it takes part, with zeros, in operations of ranks that have not joined."""
     if ctx.device is not None:
         return
     if device < 0 and torch.cuda.is_initialized():

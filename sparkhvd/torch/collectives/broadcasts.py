@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import ReduceOp
+from sparkhvd.engine.engine import Collective, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
 from sparkhvd.torch.collectives import cuda_reductions
 from sparkhvd.torch.collectives.allreduces import allreduce
 from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.tensors import (
+    Saved,
     as_sent,
     engine_dtype,
     gradient_name,
@@ -46,7 +45,13 @@ def start_broadcast(
     dtype, root = engine_dtype(name, source), _root(ctx, name, root_rank)
     if not source.is_cpu:
         return cuda_reductions.start_broadcast(ctx, name, source, target, root, dtype, process_set)
-    call = ctx.engine.prepare_broadcast(view(source, target), root, dtype, process_set)
+    call = ctx.engine.prepare(
+        Collective.BROADCAST,
+        [view(source, target)],
+        dtype,
+        process_set=process_set,
+        root_rank=root,
+    )
     return ctx.engine.start(call, name, lend(source, target))
 
 
@@ -55,7 +60,7 @@ def broadcast_async(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start a `broadcast`; `synchronize` gives a new tensor. No gradient flows through it."""
     ctx = context()
     number = set_id(process_set)
@@ -64,7 +69,7 @@ def broadcast_async(
     source = as_sent(tensor)
     target = torch.empty_like(source)
     work = start_broadcast(ctx, name, source, target, root_rank, number)
-    return Handle(name, (work,), target)
+    return Handle(name, (work,), lambda: target)
 
 
 def broadcast_async_(
@@ -72,7 +77,7 @@ def broadcast_async_(
     root_rank: int,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start a `broadcast` into `tensor` itself, which must be contiguous."""
     ctx = context()
     number = set_id(process_set)
@@ -80,7 +85,7 @@ def broadcast_async_(
     engine_dtype(name, tensor)
     require_contiguous(name, tensor)
     work = start_broadcast(ctx, name, tensor, tensor, root_rank, number)
-    return Handle(name, (work,), tensor, changed=(tensor,))
+    return Handle(name, (work,), lambda: tensor, changed=(tensor,))
 
 
 def broadcast(
@@ -93,7 +98,7 @@ def broadcast(
 
     Args:
         tensor: same shape and dtype on every rank, not modified.
-        root_rank: the global rank that has the values.
+        root_rank: the global rank with the values.
         name: as for `allreduce`.
         process_set: the ranks that take part.
 
@@ -107,8 +112,7 @@ def broadcast(
     if wants_gradient(tensor):
         sent: Tensor = Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]  # torch's
         return sent
-    result: Tensor = broadcast_async(tensor, root_rank, name, process_set).wait()
-    return result
+    return broadcast_async(tensor, root_rank, name, process_set).wait()
 
 
 def broadcast_(
@@ -125,7 +129,13 @@ def broadcast_(
     require_contiguous(name, tensor)
     if tensor.is_cpu:
         root = _root(ctx, name, root_rank)
-        call = ctx.engine.prepare_broadcast(view(tensor, tensor), root, dtype, number)
+        call = ctx.engine.prepare(
+            Collective.BROADCAST,
+            [view(tensor, tensor)],
+            dtype,
+            process_set=number,
+            root_rank=root,
+        )
         ctx.engine.run(call, name, lend(tensor))
     else:
         start_broadcast(ctx, name, tensor, tensor, root_rank, number).wait()
@@ -138,14 +148,19 @@ class Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+        ctx: Saved[tuple[str | None, ProcessSet, int]],
+        tensor: Tensor,
+        root_rank: int,
+        name: str | None,
+        process_set: ProcessSet,
     ) -> Tensor:
         ctx.arguments = (gradient_name(name), process_set, root_rank)
-        result: Tensor = broadcast_async(tensor, root_rank, name, process_set).wait()
-        return result
+        return broadcast_async(tensor, root_rank, name, process_set).wait()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
+    def backward(  # noqa: D102
+        ctx: Saved[tuple[str | None, ProcessSet, int]], *gradients: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         name, process_set, root_rank = ctx.arguments
         average = allreduce(gradients[0], name=name, op=ReduceOp.AVERAGE, process_set=process_set)
         if context().engine.topology.rank != root_rank:

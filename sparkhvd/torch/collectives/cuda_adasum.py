@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Work
-from sparkhvd.torch.collectives.tensors import Reduction, engine_dtype, lend, view
+from sparkhvd.engine.engine import Collective, Reduction, Work
+from sparkhvd.torch.collectives.tensors import engine_dtype, lend, view
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import opened
 
@@ -25,7 +25,7 @@ class HostWork:
     Args:
         work: the engine's.
         copies: on the host.
-        outputs: where the results go, on the GPU.
+        outputs: tensors on the GPU for the results.
     """
 
     __slots__ = ("_copies", "_outputs", "_work")
@@ -36,12 +36,12 @@ class HostWork:
         self._outputs = outputs
 
     def done(self) -> bool:
-        """Whether the host has the results; the way back is part of `wait`."""
+        """Return True if the host has the results; `wait` copies them to the GPU."""
         return self._work.done()
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait for the results, and give the current stream the copies back."""
+        """Wait for the results, and copy them back on the current stream."""
         self._work.wait()
         for output, copy in zip(self._outputs, self._copies, strict=True):
             output.detach().copy_(copy)
@@ -54,6 +54,7 @@ def start_adasum(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     reduction: Reduction,
+    process_set: int,
     digest: tuple[int, ...] = (),
 ) -> HostWork:
     """Submit contiguous tensors of one type on the rank's GPU, which may be their own outputs."""
@@ -62,5 +63,7 @@ def start_adasum(
     copies = [each.detach().cpu() for each in inputs]
     views = [view(copy, copy) for copy in copies]
     dtype = engine_dtype(name, copies[0])
-    call = ctx.engine.prepare_allreduce(views, dtype, *reduction, digest)
+    call = ctx.engine.prepare(
+        Collective.ALLREDUCE, views, dtype, reduction, process_set, numbers=digest
+    )
     return HostWork(ctx.engine.start(call, name, lend(*copies)), copies, outputs)

@@ -1,13 +1,13 @@
 """allgather and alltoall of tensors on a GPU, whose results are as long as the ranks' rows say.
 
-First the ranks tell each other their rows over the CPU's plane; then torch allocates the result and the operation is
-submitted.
+First the ranks exchange their numbers of rows over the CPU's plane; then torch allocates the result and the operation
+is submitted.
 
 **Threads.** A caller that waits does both steps itself. For asynchronous calls one thread per context, which lives as
-long as there is something to do, does what is due: a rank may go on with other operations, or wait for them, while
+long as gathers are pending, begins the second steps: a rank may go on with other operations, or wait for them, while
 another rank waits for this one.
 
-**Ownership.** A gather's state belongs to whoever holds its lock.
+**Ownership.** A gather's state belongs to the thread that holds its lock.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import TensorView, Work
+from sparkhvd.engine.engine import Collective, TensorView, Work
 from sparkhvd.errors import CollectiveTimeoutError, InvalidArgumentError, MismatchError
 from sparkhvd.torch.collectives.cuda_reductions import DeviceWork, submit
 from sparkhvd.torch.collectives.tensors import DTYPES, as_sent, lend
@@ -29,7 +28,7 @@ from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import opened
 from sparkhvd.torch.process_sets import num_members
 
-__all__ = ["DeviceGather", "start_device_allgather", "start_device_alltoall"]
+__all__ = ["DeviceGather", "GatherThread", "start_device_allgather", "start_device_alltoall"]
 
 _INT64 = ctypes.c_int64
 # How long the thread drives the engine for one gather before it looks at the others.
@@ -45,8 +44,8 @@ class DeviceGather:
 
     Args:
         rows: the first step.
-        begin: submits the second, once the first has finished; gives it (None if there is nothing to move) and what
-            comes out.
+        begin: submits the second, once the first has finished; returns it (None if there is nothing to move) and
+            the outcome.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class DeviceGather:
         self._error: BaseException | None = None
 
     def advance(self, timeout_s: float) -> bool:
-        """Begin the second step if it can be within this time; whether it has begun, or never will."""
+        """Begin the second step if possible within this time; return True if it has begun, or never will."""
         with self._lock:
             if self._has_begun:
                 return True
@@ -73,7 +72,7 @@ class DeviceGather:
                 self._has_begun = True
                 self._work, self._outcome = self._begin(self._rows)
                 del self._begin, self._rows  # and what they keep alive
-            except Exception as error:  # noqa: BLE001 - whoever waits gets it
+            except Exception as error:  # noqa: BLE001 - the waiter raises it
                 self._has_begun = True
                 self._error = error
             return True
@@ -85,7 +84,7 @@ class DeviceGather:
                 self._rows.wait(timeout_s)
 
     def done(self) -> bool:
-        """Whether the GPU has finished."""
+        """Return True if the GPU has finished."""
         if not self.advance(0):
             return False
         self._raise()
@@ -100,7 +99,7 @@ class DeviceGather:
             self._work.wait()
 
     def outcome(self) -> Outcome:
-        """After `wait`: each joined tensor, and the rows that came from every rank."""
+        """Return, after `wait`, each joined tensor and the rows received from every rank."""
         return self._outcome
 
     def _raise(self) -> None:
@@ -108,8 +107,8 @@ class DeviceGather:
             raise self._error
 
 
-class _Thread:
-    """Begins second steps for those who do not wait."""
+class GatherThread:
+    """Thread that begins second steps of asynchronous gathers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -117,6 +116,7 @@ class _Thread:
         self._is_running = False
 
     def add(self, gather: DeviceGather) -> None:
+        """Advance a gather until its second step has begun; starts the thread if it does not run."""
         with self._lock:
             self._pending.append(gather)
             if self._is_running:
@@ -140,9 +140,9 @@ class _Thread:
                 pending.append(waiting)
 
 
-def _on_its_own(ctx: Context, gather: DeviceGather) -> DeviceGather:
+def _advanced_by_thread(ctx: Context, gather: DeviceGather) -> DeviceGather:
     if ctx.gathers is None:
-        ctx.gathers = _Thread()
+        ctx.gathers = GatherThread()
     ctx.gathers.add(gather)
     return gather
 
@@ -161,16 +161,18 @@ def start_device_allgather(
     devices = [opened(ctx, name, source) for source in sources]
     device, here, stream = devices[0], devices[0].here(), devices[0].stream()
     members = num_members(ctx, process_set)
-    mine = torch.tensor([source.shape[0] for source in sources], dtype=torch.int64)
-    rows_view = TensorView(mine.data_ptr(), 0, mine.shape)
+    own_rows = torch.tensor([source.shape[0] for source in sources], dtype=torch.int64)
+    rows_view = TensorView(own_rows.data_ptr(), 0, own_rows.shape)
     rows = ctx.engine.start(
-        ctx.engine.prepare_allgather([rows_view], DTYPES[torch.int64], process_set),
+        ctx.engine.prepare(
+            Collective.ALLGATHER, [rows_view], DTYPES[torch.int64], process_set=process_set
+        ),
         f"{name}.rows",
-        mine,
+        own_rows,
     )
 
-    def begin(told: Work) -> tuple[DeviceWork | None, Outcome]:
-        by_rank = _numbers(told, name, members, len(sources))
+    def begin(exchange: Work) -> tuple[DeviceWork | None, Outcome]:
+        by_rank = _numbers(exchange, name, members, len(sources))
         rows = [tuple(each[index] for each in by_rank) for index in range(len(sources))]
         with here():
             joined = [
@@ -180,18 +182,19 @@ def start_device_allgather(
             outcome = list(zip(joined, rows, strict=True))
             if not any(each.numel() for each in joined):  # the same on every rank
                 return None, outcome
-            call = ctx.engine.prepare_allgather(
+            call = ctx.engine.prepare(
+                Collective.ALLGATHER,
                 [_view(x, y) for x, y in zip(sources, joined, strict=True)],
                 DTYPES[sources[0].dtype],
-                process_set,
-                digest,
+                process_set=process_set,
+                numbers=digest,
                 device=device.ordinal,
             )
             keep = lend(*sources, *joined)
             return submit(ctx, device, call, name, stream, keep, joined), outcome
 
     gather = DeviceGather(rows, begin)
-    return gather if is_awaited else _on_its_own(ctx, gather)
+    return gather if is_awaited else _advanced_by_thread(ctx, gather)
 
 
 def start_device_alltoall(
@@ -208,37 +211,41 @@ def start_device_alltoall(
     device = opened(ctx, name, source)
     here, stream = device.here(), device.stream()
     members = num_members(ctx, process_set)
-    mine = torch.tensor(_checked_splits(name, source, splits, members), dtype=torch.int64)
+    own_rows = torch.tensor(_checked_splits(name, source, splits, members), dtype=torch.int64)
     rows = ctx.engine.start(
-        ctx.engine.prepare_alltoall(
-            TensorView(mine.data_ptr(), 0, mine.shape), None, DTYPES[torch.int64], process_set
+        ctx.engine.prepare(
+            Collective.ALLTOALL,
+            [TensorView(own_rows.data_ptr(), 0, own_rows.shape)],
+            DTYPES[torch.int64],
+            process_set=process_set,
         ),
         f"{name}.rows",
-        mine,
+        own_rows,
     )
 
-    def begin(told: Work) -> tuple[DeviceWork | None, Outcome]:
-        counts = tuple(each[0] for each in _numbers(told, name, members, 1))
+    def begin(exchange: Work) -> tuple[DeviceWork | None, Outcome]:
+        counts = tuple(each[0] for each in _numbers(exchange, name, members, 1))
         with here():
             joined = source.new_empty((sum(counts), *source.shape[1:]))
-            call = ctx.engine.prepare_alltoall(
-                _view(source, joined),
-                mine.tolist(),
+            call = ctx.engine.prepare(
+                Collective.ALLTOALL,
+                [_view(source, joined)],
                 DTYPES[source.dtype],
-                process_set,
+                process_set=process_set,
+                numbers=tuple(own_rows.tolist()),
                 device=device.ordinal,
             )
             work = submit(ctx, device, call, name, stream, lend(source, joined), [joined])
         return work, [(joined, counts)]
 
     gather = DeviceGather(rows, begin)
-    return gather if is_awaited else _on_its_own(ctx, gather)
+    return gather if is_awaited else _advanced_by_thread(ctx, gather)
 
 
 def _checked_splits(
     name: str, source: Tensor, splits: Sequence[int] | None, members: int
 ) -> list[int]:
-    """Rows for each rank, refused before any rank waits for them."""
+    """Return the rows for each rank; wrong ones are refused before any rank waits for them."""
     if source.dim() == 0:
         raise InvalidArgumentError(
             f"{name}: a tensor without dimensions cannot be split. Give tensor.reshape(1)."
@@ -258,19 +265,19 @@ def _checked_splits(
     return list(splits)
 
 
-def _numbers(told: Work, name: str, members: int, each: int) -> list[list[int]]:
-    """What the ranks said, rank after rank: `each` numbers from everybody."""
-    output = told.output()
+def _numbers(exchange: Work, name: str, members: int, each: int) -> list[list[int]]:
+    """Return the exchanged numbers, `each` per rank, rank after rank."""
+    output = exchange.output()
     if any(count != each for count in output.rows):
         raise MismatchError(
             f"{name}: ranks disagree on the number of tensors; it is {list(output.rows)} by rank. Give as many on every "
             "rank."
         )
-    # The engine's memory, which lives as long as `told`.
-    held: Any = (_INT64 * (members * each)).from_address(output.address)
-    return [[int(n) for n in held[r * each : (r + 1) * each]] for r in range(members)]
+    # The engine's memory, which lives as long as `exchange`.
+    numbers = (_INT64 * (members * each)).from_address(output.address)
+    return [[int(n) for n in numbers[r * each : (r + 1) * each]] for r in range(members)]
 
 
 def _view(source: Tensor, target: Tensor) -> TensorView:
-    """An operand. A tensor without elements lies nowhere, which to the engine would be no output at all."""
+    """Return an operand; a tensor without elements has address 0, which would mean that the engine allocates the output."""
     return TensorView(source.data_ptr(), target.data_ptr() or 1, source.shape)

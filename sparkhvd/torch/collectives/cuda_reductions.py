@@ -1,8 +1,8 @@
 """Reductions and broadcasts of tensors on a GPU, made of what NCCL can do.
 
 NCCL sums. Factors are torch's: the input is scaled into the output on the caller's stream, which then is reduced in
-place; what comes behind the sum (an average's division, a postscale, a type that NCCL lacks) is torch's too, on the
-stream of whoever waits. Results of integers and bool have the bits that the CPU's have. An average of floats is the
+place; the steps after the sum (an average's division, a postscale, a type that NCCL lacks) are torch's too, on the
+waiter's stream. Results of integers and bool have the bits that the CPU's have. An average of floats is the
 correctly rounded quotient of NCCL's sum; that sum may differ from the CPU's in its last bits, since NCCL adds in an
 order of its own, and halves as halves.
 """
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Call, DType, ReduceOp, Work
+from sparkhvd.engine.engine import Call, Collective, DType, ReduceOp, Reduction, Work
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.tensors import DTYPES, Reduction, lend, view
+from sparkhvd.torch.collectives.tensors import DTYPES, lend, view
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device, copy_each, opened
 from sparkhvd.torch.process_sets import num_members
@@ -35,7 +35,7 @@ __all__ = [
     "submit",
 ]
 
-# Types that NCCL does not reduce, and as what they travel. Sums of the wider type wrap around to the same bits.
+# Types that NCCL does not reduce, and the types in which they travel. Sums of the wider type wrap around to the same bits.
 _WIRES = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.bool: torch.uint8}
 _OF_BOOL = {
     ReduceOp.SUM: ReduceOp.MAX,
@@ -46,13 +46,14 @@ _OF_BOOL = {
 
 
 class DeviceWork:
-    """An operation on the device in flight.
+    """An operation in flight on the device.
 
     Args:
-        device: where.
+        device: the GPU.
         work: the engine's.
-        results: what the operation writes.
-        finish: what remains to be done on the stream that waits.
+        stream: the current stream of the submission.
+        results: tensors that the operation writes.
+        finish: the last steps, on the stream that waits.
     """
 
     __slots__ = ("_device", "_finish", "_results", "_stream", "_work")
@@ -72,7 +73,7 @@ class DeviceWork:
         self._finish = finish
 
     def done(self) -> bool:
-        """Whether the GPU has finished it."""
+        """Return True if the GPU has finished it."""
         return self._work.done()
 
     def wait(self) -> None:
@@ -99,21 +100,21 @@ def submit(
     results: Sequence[Tensor] = (),
     finish: Callable[[], None] | None = None,
 ) -> DeviceWork:
-    """Submit what the stream has been given the inputs of."""
+    """Submit a call whose inputs are ready on the stream."""
     call.request.stream = stream
     return DeviceWork(device, ctx.engine.start(call, name, keep), stream, results, finish)
 
 
 class Scheme(NamedTuple):
-    """How a reduction of some type is done.
+    """Steps of a reduction of one element type.
 
     Attributes:
-        op: what NCCL does.
-        wire: the type in which it does it.
+        op: NCCL's operation.
+        wire: the type in which NCCL reduces.
         before: factor of the input.
         after: factor of the result.
-        divisor: what that is then divided by.
-        digest: what the ranks must have in common and the engine cannot see.
+        divisor: of the result, after that.
+        digest: of arguments that must be equal on all ranks and that the engine does not see.
     """
 
     op: ReduceOp
@@ -124,23 +125,23 @@ class Scheme(NamedTuple):
     digest: tuple[int, ...]
 
 
-def scheme_of(
-    what: str, dtype: torch.dtype, op: ReduceOp, prescale: float, postscale: float, size: int
-) -> Scheme:
-    """The scheme for tensors of a type on `size` ranks.
+def scheme_of(what: str, dtype: torch.dtype, reduction: Reduction, size: int) -> Scheme:
+    """Return the scheme for tensors of a type on `size` ranks.
 
     Raises:
         InvalidArgumentError: it cannot be done.
     """
+    op, before, after = reduction
     if op is ReduceOp.ADASUM:
         raise InvalidArgumentError(f"{what}: Adasum is for allreduce only. Use Average or Sum.")
     wire = _WIRES.get(dtype, dtype)
-    if (op, prescale, postscale) == (op, 1.0, 1.0) and op is not ReduceOp.AVERAGE and wire == dtype:
+    has_factors = (before, after) != (1.0, 1.0)
+    if not has_factors and op is not ReduceOp.AVERAGE and wire == dtype:
         return Scheme(op, wire, 1.0, 1.0, 1.0, ())
-    text = f"{dtype} {op.name} {prescale} {postscale}"
+    text = f"{dtype} {op.name} {before} {after}"
     digest = (int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"),)
     if dtype == torch.bool:
-        if op is ReduceOp.AVERAGE or (prescale, postscale) != (1.0, 1.0):
+        if op is ReduceOp.AVERAGE or has_factors:
             raise InvalidArgumentError(
                 f'{what}: bool has no Average and cannot be scaled. Use Sum or Max for "or", or convert it.'
             )
@@ -152,8 +153,8 @@ def scheme_of(
         # of halves need it, because they stay halves, whose range they would leave.
         power = 1 << (size - 1).bit_length()
         if dtype.is_floating_point and (power == size or dtype.itemsize < torch.float32.itemsize):
-            prescale, divisor = prescale / power, size / power
-    return Scheme(op, wire, prescale, postscale, divisor, digest)
+            before, divisor = before / power, size / power
+    return Scheme(op, wire, before, after, divisor, digest)
 
 
 def divide_(tensors: Sequence[Tensor], divisor: float) -> None:
@@ -177,7 +178,7 @@ def _scale_(tensors: Sequence[Tensor], factor: float, divisor: float = 1.0) -> N
 
 
 def _scaled_integers(tensor: Tensor, factor: float, divisor: float) -> Tensor:
-    """In double, truncated and saturated; NaN gives 0."""
+    """Scale in double, truncate and saturate; NaN gives 0."""
     limits = torch.iinfo(tensor.dtype)
     values = tensor.to(torch.float64).mul_(factor)
     divide_([values], divisor)
@@ -202,24 +203,23 @@ def start_allreduce(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     reduction: Reduction,
+    process_set: int,
     digest: tuple[int, ...] = (),
 ) -> DeviceWork:
     """Submit contiguous tensors of one type, which may be their own outputs."""
     device = _of_all(ctx, name, (*inputs, *outputs))
     dtype = inputs[0].dtype
-    op, prescale, postscale, process_set = reduction
-    scheme = scheme_of(name, dtype, op, prescale, postscale, num_members(ctx, process_set))
+    scheme = scheme_of(name, dtype, reduction, num_members(ctx, process_set))
     stream = device.stream()
     sources, targets = _to_send(inputs, outputs, scheme)
     views = [view(x, y) for x, y in zip(sources, targets, strict=True)]
-    call = ctx.engine.prepare_allreduce(
+    call = ctx.engine.prepare(
+        Collective.ALLREDUCE,
         views,
         DTYPES[scheme.wire],
-        scheme.op,
-        1.0,
-        1.0,
+        Reduction(scheme.op),
         process_set,
-        _joined(digest, scheme.digest),
+        numbers=_joined(digest, scheme.digest),
         device=device.ordinal,
     )
     keep = lend(*sources, *targets, *outputs)
@@ -230,7 +230,7 @@ def start_allreduce(
 def _to_send(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheme: Scheme
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What is read and what is written by NCCL."""
+    """Return the tensors that NCCL reads and those that it writes."""
     ins = [each.detach() for each in inputs]
     outs = [each.detach() for each in outputs]
     if ins[0].dtype == torch.bool:
@@ -244,7 +244,7 @@ def _to_send(
 
 
 def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) -> None:
-    """`targets = sources * factor`; a target may be its own source."""
+    """Compute `targets = sources * factor`; a target may be its own source."""
     if sources[0].dtype.is_floating_point and len(sources) == 1:
         torch.mul(sources[0], factor, out=targets[0])
         return
@@ -257,7 +257,7 @@ def _copy_scaled(targets: list[Tensor], sources: list[Tensor], factor: float) ->
 def _finish(
     scheme: Scheme, written: Sequence[Tensor], outputs: Sequence[Tensor]
 ) -> Callable[[], None] | None:
-    """What comes behind the operation."""
+    """Return the steps after the operation; None if there are none."""
     is_converted = scheme.wire != outputs[0].dtype and outputs[0].dtype != torch.bool
     if scheme.after == scheme.divisor == 1.0 and not is_converted:
         return None
@@ -277,13 +277,13 @@ def start_reducescatter(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
     reduction: Reduction,
+    process_set: int,
     digest: tuple[int, ...] = (),
 ) -> DeviceWork:
     """Submit contiguous tensors of one type; `outputs` are this rank's rows. Inputs are not changed."""
     device = _of_all(ctx, name, inputs)
     dtype = inputs[0].dtype
-    op, prescale, postscale, process_set = reduction
-    scheme = scheme_of(name, dtype, op, prescale, postscale, num_members(ctx, process_set))
+    scheme = scheme_of(name, dtype, reduction, num_members(ctx, process_set))
     stream = device.stream()
     sources, targets = [x.detach() for x in inputs], list(outputs)
     if dtype == torch.bool:
@@ -296,14 +296,13 @@ def start_reducescatter(
         sources = [x.to(scheme.wire) for x in sources]
         targets = [x.to(scheme.wire) for x in targets]
     views = [view(x, y) for x, y in zip(sources, targets, strict=True)]
-    call = ctx.engine.prepare_reducescatter(
+    call = ctx.engine.prepare(
+        Collective.REDUCESCATTER,
         views,
         DTYPES[scheme.wire],
-        scheme.op,
-        1.0,
-        1.0,
+        Reduction(scheme.op),
         process_set,
-        _joined(digest, scheme.digest),
+        numbers=_joined(digest, scheme.digest),
         device=device.ordinal,
     )
     finish = _finish(scheme, targets, outputs)
@@ -322,23 +321,28 @@ def start_broadcast(
     """Submit contiguous tensors; `target` may be `source`."""
     device = _of_all(ctx, name, (source, target))
     stream = device.stream()
-    call = ctx.engine.prepare_broadcast(
-        view(source, target), root_rank, dtype, process_set, device=device.ordinal
+    call = ctx.engine.prepare(
+        Collective.BROADCAST,
+        [view(source, target)],
+        dtype,
+        process_set=process_set,
+        root_rank=root_rank,
+        device=device.ordinal,
     )
     return submit(ctx, device, call, name, stream, lend(source, target), (target,))
 
 
 def _of_all(ctx: Context, name: str, tensors: Sequence[Tensor]) -> Device:
-    """The device on which all of these are."""
+    """Return the device on which all of these are."""
     for tensor in tensors:
         device = opened(ctx, name, tensor)
     return device
 
 
 def _joined(*digests: tuple[int, ...]) -> tuple[int, ...]:
-    """One number that stands for all."""
-    given = [each for each in digests if each]
-    if len(given) < 2:
-        return given[0] if given else ()
-    whole = hashlib.sha256(repr(given).encode()).digest()
+    """Combine digests into one."""
+    present = [digest for digest in digests if digest]
+    if len(present) < 2:
+        return present[0] if present else ()
+    whole = hashlib.sha256(repr(present).encode()).digest()
     return (int.from_bytes(whole[:7], "little"),)

@@ -1,8 +1,8 @@
 """Groups of tensors of several element types: one operation per type and plane (CPU, GPU), and all of them or none.
 
 Each operation carries a digest of the whole group, so where the ranks' groups differ in anything, every operation that
-all ranks have is refused on all of them. There always is one: the first bears the group's own name. What only some
-ranks have never runs, and stays in flight until its timeout.
+all ranks have is refused on all of them. There always is one: the first has the group's own name. An operation that
+only some ranks have never runs, and stays in flight until its timeout.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from sparkhvd.engine.engine import DType, ReduceOp
+from sparkhvd.engine.engine import DType, ReduceOp, Reduction
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.handles import Operation
-from sparkhvd.torch.collectives.tensors import Reduction, by_dtype
+from sparkhvd.torch.collectives.tensors import by_dtype
 
 __all__ = ["start_group"]
 
 _FLOATS = {DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64}
 
-# What the digest has of where a tensor is.
+# Part of the digest: whether a tensor is on a GPU.
 _GPU: tuple[tuple[str, ...], ...] = ((), ("gpu",))
 
 # Submits the tensors at these places, all of one element type and plane, under a name and with a digest.
@@ -41,8 +41,8 @@ def start_group(
         name: of the group.
         tensors: the group.
         start: submits a part.
-        reduction: where there is one.
-        first_dimensions_differ: between ranks, as in an allgather.
+        reduction: of the kinds that reduce.
+        first_dimensions_differ: True if they may, between ranks, as in an allgather.
     """
     parts = by_dtype(name, tensors)
     digest: tuple[int, ...] = ()
@@ -65,15 +65,15 @@ def start_group(
 
 
 def _check(name: str, dtypes: Sequence[DType], reduction: Reduction) -> None:
-    """Refuse what the engine would refuse for one of the parts only, when the others are on their way."""
-    op, prescale, postscale, _ = reduction
+    """Refuse reductions that the engine would refuse for one part only, when the others are in flight."""
+    is_plain = reduction == Reduction(reduction.op) and reduction.op != ReduceOp.AVERAGE
     for dtype in dtypes:
-        if dtype == DType.BOOL and (op == ReduceOp.AVERAGE or (prescale, postscale) != (1.0, 1.0)):
+        if dtype == DType.BOOL and not is_plain:
             raise InvalidArgumentError(
                 f"{name}: one of the tensors is bool, which has no Average and cannot be scaled. Use Sum or Max "
                 'for "or", or convert it.'
             )
-        if op == ReduceOp.ADASUM and dtype not in _FLOATS:
+        if reduction.op == ReduceOp.ADASUM and dtype not in _FLOATS:
             raise InvalidArgumentError(
                 f"{name}: Adasum needs floating-point tensors, and one is {dtype.name.lower()}."
             )

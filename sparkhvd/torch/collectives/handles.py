@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -12,26 +12,27 @@ from sparkhvd.torch.collectives.tensors import written
 
 __all__ = ["Handle", "Operation", "poll", "synchronize"]
 
+_Result = TypeVar("_Result")
+
 
 class Operation(Protocol):
-    """What is in flight: the engine's `Work`, or an operation on a GPU."""
+    """An operation in flight: the engine's `Work`, or an operation on a GPU."""
 
     def done(self) -> bool:
-        """Whether it has finished, on the GPU too; raises its error."""
+        """Return True if it has finished, on the GPU too; raises its error."""
 
     def wait(self) -> None:
-        """Return when its result may be used: by the host, or by this thread's current stream of the GPU."""
+        """Wait until the host, or this thread's current stream of the GPU, may use the result."""
 
 
-class Handle:
+class Handle(Generic[_Result]):
     """An operation in flight; give it to `poll` and `synchronize`.
 
     Args:
         name: of the operation.
-        works: what must finish.
-        result: what `wait` gives.
+        works: the operations that must finish.
+        finish: makes the result, once they have finished.
         changed: tensors of the user's that the engine writes.
-        finish: makes the result instead, once the works have finished.
     """
 
     __slots__ = ("_changed", "_finish", "_result", "_works", "name")
@@ -40,39 +41,37 @@ class Handle:
         self,
         name: str,
         works: Sequence[Operation],
-        result: Any = None,
+        finish: Callable[[], _Result],
         changed: Sequence[Tensor] = (),
-        finish: Callable[[], Any] | None = None,
     ) -> None:
         self.name = name
         self._works = works
-        self._result = result
         self._changed = changed
-        self._finish = finish
+        self._finish: Callable[[], _Result] | None = finish
+        self._result: _Result
 
     def __repr__(self) -> str:
         return f"<Handle {self.name!r}>"
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; raises what `wait` would raise."""
+        """Return True if `wait` would return at once; raises the errors of `wait`."""
         return all([work.done() for work in self._works])
 
-    def wait(self) -> Any:
-        """Wait, and give the result; later calls give the same object."""
+    def wait(self) -> _Result:
+        """Wait, and return the result; later calls return the same object."""
         for work in self._works:
             work.wait()
-        if self._works:
-            self._works = ()  # frees what the operation kept alive
+        if self._finish is not None:
+            self._works = ()  # releases the memory that the operations kept alive
             written(self._changed)
             self._changed = ()
-            if self._finish is not None:
-                finish, self._finish = self._finish, None
-                self._result = finish()
+            self._result = self._finish()
+            self._finish = None
         return self._result
 
 
-def poll(handle: Handle) -> bool:
-    """Whether `synchronize(handle)` would return without waiting.
+def poll(handle: Handle[_Result]) -> bool:
+    """Return True if `synchronize(handle)` would return without waiting.
 
     Raises:
         InvalidArgumentError: `handle` does not come from an asynchronous call of this module, or the ranks
@@ -82,7 +81,7 @@ def poll(handle: Handle) -> bool:
     return _checked(handle).done()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Handle[_Result]) -> _Result:
     """Wait for an asynchronous operation and return its result.
 
     Raises:
@@ -94,9 +93,9 @@ def synchronize(handle: Handle) -> Any:
     return _checked(handle).wait()
 
 
-def _checked(handle: Handle) -> Handle:
+def _checked(handle: Handle[_Result]) -> Handle[_Result]:
     if not isinstance(handle, Handle):
         raise InvalidArgumentError(
-            f"{handle!r} is not a handle. Give what an asynchronous call such as allreduce_async returned."
+            f"{handle!r} is not a handle. Give the result of an asynchronous call such as allreduce_async."
         )
     return handle

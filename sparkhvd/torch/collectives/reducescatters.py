@@ -1,31 +1,27 @@
-"""`reducescatter`: the reduced tensor, of which every rank gets its rows; alone and grouped."""
+"""`reducescatter`: the reduced tensor, of which every rank gets its rows; single and grouped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import DType, ReduceOp
+from sparkhvd.engine.engine import Collective, DType, ReduceOp
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.arguments import check_compression, to_factor, to_list
+from sparkhvd.torch.arguments import check_compression, to_list
 from sparkhvd.torch.collectives import cuda_reductions
 from sparkhvd.torch.collectives.allgathers import grouped_allgather
 from sparkhvd.torch.collectives.groups import start_group
 from sparkhvd.torch.collectives.handles import Handle, Operation
-from sparkhvd.torch.collectives.tensors import (
+from sparkhvd.torch.collectives.reductions import (
     Average,
-    Reduction,
-    as_sent,
+    Request,
     check_linear,
-    engine_dtype,
-    gradient_name,
     resolve_op,
-    view,
-    wants_gradient,
+    to_request,
 )
+from sparkhvd.torch.collectives.tensors import Saved, as_sent, engine_dtype, view, wants_gradient
 from sparkhvd.torch.compressors import Compressor, NoneCompressor
 from sparkhvd.torch.context import context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, members, set_id
@@ -39,29 +35,21 @@ __all__ = [
 
 
 def own_rows(rows: int, size: int, rank: int) -> int:
-    """How many of `rows` rank `rank` of `size` gets: the first ones get one more."""
+    """Return the number of rows, of `rows`, for rank `rank` of `size`: the first ranks get one more."""
     return rows // size + (rank < rows % size)
 
 
-def start_reducescatter(
-    tensors: Iterable[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    single: bool,
-) -> Handle:
-    """Submit tensors as one operation per element type; the handle gives one tensor or a list."""
+def _start(
+    tensors: Iterable[Tensor], request: Request
+) -> tuple[str, list[Operation], list[Tensor]]:
+    """Submit tensors as one operation per element type; return its name, the operations and their outputs."""
     ctx = context()
-    number = set_id(process_set)
-    name = ctx.name("reducescatter" if single else "grouped_reducescatter", name, number)
+    number = set_id(request.process_set)
+    name = ctx.name(request.kind, request.name, number)
     tensors = to_list(name, tensors)
-    prescale = to_factor(name, "prescale_factor", prescale)
-    postscale = to_factor(name, "postscale_factor", postscale)
-    ranks = members(process_set)
-    mine = ctx.engine.topology.rank
-    place = ranks.index(mine) if mine in ranks else len(ranks)  # no member: the engine says so
+    ranks = members(request.process_set)
+    rank = ctx.engine.topology.rank
+    place = ranks.index(rank) if rank in ranks else len(ranks)  # the engine refuses other ranks
     for tensor in tensors:
         engine_dtype(name, tensor)
         if tensor.dim() == 0:
@@ -71,44 +59,38 @@ def start_reducescatter(
             )
     inputs = [as_sent(tensor) for tensor in tensors]
     outputs = [x.new_empty((own_rows(x.shape[0], len(ranks), place), *x.shape[1:])) for x in inputs]
-
-    reduction = Reduction(op, prescale, postscale, number)
+    reduction = request.reduction
 
     def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
-        if not inputs[indices[0]].is_cpu:
-            given, made = [inputs[i] for i in indices], [outputs[i] for i in indices]
-            return cuda_reductions.start_reducescatter(ctx, part, given, made, reduction, digest)
-        views = [view(inputs[i], outputs[i]) for i in indices]
-        call = ctx.engine.prepare_reducescatter(views, dtype, *reduction, digest)
+        ins, outs = [inputs[i] for i in indices], [outputs[i] for i in indices]
+        if not ins[0].is_cpu:
+            return cuda_reductions.start_reducescatter(
+                ctx, part, ins, outs, reduction, number, digest
+            )
+        views = [view(x, y) for x, y in zip(ins, outs, strict=True)]
+        kind = Collective.REDUCESCATTER
+        call = ctx.engine.prepare(kind, views, dtype, reduction, number, numbers=digest)
         return ctx.engine.start(call, part, (inputs, outputs))
 
-    works = start_group(name, inputs, start, reduction)
-    return Handle(name, works, outputs[0] if single else outputs)
+    return name, start_group(name, inputs, start, reduction), outputs
 
 
-def _reducescatter(
-    tensors: Iterable[Tensor],
-    name: str | None,
-    compression: type[Compressor],
-    op: ReduceOp,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
-    single: bool,
+def _reduced(tensors: Sequence[Tensor], request: Request) -> Sequence[Tensor]:
+    """Reduce and wait; gradients flow through the new tensors."""
+    if any([wants_gradient(tensor) for tensor in tensors]):
+        reduced: tuple[Tensor, ...] = Reducescatter.apply(request, *tensors)  # type: ignore[no-untyped-call]  # torch's
+        return reduced
+    name, works, outputs = _start(tensors, request)
+    return Handle(name, works, lambda: outputs).wait()
+
+
+def _compressed(
+    tensors: Iterable[Tensor], compression: type[Compressor], request: Request
 ) -> list[Tensor]:
-    what = "reducescatter" if single else "grouped_reducescatter"
-    check_compression(what, compression)
-    compressed = [compression.compress(tensor) for tensor in to_list(what, tensors)]
-    wires = [wire for wire, _ in compressed]
-    if any([wants_gradient(wire) for wire in wires]):
-        reduced: Sequence[Tensor] = GroupedReducescatter.apply(  # type: ignore[no-untyped-call]  # torch's
-            name, op, prescale, postscale, process_set, single, *wires
-        )
-    else:
-        result: Any = start_reducescatter(
-            wires, name, op, prescale, postscale, process_set, single
-        ).wait()
-        reduced = [result] if single else result
+    """Reduce compressed tensors and decompress the results."""
+    check_compression(request.kind, compression)
+    compressed = [compression.compress(tensor) for tensor in to_list(request.kind, tensors)]
+    reduced = _reduced([wire for wire, _ in compressed], request)
     return [
         compression.decompress(tensor, ctx)
         for tensor, (_, ctx) in zip(reduced, compressed, strict=True)
@@ -122,12 +104,13 @@ def reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[Tensor]:
     """Start a `reducescatter`; `synchronize` gives this rank's rows. No gradient flows through it."""
-    op = resolve_op(None, op)
-    return start_reducescatter(
-        [tensor], name, op, prescale_factor, postscale_factor, process_set, True
+    request = to_request(
+        "reducescatter", name, resolve_op(None, op), prescale_factor, postscale_factor, process_set
     )
+    name, works, outputs = _start([tensor], request)
+    return Handle(name, works, lambda: outputs[0])
 
 
 def reducescatter(
@@ -160,10 +143,10 @@ def reducescatter(
     Raises:
         InvalidArgumentError, MismatchError, CollectiveTimeoutError, PeerLostError: as for `allreduce`.
     """
-    op = resolve_op(None, op)
-    return _reducescatter(
-        [tensor], name, compression, op, prescale_factor, postscale_factor, process_set, True
-    )[0]
+    request = to_request(
+        "reducescatter", name, resolve_op(None, op), prescale_factor, postscale_factor, process_set
+    )
+    return _compressed([tensor], compression, request)[0]
 
 
 def grouped_reducescatter_async(
@@ -173,12 +156,18 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[list[Tensor]]:
     """Start a `grouped_reducescatter`; `synchronize` gives the list of this rank's rows. No gradient."""
-    op = resolve_op(None, op)
-    return start_reducescatter(
-        tensors, name, op, prescale_factor, postscale_factor, process_set, False
+    request = to_request(
+        "grouped_reducescatter",
+        name,
+        resolve_op(None, op),
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
+    name, works, outputs = _start(tensors, request)
+    return Handle(name, works, lambda: outputs)
 
 
 def grouped_reducescatter(
@@ -191,40 +180,31 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation (one per dtype); all of them or none."""
-    op = resolve_op(None, op)
-    return _reducescatter(
-        tensors, name, compression, op, prescale_factor, postscale_factor, process_set, False
+    request = to_request(
+        "grouped_reducescatter",
+        name,
+        resolve_op(None, op),
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
+    return _compressed(tensors, compression, request)
 
 
-class GroupedReducescatter(torch.autograd.Function):
+class Reducescatter(torch.autograd.Function):
     """The gradient is the ranks' gradients joined, with the same factors; with Sum times their number."""
 
     @staticmethod
-    def forward(  # noqa: D102
-        ctx: Any,
-        name: str | None,
-        op: ReduceOp,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-        single: bool,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        what = "reducescatter" if single else "grouped_reducescatter"
-        prescale = to_factor(what, "prescale_factor", prescale)
-        postscale = to_factor(what, "postscale_factor", postscale)
-        ctx.arguments = (gradient_name(name), op, prescale * postscale, process_set)
-        handle = start_reducescatter(tensors, name, op, prescale, postscale, process_set, single)
-        result = handle.wait()
-        return (result,) if single else tuple(result)
+    def forward(ctx: Saved[Request], request: Request, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.arguments = request
+        return tuple(_reduced(tensors, request))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: D102
-        name, op, factor, process_set = ctx.arguments
-        check_linear("reducescatter", op)
-        if op is ReduceOp.SUM:
-            factor *= process_set.size()
+    def backward(ctx: Saved[Request], *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102
+        _, name, reduction, process_set = ctx.arguments.of_gradient()
+        check_linear("reducescatter", reduction.op)
+        factor = reduction.prescale * reduction.postscale
+        if reduction.op is ReduceOp.SUM:
+            factor *= len(members(process_set))
         scaled = [gradient * factor if factor != 1 else gradient for gradient in gradients]
-        joined = grouped_allgather(scaled, name=name, process_set=process_set)
-        return None, None, None, None, None, None, *joined
+        return None, *grouped_allgather(scaled, name=name, process_set=process_set)

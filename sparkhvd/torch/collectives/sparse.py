@@ -10,7 +10,7 @@ from torch import Tensor
 from sparkhvd.engine.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.allgathers import allgather_async
-from sparkhvd.torch.collectives.tensors import Average, Sum, resolve_op
+from sparkhvd.torch.collectives.reductions import Average, Sum, resolve_op
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set
 
 __all__ = ["sparse_allreduce_async"]
@@ -22,7 +22,7 @@ def sparse_allreduce_async(
     op: ReduceOp | int,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], Tensor]:
-    """Start to sum or average a sparse COO tensor over all ranks; call what it returns to wait.
+    """Start to sum or average a sparse COO tensor over all ranks; call the returned function to wait.
 
     Args:
         tensor: sparse, same shape on every rank, any number of entries.
@@ -31,7 +31,7 @@ def sparse_allreduce_async(
         process_set: the ranks that take part.
 
     Returns:
-        A function that waits and gives the sparse result, with the entries of all ranks (not coalesced). Average
+        A function that waits and returns the sparse result, with the entries of all ranks (not coalesced). Average
         divides each entry.
 
     Raises:
@@ -39,9 +39,9 @@ def sparse_allreduce_async(
     """
     op = resolve_op(None, op)
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
-        found = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+        kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise InvalidArgumentError(
-            f"sparse_allreduce_async({name!r}): expected a sparse COO tensor, got {found}. "
+            f"sparse_allreduce_async({name!r}): expected a sparse COO tensor, got {kind}. "
             "Use allreduce_async for dense ones."
         )
     if op not in (Sum, Average):

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Call, Engine, ReduceOp, allreduce_call
+from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp, Reduction
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.cuda_reductions import divide_, scheme_of, submit
 from sparkhvd.torch.collectives.tensors import DTYPES
@@ -106,7 +106,7 @@ class DeviceBucket(GradientBucket):
         self._resparsify = options.sparse_as_dense and not (options.sharded or options.as_views)
         wire = entries[0].wire_dtype
         # No predivide factor: sums of halves stay in range without it.
-        scheme = scheme_of(name, wire, options.op, 1.0, 1.0, len(options.ranks))
+        scheme = scheme_of(name, wire, Reduction(options.op), len(options.ranks))
         self._factor, self._divisor = scheme.before, scheme.divisor
         num_flags = (1 + self._resparsify) * len(entries) if flagged else 0
         self._call = self._arrange(num_flags, options, scheme.op)
@@ -134,12 +134,11 @@ class DeviceBucket(GradientBucket):
         counts = [entry.param.numel() for entry in entries]
         *self._offsets, self._num_values = offsets_of(counts, wire.itemsize)
         self._count = offsets_of([self._num_values, num_flags], wire.itemsize)[-1]
-        return allreduce_call(
+        return Call(
+            Collective.ALLREDUCE,
             [(self._count,)],
             DTYPES[wire],
-            op,
-            1.0,
-            1.0,
+            Reduction(op),
             options.process_set,
             device=self._device.ordinal,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparkhvd.engine.engine import Call, ReduceOp, reducescatter_call
+from sparkhvd.engine.engine import Call, Collective, ReduceOp, Reduction
 from sparkhvd.torch.collectives.tensors import DTYPES
 from sparkhvd.torch.gradients.cuda import DeviceBucket
 from sparkhvd.torch.gradients.entry import ReduceOptions
@@ -34,8 +34,13 @@ class ShardedDeviceBucket(DeviceBucket):
         shapes: list[tuple[int, ...]] = [(self._num_values,)]
         if num_flags:
             shapes.append((self._num_copies, num_flags))
-        return reducescatter_call(
-            shapes, DTYPES[wire], op, 1.0, 1.0, options.process_set, device=self._device.ordinal
+        return Call(
+            Collective.REDUCESCATTER,
+            shapes,
+            DTYPES[wire],
+            Reduction(op),
+            options.process_set,
+            device=self._device.ordinal,
         )
 
     def _put(self, flat: Tensor, num_flags: int) -> None:

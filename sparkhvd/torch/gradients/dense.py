@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Engine, allreduce_call
+from sparkhvd.engine.engine import Call, Collective, Engine, Reduction
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.handles import Operation
 from sparkhvd.torch.collectives.tensors import engine_dtype
@@ -116,12 +116,11 @@ class DenseBucket(GradientBucket):
         if flagged:
             # A flag per gradient and, where sparse ones are sent as dense, in how many dimensions it is sparse.
             shapes.append(((1 + options.sparse_as_dense) * len(entries),))
-        self.call = allreduce_call(
+        self.call = Call(
+            Collective.ALLREDUCE,
             shapes,
             dtype,
-            options.op,
-            1.0 / options.predivide,
-            options.predivide,
+            Reduction(options.op, 1.0 / options.predivide, options.predivide),
             options.process_set,
         )
         self._neighbours = neighbours

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Call, Engine, ReduceOp, allreduce_call
+from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp, Reduction
 from sparkhvd.engine.library import DEVICE_CPU
 from sparkhvd.torch.collectives.cuda_reductions import divide_, submit
 from sparkhvd.torch.collectives.handles import Operation
@@ -201,7 +201,8 @@ class LowRankBucket:
         op, device = ReduceOp.AVERAGE, DEVICE_CPU
         if self._gpu is not None:
             op, device = ReduceOp.SUM, self._gpu[1].ordinal
-        call = allreduce_call(shapes, dtype, op, process_set=process_set, device=device)
+        reduction = Reduction(op)
+        call = Call(Collective.ALLREDUCE, shapes, dtype, reduction, process_set, device=device)
         for index, tensor in enumerate(tensors):
             call.place(index, tensor.data_ptr(), tensor.data_ptr())
         return call

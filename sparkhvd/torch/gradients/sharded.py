@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Engine, reducescatter_call
+from sparkhvd.engine.engine import Call, Collective, Engine, Reduction
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype
 from sparkhvd.torch.compressors import NoneCompressor
@@ -62,12 +62,11 @@ class ShardedBucket(GradientBucket):
         shapes: list[tuple[int, ...]] = [(count,) for count in counts]
         if flagged:
             shapes.append((self._num_ranks, len(entries)))
-        self.call = reducescatter_call(
+        self.call = Call(
+            Collective.REDUCESCATTER,
             shapes,
             engine_dtype(name, wire),
-            options.op,
-            1.0 / options.predivide,
-            options.predivide,
+            Reduction(options.op, 1.0 / options.predivide, options.predivide),
             options.process_set,
         )
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp
+from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction
 from sparkhvd.errors import MismatchError
 from sparkhvd.torch.collectives.allgathers import gathered, joined_by, start_allgather
 from sparkhvd.torch.collectives.cuda_gathers import start_device_allgather
@@ -84,8 +84,12 @@ class LayoutVote:
         for layout in self._layouts:
             numbers += [layout == 0, layout not in (None, 0), layout or 0]
         self._sums = torch.tensor(numbers, dtype=torch.int64)
-        call = context.engine.prepare_allreduce(
-            [view(self._sums, self._sums)], DType.INT64, ReduceOp.SUM, 1.0, 1.0, options.process_set
+        call = context.engine.prepare(
+            Collective.ALLREDUCE,
+            [view(self._sums, self._sums)],
+            DType.INT64,
+            Reduction(ReduceOp.SUM),
+            options.process_set,
         )
         self._work = context.engine.start(call, f"{label}.layouts", self._sums)
 
@@ -209,6 +213,7 @@ class SparseBucket:
     def start(self, engine: Engine) -> None:
         """Submit this rank's entries; without a gradient there are none."""
         if self._gpu is not None:
+            assert self._gpu.device is not None  # opened for the parameters
             await_streams(self._gpu.device, self.entries)
         parts = [part.view(torch.uint8) for part in self._message(self.entries[0])]
         if self._gpu is not None:
@@ -217,7 +222,9 @@ class SparseBucket:
             )
             return
         views = [view(part, None) for part in parts]
-        call = engine.prepare_allgather(views, DType.UINT8, self._options.process_set)
+        call = engine.prepare(
+            Collective.ALLGATHER, views, DType.UINT8, process_set=self._options.process_set
+        )
         self.work = engine.start(call, self.name, parts)
 
     def take(self, entry: Entry) -> None:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import allgather_into_call
+from sparkhvd.engine.engine import Call, Collective
 from sparkhvd.torch.collectives.cuda_reductions import DeviceWork, submit
 from sparkhvd.torch.collectives.tensors import DTYPES
 from sparkhvd.torch.context import Context
@@ -160,8 +160,12 @@ class DeviceShards:
             sources.append(tensor if is_all else tensor[first:last])
         if targets:
             copy_each(targets, sources)
-        call = allgather_into_call(
-            [(slices.total,)], DTYPES[piece.dtype], self._process_set, self._device.ordinal
+        call = Call(
+            Collective.ALLGATHER_INTO,
+            [(slices.total,)],
+            DTYPES[piece.dtype],
+            process_set=self._process_set,
+            device=self._device.ordinal,
         )
         call.place(0, piece.data_ptr(), piece.data_ptr())
         # To the engine a name means a shape and a type.

@@ -15,7 +15,7 @@ from sparkhvd.engine.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import check_compression, to_integer
 from sparkhvd.torch.collectives import Adasum, Average
-from sparkhvd.torch.collectives.tensors import to_op
+from sparkhvd.torch.collectives.reductions import to_op
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.compressors import Compressor
 from sparkhvd.torch.context import context

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sparkhvd.engine.engine import Call, Work, allgather_into_call
+from sparkhvd.engine.engine import Call, Collective, Work
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype, lend
 from sparkhvd.torch.context import Context
@@ -183,7 +183,7 @@ class Gatherer:
         for number, (_, entries) in enumerate(by_dtype.items()):
             shapes = [(tensor.numel(),) for _, tensor in entries]
             dtype = engine_dtype(name, entries[0][1])
-            call = allgather_into_call(shapes, dtype, process_set)
+            call = Call(Collective.ALLGATHER_INTO, shapes, dtype, process_set=process_set)
             indices = [index for index, _ in entries]
             counts = [tensor.numel() for _, tensor in entries]
             self._calls.append((f"{name}.{number}", call, indices, counts))

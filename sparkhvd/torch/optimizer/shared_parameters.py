@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sparkhvd.engine.engine import DType, ReduceOp, allreduce_call
+from sparkhvd.engine.engine import Call, Collective, DType, ReduceOp, Reduction
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import written
 from sparkhvd.torch.context import Context
@@ -70,7 +70,9 @@ class SharedParameters:
         self._named = list(named)
         # The number of the first parameter that was written outside step(), plus 1; 0 if there is none.
         self._written = torch.zeros(1, dtype=torch.int64)
-        self._exchange = allreduce_call([(1,)], DType.INT64, ReduceOp.MAX, process_set=process_set)
+        self._exchange = Call(
+            Collective.ALLREDUCE, [(1,)], DType.INT64, Reduction(ReduceOp.MAX), process_set
+        )
         self._exchange.place(0, self._written.data_ptr(), self._written.data_ptr())
         self._move(is_first=topology.rank == ranks[0])
         self._note_versions()

@@ -63,7 +63,7 @@ class Transformations:
         return "transformation_fn" if self.batch is None else "batch_transform_fn"
 
     def run(self, columns: Mapping[str, Array], *, is_training: bool) -> dict[str, Array]:
-        """The columns of at least one row as the functions return them: any names, shapes and dtypes.
+        """Transform the columns of at least one row; any names, shapes and dtypes may result.
 
         Raises:
             InvalidArgumentError: a function raised, or returned what is no dict of rows' values; it is named.
@@ -81,7 +81,7 @@ class Transformations:
     def apply(
         self, columns: Mapping[str, Array], expected: Sequence[Column], *, is_training: bool
     ) -> dict[str, Array]:
-        """The columns that the model and the loss get, with the shapes and dtypes that the driver has seen."""
+        """Transform columns for the model and the loss, with the shapes and dtypes that the driver has seen."""
         if len(next(iter(columns.values()))) == 0:
             return {c.name: np.empty((0, *(c.shape or ())), np.dtype(c.dtype)) for c in expected}
         result = self.run(columns, is_training=is_training)
@@ -152,7 +152,7 @@ def _checked(result: object, num_rows: int) -> dict[str, Array]:
 
 
 def resolve_transformations(row: Any, batch: Any) -> Transformations:
-    """The functions of a fit; runs on the driver.
+    """Check the functions of a fit; runs on the driver.
 
     Raises:
         InvalidArgumentError: one cannot be called with one argument.
@@ -185,7 +185,7 @@ def transformed_by(
     inputs: Mapping[str, str | Sequence[str]] | None,
     model_dtype: str,
 ) -> DataSchema:
-    """The schema of what the functions make of the data, learned from the first rows; runs on the driver.
+    """Learn the schema of transformed data from the first rows; runs on the driver.
 
     Random numbers of this process stay as they were. Errors as in `transformed_schema`.
 
@@ -220,7 +220,7 @@ def transformed_schema(
     inputs: Mapping[str, str | Sequence[str]] | None,
     model_dtype: str,
 ) -> DataSchema:
-    """The schema of what the functions return: what the model's arguments and the loss are bound to.
+    """Make the schema of transformed columns, to which the model's arguments and the loss are bound.
 
     Features are the names in `inputs`, else those of `feature_cols`; labels and sample weight keep their names.
     Dtypes follow the rules for columns: floating values take the dtype of the model's parameters, integers become

@@ -1,4 +1,4 @@
-"""What ranks run while something goes wrong; each is called as fn(engine, talk)."""
+"""Functions of ranks while something goes wrong; each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ranks.engine.arrays import allgather, allreduce, broadcast
 
 
 def one_round(engine: Engine, number: int) -> None:
-    """One operation of several kinds, each compared with what it must be."""
+    """Run one operation of several kinds, and compare each result."""
     size, rank = engine.size, engine.rank
     total = size * (size + 1) / 2
     assert (allreduce(engine, f"big {number}", np.full(300_001, rank + 1.0)) == total).all()
@@ -65,7 +65,7 @@ def work_until_told(engine: Engine, talk: Talk) -> Any:
 
 
 def connections() -> Iterator[socket.socket]:
-    """A copy of every connected socket of this process."""
+    """Return a copy of every connected socket of this process."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -75,7 +75,7 @@ def connections() -> Iterator[socket.socket]:
 
 
 def lose_a_connection(engine: Engine, talk: Talk) -> Any:
-    """One connection of rank 1 breaks in the middle of the work, though both of its processes live."""
+    """Break one connection of rank 1 in the middle of the work, though both of its processes live."""
     if engine.rank == 1:
 
         def cut() -> None:
@@ -125,7 +125,7 @@ def train_with_forked_loaders(engine: Engine, talk: Talk) -> Any:
 
 
 def stop_inside_a_reduce(engine: Engine, talk: Talk) -> Any:
-    """The last rank is stopped in the middle of a reduce. The others time out and meet again without it.
+    """Stop the last rank in the middle of a reduce. The others time out and meet again without it.
 
     What they then hold must not change, whatever the stopped rank still does when it goes on.
     """
@@ -163,7 +163,7 @@ def stop_inside_a_reduce(engine: Engine, talk: Talk) -> Any:
 
 
 def limited(limit: str) -> list[float]:
-    """A job under a limit of this process; called by run_local."""
+    """Run a job under a limit of this process; called by run_local."""
     import torch
 
     import sparkhvd.torch as hvd
@@ -188,7 +188,7 @@ def limited(limit: str) -> list[float]:
 
 
 def killed_in_the_middle() -> None:
-    """The last rank kills itself while the memory of the host is mapped and in use."""
+    """Kill the last rank while the memory of the host is mapped and in use."""
     import torch
 
     import sparkhvd.torch as hvd
@@ -202,7 +202,7 @@ def killed_in_the_middle() -> None:
 
 
 def drop_capabilities() -> None:
-    """This thread, and those it starts, may no more than any user."""
+    """Give up the capabilities of this thread and of those that it starts."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)

@@ -22,7 +22,7 @@ WITHIN_S = 2.0
 
 
 def ending(rank: RankProcess, timeout_s: float = 30) -> dict[str, Any]:
-    """How a rank ended; what it said before is skipped."""
+    """Return the end of a rank; its messages before are skipped."""
     while True:
         message = rank._said.get(timeout=timeout_s)
         if "error" in message:

@@ -40,7 +40,7 @@ def faults_of_later_blocks() -> list[int]:
     ],
     ids=["default", "switched off", "user's variables", "user's tunables", "user's own cache"],
 )
-def test_freed_memory_is_kept_unless_the_user_says_otherwise(
+def test_freed_memory_is_kept_unless_the_user_configures_the_allocator(
     keep: bool, env: dict[str, str], is_kept: bool
 ) -> None:
     settings = Settings(keep_freed_memory=keep)

@@ -1,4 +1,4 @@
-"""What CUDA's driver counts in a rank's process, and what a rank on this host gets of it."""
+"""Count of GPUs in a rank's process, and the GPUs that ranks on this host get."""
 
 from __future__ import annotations
 
@@ -89,12 +89,13 @@ def test_each_view_has_an_answer_and_leaves_this_process_as_it_is(
 
 STARTED = """
 import ctypes, sys
-from sparkhvd.runner.child import JobFrame, _visible
+from sparkhvd.runner.child import _visible
+from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu.probe import cuda_uuids, has_started
 
 library = sys.argv[1]
 frame = JobFrame("", "", local_rank=1, gpu=1, env={"RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1"})
-assert not has_started(library) and not has_started("")  # nobody has loaded it
+assert not has_started(library) and not has_started("")  # not loaded
 assert _visible(frame, library) == (frame.env, 1)
 ctypes.CDLL(library)
 assert not has_started(library)  # loaded, as by a library that is linked to it
@@ -119,7 +120,7 @@ def test_a_process_in_which_cuda_runs_already_goes_on_to_see_its_own_gpu(driver:
     assert done.stdout == "ok\n", done.stderr
 
 
-def test_why_there_is_no_answer_is_told(
+def test_missing_answer_is_explained(
     driver: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     missing = str(tmp_path / "libcuda.so.1")
@@ -127,7 +128,7 @@ def test_why_there_is_no_answer_is_told(
     monkeypatch.delenv("FAKE_GPUS", raising=False)
     error = "cuInit gave error 100 (no CUDA-capable device is detected)"
     assert answer(driver) == {"uuids": [], "error": error}
-    # A driver that crashes takes nobody along.
+    # A driver that crashes leaves this process alive.
     crash = fake_driver(tmp_path, "int cuInit(unsigned f) { return *(volatile int*)8; }", "crash")
     assert answer(crash)["error"] == "the process that asked CUDA's driver ended with -11"
 
@@ -185,7 +186,7 @@ def test_a_driver_that_hangs_is_waited_for_so_long_and_leaves_nothing(
 def test_a_driver_that_answers_too_late_or_never_costs_no_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str
 ) -> None:
-    """Where nobody has asked for a GPU, the ranks run on without the answer."""
+    """Run on without the answer where no GPU is required."""
     source = f"#include <unistd.h>\nint cuInit(unsigned f) {{ {then} }}"
     settings = Settings(cuda_library=fake_driver(tmp_path, source, "slow"))
     monkeypatch.setattr(Trainer, "gpus", functools.partialmethod(Trainer.gpus, 0.5))

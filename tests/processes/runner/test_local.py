@@ -162,7 +162,7 @@ def test_a_forked_child_is_no_rank_and_ends_with_its_own_status() -> None:
     assert run_local(forks, num_proc=1) == [[0, 3, 1, 0, 7]]
 
 
-def test_what_the_users_main_defines_reaches_spawned_processes_and_comes_back() -> None:
+def test_objects_of_the_users_main_reach_spawned_processes_and_come_back() -> None:
     class Batch:
         def __init__(self, first: int) -> None:
             self.first = first

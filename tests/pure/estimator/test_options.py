@@ -133,7 +133,7 @@ def test_horovods_name_of_accumulate_works() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(params: dict[str, Any], message: str) -> None:
+def test_impossible_configuration_is_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError) as failed:
         options(**params)
     assert str(failed.value) == message

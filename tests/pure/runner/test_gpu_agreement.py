@@ -1,4 +1,4 @@
-"""What follows from the GPUs that ranks found, as tables: which process sees which, and why ranks cannot run."""
+"""Agreement of ranks on GPUs, as tables: GPUs that processes see, and reasons why ranks cannot run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_rank_without_a_gpu_is_named_with_what_was_found() -> None:
         "use_gpu is True, and rank 2 on host h is number 3 there, where a process sees 2 GPUs. Give num_proc so that no "
         "host has more ranks than GPUs, or leave use_gpu out to train on the CPU."
     )
-    # Nobody asked for one: then it is worth a line.
+    # GPUs are not required: only a warning.
     assert check_gpus(Mode.TASK, given, is_required=False) == ""
     assert unknown_warning(given).startswith(
         "Spark gave rank 0 on host h a GPU, and its process sees none (libcuda"
@@ -67,7 +67,7 @@ def test_a_rank_without_a_gpu_is_named_with_what_was_found() -> None:
 
 # What the ranks of a host have of their own; what one of them could see, under which CUDA_VISIBLE_DEVICES.
 OWN_GPUS: list[tuple[list[tuple[str, ...]], int, tuple[str, ...], str | None, OwnGpu]] = [
-    # One rank on the host needs nobody else's.
+    # One rank on the host needs no other's.
     ([("b",)], 0, ("a", "b"), None, OwnGpu(0)),
     # All visible: in the order of the local ranks, by the names that the executor's processes use.
     ([("b",), ("a",)], 0, ("a", "b"), None, OwnGpu(0, "1,0")),
@@ -79,7 +79,7 @@ OWN_GPUS: list[tuple[list[tuple[str, ...]], int, tuple[str, ...], str | None, Ow
     # Containers that see their own, and MIG devices, of which CUDA shows a process one.
     ([("a",), ("b",)], 1, ("b",), None, OwnGpu(0)),
     ([("a",), ("b",)], 1, ("a",), "MIG-a,MIG-b", OwnGpu(0)),
-    # Nobody could ask, or not everybody.
+    # UUIDs are unknown, of all ranks or of some.
     ([(), ()], 1, (), None, OwnGpu(0)),
     ([("a",), ()], 0, ("a", "b"), None, OwnGpu(0)),
     # Several per rank: cuda:0 and cuda:1 of each.
@@ -88,7 +88,7 @@ OWN_GPUS: list[tuple[list[tuple[str, ...]], int, tuple[str, ...], str | None, Ow
 
 
 @pytest.mark.parametrize(("gpus", "local_rank", "seen", "base", "expected"), OWN_GPUS)
-def test_where_a_rank_finds_its_gpu(
+def test_own_gpu_of_a_rank_follows_the_gpus_that_ranks_see(
     gpus: list[tuple[str, ...]],
     local_rank: int,
     seen: tuple[str, ...],
@@ -116,12 +116,12 @@ def test_a_torch_without_cuda_trains_on_the_cpu_unless_gpus_were_asked_for() -> 
             "use_gpu is True, and rank 1 on host i has torch 2.9.1+cpu, which is built without CUDA. Install torch with "
             "CUDA on the executors, or leave use_gpu out to train on the CPU."
         )
-    # Nobody is to use a GPU, or nobody has given any.
+    # No GPU is to be used, or none was given.
     for mode in (Mode.OFF, Mode.FREE):
         assert agree(mode, given, is_required=False) == Agreement(mode)
 
 
-def test_what_ranks_agree_on_where_torch_has_cuda() -> None:
+def test_agreement_of_ranks_where_torch_has_cuda() -> None:
     given = [rank("h", 0, "GPU-a"), rank("h", 1, "GPU-b")]
     assert agree(Mode.TASK, given, is_required=True) == Agreement(Mode.TASK)
     twice = agree(Mode.TASK, [given[0], given[0]], is_required=False)

@@ -1,4 +1,4 @@
-"""Which GPU a rank gets, as tables: configuration -> plan; addresses -> variables."""
+"""GPUs of ranks, as tables: configuration -> plan; addresses -> variables."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OLD = "pyspark 3.5.6 has no resource profiles for DataFrame stages"
 
 
 def conf(base: dict[str, str], **amounts: object) -> dict[str, str]:
-    """A configuration with cores= and gpus= of an executor, and task= and cpus= of a task."""
+    """Return a configuration with cores= and gpus= of an executor, and task= and cpus= of a task."""
     keys = {
         "cores": "spark.executor.cores",
         "gpus": "spark.executor.resource.gpu.amount",
@@ -75,7 +75,7 @@ TABLE: list[tuple[dict[str, str], bool | None, str, str, Share | None, int | Non
 
 
 @pytest.mark.parametrize(("given", "use_gpu", "refused", "mode", "profile", "ranks"), TABLE)
-def test_plans(
+def test_plan_follows_the_configuration(
     given: dict[str, str],
     use_gpu: bool | None,
     refused: str,
@@ -145,7 +145,7 @@ def test_the_reason_of_the_slots_names_gpus_and_the_share_of_the_cores() -> None
         ),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_configuration_is_refused(
     given: dict[str, str], use_gpu: Any, kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind) as e:
@@ -247,7 +247,7 @@ class Refusing:
         )
 
 
-def test_where_spark_takes_no_profile_the_conf_must_do() -> None:
+def test_plan_follows_the_conf_where_spark_takes_no_profile() -> None:
     shim: Any = Refusing()
     plan, profile = plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=1), True, None)
     assert (plan.mode, plan.profile, profile) == (Mode.TASK, None, None)
@@ -258,7 +258,7 @@ def test_where_spark_takes_no_profile_the_conf_must_do() -> None:
         "whole ones: Spark takes no resource profile here (TaskResourceProfiles are only supported for Standalone, Yarn "
         "and Kubernetes cluster). Set spark.task.resource.gpu.amount=1, or give use_gpu=False."
     )
-    # Nobody needs one here.
+    # No rank needs one here.
     plan, _ = plan_gpus(shim, conf(YARN, cores=8, gpus=2, task=1, cpus=4), None, None)
     assert plan.mode == Mode.TASK
 
@@ -270,8 +270,8 @@ def test_an_application_has_one_profile_by_which_tasks_share_gpus(
     asked: list[tuple[int | None, float | None]] = []
 
     class Shim:
-        def __init__(self, spark: Any) -> None:
-            self.key = spark
+        def __init__(self, key: str) -> None:
+            self.key = key
 
         def profile_scope(self) -> str:
             return str(self.key)
@@ -285,13 +285,12 @@ def test_an_application_has_one_profile_by_which_tasks_share_gpus(
                 raise RuntimeError("TaskResourceProfiles are only supported for ...")
             return object()
 
-    monkeypatch.setattr(profiles, "SparkShim", Shim)
     monkeypatch.setattr(profiles, "no_profiles", lambda: "")
     monkeypatch.setattr(profiles, "_shared", {})
-    application: Any = "one"
+    application: Any = Shim("one")
     first = profiles.profile_to_share_gpus(application)
     assert profiles.profile_to_share_gpus(application) is first
     assert (first is not None) == bool(made)
     assert asked == [(None, 0.25)]
-    other: Any = "two"
+    other: Any = Shim("two")
     assert not takes or profiles.profile_to_share_gpus(other) is not first

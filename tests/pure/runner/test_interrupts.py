@@ -15,15 +15,16 @@ from pathlib import Path
 
 import pytest
 
+from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.rendezvous.handshake import HELLO
 from sparkhvd.runner import interrupts, launching
-from sparkhvd.runner.child import Prologue
+from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.interrupts import Interrupter, InterruptWatch
 from sparkhvd.runner.outcomes import Kind
 from sparkhvd.runner.trainer import Trainer
-from sparkhvd.settings import JobSettings, Settings
+from sparkhvd.settings import Settings
 from tests.harness.waiting import wait_until
 
 KEY = secrets.token_hex(32)
@@ -41,7 +42,7 @@ def waits(folder: Path, ends: bool) -> str:
 
 @contextlib.contextmanager
 def trainer_of(rank: int, folder: Path, *, ends: bool = True) -> Iterator[Trainer]:
-    """A trainer whose function waits for an interrupt, and is past its beginning."""
+    """Start a trainer whose function waits for an interrupt, and is past its beginning."""
     with Listener.bind("127.0.0.1", Settings()) as listener:
         endpoint = listener.endpoint()
         prologue = Prologue(
@@ -65,7 +66,7 @@ def interrupter_of(size: int) -> Iterator[Interrupter]:
 
 
 def watch_of(driver: Interrupter, trainer: Trainer) -> InterruptWatch:
-    """A watch whose connection the driver's kernel has."""
+    """Return a watch whose connection the driver's kernel has."""
     watch = InterruptWatch(driver.address, KEY, "job", 0, trainer)
     wait_until(lambda: watch._sock, "the task has connected")
     return watch
@@ -74,7 +75,7 @@ def watch_of(driver: Interrupter, trainer: Trainer) -> InterruptWatch:
 def test_a_rank_that_has_ended_waits_for_one_that_must_be_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Strangers are at the port before them."""
+    """Unauthenticated peers connect before them."""
     monkeypatch.setattr(interrupts, "INTERRUPT_GRACE_S", 1.0)
     with (
         contextlib.ExitStack() as stack,
@@ -82,14 +83,14 @@ def test_a_rank_that_has_ended_waits_for_one_that_must_be_killed(
         trainer_of(1, tmp_path, ends=False) as stubborn,
         interrupter_of(2) as driver,
     ):
-        for said in (
+        for message in (
             b"",
             b"half",
             secrets.token_bytes(200),
             HELLO.pack(b"sparkhvd", 1, 0, 0, secrets.token_bytes(32)) + secrets.token_bytes(32),
         ):
-            stranger = stack.enter_context(socket.create_connection(driver.address))
-            stranger.sendall(said)
+            sock = stack.enter_context(socket.create_connection(driver.address))
+            sock.sendall(message)
         watches = [watch_of(driver, trainer) for trainer in (ready, stubborn)]
         began = time.monotonic()
         thread = threading.Thread(target=driver.interrupt)
@@ -110,16 +111,16 @@ def test_a_rank_that_has_ended_waits_for_one_that_must_be_killed(
         assert time.monotonic() - began < 1.0 + interrupts._MARGIN_S
 
 
-def test_only_who_has_the_key_interrupts(tmp_path: Path) -> None:
-    """The others are a driver that is gone, and one who listens in its place."""
+def test_only_a_driver_with_the_key_interrupts(tmp_path: Path) -> None:
+    """Try also a driver that is gone, and a process that listens in its place."""
     with trainer_of(0, tmp_path) as trainer:
         with interrupter_of(1) as driver:
             gone = watch_of(driver, trainer)
         with gone:
             gone._thread.join(20)
-        with socket.create_server(("127.0.0.1", 0)) as liar:
-            fooled = InterruptWatch(liar.getsockname()[:2], KEY, "job", 0, trainer)
-            taken, _ = liar.accept()
+        with socket.create_server(("127.0.0.1", 0)) as fake:
+            fooled = InterruptWatch(fake.getsockname()[:2], KEY, "job", 0, trainer)
+            taken, _ = fake.accept()
             with taken, fooled:
                 taken.recv(HELLO.size, socket.MSG_WAITALL)
                 taken.sendall(secrets.token_bytes(64))

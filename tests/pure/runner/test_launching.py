@@ -1,4 +1,4 @@
-"""What both launches share: pickling a call, variables, addresses."""
+"""Parts of both launches: pickling a call, variables, addresses."""
 
 from __future__ import annotations
 

@@ -116,8 +116,8 @@ def test_a_kill_without_report_says_probably_memory(status: str) -> None:
 def test_a_request_to_end_is_not_taken_for_a_lack_of_memory(status: str) -> None:
     outcome = Outcome(2, Kind.CRASH, exit=status, peak_rss_bytes=300 << 20)
     assert describe(outcome, 4) == (
-        f"Rank 2 of 4 ended with {status} and left no report: somebody asked it to end, such as an operator or "
-        "the cluster manager (its peak memory was 300 MiB). Their logs say who, and why."
+        f"Rank 2 of 4 ended with {status} and left no report: it was asked to end, for example by an operator or "
+        "the cluster manager (its peak memory was 300 MiB). Look for the reason in their logs."
     )
 
 
@@ -178,7 +178,7 @@ def test_spark_failures_are_told_apart(text: str, rank: int | None, kind: str, s
     assert "\tat " not in outcome.message
 
 
-def test_exit_texts() -> None:
+def test_exit_text_names_status_or_signal() -> None:
     assert [exit_text(s) for s in (0, 3, -9, -11, -64)] == [
         "exit 0",
         "exit 3",

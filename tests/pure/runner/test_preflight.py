@@ -1,4 +1,4 @@
-"""What is refused before anything starts."""
+"""Checks before anything starts."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_need_of_address_space_counts_what_the_trainer_maps() -> None:
 
 
 def test_need_of_address_space_is_about_what_torch_and_an_engine_take() -> None:
-    """A process with little more than the need trains; one with half of it could not even load torch."""
+    """Train with little more than the need; with half of it torch cannot even be loaded."""
     needed = address_space_needed(["torch"], 0)
     script = (
         "import torch; from sparkhvd.engine.engine import Engine; from sparkhvd.rendezvous import SingleRendezvous; "

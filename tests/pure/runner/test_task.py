@@ -1,4 +1,4 @@
-"""What a task and the driver take from the files of the ranks."""
+"""Outcomes that a task and the driver read from the files of the ranks."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, TensorView, Work
+from sparkhvd.engine.engine import DType, Engine, ReduceOp, Reduction, TensorView, Work
 
 Array = np.ndarray[Any, Any]
 
@@ -102,6 +102,8 @@ def start_allreduce(
     array: Array,
     *,
     op: ReduceOp = ReduceOp.SUM,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
     dtype: DType | None = None,
     **options: Any,
 ) -> tuple[Work, Array]:
@@ -111,7 +113,7 @@ def start_allreduce(
         [view(array, result)],
         name=name,
         dtype=dtype_of(array) if dtype is None else dtype,
-        op=op,
+        reduction=Reduction(op, prescale, postscale),
         keep=(array, result),
         **options,
     )

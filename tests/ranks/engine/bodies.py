@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp
+from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction
 from sparkhvd.errors import CollectiveError
 from tests.harness.rank_process import Talk
 from tests.harness.waiting import wait_until
@@ -163,7 +163,9 @@ def interrupted_run(engine: Engine, talk: Talk) -> Any:
 
     array = np.ones(100_000).view(Buffer)
     alive = weakref.ref(array)
-    call = engine.prepare_allreduce([view(array, array)], DType.FLOAT64, ReduceOp.SUM)
+    call = engine.prepare(
+        Collective.ALLREDUCE, [view(array, array)], DType.FLOAT64, Reduction(ReduceOp.SUM)
+    )
     talk.say("waiting")
     try:
         engine.run(call, "x", array)
@@ -218,7 +220,12 @@ def interrupted_at_any_moment(engine: Engine, talk: Talk) -> Any:
         try:
             armed = True
             if number % 2:
-                call = engine.prepare_allreduce([view(array, array)], DType.FLOAT64, ReduceOp.SUM)
+                call = engine.prepare(
+                    Collective.ALLREDUCE,
+                    [view(array, array)],
+                    DType.FLOAT64,
+                    Reduction(ReduceOp.SUM),
+                )
                 engine.run(call, str(number), array)
             else:
                 start_allreduce(engine, str(number), array)[0].wait()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, TensorView, Work
+from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, TensorView, Work
 from sparkhvd.errors import CollectiveError
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
@@ -49,8 +49,13 @@ def start_sum(
 ) -> Work:
     """An allreduce in place."""
     tensor = TensorView(array.buffer.address, array.buffer.address, array.values.shape)
-    call = engine.prepare_allreduce(
-        [tensor], DType.FLOAT32, ReduceOp.SUM, process_set=process_set, device=engine.rank
+    call = engine.prepare(
+        Collective.ALLREDUCE,
+        [tensor],
+        DType.FLOAT32,
+        Reduction(ReduceOp.SUM),
+        process_set,
+        device=engine.rank,
     )
     call.request.stream = 0
     return engine.start(call, name, array, timeout_s)
@@ -140,8 +145,12 @@ def connect_until_it_fails(engine: Engine, talk: Any) -> Any:
     if engine.rank == 2:
         fake.fake_cuda_hang(b"ncclCommInitRankConfig", 1)
     engine.barrier(name="start").wait()
-    call = engine.prepare_allreduce(
-        [TensorView(0, 0, (0,))], DType.FLOAT32, ReduceOp.SUM, device=engine.rank
+    call = engine.prepare(
+        Collective.ALLREDUCE,
+        [TensorView(0, 0, (0,))],
+        DType.FLOAT32,
+        Reduction(ReduceOp.SUM),
+        device=engine.rank,
     )
     call.request.stream = 0
     work = engine.start(call, "x")

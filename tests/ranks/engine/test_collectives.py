@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, isa_available
+from sparkhvd.engine.engine import DType, Engine, ReduceOp, Reduction, isa_available
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks
 from tests.ranks.engine.arrays import (
@@ -180,7 +180,11 @@ def test_many_tensors_are_reduced_as_one(hosts: list[int] | None) -> None:
         results = [np.empty_like(a) for a in arrays]
         views = [view(a, r) for a, r in zip(arrays, results, strict=True)]
         engine.allreduce(
-            views, name="bucket", dtype=DType.FLOAT32, op=ReduceOp.AVERAGE, keep=(arrays, results)
+            views,
+            name="bucket",
+            dtype=DType.FLOAT32,
+            reduction=Reduction(ReduceOp.AVERAGE),
+            keep=(arrays, results),
         ).wait()
         return results
 
@@ -193,7 +197,11 @@ def test_result_may_overwrite_the_input() -> None:
     def body(engine: Engine) -> Any:
         array = np.arange(10_000, dtype=np.float64) + engine.rank
         engine.allreduce(
-            [view(array, array)], name="x", dtype=DType.FLOAT64, op=ReduceOp.SUM, keep=array
+            [view(array, array)],
+            name="x",
+            dtype=DType.FLOAT64,
+            reduction=Reduction(ReduceOp.SUM),
+            keep=array,
         ).wait()
         return array
 

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import Buffer, DType, Engine, ReduceOp, TensorView, Work
+from sparkhvd.engine.engine import (
+    Buffer,
+    Collective,
+    DType,
+    Engine,
+    ReduceOp,
+    Reduction,
+    TensorView,
+    Work,
+)
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
 from tests.harness.ranks import run_ranks
@@ -63,7 +72,9 @@ def test_alltoall_sends_rows_of_every_dtype(
         for dtype, case in cases:
             array = input_of(dtype, engine.rank, case)
             splits = splits_of(engine.rank, case)
-            call = engine.prepare_alltoall(view(array), splits, dtype)
+            call = engine.prepare(
+                Collective.ALLTOALL, [view(array)], dtype, numbers=tuple(splits or ())
+            )
             works.append((engine.start(call, f"{dtype.name} {case}", array), dtype))
         for work, _ in works:
             work.wait()
@@ -103,7 +114,7 @@ def test_reducescatter_gives_every_rank_its_rows(
                 np.empty_like(array[place_of(len(array), world, engine.rank)]) for array in inputs
             ]
             views = [view(a, o) for a, o in zip(inputs, outputs, strict=True)]
-            call = engine.prepare_reducescatter(views, dtype, op)
+            call = engine.prepare(Collective.REDUCESCATTER, views, dtype, Reduction(op))
             engine.run(call, f"{dtype.name} {op.name}", (inputs, outputs))
             results.append(outputs)
         return results
@@ -127,7 +138,7 @@ def test_grouped_allgather_joins_each_tensor(
 
     def body(engine: Engine) -> Any:
         inputs = inputs_of(engine.rank)
-        call = engine.prepare_allgather([view(array) for array in inputs], DType.INT32)
+        call = engine.prepare(Collective.ALLGATHER, [view(array) for array in inputs], DType.INT32)
         work = engine.start(call, "all", inputs)
         work.wait()
         return output_of(work, DType.INT32)
@@ -142,8 +153,11 @@ def test_grouped_allgather_joins_each_tensor(
 def test_factors_of_a_reducescatter() -> None:
     def body(engine: Engine) -> list[float]:
         array, result = np.full((4, 1), engine.rank + 1.0), np.empty((2, 1))
-        call = engine.prepare_reducescatter(
-            [view(array, result)], DType.FLOAT64, ReduceOp.SUM, 2.0, 0.25
+        call = engine.prepare(
+            Collective.REDUCESCATTER,
+            [view(array, result)],
+            DType.FLOAT64,
+            Reduction(ReduceOp.SUM, 2.0, 0.25),
         )
         engine.run(call, "x", (array, result))
         return result.ravel().tolist()
@@ -155,27 +169,40 @@ def test_factors_of_a_reducescatter() -> None:
     ("prepare", "message"),
     [
         (
-            lambda e, x: e.prepare_alltoall(view(x), [5, 5], DType.FLOAT64),
+            lambda e, x: e.prepare(Collective.ALLTOALL, [view(x)], DType.FLOAT64, numbers=(5, 5)),
             "their sum at most the first dimension, 4",
         ),
-        (lambda e, x: e.prepare_alltoall(view(x), [1], DType.FLOAT64), "1 splits were given for 2"),
-        (lambda e, x: e.prepare_alltoall(view(x), [-1, 2], DType.FLOAT64), "must be 0 or more"),
         (
-            lambda e, x: e.prepare_alltoall(view(x[:3]), None, DType.FLOAT64),
+            lambda e, x: e.prepare(Collective.ALLTOALL, [view(x)], DType.FLOAT64, numbers=(1,)),
+            "1 splits were given for 2",
+        ),
+        (
+            lambda e, x: e.prepare(Collective.ALLTOALL, [view(x)], DType.FLOAT64, numbers=(-1, 2)),
+            "must be 0 or more",
+        ),
+        (
+            lambda e, x: e.prepare(Collective.ALLTOALL, [view(x[:3])], DType.FLOAT64),
             "cannot be divided among 2 ranks equally",
         ),
         (
-            lambda e, x: e.prepare_reducescatter(
-                [TensorView(x.ctypes.data, 8, ())], DType.FLOAT64, ReduceOp.SUM
+            lambda e, x: e.prepare(
+                Collective.REDUCESCATTER,
+                [TensorView(x.ctypes.data, 8, ())],
+                DType.FLOAT64,
+                Reduction(ReduceOp.SUM),
             ),
             "is a scalar",
         ),
         (
-            lambda e, x: e.prepare_reducescatter([view(x, x)], DType.FLOAT64, ReduceOp.ADASUM),
+            lambda e, x: e.prepare(
+                Collective.REDUCESCATTER, [view(x, x)], DType.FLOAT64, Reduction(ReduceOp.ADASUM)
+            ),
             "Adasum is for allreduce only",
         ),
         (
-            lambda e, x: e.prepare_allreduce([view(x, x)], DType.FLOAT64, ReduceOp.SUM, 1, 1, 77),
+            lambda e, x: e.prepare(
+                Collective.ALLREDUCE, [view(x, x)], DType.FLOAT64, Reduction(ReduceOp.SUM), 77
+            ),
             "process set 77",
         ),
     ],
@@ -194,7 +221,9 @@ def test_wrong_calls_are_refused_at_once(prepare: Any, message: str) -> None:
 def test_alltoall_of_ranks_that_disagree_fails_on_each_of_them() -> None:
     def body(engine: Engine) -> float:
         array = np.ones((2, 2 + engine.rank))
-        work = engine.start(engine.prepare_alltoall(view(array), None, DType.FLOAT64), "x", array)
+        work = engine.start(
+            engine.prepare(Collective.ALLTOALL, [view(array)], DType.FLOAT64), "x", array
+        )
         with pytest.raises(MismatchError):
             work.wait()
         return float(allreduce(engine, "y", np.ones(1))[0])
@@ -304,7 +333,7 @@ def test_registered_memory_is_reduced_where_it_lies(
                     [view(part, part)],
                     name=f"{op.name} {first}",
                     dtype=DType.FLOAT32,
-                    op=op,
+                    reduction=Reduction(op),
                     keep=part,
                 )
                 work.wait()
@@ -343,7 +372,11 @@ def test_registered_memory_of_a_dropped_array_lives_until_its_operation_has_fini
         memory = array_over(engine.allocate(400_000))
         memory[:] = engine.rank + 1
         work = engine.allreduce(
-            [view(memory, memory)], name="x", dtype=DType.FLOAT32, op=ReduceOp.SUM, keep=memory
+            [view(memory, memory)],
+            name="x",
+            dtype=DType.FLOAT32,
+            reduction=Reduction(ReduceOp.SUM),
+            keep=memory,
         )
         del memory
         gc.collect()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, TensorView
+from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, TensorView
 from sparkhvd.errors import (
     CollectiveError,
     CollectiveTimeoutError,
@@ -109,13 +109,19 @@ BAD_CALLS: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "root": (lambda e: broadcast(e, "x", np.ones(3), 9), "root_rank 9 is not in the process set"),
     "no memory": (
         lambda e: e.allreduce(
-            [TensorView(0, 0, (3,))], name="x", dtype=DType.FLOAT32, op=ReduceOp.SUM
+            [TensorView(0, 0, (3,))],
+            name="x",
+            dtype=DType.FLOAT32,
+            reduction=Reduction(ReduceOp.SUM),
         ),
         "tensor 0 has no input",
     ),
     "negative shape": (
         lambda e: e.allreduce(
-            [TensorView(8, 8, (-3,))], name="x", dtype=DType.FLOAT32, op=ReduceOp.SUM
+            [TensorView(8, 8, (-3,))],
+            name="x",
+            dtype=DType.FLOAT32,
+            reduction=Reduction(ReduceOp.SUM),
         ),
         "impossible shape",
     ),
@@ -276,7 +282,7 @@ def test_tensors_of_a_dropped_work_live_until_it_has_finished() -> None:
                 [view(array, array)],
                 name=f"x {i}",
                 dtype=DType.FLOAT64,
-                op=ReduceOp.SUM,
+                reduction=Reduction(ReduceOp.SUM),
                 keep=array,
             )  # the Work is dropped at once
             del array
@@ -414,7 +420,12 @@ def test_threads_that_run_operations_of_one_shape_do_not_share_a_call() -> None:
         def use(index: int) -> None:
             for step in range(100):
                 array = np.full(5, float(index))
-                call = engine.prepare_allreduce([view(array, array)], DType.FLOAT64, ReduceOp.SUM)
+                call = engine.prepare(
+                    Collective.ALLREDUCE,
+                    [view(array, array)],
+                    DType.FLOAT64,
+                    Reduction(ReduceOp.SUM),
+                )
                 engine.run(call, f"{index} {step}", array)
                 wrong[index] += array.tolist() != [2.0 * index] * 5
 

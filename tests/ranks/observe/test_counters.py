@@ -17,7 +17,7 @@ def counters() -> dict[str, Any]:
         "in_flight": 3,
         "waits": 11,
         "spins": 12,
-        "vain_spins": 13,
+        "failed_spins": 13,
         "wakeups": 14,
         "sent_bytes": 15 << 20,
         "received_bytes": 16,

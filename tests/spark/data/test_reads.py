@@ -14,7 +14,7 @@ from torch import nn
 from sparkhvd.data.store.store import Store
 from tests.spark.estimator.fits import estimator
 
-ROWS = 400_000
+ROWS = 200_000
 
 
 class CountingStore(Store):
@@ -58,7 +58,7 @@ def test_the_ranks_of_a_host_read_data_with_a_validation_column_once(
         (F.col("id") % 3).cast("float").alias("y"),
         held_out.alias("v"),
     )
-    fit = estimator(nn.Linear(8, 1), store, validation="v", batch_size=8192, keep_data=True)
+    fit = estimator(nn.Linear(8, 1), store, validation="v", batch_size=4096, keep_data=True)
     fit.fit(df)
     num_bytes = sum(f.stat().st_size for f in (tmp_path / "store/data").rglob("*.parquet"))
     reads = {

@@ -12,7 +12,8 @@ import torch
 from sparkhvd import Settings, TorchEstimator
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.cluster import Cluster, resolve_cluster
-from sparkhvd.settings import JobSettings
+from sparkhvd.rank_settings import JobSettings
+from sparkhvd.spark import SparkShim
 from tests.harness.fake_driver import fake_driver
 from tests.harness.spark import run_on
 
@@ -39,7 +40,7 @@ def conf(spark: SparkSession) -> Iterator[dict[str, str]]:
 
 
 def resolve(spark: SparkSession, **params: object) -> Cluster:
-    return resolve_cluster(spark, TorchEstimator(**params)._options())
+    return resolve_cluster(SparkShim(spark), TorchEstimator(**params)._options())
 
 
 def test_an_argument_wins_over_the_conf_it_over_the_environment_that_over_the_default(
@@ -142,13 +143,14 @@ def test_the_conf_reaches_a_client_of_connect(tmp_path: Path) -> None:
         """
         from sparkhvd import TorchEstimator
         from sparkhvd.estimator.fitting.cluster import resolve_cluster
+        from sparkhvd.spark import SparkShim
 
         options = TorchEstimator(max_retries=3)._options()
-        found = resolve_cluster(spark, options)
+        found = resolve_cluster(SparkShim(spark), options)
         print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.values.spin_us)
         spark.conf.set("spark.sparkhvd.num_proc", "-3")
         try:
-            resolve_cluster(spark, options)
+            resolve_cluster(SparkShim(spark), options)
         except ValueError as e:
             print("ERROR", e)
         spark.stop()

@@ -12,6 +12,7 @@ import pytest
 
 from sparkhvd.errors import RankError
 from sparkhvd.runner import context, job, run, run_local
+from sparkhvd.spark import SparkShim
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.spark import run_on
@@ -135,7 +136,7 @@ def test_a_lost_rank_is_relaunched_and_said(
             time.sleep(60)
         return here.attempt
 
-    report = job.launch(spark, dies_once, (), {}, 2, job.LaunchOptions(max_retries=1))
+    report = job.launch(SparkShim(spark), dies_once, (), {}, 2, job.LaunchOptions(max_retries=1))
     assert report.results == [1, 1]
     assert report.attempts == 2
     said = capfd.readouterr().err
@@ -165,7 +166,7 @@ def test_two_losses_without_progress_are_final(spark: SparkSession) -> None:
     with pytest.raises(
         RankError, match="Not relaunched: 2 losses without progress in between"
     ) as e:
-        job.launch(spark, faults.kill_self, (), {}, 1, options)
+        job.launch(SparkShim(spark), faults.kill_self, (), {}, 1, options)
     assert seen == [7, 7]
     assert e.value.rank == 0
 

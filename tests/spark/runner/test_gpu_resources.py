@@ -92,7 +92,7 @@ print("FOUR")
 
 @soak("test_gpus: a local master gives GPUs by local rank; pure/runner/test_gpus")
 def test_executors_with_a_gpu_each_on_one_host(tmp_path: Path) -> None:
-    """Each worker's script prints another address, as on a host whose GPUs are split among workers."""
+    """Let each worker's script print another address, as on a host whose GPUs are split among workers."""
     script = (
         f"for i in 0 1 2; do mkdir {tmp_path}/taken-$i 2>/dev/null && break; done\n"
         """echo "{\\"name\\": \\"gpu\\", \\"addresses\\": [\\"$i\\"]}\""""
@@ -148,7 +148,7 @@ print("REFUSED")
 def test_tasks_of_transform_get_gpus_that_the_conf_gives_no_task(
     tmp_path: Path, remote: bool
 ) -> None:
-    """By a profile of its stage, the same for all models of the session."""
+    """Use a profile of the stage, the same for all models of the session."""
     script = """echo '{"name": "gpu", "addresses": ["0", "1"]}'"""
     text = """
 import torch

@@ -12,6 +12,7 @@ from sparkhvd.errors import PreflightError
 from sparkhvd.runner import context, run
 from sparkhvd.runner.gpu import profiles
 from sparkhvd.settings import Settings
+from sparkhvd.spark import SparkShim
 from tests.harness.fake_driver import fake_driver, uuid_of
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
@@ -269,5 +270,5 @@ def test_sessions_of_an_application_share_the_profile_of_transform(
     """Spark refuses a stage with two, and a plan may have DataFrames of two sessions."""
     monkeypatch.setattr(profiles, "_shared", {})
     monkeypatch.setattr(profiles, "_profile_to_share", lambda shim: object())
-    first = profiles.profile_to_share_gpus(spark)
-    assert profiles.profile_to_share_gpus(spark.newSession()) is first
+    first = profiles.profile_to_share_gpus(SparkShim(spark))
+    assert profiles.profile_to_share_gpus(SparkShim(spark.newSession())) is first

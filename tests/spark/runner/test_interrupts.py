@@ -110,7 +110,7 @@ def _wait_for(folder: Path, name: str, driver: subprocess.Popen[str]) -> None:
 
 
 def test_ranks_save_and_nothing_is_left(tmp_path: Path) -> None:
-    """The driver alone is interrupted, then its process group as a terminal does it, then one that ends only at the second."""
+    """Interrupt the driver alone, then its process group as a terminal does it, then one that ends only at the second."""
     script = write_script(tmp_path / "driver.py", _RUNS, master="local[2]")
     with started_script(script) as driver:
         _wait_for(tmp_path, "alone-ready", driver)
@@ -141,7 +141,7 @@ def test_ranks_save_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 def test_ranks_save_although_the_jvm_ends_at_once(tmp_path: Path) -> None:
-    """The JVM of spark-submit hears a terminal's Ctrl-C too, and takes Spark's Python workers with it."""
+    """Interrupt also the JVM of spark-submit, as a terminal does, which ends Spark's Python workers."""
     script = write_script(tmp_path / "driver.py", _SUBMITTED, master="local[2]")
     submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
     with started_script(script, python=[str(submit)]) as driver:

@@ -255,7 +255,7 @@ def test_an_exception_on_every_rank_names_the_lowest(spark: SparkSession, tmp_pa
 
     options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a")
     with pytest.raises(RankError, match="raised ValueError: everywhere"):
-        job.launch(spark, fails, (), {}, 2, options)
+        job.launch(SparkShim(spark), fails, (), {}, 2, options)
 
 
 def test_a_result_that_cannot_travel_is_explained(spark: SparkSession) -> None:
@@ -315,7 +315,7 @@ def test_silent_workers_that_spark_would_kill_are_refused(spark: SparkSession) -
 def test_a_module_that_the_workers_lack_is_named_with_their_python(spark: SparkSession) -> None:
     options = job.LaunchOptions(requirements=("surely_no_such_module",))
     with pytest.raises(PreflightError) as e:
-        job.launch(spark, print, (), {}, 2, options)
+        job.launch(SparkShim(spark), print, (), {}, 2, options)
     assert re.fullmatch(
         r"The workers run \S+python\S* \(rank 0 on host \S+\), which has no surely_no_such_module. Set "
         r"PYSPARK_PYTHON \(spark.pyspark.python\) to a Python that has it, or install it there.",
@@ -326,7 +326,7 @@ def test_a_module_that_the_workers_lack_is_named_with_their_python(spark: SparkS
 def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -> None:
     files = Files(str(tmp_path))
     options = job.LaunchOptions(shared=files, run_dir="runs/a")
-    report = job.launch(spark, lambda: here_and_print(), (), {}, 2, options)
+    report = job.launch(SparkShim(spark), lambda: here_and_print(), (), {}, 2, options)
     assert report.results == [0, 1]
     assert report.attempts == 1
     assert 0 < report.launch_s < 60
@@ -338,13 +338,13 @@ def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -
         assert stored == outcome
 
 
-def test_a_run_id_may_be_used_again_after_a_failure_that_was_mended(
+def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """What the first launch wrote must not be taken for what the ranks of the second say."""
+    """Ignore outcomes of the first launch among those of the second."""
     options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a", max_retries=0)
     with pytest.raises(RankError, match="ZeroDivisionError"):
-        job.launch(spark, lambda: 1 // int(os.environ["RANK"]), (), {}, 2, options)
+        job.launch(SparkShim(spark), lambda: 1 // int(os.environ["RANK"]), (), {}, 2, options)
 
     def lose_rank_1(ended: Path) -> None:
         if os.environ["RANK"] == "1":
@@ -353,7 +353,7 @@ def test_a_run_id_may_be_used_again_after_a_failure_that_was_mended(
             time.sleep(0.05)
 
     with pytest.raises(RankError) as raised:
-        job.launch(spark, lose_rank_1, (tmp_path / "ended",), {}, 2, options)
+        job.launch(SparkShim(spark), lose_rank_1, (tmp_path / "ended",), {}, 2, options)
     (tmp_path / "ended").touch()
     # What `is_retryable` calls a loss: with retries it would have been launched again.
     assert (raised.value.rank, raised.value.exit) == (1, "signal SIGKILL")
@@ -368,7 +368,7 @@ def here_and_print() -> int:
 def test_a_store_that_is_not_shared_is_refused(spark: SparkSession, tmp_path: Path) -> None:
     options = job.LaunchOptions(shared=FilesOfOneProcess(str(tmp_path)), run_dir="runs/a")
     with pytest.raises(PreflightError) as e:
-        job.launch(spark, print, (), {}, 2, options)
+        job.launch(SparkShim(spark), print, (), {}, 2, options)
     assert str(e.value).startswith("The store is not shared: the driver wrote runs/a/attempts/0/")
     assert f"in file://{tmp_path}" in str(e.value)
 
@@ -379,7 +379,7 @@ def test_a_store_that_the_driver_cannot_write_is_refused(
     (tmp_path / "runs").write_text("a file")
     options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a")
     with pytest.raises(PreflightError, match="The driver cannot write runs/a/attempts/0/token-dr"):
-        job.launch(spark, print, (), {}, 2, options)
+        job.launch(SparkShim(spark), print, (), {}, 2, options)
 
 
 def test_jobs_that_need_all_slots_take_turns(spark: SparkSession) -> None:
@@ -462,7 +462,7 @@ def test_an_interrupt_ends_a_job_that_is_submitted_after_it(
 
 
 def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_path: Path) -> None:
-    """Nothing of them is left, whatever ran beside what."""
+    """Check that nothing of them is left in any combination."""
     context_ = spark.sparkContext
     draw = random.Random(7)
 
@@ -536,7 +536,7 @@ def test_a_call_is_made_before_a_process_knows_its_rank(spark: SparkSession) -> 
         raise RuntimeError("only a head start")
 
     options = job.LaunchOptions(early=early, requirements=("torch",))
-    report = job.launch(spark, lambda: os.environ["EARLY"], (), {}, 2, options)
+    report = job.launch(SparkShim(spark), lambda: os.environ["EARLY"], (), {}, 2, options)
     assert report.results == ["False None 0 of 2", "False None 1 of 2"]
 
 

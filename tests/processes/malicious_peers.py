@@ -1,10 +1,10 @@
-"""Whoever reaches a port without the key: `python -m tests.processes.strangers` with JSON on standard input.
+"""Malicious peers without the key: `python -m tests.processes.malicious_peers` with JSON on standard input.
 
 Input: `endpoints` (as `Endpoint.to_dict` writes them), `messages` (how many to send at least), `until` (a file;
-go on until it exists and a liar was answered, however many that are), `within_s` (end after that in any case), `seed`, and
-`recorded`: what an eavesdropper has of handshakes, each a rank, a hello and a proof in hex. Output, as JSON: how many
-messages and connections there were, how many listeners answered, and `believed`: connections that were not
-closed after a lie.
+go on until it exists and a false proof was answered, however many messages that takes), `within_s` (end after that in any case), `seed`, and
+`recorded`: handshakes of an eavesdropper, each a rank, a hello and a proof in hex. Output, as JSON: how many
+messages and connections there were, how many listeners answered, and `accepted`: connections that were not
+closed after a false proof.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from sparkhvd.rendezvous import Endpoint
 from sparkhvd.rendezvous.listener import unix_address
 
-# The public part of the handshake: whoever reads the source knows it.
+# The public part of the handshake.
 HELLO = struct.Struct("!8sIIB32s")
 NOTICE = struct.Struct("!8sIIBI32s")
 REPLY_BYTES = 64
@@ -32,40 +32,40 @@ HELD_OPEN = 150
 Conversation = Generator[None, None, None]
 
 
-class Strangers:
-    """Many conversations at once, none of which knows the key."""
+class MaliciousPeers:
+    """Many conversations at once, without the key."""
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self.endpoints = [Endpoint.from_dict(e) for e in plan["endpoints"]]
         self.recorded = [(r, bytes.fromhex(h), bytes.fromhex(p)) for r, h, p in plan["recorded"]]
         self.dice = random.Random(plan["seed"])
-        self.messages = self.connections = self.answers = self.believed = self.refused = 0
+        self.messages = self.connections = self.answers = self.accepted = self.refused = 0
 
     def run(self, messages: int, until: Path, within_s: float) -> dict[str, int]:
-        """Send that many messages, and more until the file exists and a liar was answered; then let go of everything.
+        """Send that many messages, and more until the file exists and a false proof was answered; then close everything.
 
         Listeners answer only while the ranks meet, and on a busy machine all messages may be sent between two meetings.
         """
-        open_ones: list[Conversation] = []
+        conversations: list[Conversation] = []
         deadline = time.monotonic() + within_s
         while (
             self.messages < messages or not self.answers or not until.exists()
         ) and time.monotonic() < deadline:
-            open_ones.append(self.talk())
-            for index in [-1, *(self.dice.randrange(len(open_ones)) for _ in range(3))]:
+            conversations.append(self.talk())
+            for index in [-1, *(self.dice.randrange(len(conversations)) for _ in range(3))]:
                 with contextlib.suppress(StopIteration, OSError, IndexError):
-                    next(open_ones[index])
+                    next(conversations[index])
                     continue
                 with contextlib.suppress(IndexError):
-                    open_ones.pop(index)
-            if len(open_ones) > HELD_OPEN:
-                open_ones.pop(0).close()
+                    conversations.pop(index)
+            if len(conversations) > HELD_OPEN:
+                conversations.pop(0).close()
         time.sleep(0.2)
-        for conversation in open_ones:
+        for conversation in conversations:
             with contextlib.suppress(StopIteration, OSError):
                 next(conversation)
             conversation.close()
-        counts = ("messages", "connections", "answers", "believed", "refused")
+        counts = ("messages", "connections", "answers", "accepted", "refused")
         return {name: getattr(self, name) for name in counts}
 
     def dial(self, endpoint: Endpoint) -> socket.socket:
@@ -91,7 +91,7 @@ class Strangers:
         sock.send(data)
 
     def hello(self) -> bytes:
-        """One that has the right form, and at times the right contents."""
+        """Return a hello of the right form, at times with the right contents."""
         dice = self.dice
         rank = dice.choice((0, 1, 2, 3, 2**32 - 1))
         generation = dice.choice((0, 1, dice.randrange(40), 2**32 - 1))
@@ -99,11 +99,11 @@ class Strangers:
         return HELLO.pack(magic, rank, generation, dice.choice((0, 0, 1, 255)), dice.randbytes(32))
 
     def talk(self) -> Conversation:
-        """One connection; yields where it would have to wait."""
+        """Attack over one connection; yields where it would have to wait."""
         dice = self.dice
         rank = dice.randrange(len(self.endpoints))
         move = dice.choice(
-            ("garbage", "hellos", "notices", "lie", "lie", "reset", "loris", "flood")
+            ("garbage", "hellos", "notices", "proof", "proof", "reset", "loris", "flood")
         )
         with self.dial(self.endpoints[rank]) as sock:
             if move == "garbage":
@@ -138,10 +138,10 @@ class Strangers:
                 for _ in range(5):
                     self.send(sock, dice.randbytes(1 << 16))
             else:
-                yield from self.lie(sock, rank)
+                yield from self.prove_falsely(sock, rank)
 
-    def lie(self, sock: socket.socket, rank: int) -> Conversation:
-        """Says hello as a rank that is expected, and answers the challenge with what it has."""
+    def prove_falsely(self, sock: socket.socket, rank: int) -> Conversation:
+        """Say hello as a rank that is expected, and answer the challenge with a recorded or random proof."""
         known = [(h, p) for r, h, p in self.recorded if r == rank]
         if not known:  # no rank is above the last one
             return
@@ -162,17 +162,21 @@ class Strangers:
         until = time.monotonic() + 5
         while time.monotonic() < until:
             try:
-                # Closed, and not a byte that only a rank may see.
-                self.believed += bool(sock.recv(1))
+                # Closed, and without a byte that only a rank may see.
+                self.accepted += bool(sock.recv(1))
                 return
             except BlockingIOError:
                 yield
-        self.believed += 1
+        self.accepted += 1
 
 
 def main() -> None:
     plan = json.load(sys.stdin)
-    print(json.dumps(Strangers(plan).run(plan["messages"], Path(plan["until"]), plan["within_s"])))
+    print(
+        json.dumps(
+            MaliciousPeers(plan).run(plan["messages"], Path(plan["until"]), plan["within_s"])
+        )
+    )
 
 
 if __name__ == "__main__":

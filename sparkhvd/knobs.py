@@ -1,0 +1,95 @@
+"""Declaration of settings, and parsing and checking of their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import Field, field
+from typing import TypeVar
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["Limit", "check", "knob", "parse", "variables_of"]
+
+T = TypeVar("T", bool, int, float, str)
+Limit = tuple[Callable[[T], bool], str]  # test of a value, and its description for messages
+
+
+def knob(
+    default: T,
+    *,
+    env: str,
+    unit: str,
+    doc: str,
+    alias: str | None = None,
+    limit: Limit[T] | None = None,
+) -> T:
+    """Declare a setting: a field of a dataclass.
+
+    Args:
+        default: its default; its type is the type of the setting.
+        env: its environment variable.
+        unit: its unit.
+        doc: its meaning.
+        alias: Horovod's variable for it.
+        limit: values that are allowed; None for all of the type.
+    """
+    metadata = {"env": env, "unit": unit, "doc": doc, "alias": alias, "limit": limit}
+    return field(default=default, metadata=metadata)
+
+
+def variables_of(f: Field[object]) -> list[str]:
+    """Return the environment variables of a setting; the first that is set counts."""
+    return [name for name in (f.metadata["env"], f.metadata["alias"]) if name]
+
+
+def _parse_bool(text: str) -> bool:
+    return {"0": False, "false": False, "1": True, "true": True}[text.strip().lower()]
+
+
+_PARSERS: dict[type, Callable[[str], object]] = {
+    bool: _parse_bool,
+    int: int,
+    float: float,
+    str: str,
+}
+
+
+def parse(f: Field[object], source: str, text: str) -> object:
+    """Return the value of a setting in the text of a variable or key.
+
+    Args:
+        f: the setting.
+        source: name of the variable or key, for the message.
+        text: its text.
+
+    Raises:
+        InvalidArgumentError: the text is not of the setting's type, or the value is not allowed.
+    """
+    kind = type(f.default)
+    try:
+        value = _PARSERS[kind](text)
+    except (KeyError, ValueError):
+        raise InvalidArgumentError(
+            f"{source}={text!r} is not a valid {kind.__name__}. "
+            f"Give a plain {kind.__name__} like {f.default!r}, or unset it."
+        ) from None
+    check(f, value, source)
+    return value
+
+
+def check(f: Field[object], value: object, source: str) -> None:
+    """Refuse a value that the setting does not allow.
+
+    Args:
+        f: the setting.
+        value: its value.
+        source: origin of the value, for the message.
+
+    Raises:
+        InvalidArgumentError: the value is not allowed.
+    """
+    if f.metadata["limit"] is None:
+        return
+    is_allowed, expected = f.metadata["limit"]
+    if not is_allowed(value):
+        raise InvalidArgumentError(f"{source} is {value!r}; it must be {expected}.")

@@ -1,0 +1,103 @@
+"""Frames on the pipe from a task to its trainer process: length-prefixed bytes, two of them with a dataclass as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import asdict, dataclass, field
+
+__all__ = ["JobFrame", "Prologue", "read_frame", "write_frame"]
+
+_LENGTH = struct.Struct("!Q")
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Prologue:
+    """First frame to a trainer: everything that it can use before the ranks know each other.
+
+    Attributes:
+        env: variables to set before anything loads.
+        sys_path: the parent's module search path.
+        cwd: working directory.
+        num_threads: threads for OpenMP, MKL and the like.
+        keep_freed_memory: whether the process keeps freed memory for its next allocations.
+        preload: modules to import while the ranks find each other; a failure is ignored here.
+        early: function to call before that, from `early_call`; "" for none.
+        neighbours: index of this process among the tasks that Spark has put on its host, and their number.
+        gpu_views: sets of variables (None: unset) for each of which the process reports the GPUs that it sees, all in its
+            first frame; empty for no report.
+        cuda_library: path of CUDA's driver library; "" for the system's.
+        spark_files: root of `SparkFiles`; "" outside Spark.
+        listener: file descriptors of the bound listener (TCP, Unix).
+        endpoint: the listener's address, as `Endpoint.to_dict` gives it.
+    """
+
+    env: dict[str, str] = field(default_factory=dict)
+    sys_path: list[str] = field(default_factory=list)
+    cwd: str = ""
+    num_threads: int = 1
+    keep_freed_memory: bool = False
+    preload: list[str] = field(default_factory=list)
+    early: str = ""
+    neighbours: tuple[int, int] = (0, 1)
+    gpu_views: list[dict[str, str | None]] = field(default_factory=list)
+    cuda_library: str = ""
+    spark_files: str = ""
+    listener: tuple[int, int] = (-1, -1)
+    endpoint: dict[str, str | int] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the payload of a frame."""
+        return json.dumps(asdict(self)).encode()
+
+
+@dataclass(frozen=True)
+class JobFrame:
+    """Last frame to a trainer: the ranks of the job. Holds the key, so its repr leaves it out.
+
+    Attributes:
+        job: `Job.to_json()`.
+        settings: `JobSettings.to_json()`.
+        local_rank: index among this host's ranks.
+        attempt: 0 for the first launch.
+        gpu: ordinal of the rank's GPU in its process; None if it has none.
+        env: the standard torch variables, and the visible GPUs where they depend on the other ranks.
+    """
+
+    job: str = field(repr=False)
+    settings: str = field(repr=False)
+    local_rank: int = 0
+    attempt: int = 0
+    gpu: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Return the payload of a frame."""
+        return json.dumps(asdict(self)).encode()
+
+
+def write_frame(fd: int, payload: bytes) -> None:
+    """Write one length-prefixed frame; BrokenPipeError when the reader is gone."""
+    for part in (_LENGTH.pack(len(payload)), payload):
+        view = memoryview(part)
+        while view:
+            view = view[os.write(fd, view) :]
+
+
+def read_frame(fd: int) -> bytes | None:
+    """Read one frame; None when the writer is gone."""
+    header = _read_exactly(fd, _LENGTH.size)
+    return None if header is None else _read_exactly(fd, _LENGTH.unpack(header)[0])
+
+
+def _read_exactly(fd: int, size: int) -> bytes | None:
+    parts, left = [], size
+    while left:
+        part = os.read(fd, min(left, _READ_BYTES))
+        if not part:
+            return None
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,36 @@
+"""Pickle functions and results by value, so that those of `__main__` and of notebook cells travel too."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["cloudpickle", "dump_program", "dumps", "early_call"]
+
+
+def cloudpickle() -> Any:
+    """Return pyspark's cloudpickle, or else the package of that name."""
+    try:
+        return importlib.import_module("pyspark.cloudpickle")
+    except ImportError:
+        return importlib.import_module("cloudpickle")
+
+
+def dumps(value: object) -> bytes:
+    """Pickle by value."""
+    data: bytes = cloudpickle().dumps(value)
+    return data
+
+
+def dump_program(
+    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> bytes:
+    """Pickle a call."""
+    return dumps((fn, args, kwargs))
+
+
+def early_call(fn: Callable[[int, int], object] | None) -> str:
+    """Return a function of `Prologue.neighbours` as text for `Prologue.early`; "" for None."""
+    return "" if fn is None else base64.b64encode(dumps(fn)).decode()

@@ -1,0 +1,55 @@
+"""Preflight: everything that can be known to fail before anything long starts, on the driver and among the ranks.
+
+Checks are pure functions on facts. A check of the ranks returns a message, or "" when all is well, so that every rank comes
+to the same answer from the same facts.
+
+Each module imports only those above it:
+
+    conf           Spark configuration of barrier stages
+    processors     processors that a process may use
+    address_space  address space that torch needs
+    facts          facts of a rank, and their comparison
+    shared_files   store of a run, checked to be shared by the driver and all ranks
+"""
+
+from sparkhvd.runner.preflight.address_space import (
+    address_space_limit,
+    address_space_needed,
+    check_worker,
+)
+from sparkhvd.runner.preflight.conf import CONF_KEYS, check_conf
+from sparkhvd.runner.preflight.facts import (
+    RankFacts,
+    check_address_space,
+    check_ranks,
+    patch_warning,
+    rank_facts,
+)
+from sparkhvd.runner.preflight.processors import affinity, cgroup_quota
+from sparkhvd.runner.preflight.shared_files import (
+    SharedFiles,
+    check_tokens,
+    outcome_path,
+    token_path,
+    write_token,
+)
+
+__all__ = [
+    "CONF_KEYS",
+    "RankFacts",
+    "SharedFiles",
+    "address_space_limit",
+    "address_space_needed",
+    "affinity",
+    "cgroup_quota",
+    "check_address_space",
+    "check_conf",
+    "check_ranks",
+    "check_tokens",
+    "check_worker",
+    "outcome_path",
+    "patch_warning",
+    "rank_facts",
+    "token_path",
+    "write_token",
+]

@@ -1,0 +1,99 @@
+"""Sessions of classic Spark and of Spark Connect: checks, keys, and the active one."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any, cast
+
+from sparkhvd.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import DataFrame, SparkSession
+    from typing_extensions import TypeIs
+
+__all__ = [
+    "active_session",
+    "check_session",
+    "connect_session",
+    "is_connect",
+    "is_dataframe",
+    "ml_context",
+    "session_key",
+]
+
+
+def check_session(spark: object) -> None:
+    """Refuse a value that is not a session.
+
+    Raises:
+        InvalidArgumentError: `spark` is not a SparkSession.
+    """
+    if not (type(spark).__module__.startswith("pyspark.") and hasattr(spark, "range")):
+        raise InvalidArgumentError(
+            f"spark is {spark!r}; it must be a SparkSession, for example df.sparkSession."
+        )
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Return True for a session of Spark Connect."""
+    return type(spark).__module__.startswith("pyspark.sql.connect")
+
+
+def session_key(spark: SparkSession) -> str:
+    """Return the key of a session; two objects of one session have one key."""
+    session: Any = spark
+    if is_connect(spark):
+        return str(session.session_id)
+    return str(session._jsparkSession.sessionUUID())
+
+
+def ml_context(spark: SparkSession) -> SparkSession | SparkContext:
+    """Return the argument of Spark ML's readers and writers of metadata: the session, before pyspark 4 its context."""
+    import pyspark
+
+    return spark.sparkContext if pyspark.__version__.startswith("3.") else spark
+
+
+def active_session() -> SparkSession:
+    """Return the active session of this thread, classic or Connect.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    from pyspark.sql import SparkSession
+
+    session: SparkSession | None = SparkSession.getActiveSession()
+    if session is None:  # a thread or connection of its own has only the default session
+        with contextlib.suppress(Exception):
+            session = SparkSession.active()
+    if session is None:
+        with contextlib.suppress(ImportError):  # the client's packages may be absent
+            from pyspark.sql.connect.session import SparkSession as ConnectSession
+
+            session = cast("SparkSession | None", ConnectSession.getActiveSession())
+    if session is None:
+        raise InvalidArgumentError(
+            "There is no active Spark session. Start one, or give spark=<session>."
+        )
+    return session
+
+
+def connect_session() -> SparkSession | None:
+    """Return the active session of Spark Connect in this process, or None."""
+    module = sys.modules.get("pyspark.sql.connect.session")
+    if module is None:
+        return None
+    kind = module.SparkSession
+    for find in (kind.getActiveSession, getattr(kind, "_get_default_session", lambda: None)):
+        with contextlib.suppress(NotImplementedError):  # Spark 3.4's client has no active session
+            session: SparkSession | None = find()
+            if session is not None:
+                return session
+    return None
+
+
+def is_dataframe(value: object) -> TypeIs[DataFrame]:
+    """Return True for a DataFrame, classic or Connect."""
+    return hasattr(value, "sparkSession") and hasattr(value, "schema")
