@@ -27,6 +27,8 @@ TEST_JOBS ?= 2
 PYTEST_FLAGS ?=
 
 export VENV TORCH TORCH_INDEX
+# Ranks, workers and tests are new processes all the time: none of them should compile what another one has.
+unexport PYTHONDONTWRITEBYTECODE
 ifdef PYTHON
 export PYTHON
 endif
