@@ -141,8 +141,8 @@ define BUILD_SANITIZED
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1)
 	$(VENV)/bin/cmake --build build/native-$(1) --target $(2)
 endef
-THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream leaver rank_0
-MEMORY_HELD = operations frames ring memory tensors registered process_set join orders timeline kernel reduce device leaver abort
+THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream depart rank_0
+MEMORY_HELD = operations frames ring memory tensors registered process_set join orders timeline kernel reduce device depart abort
 
 test-races: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,thread,sparkhvd_tests nccl_conformity)

@@ -173,13 +173,14 @@ def test_imports_inside_functions_have_a_reason() -> None:
 
 def test_packages_list_their_modules_from_the_bottom_up() -> None:
     """Check that the list in the docstring of a package's `__init__` is whole, and each module imports only those above it."""
-    pages = {}
+    pages, wrong = {}, []
     for path in SOURCES:
-        page = ast.get_docstring(parsed(path)) or ""
-        if path.name == "__init__.py" and "Each module imports only those above it:" in page:
-            pages[path] = re.findall(r"^    (\w+)  +\S", page, re.M)
+        if path.name == "__init__.py":
+            page = ast.get_docstring(parsed(path)) or ""
+            _, mark, listed = page.partition("Each module imports only those above it:\n")
+            pages[path] = re.findall(r"^    (\w+)  +\S", listed, re.M)
+            wrong += [] if mark else [f"{module_name(path)} has no list"]
     assert len(pages) >= 15
-    wrong = []
     for path, listed in pages.items():
         package = module_name(path)
         there = {q.stem for q in path.parent.glob("*.py")} - {"__init__"}
@@ -328,6 +329,23 @@ def test_contributing_names_every_top_level_folder() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = set(re.findall(r"^(\w+)/\s", text, re.M))
     assert sorted(f for f in folders - named if not f.startswith(".")) == []
+
+
+def test_words_by_which_make_chooses_cpp_tests_are_parts_of_names() -> None:
+    """Check that renaming a test leaves no watched leg of `make test` without it."""
+    sources = (ROOT / "native" / "tests").glob("*.cc")
+    names = {n for path in sources for n in re.findall(r"^TEST\((\w+)", path.read_text(), re.M)}
+    makefile = (ROOT / "Makefile").read_text()
+    chosen = re.findall(r"^(?:THREADS_MEET|MEMORY_HELD) = (.*)$", makefile, re.M)
+    chosen += re.findall(r"^\tbuild/native/sparkhvd_tests (.*)$", makefile, re.M)
+    assert len(chosen) == 3
+    words = {word.strip("'") for line in chosen for word in line.split()}
+    unknown = [
+        word
+        for word in words
+        if not any(n.startswith(word[1:]) if word[0] == "^" else word in n for n in names)
+    ]
+    assert sorted(unknown) == []
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:
