@@ -242,7 +242,7 @@ def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
 
 
 def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
-    """An owner deletes its directory, and the key's folder if that is empty, while another has just begun in it."""
+    """Delete a directory, and the key's folder if that is empty, while another owner has just begun in it."""
     rounds, ended, lost = 300, threading.Event(), []
 
     def comes_and_goes(name: str, times: int) -> None:

@@ -1,4 +1,4 @@
-"""What the Params of the training loop become, and which are refused before anything runs."""
+"""Params of the training loop: their values for the ranks, and the refusals before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users give in other forms works as meant, or is an `InvalidArgumentError` that says what to do; at once."""
+"""Arguments in other forms work as meant, or are an `InvalidArgumentError` that says what to do; at once."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def ones(count: int = 2) -> Tensor:
 
 
 def each(*tensors: Tensor) -> Iterator[Tensor]:
-    """The tensors, once."""
+    """Yield the tensors, once."""
     return (tensor for tensor in tensors)
 
 
 def refused(call: Callable[[], Any], message: str, size: int = 1) -> None:
-    """On every rank the call is an error whose message begins with `message`, and the next operation works."""
+    """Check that the call is an error on every rank whose message begins with `message`, and the next operation works."""
 
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match="^" + re.escape(message)):

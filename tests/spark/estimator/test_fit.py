@@ -209,7 +209,7 @@ def test_what_shapes_the_training_reaches_the_ranks(
 
 @soak("pure/data/test_reader")
 def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: Store) -> None:
-    """Rows beyond `shuffle_bytes` come in another order, unless all of them are to be in memory."""
+    """Change the order of rows beyond `shuffle_bytes`, unless all of them are to be in memory."""
     df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
     weights = [
         estimator(mlp(2), store, **options).fit(df).getModel()[0].weight
