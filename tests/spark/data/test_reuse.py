@@ -172,7 +172,7 @@ def test_plans_of_other_rows_have_other_facts(
     assert text(one) != text(other)
 
 
-def test_how_files_are_read_is_part_of_the_plan(spark: SparkSession, tmp_path: Path) -> None:
+def test_options_of_file_formats_are_part_of_the_plan(spark: SparkSession, tmp_path: Path) -> None:
     path = str(tmp_path / "source")
     spark.range(3).selectExpr("id", "id + 1").write.csv(path)
     schemas = ("a int, b int", "b int, a int", "a int, b string")

@@ -166,7 +166,7 @@ def test_several_inputs_labels_weights_validation_and_metrics(
     assert isinstance(row.total__output, float)
 
 
-def test_what_shapes_the_training_reaches_the_ranks(
+def test_params_of_training_reach_the_ranks(
     spark: SparkSession, store: Store, capfd: pytest.CaptureFixture[str]
 ) -> None:
     df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
@@ -271,7 +271,7 @@ def test_ranks_begin_to_read_before_they_know_who_they_are(
     assert values["x"].shape == (24, 2)
 
 
-def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
+def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
     spark: SparkSession, store: Store
 ) -> None:
     df = numbers(spark, 40, 3, 2).select(F.array("a0", "a1", "a2").alias("x"), "y")

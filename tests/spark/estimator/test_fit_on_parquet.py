@@ -217,7 +217,7 @@ def test_horovods_call_reads_below_the_store(spark: SparkSession, tmp_path: Path
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_said_before_any_rank(
+def test_impossible_combinations_are_refused_before_any_rank(
     spark: SparkSession,
     tmp_path: Path,
     options: dict[str, Any],
