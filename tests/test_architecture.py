@@ -71,6 +71,22 @@ LAZY = {
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }
 
+# Other packages that functions import, how often, and why: nothing but the cost of starting, and packages that may be missing.
+LAZY_PACKAGES = {
+    "fcntl": (7, "Unix only: everything imports on a client with another system"),
+    "fsspec": (2, "optional: stores that pyarrow does not know"),
+    "petastorm": (1, "optional: data sets with a Unischema"),
+    "py4j": (5, "classic Spark only: a client of Connect has none"),
+    "pyarrow": (3, "a rank or a task that needs no Arrow starts without it"),
+    "pyspark": (
+        21,
+        "ranks and workers start without it; some names are of one version, or of Connect",
+    ),
+    "resource": (1, "Unix only"),
+    "sys": (1, "the function of a barrier task, pickled by value"),
+    "torch": (1, "the driver and readers of NumPy arrays start without it"),
+}
+
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
@@ -171,14 +187,31 @@ def test_imports_inside_functions_have_a_reason() -> None:
     assert dict(found) == listed
 
 
+def test_packages_that_functions_import_have_a_reason() -> None:
+    found: Counter[str] = Counter()
+    for path in SOURCES:
+        statements = {
+            id(node): node
+            for function in nodes(path)
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+            for node in ast.walk(function)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        }
+        for node in statements.values():
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+            found.update(name.partition(".")[0] for name in names if name is not None)
+    del found["sparkhvd"]
+    assert dict(found) == {name: count for name, (count, _) in LAZY_PACKAGES.items()}
+
+
 def test_packages_list_their_modules_from_the_bottom_up() -> None:
     """Check that the list in the docstring of a package's `__init__` is whole, and each module imports only those above it."""
     pages, wrong = {}, []
     for path in SOURCES:
         if path.name == "__init__.py":
             page = ast.get_docstring(parsed(path)) or ""
-            _, mark, listed = page.partition("Each module imports only those above it:\n")
-            pages[path] = re.findall(r"^    (\w+)  +\S", listed, re.M)
+            _, mark, after = page.partition("Each module imports only those above it:\n")
+            pages[path] = re.findall(r"^    (\w+)  +\S", after, re.M)
             wrong += [] if mark else [f"{module_name(path)} has no list"]
     assert len(pages) >= 15
     for path, listed in pages.items():
