@@ -216,14 +216,14 @@ demo: env
 
 # The long legs: more random examples, longer stress, what `make test` leaves out, sanitizers, wheels, other machines. Each
 # part by itself: make soak-python. Tests read the variable through tests/harness/soak.py.
-SOAK_PARTS := soak-python soak-packaging test-nccl test-oldest test-sanitizers fuzz-if-clang test-aarch64 test-wheels
+SOAK_PARTS := lint test-native soak-python soak-packaging test-nccl test-oldest test-sanitizers fuzz-if-clang test-aarch64 test-wheels
 soak soak-python soak-packaging: export SPARKHVD_TEST_SOAK := 1
 soak-python: TEST_TIMEOUT_S := 14400
 soak-python: TEST_JOBS := 0
 soak-python: PYTEST_FLAGS += --timeout=3600
 
 # Goes on behind a part that fails, and says at the end what it ran.
-soak: lint test-native
+soak:
 	@failed=; for part in $(SOAK_PARTS); do \
 	  begin=$$SECONDS; if $(MAKE) $$part; then state=passed; else state=FAILED; failed=1; fi; \
 	  report+="$$(printf '%-16s %-6s %5d s' $$part $$state $$((SECONDS - begin)))"$$'\n'; \
