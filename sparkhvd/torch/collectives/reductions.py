@@ -9,7 +9,8 @@ from sparkhvd.engine.engine import ReduceOp, Reduction
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_factor
 from sparkhvd.torch.collectives.tensors import gradient_name
-from sparkhvd.torch.process_sets import ProcessSet
+from sparkhvd.torch.context import context
+from sparkhvd.torch.process_sets import ProcessSet, set_id
 
 __all__ = [
     "Adasum",
@@ -71,8 +72,13 @@ def to_request(
     """
     # Nearly always both are floats, and calls cost time.
     if type(prescale_factor) is not float or type(postscale_factor) is not float:
-        prescale_factor = to_factor(kind, "prescale_factor", prescale_factor)
-        postscale_factor = to_factor(kind, "postscale_factor", postscale_factor)
+        try:
+            prescale_factor = to_factor(kind, "prescale_factor", prescale_factor)
+            postscale_factor = to_factor(kind, "postscale_factor", postscale_factor)
+        except InvalidArgumentError as error:
+            # The refused operation takes its number, or this rank's next ones would meet the others' earlier ones.
+            operation = context().name(kind, name, set_id(process_set))
+            raise InvalidArgumentError(f"{operation}{str(error).removeprefix(kind)}") from None
     if prescale_factor == postscale_factor == 1.0:
         reduction = _WITHOUT_FACTORS[op]
     else:

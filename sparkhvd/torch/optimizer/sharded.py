@@ -158,7 +158,8 @@ class Sharded(Distributed):
     def _parts_in_groups(self) -> Iterator[None]:
         # Not the property, which would wait for whole gradients.
         self._whole = [group["params"] for group in self.__dict__["param_groups"]]
-        parts = [[self._shards[p].part for p in ps if p.numel() > 0] for ps in self._whole]
+        shards = self._shards
+        parts = [[shards[p].part for p in ps if p.numel() > 0] for ps in self._whole]
         self._put_in_groups([[part for part in ps if part is not None] for ps in parts])
         try:
             yield

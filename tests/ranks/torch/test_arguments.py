@@ -176,6 +176,23 @@ def test_an_invalid_factor_is_an_error(name: str, call: Callable[..., Any], argu
     on_ranks(1, body)
 
 
+@pytest.mark.parametrize("op", ["allreduce", "grouped_allreduce", "reducescatter"])
+def test_an_operation_with_a_wrong_factor_on_one_rank_is_counted(op: str) -> None:
+    def body() -> Any:
+        start, data = getattr(hvd, f"{op}_async"), ones(2)
+        tensors = [data] if op == "grouped_allreduce" else data
+        if hvd.rank() == 0:
+            with pytest.raises(InvalidArgumentError, match=rf"^{op}\.noname\.0: postscale_factor"):
+                start(tensors, op=hvd.Sum, postscale_factor=None)
+        else:
+            data.fill_(100.0)
+            start(tensors, op=hvd.Sum)
+        result = getattr(hvd, op)([ones()] if op == "grouped_allreduce" else ones(), op=hvd.Sum)
+        return (result[0] if op == "grouped_allreduce" else result).flatten()[0].item()
+
+    assert on_ranks(2, body) == [2.0] * 2
+
+
 # --- Names, compression, splits. ---
 
 
