@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import torch
-from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+# Workers of a transform load this module too, and need nothing of `sparkhvd.torch`.
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
-from sparkhvd.torch.compressors import Compressor
+    import torch
+    from torch import Tensor
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from sparkhvd.torch.compressors import Compressor
 
 __all__ = [
     "Columns",

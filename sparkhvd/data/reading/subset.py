@@ -56,8 +56,12 @@ class Division:
 
     @classmethod
     def of(cls, source: Source, manifest: Manifest, subset: str) -> Division:
-        """Return the division of a subset's rows."""
-        return cls(source.block_edges, manifest.num_rows if is_flagged(manifest, subset) else None)
+        """Return the division of a subset's rows.
+
+        Validation rows often follow all others: cut at equal numbers of the files' rows, one process would read them all.
+        """
+        is_cut_early = subset == "train" and is_flagged(manifest, subset)
+        return cls(source.block_edges, manifest.num_rows if is_cut_early else None)
 
     def part(self, rows: Rows | int, number: int, count: int) -> Rows | int:
         """Return the ascending row numbers of part `number` of `count`; all rows if there is one part."""

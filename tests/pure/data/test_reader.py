@@ -22,6 +22,7 @@ from sparkhvd.data.packed import RowSource, write_packed
 from sparkhvd.data.reading.batch import Batch
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.reading.sampler import epoch_plan
+from sparkhvd.data.reading.subset import Division
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from tests.harness.ranks import run_threads
@@ -268,6 +269,15 @@ def test_a_validation_column_splits(store: Store) -> None:
             batches = epoch_of(reader)
             assert sorted(i for batch in ids(batches) for i in batch) == expected
             assert set(batches[0].columns) == {"x", "id"}
+
+
+def test_validation_rows_behind_all_others_are_divided_evenly(store: Store) -> None:
+    manifest, rows = make(store, [60, 40], flag=True), np.arange(80, 100)
+    with RowSource(store, manifest) as source:
+        division = Division.of(source, manifest, "validation")
+    parts = [division.part(rows, number, 4) for number in range(4)]
+    assert [len(np.atleast_1d(part)) for part in parts] == [5, 5, 5, 5]
+    np.testing.assert_array_equal(np.concatenate(parts), rows)
 
 
 def test_drop_last_leaves_out_the_final_step(store: Store) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -80,3 +82,16 @@ def test_a_forward_that_only_ranks_could_run_is_a_warning(
 ) -> None:
     with pytest.warns(UserWarning, match=rf"forward failed .*{says}.*only ranks have"):
         assert widths(Calls(function)) is None
+
+
+_WORKER = """
+import sys
+import sparkhvd.runner.preflight, sparkhvd.data.vectors, sparkhvd.estimator.transform.worker
+print([m for m in ("pandas", "pyspark", "sparkhvd.torch", "sparkhvd.engine", "sparkhvd.rendezvous") if m in sys.modules])
+"""
+
+
+def test_a_worker_of_transform_loads_neither_pyspark_nor_the_engine() -> None:
+    # Every Python worker of every executor pays for what it imports.
+    done = subprocess.run([sys.executable, "-c", _WORKER], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
