@@ -140,8 +140,8 @@ define BUILD_SANITIZED
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1)
 	$(VENV)/bin/cmake --build build/native-$(1) --target $(2)
 endef
-THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream leaver rank_0
-MEMORY_HELD = operations frames ring memory tensors registered process_set join orders timeline kernel reduce device leaver abort
+THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream depart rank_0
+MEMORY_HELD = operations frames ring memory tensors registered process_set join orders timeline kernel reduce device depart abort
 
 test-races: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,thread,sparkhvd_tests nccl_conformity)
@@ -215,14 +215,14 @@ demo: env
 
 # The long legs: more random examples, longer stress, what `make test` leaves out, sanitizers, wheels, other machines. Each
 # part by itself: make soak-python. Tests read the variable through tests/harness/soak.py.
-SOAK_PARTS := soak-python soak-packaging test-nccl test-oldest test-sanitizers fuzz-if-clang test-aarch64 test-wheels
+SOAK_PARTS := lint test-native soak-python soak-packaging test-nccl test-oldest test-sanitizers fuzz-if-clang test-aarch64 test-wheels
 soak soak-python soak-packaging: export SPARKHVD_TEST_SOAK := 1
 soak-python: TEST_TIMEOUT_S := 14400
 soak-python: TEST_JOBS := 0
 soak-python: PYTEST_FLAGS += --timeout=3600
 
 # Goes on behind a part that fails, and says at the end what it ran.
-soak: lint test-native
+soak:
 	@failed=; for part in $(SOAK_PARTS); do \
 	  begin=$$SECONDS; if $(MAKE) $$part; then state=passed; else state=FAILED; failed=1; fi; \
 	  report+="$$(printf '%-16s %-6s %5d s' $$part $$state $$((SECONDS - begin)))"$$'\n'; \

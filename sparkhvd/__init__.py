@@ -1,7 +1,27 @@
 """sparkhvd: train PyTorch models on Spark DataFrames, with Horovod's API on compiled collectives.
 
 Every public name below is imported when it is first used, so `import sparkhvd` loads neither torch nor
-pyspark.
+pyspark. The `__init__` of each package says its purpose, threads, trust, failures and shutdown where it has them.
+
+Each module imports only those above it:
+
+    _version       version of the package
+    errors         every exception
+    knobs          declaration and checks of a setting
+    settings       every setting of engine and launch
+    topology       hosts to local and cross ranks
+    rank_context   place of a rank, known before `init()`
+    rank_settings  settings on their way to a rank
+    sessions       sessions of Spark: checks and keys
+    spark          a session, classic or Connect, behind one interface
+    engine         compiled collectives: the only ctypes
+    rendezvous     authenticated connections between ranks
+    observe        timeline, autotune
+    torch          Horovod's API on the engine
+    runner         a function on every rank
+    data           a DataFrame's rows as batches of a rank
+    training       the training loop of a rank
+    estimator      `TorchEstimator` and `TorchModel`
 """
 
 from __future__ import annotations

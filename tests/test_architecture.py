@@ -71,6 +71,22 @@ LAZY = {
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }
 
+# Other packages that functions import, how often, and why: nothing but the cost of starting, and packages that may be missing.
+LAZY_PACKAGES = {
+    "fcntl": (7, "Unix only: everything imports on a client with another system"),
+    "fsspec": (2, "optional: stores that pyarrow does not know"),
+    "petastorm": (1, "optional: data sets with a Unischema"),
+    "py4j": (5, "classic Spark only: a client of Connect has none"),
+    "pyarrow": (3, "a rank or a task that needs no Arrow starts without it"),
+    "pyspark": (
+        21,
+        "ranks and workers start without it; some names are of one version, or of Connect",
+    ),
+    "resource": (1, "Unix only"),
+    "sys": (1, "the function of a barrier task, pickled by value"),
+    "torch": (1, "the driver and readers of NumPy arrays start without it"),
+}
+
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
@@ -171,15 +187,33 @@ def test_imports_inside_functions_have_a_reason() -> None:
     assert dict(found) == listed
 
 
+def test_packages_that_functions_import_have_a_reason() -> None:
+    found: Counter[str] = Counter()
+    for path in SOURCES:
+        statements = {
+            id(node): node
+            for function in nodes(path)
+            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+            for node in ast.walk(function)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        }
+        for node in statements.values():
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+            found.update(name.partition(".")[0] for name in names if name is not None)
+    del found["sparkhvd"]
+    assert dict(found) == {name: count for name, (count, _) in LAZY_PACKAGES.items()}
+
+
 def test_packages_list_their_modules_from_the_bottom_up() -> None:
     """Check that the list in the docstring of a package's `__init__` is whole, and each module imports only those above it."""
-    pages = {}
+    pages, wrong = {}, []
     for path in SOURCES:
-        page = ast.get_docstring(parsed(path)) or ""
-        if path.name == "__init__.py" and "Each module imports only those above it:" in page:
-            pages[path] = re.findall(r"^    (\w+)  +\S", page, re.M)
+        if path.name == "__init__.py":
+            page = ast.get_docstring(parsed(path)) or ""
+            _, mark, after = page.partition("Each module imports only those above it:\n")
+            pages[path] = re.findall(r"^    (\w+)  +\S", after, re.M)
+            wrong += [] if mark else [f"{module_name(path)} has no list"]
     assert len(pages) >= 15
-    wrong = []
     for path, listed in pages.items():
         package = module_name(path)
         there = {q.stem for q in path.parent.glob("*.py")} - {"__init__"}
@@ -328,6 +362,23 @@ def test_contributing_names_every_top_level_folder() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     named = set(re.findall(r"^(\w+)/\s", text, re.M))
     assert sorted(f for f in folders - named if not f.startswith(".")) == []
+
+
+def test_words_by_which_make_chooses_cpp_tests_are_parts_of_names() -> None:
+    """Check that renaming a test leaves no watched leg of `make test` without it."""
+    sources = (ROOT / "native" / "tests").glob("*.cc")
+    names = {n for path in sources for n in re.findall(r"^TEST\((\w+)", path.read_text(), re.M)}
+    makefile = (ROOT / "Makefile").read_text()
+    chosen = re.findall(r"^(?:THREADS_MEET|MEMORY_HELD) = (.*)$", makefile, re.M)
+    chosen += re.findall(r"^\tbuild/native/sparkhvd_tests (.*)$", makefile, re.M)
+    assert len(chosen) == 3
+    words = {word.strip("'") for line in chosen for word in line.split()}
+    unknown = [
+        word
+        for word in words
+        if not any(n.startswith(word[1:]) if word[0] == "^" else word in n for n in names)
+    ]
+    assert sorted(unknown) == []
 
 
 def test_links_in_the_documents_lead_somewhere() -> None:

@@ -6,6 +6,25 @@
     model.transform(df)
 
 Names are imported when first used, so that a rank or a Python worker loads only what it needs.
+
+Processes: all of this runs on the driver, but `transform.worker` and `transform.gpu`, which run in Spark's Python workers. Ranks run
+`sparkhvd.training`.
+
+Threads: several threads may fit at once (a CrossValidator's do). A thread prints epochs while ranks train.
+
+Trust: a saved model or estimator that holds classes, functions or paths of its user is loaded only where somebody trusts it (`saving`).
+
+Failure: everything that the driver can know is an error before the first Spark job. A fit that a rank's error ends leaves its last
+checkpoint; the same `run_id` goes on from it.
+
+Each module imports only those above it:
+
+    params     the table of Params
+    fitting    the parts of a fit
+    transform  the parts of a transform
+    saving     saved models and estimators
+    model      `TorchModel`
+    estimator  `TorchEstimator`
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Watch a running job, and tune it: the timeline and autotune. Both stand on the engine alone.
 
+Threads: none of their own; the engine writes its events. Failure: a file that cannot be written is an error at once. A timeline is valid JSON
+at any moment, also after kill -9; one of all ranks keeps rank 0's part when a rank is lost.
+
 Each module imports only those above it:
 
     timeline  events of all ranks in Chrome's trace format

@@ -11,8 +11,43 @@
 
     run(train, args=(100,), num_proc=4, spark=spark)  # [0, 1, 2, 3]
 
-The function runs in a fresh process per rank, not in Spark's Python worker. Nothing of Spark is imported here,
-so a rank may import this package cheaply.
+The function runs in a fresh process per rank, its trainer, which the rank's task starts. Nothing of Spark is imported
+here, so a rank may import this package cheaply.
+
+Threads: launches may come from several threads of the driver; they take task slots in the order of their calls (`admission`). In a
+task, threads read the trainer's pipes, and one waits for Ctrl-C (`interrupts`). A trainer calls the function on its main thread; one more
+watches its parent.
+
+Trust: the job's key and the pickled function come from the driver's closure, through Spark or the parent's pipe; the key is never in argv,
+environment or a file. The driver unpickles what its own ranks return. Its only port is for Ctrl-C: it accepts nothing before an interrupt,
+and then only tasks that know a key derived from the attempt's.
+
+Failure: a rank's result, exception or signal comes to the driver as data (`outcomes`); the root cause is raised as a `RankError`. Only a
+lost process, executor or host is relaunched. What can be known before ranks start is checked by `preflight`.
+
+Shutdown: a trainer ends with its task, whose pipe it watches, and takes the processes of its group along. After Ctrl-C the function
+has 5 s to save.
+
+Each module imports only those above it:
+
+    admission   task slots for launches, in the order of their calls
+    allocator   memory that trainers keep for the next step
+    frames      frames on the pipe from a task to its trainer
+    pickling    functions and results by value
+    spawning    pickling for processes that a trainer spawns
+    placement   slots and threads, from the configuration
+    payload     large functions without a file left for each
+    outcomes    values and errors of ranks as data
+    reports     a trainer's report on its function
+    preflight   checks before anything long starts
+    trainer     parent's side of a trainer process
+    gpu         a GPU for each rank
+    interrupts  Ctrl-C, from the driver to the ranks
+    child       the trainer process
+    launching   what launches under Spark and on this host share
+    local       launches on this host: `run_local`
+    task        executor's side of a launch under Spark
+    job         driver's side of a launch under Spark: `run`
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.rank_settings import JobSettings
-from sparkhvd.rendezvous import Endpoint, Job
+from sparkhvd.rendezvous import Job
 from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.pickling import dump_program
@@ -25,7 +25,6 @@ __all__ = [
     "dump_call",
     "job_frame",
     "load_result",
-    "local_ranks",
     "own_address",
     "preload",
     "reserved_port",
@@ -133,12 +132,6 @@ def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
             names.add("torch" if name.startswith("torch.") else name)
     modules = {name for name in names if name == "torch" or name.startswith("sparkhvd.")}
     return ["pyspark.cloudpickle", *sorted(modules)]
-
-
-def local_ranks(endpoints: Sequence[Endpoint]) -> list[int]:
-    """Return by rank its index among the ranks of its host."""
-    hosts = [endpoint.host_key for endpoint in endpoints]
-    return [topology(rank, hosts).local_rank for rank in range(len(hosts))]
 
 
 def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:

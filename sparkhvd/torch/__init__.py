@@ -2,6 +2,30 @@
 
 A script for Horovod needs only this import changed. Call `init()` first; under `sparkhvd.runner.run` and
 `TorchEstimator` it joins the ranks of the job, elsewhere it makes a job of one rank.
+
+Threads: any thread of a program may call the API; one engine per process is the default of all (`context`). Hooks of
+`DistributedOptimizer` run on autograd's threads.
+
+Failure: an operation that ranks call differently is a `MismatchError` on all of them, and the engine goes on. After the loss of a rank
+every operation raises a `CollectiveError`, and only `shutdown()` helps.
+
+Shutdown: `shutdown()`, or the end of the process. Tensors in registered memory outlive it.
+
+Each module imports only those above it:
+
+    arguments        users' arguments, converted
+    context          the engine that `rank()` and `allreduce()` use
+    compressors      16-bit floats on the wire
+    own_gpu          the launcher's GPU as torch's current device
+    cuda             streams, events and memory of CUDA; NCCL
+    process_sets     the ranks that take part in an operation
+    collectives      allreduce, allgather and their like
+    registered       tensors in registered memory
+    broadcast        parameters, optimizer state and objects
+    gradients        gradients reduced in buckets
+    sync_batch_norm  `SyncBatchNorm`
+    compression      `Compression`
+    optimizer        `DistributedOptimizer`
 """
 
 from __future__ import annotations

@@ -7,6 +7,19 @@ With it a reader knows where any row lies without looking at the rows before.
 Columns are required, uncompressed, PLAIN and one page per row group, so a row group's values lie in the file as
 one array: a reader asks the footer where, and reads exactly the rows it wants. Files that another writer has
 rewritten (several pages, compression) are decoded by pyarrow instead.
+
+Failure: what is read is verified by checksums of blocks (`blocks`); a damaged file is an error that names file, row group and column.
+
+Each module imports only those above it:
+
+    blocks    checksums of a file's blocks
+    layout    Parquet fields of columns, and their sizes
+    requests  several reads of a remote file at a time
+    spans     neighbouring rows that one read serves
+    file      values of an open file, in place
+    rows      rows by number
+    writer    writes files
+    reading   whole files as numpy arrays, for people
 """
 
 from sparkhvd.data.packed.layout import METADATA_KEY

@@ -212,7 +212,7 @@ def _identity(store: Store) -> Store:
 
 
 def _start_timeout(shim: SparkShim) -> float:
-    """Return the session's longest wait for task slots, in s; a fit reports a value that is no number."""
+    """Return the session's longest wait for task slots, in s; a fit reports an invalid value."""
     key = f"{CONF_PREFIX}start_timeout"
     conf = shim.conf((key, f"{key}_s"))
     try:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.rendezvous import Endpoint
-from sparkhvd.runner import launching
 from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.preflight import RankFacts
 from sparkhvd.runner.trainer import Trainer, inherited
+from sparkhvd.topology import topology
 
 if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
@@ -37,11 +37,17 @@ def rank_gpus(
     ranks: Sequence[RankFacts], endpoints: Sequence[Endpoint]
 ) -> list[agreement.RankGpus]:
     """Return the GPUs that the ranks' processes see, by rank."""
+    hosts = [endpoint.host_key for endpoint in endpoints]
     return [
         agreement.RankGpus(
-            facts.host, local_rank, facts.gpus, facts.gpu_error, facts.visible, facts.cpu_torch
+            facts.host,
+            topology(rank, hosts).local_rank,
+            facts.gpus,
+            facts.gpu_error,
+            facts.visible,
+            facts.cpu_torch,
         )
-        for facts, local_rank in zip(ranks, launching.local_ranks(endpoints), strict=True)
+        for rank, facts in enumerate(ranks)
     ]
 
 

@@ -2,6 +2,28 @@
 
 The asynchronous forms return a `Handle` at once; `synchronize(handle)` waits and gives the result,
 `poll(handle)` only looks. A tensor that was handed over must not be changed before that.
+
+Order: ranks may submit operations in any order; they match by name, or by how many of a kind went before.
+
+Failure: arguments are checked before anything is sent. Ranks that disagree get a `MismatchError` each; after any other
+`CollectiveError` the contents of tensors in flight are undefined.
+
+Each module imports only those above it:
+
+    tensors          tensors as operands: types, checks, memory
+    handles          `Handle`, `poll`, `synchronize`
+    reductions       arguments of a reduction, checked
+    groups           tensors of several types as one call
+    cuda_adasum      Adasum of tensors on a GPU
+    cuda_reductions  reductions and broadcasts on a GPU
+    cuda_gathers     allgather and alltoall on a GPU
+    allreduces       allreduce
+    allgathers       allgather
+    broadcasts       broadcast
+    alltoalls        alltoall
+    reducescatters   reducescatter
+    barriers         barrier, join
+    sparse           sparse tensors
 """
 
 from __future__ import annotations

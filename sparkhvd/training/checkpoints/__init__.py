@@ -3,6 +3,9 @@
 A checkpoint is a file and a pointer that is written last, so a reader sees the old one or the new one. Each file carries a SHA-256;
 where the newest one is damaged the one before is used, with a warning.
 
+Threads: one on rank 0 writes while training goes on; the next checkpoint, and the end of training, wait for it. Trust: everything is read by
+`weights_only=True`.
+
 Each module imports only those above it:
 
     cadence            times of checkpoints inside an epoch

@@ -120,7 +120,7 @@ def test_memory_stays_flat_over_20_epochs(
 
 @pytest.mark.parametrize("columns", [(X,), (X, TOKENS)], ids=["fixed", "variable"])
 def test_windows_take_no_more_than_they_may(tmp_path: Path, columns: tuple[Column, ...]) -> None:
-    """As a trainer, which keeps what it frees; what a reader takes besides is that of one with small windows."""
+    """Bound a reader's memory in a process that keeps freed blocks, beyond that of a reader with small windows."""
     make(tmp_path, 600_000, columns)
 
     def peak(window_bytes: int) -> int:

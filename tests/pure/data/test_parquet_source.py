@@ -37,7 +37,7 @@ WRITES_ALL = int(pa.__version__.split(".")[0]) >= 15
 
 
 def table(first: int, rows: int) -> pa.Table:
-    """Rows that their id tells: a list of three, a list of any length, text."""
+    """Make rows that follow from their id: a list of three, a list of any length, text."""
     ids = np.arange(first, first + rows)
     return pa.table(
         {
@@ -382,7 +382,7 @@ def test_a_file_that_changes_during_the_fit_is_an_error(tmp_path: Path) -> None:
 
 
 def bad(folder: Path, **columns: Any) -> tuple[Any, Manifest]:
-    """A good file of 300 rows, then one with these columns."""
+    """Write a good file of 300 rows, then one with these columns."""
     folder.mkdir(exist_ok=True)
     good = {"x": pa.array([[1.0, 2.0]] * 300), "y": pa.array([1.0] * 300)}
     pq.write_table(pa.table(good), folder / "a.parquet", write_statistics=False)

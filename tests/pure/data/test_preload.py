@@ -175,7 +175,7 @@ def test_a_reader_takes_its_part_of_the_rows_that_a_column_divides(
     assert batches_of(store, manifest, loading, sharing=Parts(), **options) == expected
 
 
-def test_what_cannot_be_read_is_the_readers_error(store: Store, has_column: bool) -> None:
+def test_unreadable_files_are_the_readers_error(store: Store, has_column: bool) -> None:
     manifest, options = Manifest.load(store, DATA_DIR), options_of(has_column)
     options["subset"] = "all"
     shutil.rmtree(Path(store.url.removeprefix("file://")) / "data")

@@ -174,7 +174,7 @@ def test_every_row_is_seen_exactly_once_whatever_the_files_and_ranks(
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_what_comes_before_the_first_step_is_not_read(store: Store, shuffle: bool) -> None:
+def test_rows_before_the_first_step_are_not_read(store: Store, shuffle: bool) -> None:
     manifest = make(store, [1000] * 6)
     options: dict[str, Any] = {"rank": 1, "size": 2, "batch_size": 10, "shuffle": shuffle}
     with Reader(store, manifest, **options, shuffle_bytes=700 * ROW_BYTES) as reader:
@@ -398,7 +398,7 @@ def test_close_ends_a_running_epoch(store: Store) -> None:
     epoch.close()
 
 
-def test_what_fails_in_the_thread_reaches_the_caller_with_its_place(
+def test_errors_of_the_thread_reach_the_caller_with_their_place(
     store: Store, tmp_path: Path
 ) -> None:
     manifest = make(store, [100, 100])

@@ -157,7 +157,7 @@ def test_num_workers_decode_at_the_same_time(tmp_path: Path) -> None:
     assert [t.name for t in threading.enumerate() if t.name.startswith("sparkhvd")] == []
 
 
-def test_what_a_decoder_raises_in_a_worker_reaches_the_caller(tmp_path: Path) -> None:
+def test_exceptions_of_a_decoder_in_a_worker_reach_the_caller(tmp_path: Path) -> None:
     store = Store.create(tmp_path)
     manifest = make(store, [30], 100)
 

@@ -183,7 +183,7 @@ def test_a_rename_that_fails_loses_nothing(
     assert sorted(os.listdir(tmp_path)) == files
 
 
-def test_what_could_not_be_moved_back_is_named(tmp_path: Path) -> None:
+def test_a_file_that_could_not_be_moved_back_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"old")
     filesystem = pafs.PyFileSystem(Moves([True, False, True, True]))
     with (
@@ -242,7 +242,7 @@ def test_only_an_empty_folder_is_deleted_as_one(any_store: Store) -> None:
 
 
 def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
-    """An owner deletes its directory, and the key's folder if that is empty, while another has just begun in it."""
+    """Delete a directory, and the key's folder if that is empty, while another owner has just begun in it."""
     rounds, ended, lost = 300, threading.Event(), []
 
     def comes_and_goes(name: str, times: int) -> None:
@@ -270,7 +270,7 @@ def test_owners_that_come_and_go_in_one_key_lose_nothing(store: Store) -> None:
     assert lost == []
 
 
-def test_what_others_left_in_the_data_folder_breaks_nothing(any_store: Store) -> None:
+def test_foreign_files_in_the_data_folder_break_nothing(any_store: Store) -> None:
     any_store.write_bytes("data/.DS_Store", b"x")
     any_store.write_bytes("data/k/README", b"x")
     any_store.write_bytes(

@@ -241,7 +241,7 @@ def test_a_password_that_is_not_quoted_is_refused_and_hidden(scheme: str, passwo
         ),
     ],
 )
-def test_what_a_url_says_stands_beside_options(url: str, said: dict[str, object]) -> None:
+def test_options_of_a_url_stand_beside_those_given(url: str, said: dict[str, object]) -> None:
     assert addresses.url_options(url.partition(":")[0], url) == said
 
 

@@ -21,7 +21,7 @@ EMPTY = {"type": 0, "size": 9, "indices": [], "values": []}
 
 
 def sent(vectors: list[dict[str, object] | None]) -> list[pa.Array]:
-    """The four columns that Spark sends: a null vector's parts are null, but there is always a list of indices."""
+    """Make the four columns that Spark sends: a null vector's parts are null, but there is always a list of indices."""
     parts = [vector or dict.fromkeys(DENSE) for vector in vectors]
     types = {field.name: field.type for field in STRUCT}
     return [

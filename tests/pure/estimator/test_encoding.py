@@ -42,7 +42,7 @@ def test_plain_dicts_come_back_as_they_were(value: Any) -> None:
     assert round_trip(value) == value
 
 
-def test_what_is_ours_needs_no_trust() -> None:
+def test_values_of_this_package_need_no_trust() -> None:
     for value in (
         {"tokens": pad(0), "image": pad(-1.5, length=7)},
         hvd.Compression.none,
@@ -61,7 +61,7 @@ class Own(hvd.Compression.fp16):
 
 
 @pytest.mark.parametrize("value", [Own, pad(Own)])  # type: ignore[arg-type]
-def test_what_only_looks_like_ours_needs_trust(value: Any) -> None:
+def test_values_that_look_like_this_packages_need_trust(value: Any) -> None:
     with pytest.raises(UntrustedError):
         round_trip(value)
 
@@ -85,7 +85,7 @@ def test_a_dict_that_answers_for_other_keys_stays_one() -> None:
         ("decoders", {"x": [Store("s3://elsewhere/x")]}, "the store s3://elsewhere/x"),
     ],
 )
-def test_what_says_where_a_fit_writes_needs_trust(name: str, value: Any, shown: str) -> None:
+def test_settings_with_paths_of_a_fit_need_trust(name: str, value: Any, shown: str) -> None:
     encoded = json.loads(json.dumps(Archive().encode(name, value)))
     with pytest.raises(UntrustedError) as failed:
         Decoder("/saved", SPARK, trusted=False).decode(name, encoded)

@@ -1,4 +1,4 @@
-"""What the Params of the training loop become, and which are refused before anything runs."""
+"""Params of the training loop: their values for the ranks, and the refusals before anything runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_validation_decides_the_default_monitor() -> None:
 
 
 @pytest.mark.parametrize("name", ["train_step", "validation_step", "train_fn", "callbacks"])
-def test_what_user_code_logs_can_be_monitored(name: str) -> None:
+def test_logged_values_can_be_monitored(name: str) -> None:
     user = {name: [object()] if name == "callbacks" else print}
     given = options(validation=0.5, monitor="val_own", early_stopping={"monitor": "own"}, **user)
     assert given["monitor"] == Monitor("val_own")
@@ -55,7 +55,7 @@ def test_what_user_code_logs_can_be_monitored(name: str) -> None:
         ({"return_model": "best", "monitor": "loss"}, True),
     ],
 )
-def test_which_model_is_returned(params: dict[str, Any], expected: bool) -> None:
+def test_the_returned_model_follows_the_params(params: dict[str, Any], expected: bool) -> None:
     assert options(**params)["return_best"] is expected
 
 

@@ -177,7 +177,7 @@ def test_horovods_accessors_are_there() -> None:
         assert getattr(estimator, f"get{camel}")() == estimator.getOrDefault(name) == value
 
 
-def test_what_has_no_effect_warns_once_with_what_to_do() -> None:
+def test_params_without_effect_warn_once_with_the_remedy() -> None:
     for name, instead in NO_EFFECT.items():
         with pytest.warns(UserWarning, match=name) as caught:
             estimator = TorchEstimator(**{name: 5})

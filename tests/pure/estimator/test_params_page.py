@@ -34,7 +34,7 @@ HOROVODS = set(
 
 
 def table(mark: str) -> list[list[str]]:
-    """The cells of a table between marks."""
+    """Return the cells of a table between marks."""
     found = re.search(rf"<!-- {mark} -->\n(.*?)\n<!-- /{mark} -->", PAGE.read_text(), re.DOTALL)
     assert found is not None
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in found[1].splitlines()[2:]]

@@ -1,4 +1,4 @@
-"""What a killed driver leaves of a run, and who may go on with it."""
+"""Runs of killed drivers: their files, and the fits that may go on with them."""
 
 from __future__ import annotations
 

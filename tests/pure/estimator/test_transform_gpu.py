@@ -1,4 +1,4 @@
-"""Where a Python worker computes in transform, and how many do so on one GPU at a time."""
+"""Devices of Python workers in transform, and the number that compute on one GPU at a time."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_so_many_at_a_time_and_the_others_wait(sees: Any, tmp_path: Path) -> Non
 
 
 def test_models_of_one_task_compute_together(sees: Any, tmp_path: Path) -> None:
-    """One feeds the other: if each waited for a place of its own, tasks would wait for each other for ever."""
+    """Feed one model with the other: if each waited for a place of its own, tasks would wait for each other for ever."""
     sees(1)
     device, options = torch.device("cuda", 0), {"limit": 2, "wait_s": 5, "folder": tmp_path}
     upstream, results = threading.Barrier(2), list[str]()
@@ -163,7 +163,7 @@ def test_a_place_is_taken_until_the_last_worker_of_the_task_has_ended(
 def test_gpus_of_containers_that_share_a_folder_are_apart(
     sees: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each the GPU is number 0."""
+    """Number the GPU 0 in each."""
     sees(1)
     device = torch.device("cuda", 0)
     with held(device, limit=1, folder=tmp_path):

@@ -58,7 +58,7 @@ def test_the_widths_of_all_outputs() -> None:
         Calls(lambda x: "no tensor"),
     ],
 )
-def test_what_does_not_fit_anywhere_is_an_error(model: nn.Module) -> None:
+def test_a_model_that_no_rank_could_run_is_an_error(model: nn.Module) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(InvalidArgumentError, match=r"^model[:.]"):
@@ -75,6 +75,8 @@ def test_what_does_not_fit_anywhere_is_an_error(model: nn.Module) -> None:
         (lambda x: __import__("of_the_executors"), "ModuleNotFoundError"),
     ],
 )
-def test_what_ranks_may_have_is_a_warning(function: Callable[[Tensor], Any], says: str) -> None:
+def test_a_forward_that_only_ranks_could_run_is_a_warning(
+    function: Callable[[Tensor], Any], says: str
+) -> None:
     with pytest.warns(UserWarning, match=rf"forward failed .*{says}.*only ranks have"):
         assert widths(Calls(function)) is None

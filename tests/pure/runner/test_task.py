@@ -28,7 +28,7 @@ class Files:
 
 def test_outcomes_of_an_earlier_fit_with_the_same_run_id_do_not_count(tmp_path: Path) -> None:
     files = Files(tmp_path)
-    old = Outcome(0, Kind.EXCEPTION, error="ValueError", message="mended since", job_id="one")
+    old = Outcome(0, Kind.EXCEPTION, error="ValueError", message="fixed since", job_id="one")
     files.write_bytes(preflight.outcome_path("runs/r", 0, 0), old.to_json().encode())
     assert task.read_outcomes(files, "runs/r", 0, "two", 2) == []
     assert task.read_outcomes(files, "runs/r", 0, "one", 2) == [old]

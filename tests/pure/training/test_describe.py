@@ -144,7 +144,7 @@ def test_metrics_of_torchmetrics_are_compared_by_their_options() -> None:
         ),
     ],
 )
-def test_what_tells_the_best_epoch_is_compared_where_it_matters(
+def test_the_monitor_is_compared_where_it_chooses_the_model(
     before: Any, now: Any, difference: str
 ) -> None:
     texts = [

@@ -184,7 +184,7 @@ def varying(row: dict[str, Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_no_row_or_batch_is_named(row: Any, batch: Any, message: str) -> None:
+def test_invalid_results_of_transformations_are_named(row: Any, batch: Any, message: str) -> None:
     functions = Transformations(row, batch)
     with pytest.raises(InvalidArgumentError) as raised:
         transformed_schema(

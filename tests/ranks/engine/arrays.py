@@ -42,7 +42,7 @@ def float32_from_bfloat16(bits: Array) -> Array:
 
 
 def random_array(dtype: DType, shape: tuple[int, ...], seed: int) -> Array:
-    """Values whose sums and products stay finite."""
+    """Draw values whose sums and products stay finite."""
     rng = np.random.default_rng(seed)
     if dtype == DType.BOOL:
         return rng.integers(0, 2, shape).astype(np.bool_)
@@ -55,7 +55,7 @@ def random_array(dtype: DType, shape: tuple[int, ...], seed: int) -> Array:
 
 
 def expected(dtype: DType, op: ReduceOp, stacked: Sequence[Array]) -> Array:
-    """What the ranks must get: added in rank order, in the accumulation type, scaled and rounded once."""
+    """Compute what the ranks must get: added in rank order, in the accumulation type, scaled and rounded once."""
     if dtype == DType.BOOL:
         function = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
         return function.reduce(list(stacked))
@@ -84,14 +84,14 @@ def expected(dtype: DType, op: ReduceOp, stacked: Sequence[Array]) -> Array:
 
 
 def view(source: Array, destination: Array | None = None) -> TensorView:
-    """The array as the engine takes it."""
+    """View an array as the engine takes it."""
     assert source.flags.c_contiguous
     address = 0 if destination is None else destination.ctypes.data
     return TensorView(source.ctypes.data, address, source.shape)
 
 
 def dtype_of(array: Array) -> DType:
-    """The engine's type of an array (not for bfloat16)."""
+    """Return the engine's type of an array (not for bfloat16)."""
     matches = [d for d, t in NUMPY_TYPES.items() if t == array.dtype.type and d != DType.BFLOAT16]
     return matches[0]
 

@@ -1,4 +1,4 @@
-"""What rank processes run; each is called as fn(engine, talk)."""
+"""Bodies of rank processes; each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.ranks.engine.arrays import allreduce, start_allreduce, view
 
 
 def add(engine: Engine, talk: Talk) -> Any:
-    """One allreduce."""
+    """Run one allreduce."""
     return allreduce(engine, "x", np.full(3, engine.rank + 1.0)).tolist()
 
 
@@ -76,7 +76,7 @@ def reduce_until_it_fails(engine: Engine, talk: Talk) -> Any:
 
 
 def wait_for_a_rank_that_never_comes(engine: Engine, talk: Talk) -> Any:
-    """The last rank submits nothing; the others wait for it."""
+    """Wait for the last rank, which submits nothing."""
     engine.barrier(name="start").wait()
     if engine.rank == engine.size - 1:
         talk.say("running")
@@ -87,7 +87,7 @@ def wait_for_a_rank_that_never_comes(engine: Engine, talk: Talk) -> Any:
 
 
 def wait_beside_forked_children(engine: Engine, talk: Talk) -> Any:
-    """As above, with a child that was forked and lives on: it must not keep the sockets open."""
+    """Wait as above, with a child that was forked and lives on: it must not keep the sockets open."""
     engine.barrier(name="start").wait()
     child = os.fork()
     if child == 0:
@@ -101,7 +101,7 @@ def wait_beside_forked_children(engine: Engine, talk: Talk) -> Any:
 
 
 def use_in_forked_child(engine: Engine, talk: Talk) -> Any:
-    """What a forked child is told, and that the parent goes on."""
+    """Use the engine in a forked child, which gets an error; the parent goes on."""
     before, _ = start_allreduce(engine, "before", np.ones(4, np.float32))
     before.wait()
     read, write = os.pipe()
@@ -185,7 +185,7 @@ def interrupted_run(engine: Engine, talk: Talk) -> Any:
 
 
 class Tick(Exception):
-    """What a timer raises."""
+    """Exception that a timer raises."""
 
 
 def is_done(work: Any) -> bool:

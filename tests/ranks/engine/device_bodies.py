@@ -1,4 +1,4 @@
-"""What rank processes with a pretended GPU run; each is called as fn(engine, talk)."""
+"""Bodies of rank processes with a pretended GPU; each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NCCL = LIBRARIES / "libfake_nccl.so"
 
 
 def open_device(engine: Engine) -> ctypes.CDLL:
-    """The rank's device, of the stand-in; returns its controls."""
+    """Open the rank's device, of the stand-in; return its controls."""
     engine.open_device(engine.rank, str(CUDA), str(NCCL))
     return ctypes.CDLL(str(CUDA))
 
@@ -47,7 +47,7 @@ def start_sum(
     timeout_s: float | None = None,
     process_set: int = 0,
 ) -> Work:
-    """An allreduce in place."""
+    """Start an allreduce in place."""
     tensor = TensorView(array.buffer.address, array.buffer.address, array.values.shape)
     call = engine.prepare(
         Collective.ALLREDUCE,
@@ -62,7 +62,7 @@ def start_sum(
 
 
 def add(engine: Engine, talk: Any) -> Any:
-    """One allreduce, and what is told about it."""
+    """Run one allreduce, and tell the test its result."""
     open_device(engine)
     array = DeviceArray(engine, np.full(5, engine.rank + 1, np.float32))
     work = start_sum(engine, "x", array)
@@ -162,7 +162,7 @@ REMOTE_ERROR = 6  # ncclRemoteError
 
 
 def add_set(engine: Engine, *ranks: int) -> int:
-    """A process set with a communicator on the device."""
+    """Add a process set with a communicator on the device."""
     work = engine.add_process_set(ranks)
     work.wait()
     return work.output().rows[0]
@@ -197,7 +197,7 @@ def leave_and_let_nccl_tell(engine: Engine, talk: Any) -> Any:
             text = f"{type(error).__name__}: {error}"
         fake.fake_cuda_reset()
         fake.fake_cuda_stream_delay_us(0)
-    # The set without the leaver goes on.
+    # The set without the departed rank goes on.
     array.values[:] = 1
     start_sum(engine, "y", array, process_set=others).wait()
     return text, array.values.tolist()
@@ -225,7 +225,7 @@ def stand_still(engine: Engine, talk: Any) -> Any:
 
 
 def fork_beside_it(engine: Engine, talk: Any) -> Any:
-    """A forked child drops what it has of the device, and calls nothing of CUDA."""
+    """Fork a child, which drops what it has of the device and calls nothing of CUDA."""
     fake = open_device(engine)
     array = DeviceArray(engine, np.ones(5, np.float32))
     work = start_sum(engine, "x", array)

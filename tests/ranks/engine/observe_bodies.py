@@ -1,4 +1,4 @@
-"""What rank processes run in tests of the stall report and of timelines; each is called as fn(engine, talk)."""
+"""Bodies of rank processes in tests of the stall report and of timelines; each is called as fn(engine, talk)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def join_a_busy_rank(engine: Engine, talk: Talk) -> Any:
 
 
 def say_running_and_wait(engine: Engine, talk: Talk) -> Any:
-    """For a rank that the test stops: both say that they run, then wait for each other."""
+    """Say that the rank runs, then wait for the other; the test stops one of them."""
     engine.barrier(name="start").wait()
     talk.say("running")
     if engine.rank == 1:

@@ -1,4 +1,4 @@
-"""As `observe_bodies`, in a program that uses signal 44 itself, from before its engine starts."""
+"""Bodies like `observe_bodies`, in a program that uses signal 44 itself, from before its engine starts."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ C_TYPES = {
 
 
 def split_declaration(text: str) -> tuple[str, str]:
-    """A C declaration as type and name: "const char* name" -> ("char*", "name")."""
+    """Split a C declaration into type and name: "const char* name" -> ("char*", "name")."""
     text = re.sub(r"\*\s*const\s*\*", "**", text)
     words = re.fullmatch(r"(?:const\s+)?(\w+)\s*(\**)\s*(\w+)", text.strip())
     assert words, text

@@ -63,7 +63,7 @@ def test_killed_rank_is_named_by_every_other_within_five_seconds(body: str) -> N
 
 
 @pytest.mark.parametrize("first", ["error", "goodbye"])
-def test_who_leaves_in_order_is_no_loss_of_a_peer(first: str) -> None:
+def test_an_orderly_departure_is_no_loss_of_a_peer(first: str) -> None:
     with rank_processes(f"{BODIES}:leave_and_let_nccl_tell", 3) as ranks:
         for rank in ranks:
             rank.tell(first)
@@ -74,7 +74,9 @@ def test_who_leaves_in_order_is_no_loss_of_a_peer(first: str) -> None:
         assert ranks[2].expect() == ["", [2.0] * 5]
 
 
-def test_what_stands_still_on_the_gpu_is_warned_about(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_operation_that_stands_still_on_the_gpu_is_warned_about(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     settings = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4)
     with rank_processes(f"{BODIES}:stand_still", 2, settings=settings) as ranks:
         for rank in ranks:
@@ -93,7 +95,7 @@ def test_what_stands_still_on_the_gpu_is_warned_about(capfd: pytest.CaptureFixtu
     assert "'first'" not in told
 
 
-def test_who_waits_for_a_launch_serves_others_although_programs_take_its_cpu() -> None:
+def test_a_waiter_for_a_launch_serves_others_although_programs_take_its_cpu() -> None:
     with rank_processes(f"{BODIES}:reduce_beside_a_launch", 1) as ranks:
         seconds, is_waiting = ranks[0].expect()
     assert is_waiting

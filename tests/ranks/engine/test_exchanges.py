@@ -37,7 +37,7 @@ Array = Any
 
 
 def output_of(work: Work, dtype: DType) -> tuple[Array, tuple[int, ...]]:
-    """A copy of what an operation has made, flat, and its rows."""
+    """Copy the output of an operation, flat, with its rows."""
     output = work.output()
     found = np.empty(output.num_bytes // np.dtype(NUMPY_TYPES[dtype]).itemsize, NUMPY_TYPES[dtype])
     if output.num_bytes:
@@ -46,7 +46,7 @@ def output_of(work: Work, dtype: DType) -> tuple[Array, tuple[int, ...]]:
 
 
 def place_of(rows: int, world: int, rank: int) -> slice:
-    """The rows that a rank gets of a reducescatter."""
+    """Return the rows that a rank gets of a reducescatter."""
     counts = [rows // world + (r < rows % world) for r in range(world)]
     return slice(sum(counts[:rank]), sum(counts[: rank + 1]))
 
@@ -279,10 +279,10 @@ def test_rank_outside_a_process_set_is_refused() -> None:
 
 
 @pytest.mark.parametrize("done", range(4))
-@pytest.mark.parametrize("leaver", range(3))
-def test_a_joined_rank_adds_nothing(leaver: int, done: int) -> None:
+@pytest.mark.parametrize("departed", range(3))
+def test_a_joined_rank_adds_nothing(departed: int, done: int) -> None:
     def body(engine: Engine) -> tuple[list[float], int]:
-        mine = done if engine.rank == leaver else 3
+        mine = done if engine.rank == departed else 3
         results = [
             float(allreduce(engine, f"x {i}", np.full(2000, engine.rank + 1.0))[-1])
             for i in range(mine)
@@ -295,18 +295,18 @@ def test_a_joined_rank_adds_nothing(leaver: int, done: int) -> None:
     outcomes = run_ranks(3, body)
     last = outcomes[0][1]
     assert last in range(3)
-    assert done == 3 or last != leaver
+    assert done == 3 or last != departed
     for rank, (results, also_last) in enumerate(outcomes):
         assert also_last == last
-        wanted = [6.0] * done + [6.0 - (leaver + 1)] * (3 - done)
-        assert results == [*(wanted[:done] if rank == leaver else wanted), 3.0]
+        wanted = [6.0] * done + [6.0 - (departed + 1)] * (3 - done)
+        assert results == [*(wanted[:done] if rank == departed else wanted), 3.0]
 
 
 # --- Registered memory. ---
 
 
 def array_over(buffer: Buffer, dtype: DType = DType.FLOAT32) -> Array:
-    """All of a buffer; the array keeps it alive."""
+    """Make an array over a whole buffer, which it keeps alive."""
     memory: Any = (ctypes.c_char * buffer.num_bytes).from_address(buffer.address)
     memory.buffer = buffer
     return np.frombuffer(memory, NUMPY_TYPES[dtype])

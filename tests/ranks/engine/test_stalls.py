@@ -1,4 +1,4 @@
-"""Who is waited for, and where that rank is: what the coordinator's warning says."""
+"""Warnings of the coordinator: the rank that keeps others waiting, and its stack."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_no_stack_is_taken_where_the_setting_says_so(capfd: pytest.CaptureFixtur
 
 
 def wait_for(text: str, capfd: pytest.CaptureFixture[str]) -> str:
-    """What was printed until `text` came."""
+    """Return what was printed until `text` came."""
     told = ""
     deadline = time.monotonic() + DEADLINE_S
     while text not in told and time.monotonic() < deadline:

@@ -25,7 +25,7 @@ CHUNK = Knob.powers("chunk_bytes", 256 << 10, low=32 << 10, high=256 << 10)
 
 
 def speed_of(choice: Mapping[str, int], bucket: int = 16 << 20, chunk: int = 128 << 10) -> float:
-    """A smooth hill with its top at the given settings."""
+    """Compute a speed: a smooth hill with its top at the given settings."""
     away = abs(math.log2(choice["bucket_bytes"] / bucket))
     away += abs(math.log2(choice["chunk_bytes"] / chunk))
     return 1e9 / (1 + 0.1 * away)

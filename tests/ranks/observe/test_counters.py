@@ -1,4 +1,4 @@
-"""How the counters are shown."""
+"""Counters as they are shown."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_offset_is_found_within_its_bound_whoever_is_slow(seed: int) -> None:
 
 
 def trace(rank: int, start_ns: int, *events: str) -> IO[bytes]:
-    """A file as the engine writes it."""
+    """Make a file as the engine writes it."""
     meta = json.dumps(
         {"ph": "M", "pid": rank, "name": "sparkhvd", "args": {"start_monotonic_ns": start_ns}},
         separators=(",", ":"),

@@ -1,4 +1,4 @@
-"""What users give in other forms works as meant, or is an `InvalidArgumentError` that says what to do; at once."""
+"""Arguments in other forms work as meant, or are an `InvalidArgumentError` that says what to do; at once."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def ones(count: int = 2) -> Tensor:
 
 
 def each(*tensors: Tensor) -> Iterator[Tensor]:
-    """The tensors, once."""
+    """Yield the tensors, once."""
     return (tensor for tensor in tensors)
 
 
 def refused(call: Callable[[], Any], message: str, size: int = 1) -> None:
-    """On every rank the call is an error whose message begins with `message`, and the next operation works."""
+    """Check that the call is an error on every rank whose message begins with `message`, and the next operation works."""
 
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match="^" + re.escape(message)):
@@ -93,7 +93,7 @@ def test_groups_in_place_may_be_generators() -> None:
 @pytest.mark.parametrize(
     ("given", "found"), [(None, "NoneType"), (5, "int"), (torch.tensor(1.0), "Tensor")]
 )
-def test_what_is_no_group_is_an_error(name: str, given: Any, found: str) -> None:
+def test_an_invalid_group_is_an_error(name: str, given: Any, found: str) -> None:
     def body() -> Any:
         message = rf"^grouped_\w+(\.noname\.0)?: expected a list of tensors, got {found}\. Put it"
         with pytest.raises(InvalidArgumentError, match=message):
@@ -164,7 +164,7 @@ def test_gradients_use_the_factor_of_their_forward_pass(op: str) -> None:
 
 @pytest.mark.parametrize("argument", ["prescale_factor", "postscale_factor"])
 @pytest.mark.parametrize(("name", "call"), FACTORS)
-def test_what_is_no_factor_is_an_error(name: str, call: Callable[..., Any], argument: str) -> None:
+def test_an_invalid_factor_is_an_error(name: str, call: Callable[..., Any], argument: str) -> None:
     def body() -> Any:
         message = rf"^{name}[\w.]*: {argument}=.* is not one number\. Give a float\.$"
         for value in ("a", "2", None, [1.0], 1j, torch.ones(2), 10**400):
@@ -188,7 +188,7 @@ def test_names_are_strings() -> None:
 
 @pytest.mark.parametrize("compression", ["fp16", None, hvd.Compression, 16], ids=str)
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_cannot_compress_is_an_error(compression: Any, size: int) -> None:
+def test_invalid_compressors_are_an_error(compression: Any, size: int) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "allreduce": lambda: hvd.allreduce(ones(), compression=compression),
         "grouped_allreduce": lambda: hvd.grouped_allreduce([ones()], compression=compression),
@@ -296,7 +296,7 @@ def test_parameters_may_be_a_list_of_tensors(form: Callable[[Any], Any]) -> None
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_what_holds_no_parameters_is_an_error(params: Any, message: str) -> None:
+def test_arguments_without_parameters_are_an_error(params: Any, message: str) -> None:
     refused(lambda: hvd.broadcast_parameters(params, 0), f"broadcast_parameters: {message}")
 
 
@@ -324,7 +324,7 @@ def test_a_process_set_is_made_and_shown_as_horovods() -> None:
     ],
     ids=str,
 )
-def test_what_are_no_ranks_is_an_error(ranks: Any, message: str) -> None:
+def test_invalid_ranks_of_a_process_set_are_an_error(ranks: Any, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match="^" + re.escape(message) + "$"):
         hvd.ProcessSet(ranks)
     refused(lambda: hvd.add_process_set(ranks), message)
@@ -390,7 +390,7 @@ def test_impossible_shapes_are_errors(shape: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", float, 0, ""], ids=repr)
-def test_what_is_no_dtype_is_an_error(dtype: Any) -> None:
+def test_an_invalid_dtype_is_an_error(dtype: Any) -> None:
     refused(
         lambda: hvd.registered_empty(1, dtype),
         f"registered_empty: dtype={dtype!r} is no dtype of torch. Give one such as torch.float32.",
@@ -474,7 +474,7 @@ def test_named_parameters_must_be_a_list() -> None:
 @pytest.mark.parametrize(
     ("given", "found"), [(nn.Linear(1, 1), "Linear"), (None, "NoneType"), ([], "list")], ids=str
 )
-def test_what_is_no_optimizer_is_an_error(given: Any, found: str) -> None:
+def test_an_invalid_optimizer_is_an_error(given: Any, found: str) -> None:
     refused(
         lambda: hvd.DistributedOptimizer(given),
         f"DistributedOptimizer: expected an optimizer of torch, got {found}. Give one such as torch.optim.SGD(",

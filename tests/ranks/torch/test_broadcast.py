@@ -165,7 +165,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("state", ["root only", "others only", "all"])
 def test_optimizer_state_of_the_root_reaches_every_rank(name: str, state: str) -> None:
-    """After it, and with equal parameters, every rank steps as the root would have."""
+    """Step on every rank as the root would have, from equal parameters."""
 
     def body() -> Any:
         rank = hvd.rank()

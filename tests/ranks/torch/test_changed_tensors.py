@@ -242,7 +242,7 @@ def change(p: nn.Parameter) -> None:
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_what_hooks_put_in_place_of_a_gradient_is_reduced(options: dict[str, Any]) -> None:
+def test_gradients_that_hooks_replace_are_reduced(options: dict[str, Any]) -> None:
     """Also where they come behind the optimizer's own."""
 
     def halve(p: nn.Parameter) -> None:

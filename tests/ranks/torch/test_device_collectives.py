@@ -266,6 +266,6 @@ def test_registered_memory_elsewhere_is_refused() -> None:
     on_gpus(2, body)
 
 
-def test_what_was_built_is_told_truly() -> None:
+def test_built_functions_tell_the_truth() -> None:
     assert hvd.cuda_built() is (torch.version.cuda is not None)
     assert (hvd.nccl_built() > 0) is (hvd.cuda_built() and torch.distributed.is_nccl_available())

@@ -150,7 +150,7 @@ def test_p_and_q_are_sums_divided_once(size: int) -> None:
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
-def test_what_was_applied_and_what_is_left_is_the_sum_of_gradients(op: Any) -> None:
+def test_applied_and_unsent_gradients_add_up_to_all(op: Any) -> None:
     shapes = [(40, 30), (20, 3, 3, 5), (7,)]
 
     def body() -> Any:
@@ -197,7 +197,7 @@ def test_after_a_gradient_of_zeros_it_goes_on() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_seen_by_all_and_leaves_no_trace(bad: Any) -> None:
+def test_non_finite_losses_are_seen_by_all_and_leave_no_trace(bad: Any) -> None:
     def body() -> Any:
         p, q = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(40, 30))
         compression = hvd.Compression.powersgd(rank=2)
@@ -373,7 +373,7 @@ def test_gradients_with_other_strides_take_the_result() -> None:
     assert on_ranks(2, body) == [(True, True)] * 2
 
 
-def test_what_it_does_not_go_with() -> None:
+def test_options_that_exclude_powersgd_are_an_error() -> None:
     def body() -> Any:
         messages = []
         p = [nn.Parameter(torch.zeros(40, 30))]

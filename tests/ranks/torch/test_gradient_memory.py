@@ -138,7 +138,7 @@ def test_ranks_with_different_parameters_are_told() -> None:
 
 
 @pytest.mark.parametrize("options", [{"compression": hvd.Compression.fp16}, {"op": hvd.Adasum}])
-def test_what_does_not_go_together(options: Any) -> None:
+def test_options_that_exclude_views_are_an_error(options: Any) -> None:
     def body() -> Any:
         with pytest.raises(InvalidArgumentError, match="gradient_as_bucket_view=True reduces"):
             hvd.DistributedOptimizer(

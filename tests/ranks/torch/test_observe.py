@@ -1,4 +1,4 @@
-"""What a user sees of the engine: `hvd.metrics`, timelines, and tuning that changes no bit."""
+"""The engine as users see it: `hvd.metrics`, timelines, and tuning that changes no bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_metrics_are_printed_and_returned(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def settled_json(path: Path) -> Any:
-    """What a file that is being written says. Neither a read nor a write is atomic: an invalid text must change soon."""
+    """Read a file that is being written. Neither a read nor a write is atomic: an invalid text must change soon."""
     text = path.read_text()
     deadline = time.monotonic() + 5
     while True:
@@ -71,7 +71,7 @@ def test_timeline_is_started_and_stopped_by_every_rank_alike(
 
 
 def train(steps: int) -> tuple[torch.Tensor, set[int]]:
-    """A net of 4 MiB for some steps: its weights, and how many buckets each step had."""
+    """Train a net of 4 MiB for some steps; return its weights and the number of buckets of each step."""
     generator = torch.Generator().manual_seed(1)
     model = nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 512))
     with torch.no_grad():

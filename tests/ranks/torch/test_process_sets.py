@@ -58,7 +58,7 @@ def test_every_operation_runs_among_the_ranks_of_a_set() -> None:
     assert on_ranks(4, body) == [None, wanted, None, wanted]
 
 
-def test_what_a_set_knows_of_itself() -> None:
+def test_a_set_knows_its_ranks_and_its_place() -> None:
     def body() -> Any:
         made = hvd.ProcessSet([2, 0])
         before = (made.size(), made.rank(), made.included(), made.process_set_id)

@@ -691,7 +691,9 @@ def test_shared_parameters_need_one_host() -> None:
         ),
     ],
 )
-def test_what_cannot_be_sharded_is_an_error(make: Any, options: Any, message: str) -> None:
+def test_optimizers_that_cannot_be_sharded_are_an_error(
+    make: Any, options: Any, message: str
+) -> None:
     def body() -> None:
         with pytest.raises(InvalidArgumentError, match=message):
             sharded(make, steps=0, **options)

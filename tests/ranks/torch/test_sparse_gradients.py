@@ -351,7 +351,7 @@ def test_a_sparse_gradient_of_a_parameter_that_was_dense_goes_as_dense() -> None
     assert on_ranks(2, body) == [([-1.5, -2.5, -1.5], [0.5, 1.5, 0.5])] * 2
 
 
-def test_what_sparse_gradients_cannot_be_reduced_with() -> None:
+def test_options_that_sparse_gradients_do_not_take() -> None:
     def body() -> Any:
         messages = []
         for options in ({"op": hvd.Max}, {"compression": hvd.Compression.powersgd()}):

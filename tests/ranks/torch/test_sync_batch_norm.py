@@ -58,7 +58,7 @@ def values(shape: Sequence[int], dtype: torch.dtype = torch.float64, seed: int =
 
 
 def share(x: torch.Tensor, sizes: Sequence[int], rank: int | None = None) -> torch.Tensor:
-    """A rank's rows."""
+    """Return a rank's rows."""
     rank = hvd.rank() if rank is None else rank
     return x.split(list(sizes))[rank].clone()
 
@@ -77,7 +77,7 @@ def run_layer(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> dict[str, 
 def assert_equals_one_process(
     parts: Sequence[dict[str, torch.Tensor]], whole: dict[str, torch.Tensor], tolerance: float
 ) -> None:
-    """The ranks' outputs joined, the sum of their gradients of parameters, and each one's statistics."""
+    """Compare with one process: the ranks' outputs joined, the sum of their gradients of parameters, and each one's statistics."""
     for key, expected in whole.items():
         if key in ("y", "grad"):
             found = [torch.cat([part[key] for part in parts])]
@@ -264,7 +264,7 @@ def test_every_rank_hears_of_a_single_value_per_channel() -> None:
 
 
 def on_alone(fn: Callable[[], Any]) -> Any:
-    """One rank, whose exception is the caller's."""
+    """Run on one rank, whose exception is the caller's."""
     (outcome,) = ranks.rank_outcomes(1, lambda _: fn(), using=context.use_engine)
     if isinstance(outcome, BaseException):
         raise outcome
@@ -347,7 +347,7 @@ def test_frozen_inputs_and_parameters_need_no_backward_exchange() -> None:
 
 
 def operations(kind: str) -> int:
-    """How many operations of a kind this rank's engine has finished."""
+    """Count the operations of a kind that this rank's engine has finished."""
     entries = hvd.metrics(show=False).counters["collectives"]
     return sum(entry["operations"] for entry in entries if entry["collective"] == kind)
 

@@ -100,7 +100,7 @@ def test_a_damaged_checkpoint_leaves_the_one_before_with_a_warning(store: Store)
     assert files(store) == {"epoch-1-step-5.pt", "epoch-1-step-9.pt"}
 
 
-def test_where_no_checkpoint_is_whole_the_error_names_them(store: Store) -> None:
+def test_without_a_whole_checkpoint_the_error_names_them(store: Store) -> None:
     checkpoints = Checkpoints(store, RUN)
     for position in POSITIONS[:2]:
         checkpoints.save(checkpoint(*position))

@@ -230,7 +230,7 @@ def test_labels_that_ignore_different_rows_equal_plain_torch(store: Store, data_
     assert_close(case.weights(2), model.state_dict(), 1e-10)
 
 
-def test_which_losses_say_what_they_count() -> None:
+def test_losses_that_tell_their_denominator() -> None:
     counting = [
         nn.NLLLoss(),
         F.nll_loss,

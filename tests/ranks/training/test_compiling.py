@@ -77,7 +77,7 @@ def test_a_rank_without_a_compiler_says_so_on_all_ranks(
         (False, (9, 0), "the module triton was not found"),
     ],
 )
-def test_what_a_gpu_needs_besides(
+def test_compiling_on_a_gpu_needs_triton_and_a_capability(
     monkeypatch: pytest.MonkeyPatch, has_triton: bool, capability: tuple[int, int], expected: str
 ) -> None:
     find = importlib.util.find_spec

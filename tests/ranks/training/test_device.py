@@ -153,7 +153,7 @@ def test_packed_sequences_move_and_their_lengths_stay() -> None:
     assert to_cpu(packed).data.equal(packed.data)
 
 
-def test_what_a_collate_function_made_is_on_the_device_in_a_step_of_the_users_own() -> None:
+def test_collated_batches_are_on_the_device_in_a_train_step() -> None:
     words = Argument("words", ("w",), "int64", None, False, True)
     labels = types.SimpleNamespace(columns=("y",), apply=lambda columns: [torch.ones(2)])
     spec = types.SimpleNamespace(inputs=InputBinding((words,)), labels=labels, sample_weight=None)
@@ -206,7 +206,7 @@ def test_a_batch_is_held_until_the_gpu_has_read_it(monkeypatch: pytest.MonkeyPat
     assert [ref() is not None for ref in held] == [False] * 3
 
 
-def test_what_the_user_made_moves_with_the_model() -> None:
+def test_optimizers_and_losses_move_with_the_model() -> None:
     """`half` stands for a device: the state of an optimizer follows its parameters, the weights of losses the order."""
     layer = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)

@@ -74,7 +74,7 @@ def wide() -> nn.Module:
 
 @pytest.mark.parametrize("fails_at", [14, 20], ids=["after an epoch", "inside an epoch"])
 @pytest.mark.parametrize("warm_up_steps", [0, 22])
-def test_what_powersgd_has_not_sent_survives(
+def test_unsent_gradients_of_powersgd_survive(
     tmp_path: Path, fails_at: int, warm_up_steps: int
 ) -> None:
     def make(name: str) -> Case:

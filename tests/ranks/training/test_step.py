@@ -117,7 +117,7 @@ CLASS_WEIGHTS = torch.tensor([1.0, 5.0], dtype=torch.float64)
     ],
     ids=["sample weights", "loss with its weight", "class weights", "ignored rows", "sum"],
 )
-def test_what_a_loss_counts_is_summed_over_the_whole_step(
+def test_weights_of_a_loss_are_summed_over_the_whole_step(
     store: Store, data_seed: int, fields: dict[str, Any], accumulate: int
 ) -> None:
     model = linear(torch.float64, outputs=2 if fields.get("label") == "class" else 1)

@@ -149,7 +149,7 @@ def backward(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) -> torc
         ),
     ],
 )
-def test_what_is_no_loss_stops_all_ranks_at_the_first_batch(
+def test_an_invalid_loss_stops_all_ranks_at_the_first_batch(
     store: Store, step: Any, message: str
 ) -> None:
     errors = failures(case(store, user={"train_step": step}))
@@ -698,7 +698,7 @@ def test_params_that_cannot_work_are_refused(params: dict[str, Any], message: st
         check_user_code(params, train_fn_effects())
 
 
-def test_what_cannot_be_pickled_is_named_by_its_param() -> None:
+def test_values_that_cannot_be_pickled_are_named_by_their_params() -> None:
     lock = threading.Lock()
     user = UserCode(batch_transform_fn=lambda batch: lock.locked())
     with pytest.raises(InvalidArgumentError) as raised:

@@ -120,7 +120,7 @@ def test_columns_beyond_those_that_spark_prints_are_part_of_the_key(spark: Spark
 
 
 def deep(df: DataFrame, value: int) -> DataFrame:
-    """A plan whose text is longer than what Spark prints of one, with `value` in the middle."""
+    """Make a plan whose text is longer than what Spark prints of one, with `value` in the middle."""
     condition = "id <> -1"
     for i in range(60):
         condition += f" and id + {value if i == 30 else i} <> -{i + 2}"
@@ -172,7 +172,7 @@ def test_plans_of_other_rows_have_other_facts(
     assert text(one) != text(other)
 
 
-def test_how_files_are_read_is_part_of_the_plan(spark: SparkSession, tmp_path: Path) -> None:
+def test_options_of_file_formats_are_part_of_the_plan(spark: SparkSession, tmp_path: Path) -> None:
     path = str(tmp_path / "source")
     spark.range(3).selectExpr("id", "id + 1").write.csv(path)
     schemas = ("a int, b int", "b int, a int", "a int, b string")
@@ -333,7 +333,7 @@ def test_a_cached_source_is_its_cache(spark: SparkSession, store: Store, tmp_pat
 
 
 def from_jdbc(spark: SparkSession) -> DataFrame:
-    """Rows of a table in Derby, the database that comes with Spark."""
+    """Read rows of a table in Derby, the database that comes with Spark."""
     url = "jdbc:derby:memory:sparkhvd;create=true"
     driver = "org.apache.derby.iapi.jdbc.AutoloadedDriver"
     options = {"url": url, "dbtable": "numbers", "driver": driver}

@@ -1,4 +1,4 @@
-"""What tests of real fits share: modules, estimators, and the same training in one process."""
+"""Modules and estimators of tests of real fits, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sparkhvd.training.modules.fitted import Fitted
 
 
 def mlp(inputs: int, outputs: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A small module with the same weights each time."""
+    """Make a small module with the same weights each time."""
     generator = torch.Generator().manual_seed(inputs * 10 + outputs)
     model = nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs)).to(dtype)
     with torch.no_grad():
@@ -29,7 +29,7 @@ def mlp(inputs: int, outputs: int = 1, dtype: torch.dtype = torch.float32) -> nn
 
 
 def estimator(model: nn.Module, store: Store | None = None, **options: Any) -> TorchEstimator:
-    """An estimator of `y` from `x` on two ranks that prints nothing."""
+    """Make an estimator of `y` from `x` on two ranks that prints nothing."""
     given = {
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.05),
         "loss": nn.MSELoss(),
@@ -48,7 +48,7 @@ def estimator(model: nn.Module, store: Store | None = None, **options: Any) -> T
 def fitted(
     module: nn.Module, link: str = "identity", width: int = 1, inputs: int = 2
 ) -> TorchModel:
-    """A model as `fit` makes it, without the fit."""
+    """Make a model as `fit` does, without the fit."""
     column = Column("x", "vector", "float32", (inputs,), "vector", "float32")
     model = TorchModel(feature_cols=["x"], label_cols=["y"])
     model._fitted = Fitted(
@@ -63,7 +63,7 @@ def fitted(
 
 
 def only_data(store: Store) -> tuple[Manifest, dict[str, np.ndarray]]:
-    """The one materialized data set of a store: its manifest and its columns."""
+    """Read the only materialized data set of a store: its manifest and its columns."""
     (data_dir,) = store.data_directories()
     return Manifest.load(store, data_dir), read_packed(store.full_url(data_dir))
 

@@ -39,13 +39,13 @@ class Scaled(nn.Module):
 
 
 def data(spark: SparkSession) -> DataFrame:
-    """The rows on which models of fixtures were trained and are compared."""
+    """Make the rows on which models of fixtures were trained and are compared."""
     rows = [([i / 8, 1 - i / 4], i % 3) for i in range(12)]
     return spark.createDataFrame(rows, "x array<double>, y int").coalesce(1)
 
 
 def estimators() -> dict[str, TorchEstimator]:
-    """What is fitted and saved: one of `torch.nn` alone, one that needs trust."""
+    """Make the estimators that are fitted and saved: one of `torch.nn` alone, one that needs trust."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3))
     shared: dict[str, Any] = {
@@ -76,7 +76,7 @@ def estimators() -> dict[str, TorchEstimator]:
 
 
 def outputs(model: Any, df: DataFrame) -> list[list[Any]]:
-    """Every added column of every row, as plain numbers."""
+    """Return every added column of every row, as plain numbers."""
     found = model.transform(df).drop("x", "y").collect()
     return [[v.tolist() if hasattr(v, "tolist") else v for v in map(_array, row)] for row in found]
 

@@ -1,4 +1,4 @@
-"""What a fit takes from the Spark conf, the environment and its arguments, on classic Spark and on Connect."""
+"""Settings of a fit from the Spark conf, the environment and its arguments, on classic Spark and on Connect."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_several_inputs_labels_weights_validation_and_metrics(
     assert isinstance(row.total__output, float)
 
 
-def test_what_shapes_the_training_reaches_the_ranks(
+def test_params_of_training_reach_the_ranks(
     spark: SparkSession, store: Store, capfd: pytest.CaptureFixture[str]
 ) -> None:
     df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
@@ -209,7 +209,7 @@ def test_what_shapes_the_training_reaches_the_ranks(
 
 @soak("pure/data/test_reader")
 def test_all_rows_in_memory_are_permuted_as_a_whole(spark: SparkSession, store: Store) -> None:
-    """Rows beyond `shuffle_bytes` come in another order, unless all of them are to be in memory."""
+    """Change the order of rows beyond `shuffle_bytes`, unless all of them are to be in memory."""
     df = numbers(spark, 90, 2, 2).select(F.array("a0", "a1").alias("x"), "y")
     weights = [
         estimator(mlp(2), store, **options).fit(df).getModel()[0].weight
@@ -271,7 +271,7 @@ def test_ranks_begin_to_read_before_they_know_who_they_are(
     assert values["x"].shape == (24, 2)
 
 
-def test_what_a_run_id_does_when_the_run_has_finished_and_when_it_has_not(
+def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
     spark: SparkSession, store: Store
 ) -> None:
     df = numbers(spark, 40, 3, 2).select(F.array("a0", "a1", "a2").alias("x"), "y")

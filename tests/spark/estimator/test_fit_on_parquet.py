@@ -38,7 +38,7 @@ def values(rows: int = ROWS, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path, given: dict[str, np.ndarray], **more: Any) -> Path:
-    """One file per day in a folder `day=...`, each with other row groups."""
+    """Write one file per day in a folder `day=...`, each with other row groups."""
     at = 0
     for day in range(3):
         count = int((given["day"] == day).sum())
@@ -59,7 +59,7 @@ def write(folder: Path, given: dict[str, np.ndarray], **more: Any) -> Path:
 def reference(
     model: nn.Module, store: Store, given: dict[str, np.ndarray], epochs: int
 ) -> nn.Module:
-    """The same training in one process over the global batches of two ranks."""
+    """Train in one process over the global batches of two ranks."""
     (run,) = [d for d in store.list("runs") if store.exists(f"{d}/data/_manifest.json")]
     manifest = Manifest.load(store, f"{run}/data")
     model = copy.deepcopy(model).train()
@@ -217,7 +217,7 @@ def test_horovods_call_reads_below_the_store(spark: SparkSession, tmp_path: Path
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_is_said_before_any_rank(
+def test_impossible_combinations_are_refused_before_any_rank(
     spark: SparkSession,
     tmp_path: Path,
     options: dict[str, Any],

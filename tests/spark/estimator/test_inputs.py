@@ -42,7 +42,7 @@ class WithinMemory(Callback):
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """A grey PNG."""
+    """Draw a grey PNG."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -61,7 +61,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def pixels_of(data: bytes) -> np.ndarray:
-    """What `png` drew, as floats from 0 to 1 of shape (1, height, width)."""
+    """Return the picture of `png` as floats from 0 to 1 of shape (1, height, width)."""
     width, height = struct.unpack(">II", data[16:24])
     start = data.index(b"IDAT") + 4
     raw = np.frombuffer(zlib.decompress(data[start:]), np.uint8).reshape(height, width + 1)

@@ -30,7 +30,7 @@ SETTLE_S = 90
 
 
 def holdings(store: Store) -> dict[str, int]:
-    """How much of everything that a fit could leave behind there is now."""
+    """Count everything that a fit could leave behind."""
     gc.collect()
     processes = tree(os.getpid())
     return {

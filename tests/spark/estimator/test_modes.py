@@ -60,7 +60,7 @@ def expected(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> l
 
 
 def said(output: str) -> list[str]:
-    """What the program says about its model, without progress and Spark's log."""
+    """Return the program's lines about its model, without progress and Spark's log."""
     lines = [line for line in output.splitlines() if re.match("LOSSES|WEIGHTS", line)]
     assert len(lines) == 2, output
     return lines

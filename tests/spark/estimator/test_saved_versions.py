@@ -1,4 +1,4 @@
-"""What earlier versions saved loads, and gives what it gave then."""
+"""Directories that earlier versions saved load, and give what they gave then."""
 
 from __future__ import annotations
 

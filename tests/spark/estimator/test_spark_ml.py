@@ -104,7 +104,7 @@ def test_fits_of_two_threads_do_not_disturb_each_other(spark: SparkSession, tmp_
 
 
 def remember_rows(ctx: Any) -> None:
-    """A whole loop that only writes down which rows each part has."""
+    """Run a whole loop that only writes down which rows each part has."""
     for name, loader in (("training", ctx.train_loader), ("validation", ctx.val_loader)):
         rows = [int(row) for batch in loader for row in batch["y"].tolist()]
         path = f"{ctx.run_dir}/user/{name}-{ctx.rank}"

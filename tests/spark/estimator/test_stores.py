@@ -90,9 +90,13 @@ class Slow(nn.Module):
 
 
 def disturbed(
-    df: DataFrame, store: Store, disturb: Callable[[], None], mended: Callable[[], Store], says: str
+    df: DataFrame,
+    store: Store,
+    disturb: Callable[[], None],
+    repaired: Callable[[], Store],
+    says: str,
 ) -> None:
-    """A fit whose store fails after the first epoch says so, and goes on when it is mended."""
+    """Disturb the store of a fit after the first epoch: the fit says so, and goes on when the store is repaired."""
     seen: list[int] = []
 
     def progress(record: dict[str, Any]) -> None:
@@ -108,7 +112,7 @@ def disturbed(
     text = str(failed.value)
     assert f"StoreError: The store {store.url} {says}" in text, text
     assert SECRET not in text + failed.value.traceback + failed.value.log_tail
-    healthy = mended()
+    healthy = repaired()
     last = Checkpoints(healthy, "runs/r").latest()
     assert last is not None
     assert last.epoch >= seen[0]
@@ -243,7 +247,7 @@ print("DONE")
 
 
 def forms_of(secret: bytes) -> list[bytes]:
-    """A secret as it may stand somewhere: plain, and inside a base64 text at each of the three alignments."""
+    """Return the forms in which a secret may stand somewhere: plain, and inside a base64 text at each of the three alignments."""
     forms = [secret]
     for before in range(3):
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
@@ -266,7 +270,7 @@ def test_a_secret_inside_base64_is_found(before: int) -> None:
 
 @soak("pure/data/test_store")
 def test_credentials_are_in_no_log_plan_or_file(tmp_path: Path, s3: S3, ftp: str) -> None:
-    """In nothing that a fit prints, writes to the store, saves, or that Spark shows in its UI (its event log).
+    """Look for credentials in all that a fit prints, writes to the store or saves, and that Spark shows in its UI (its event log).
 
     Neither as it is, nor in base64.
     """

@@ -87,7 +87,9 @@ def test_outputs_and_other_columns(df: DataFrame) -> None:
 
 @pytest.mark.parametrize("link", ["softmax", "sigmoid", "identity"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_what_sparks_columns_mean(df: DataFrame, link: str, width: int) -> None:
+def test_columns_of_spark_ml_have_their_types_and_meaning(
+    df: DataFrame, link: str, width: int
+) -> None:
     module = mlp(2, width)
     model = fitted(module, link, width).setPredictionCol("prediction").setRawPredictionCol("raw")
     if link != "identity":
@@ -261,7 +263,7 @@ def test_other_types_pass(df: DataFrame) -> None:
     assert fitted(mlp(2)).transform(more).drop("y__output").collect() == more.collect()
 
 
-def test_what_fills_holes_follows_a_renamed_column(df: DataFrame) -> None:
+def test_fill_values_follow_a_renamed_column(df: DataFrame) -> None:
     holes = df.selectExpr("array(1.0D, if(k < 3, NULL, 2.0D)) AS z")
     model = fitted(mlp(2)).setFeatureCols(["z"]).setHandleInvalid({"x": 2.0})
     assert len({row.y__output for row in model.transform(holes).collect()}) == 1

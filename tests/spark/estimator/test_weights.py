@@ -1,4 +1,4 @@
-"""Where the weights of a `TorchModel` are when rows are computed: lazily, in a stream, long after the model is gone."""
+"""Weights of a `TorchModel` when rows are computed: lazily, in a stream, long after the model is gone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEMA = StructType([StructField("x", VectorUDT()), StructField("k", IntegerType
 
 
 def large(seed: int = 0) -> nn.Module:
-    """A module just above what travels with the program."""
+    """Make a module just above what travels with the program."""
     torch.manual_seed(seed)
     middle = CLOSURE_BYTES // 4 // 4096 + 1
     module = nn.Sequential(nn.Linear(2, 4096), nn.Linear(4096, middle), nn.Linear(middle, 1))

@@ -214,7 +214,7 @@ def test_workers_without_the_package_are_named_with_their_python(tmp_path: Path)
 @soak("pure/runner/test_preflight")
 @SLOW
 def test_too_little_memory_for_python_is_refused_with_the_conf_to_set(tmp_path: Path) -> None:
-    """The limit passes from Spark's Python worker to the trainer, in which torch could not be imported."""
+    """Refuse a limit that passes from Spark's Python worker to the trainer, in which torch could not be imported."""
     program = """
     from sparkhvd.errors import PreflightError
     from sparkhvd.runner import run
