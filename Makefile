@@ -137,7 +137,6 @@ test-nccl: stand-in
 # undefined behaviour in what does not wait for clocks; the long one runs all of them, for both.
 define BUILD_SANITIZED
 	$(VENV)/bin/cmake -Snative -Bbuild/native-$(1) -GNinja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	  -DCMAKE_CXX_FLAGS_RELWITHDEBINFO="-O1 -g1" \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1)
 	$(VENV)/bin/cmake --build build/native-$(1) --target $(2)
 endef
