@@ -384,12 +384,9 @@ def train_with_one_missing_wait(
             # All parameters, so that no rank has to look at the flags.
             loss = (model(gpu.tensor(x)) - gpu.tensor(y)).square().mean()
             loss = loss + 0 * sum(p.sum() for p in model.parameters())
-            # Late, and just before gradients are packed: in the first step by step(), then by backward.
-            if hvd.rank() == slow and step > 0:
+            if hvd.rank() == slow:  # just before backward packs and reduces the gradients
                 model.body[0].weight.register_hook(lambda _: gpu.enqueue(lambda: time.sleep(0.1)))
             loss.backward()
-            if hvd.rank() == slow and step == 0:
-                gpu.enqueue(lambda: time.sleep(0.1))
             optimizer.step()
         return training.weights(model)
 

@@ -439,14 +439,11 @@ def train_with_one_missing_wait(
             x, y = (t.chunk(hvd.size())[hvd.rank()] for t in training.batch(step, torch.float64))
             loss = (model(gpu.tensor(x)) - gpu.tensor(y)).square().mean()
             loss = loss + 0 * sum(p.sum() for p in model.parameters())
-            # Late, and just before gradients are packed: in the first step by step(), then by backward.
-            if hvd.rank() == slow and step > 0:
+            if hvd.rank() == slow:  # just before backward packs and reduces the gradients
                 model.body[0].weight.register_hook(
                     lambda _: gpu.enqueue(lambda: time.sleep(behind_s))
                 )
             loss.backward()
-            if hvd.rank() == slow and step == 0:
-                gpu.enqueue(lambda: time.sleep(behind_s))
             optimizer.step()
         return weights(model)
 
