@@ -70,8 +70,8 @@ def keywords_source(classes: Mapping[str, type] = KEYWORDS) -> str:
             f'    """Keyword arguments of `{cls.__name__}`, by group."""',
         ]
         for group in GROUPS:
-            lines += ["", f"    # {group}"]
-            lines += [f"    {n}: {r.accepts} | None" for n, r in rows.items() if r.group == group]
+            members = [f"    {n}: {r.accepts} | None" for n, r in rows.items() if r.group == group]
+            lines += ["", f"    # {group}", *members] if members else []
         lines += ["", "    # other names"]
         lines += [f"    {n}: {r.accepts} | None" for n, r in rows.items() if r.stands_for]
         for row in rows.values():

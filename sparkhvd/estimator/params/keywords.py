@@ -39,8 +39,6 @@ class ModelKeywords(TypedDict, total=False):
     rawPredictionCol: str | None
     store: Store | str | PathLike[str] | None
 
-    # training
-
     # cluster
     use_gpu: bool | None
 
