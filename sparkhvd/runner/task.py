@@ -25,7 +25,7 @@ from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch
-from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, root_cause
+from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer, root_cause
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.trainer import Trainer, inherited
@@ -150,10 +150,12 @@ def run_task(
     rank = barrier.partitionId()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
-    _store_outcome(files, spec, outcome)
+    is_stored = _store_outcome(files, spec, outcome)
     if outcome.kind != Kind.OK:
         cause = _await_root_cause(files, spec, outcome)
-        raise RankError(f"{describe(cause, spec.size)}\n{embed(cause)}", rank=cause.rank)
+        # Another rank's outcome was read from the files.
+        token = refer(cause) if is_stored or cause is not outcome else embed(cause)
+        raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)
     schema = pa.schema([("rank", pa.int32()), ("part", pa.int32()), ("data", pa.binary())])
     parts = [(OUTCOME_PART, outcome.to_json().encode()), *enumerate(chunks(result))]
     for part, data in parts:
@@ -309,13 +311,16 @@ def _log(line: str) -> None:
     sys.stderr.flush()
 
 
-def _store_outcome(files: SharedFiles | None, spec: TaskSpec, outcome: Outcome) -> None:
+def _store_outcome(files: SharedFiles | None, spec: TaskSpec, outcome: Outcome) -> bool:
+    """Write an outcome into the run's folder; return False if there is none, or it cannot be written."""
     if files is None or not spec.run_dir or outcome.rank is None:
-        return
-    # The same outcome travels as rows or in the exception; the file is the fuller copy.
+        return False
+    # Without the file the outcome travels in the exception, cut to what that can hold.
     with contextlib.suppress(Exception):
         path = preflight.outcome_path(spec.run_dir, spec.attempt, outcome.rank)
         files.write_bytes(path, outcome.to_json().encode())
+        return True
+    return False
 
 
 def _await_root_cause(files: SharedFiles | None, spec: TaskSpec, own: Outcome) -> Outcome:
