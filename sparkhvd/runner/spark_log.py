@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from sparkhvd.errors import SparkhvdError
 from sparkhvd.spark import SparkShim
 
 __all__ = ["hidden_failures"]
@@ -50,6 +51,8 @@ def hidden_failures(shim: SparkShim, job_id: str, *, is_hidden: bool = True) -> 
         _add(session, job_id, filters)
     try:
         yield
+    except SparkhvdError:  # the JVM has died, and to ask it would be logged
+        raise
     except BaseException:
         if filters:
             thread = threading.Thread(

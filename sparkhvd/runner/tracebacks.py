@@ -29,6 +29,22 @@ _CONNECTORS = (
 _PACKAGE = re.compile(r"(?:/|\\)(?:site-packages|dist-packages|python|[^/\\]+\.zip)[/\\](\w+)")
 _STDLIB = re.compile(r"[/\\]lib(?:64)?[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)")
 _OF_SPARK = ("pyspark", "py4j")
+# Packages that this one calls by itself.
+_OURS = frozenset(
+    (
+        "Python",
+        "sparkhvd",
+        "torch",
+        "pyspark",
+        "numpy",
+        "pyarrow",
+        "pandas",
+        "fsspec",
+        "cloudpickle",
+    )
+)
+# Compiled code names its source: "pyarrow/error.pxi".
+_CYTHON = re.compile(r"(\w+)[/\\].*\.(?:px[id]|pyx)")
 # As `outcomes` cuts long texts.
 _CUT = re.compile(r"\.\.\. \[\d+ characters left out\] \.\.\.")
 # Frames of the user's code that are shown of a deep recursion: the outermost, and the innermost.
@@ -84,8 +100,9 @@ class Raised:
 
     @property
     def own(self) -> tuple[Frame, ...]:
-        """Frames of the user's code."""
-        return tuple(frame for frame in self.frames if not frame.library)
+        """Frames of the user's code; without any those of packages that the user chose, one of which may be the user's."""
+        users = tuple(frame for frame in self.frames if not frame.library)
+        return users or tuple(frame for frame in self.frames if frame.library not in _OURS)
 
     @property
     def shown(self) -> tuple[Frame, ...]:
@@ -93,7 +110,7 @@ class Raised:
         own, last = self.own, self.frames[-1:]
         if len(own) > _OUTERMOST + _INNERMOST:
             own = own[:_OUTERMOST] + own[-_INNERMOST:]
-        is_told = last and last[0].library not in ("", "sparkhvd", "pyspark")
+        is_told = last and last[0] not in own and last[0].library not in ("sparkhvd", "pyspark")
         return (*own, *last) if is_told else own
 
     @property
@@ -166,6 +183,8 @@ def _library(file: str) -> str:
     """Return the package that a file belongs to; "" for the user's code."""
     if file.startswith(_OWN):
         return "sparkhvd"
+    if cython := _CYTHON.fullmatch(file):
+        return cython[1]
     if file.startswith("<frozen ") or _STDLIB.search(file):
         return "Python"
     for package in reversed(_PACKAGE.findall(file)):

@@ -107,7 +107,7 @@ def load_run_model(
     else:
         widths = finished.widths or fitted.widths
         fitted = replace(fitted, widths=widths, timings=finished.timings)
-    instance._fitted = fitted  # type: ignore[attr-defined]  # of TorchModel, which stands above this module
+    instance._fitted = fitted  # of TorchModel, which stands above this module
     instance._set(store=store)
     return instance
 

@@ -154,6 +154,14 @@ sparkhvd.errors.InvalidArgumentError: Mine.on_epoch_end failed
     assert type(error.__cause__) is errors.InvalidArgumentError
 
 
+def test_a_package_of_the_user_counts_as_own_where_nothing_else_does() -> None:
+    mine = "/env/lib/python3.11/site-packages/mine/net.py"
+    trace = TRACEBACK.replace("/home/me/net.py", mine)
+    text = str(error_of(failed(trace, "RuntimeError", "mat1"), 2))
+    assert text.startswith(f"{mine}:12: return self.head(x)\n")
+    assert "  ... 5 frames of sparkhvd and torch\n" in text
+
+
 def test_an_error_of_this_package_alone_is_its_message() -> None:
     trace = f"""\
 Traceback (most recent call last):
@@ -206,6 +214,8 @@ ValueError: bad
         ("/usr/lib/python3.11/json/decoder.py", "Python"),
         ("<frozen importlib._bootstrap>", "Python"),
         ("<stdin>", ""),
+        ("pyarrow/error.pxi", "pyarrow"),
+        ("pyarrow/_parquet.pyx", "pyarrow"),
         (f"{OWN}/training/train.py", "sparkhvd"),
     ],
 )
