@@ -25,9 +25,7 @@
 #include "test.h"
 #include "trace_file.h"
 
-using namespace sparkhvd;
-using sparkhvd::test::Failure;
-
+namespace sparkhvd::test::recorder_test {
 namespace {
 
 /// Just enough JSON to know that a text is JSON and what is in it; throws Failure where it is not.
@@ -613,3 +611,5 @@ TEST(stacks_come_from_the_handler_and_never_end_the_process) {
   ::close(stack_pipe[0]);
   ::close(stack_pipe[1]);
 }
+
+}  // namespace sparkhvd::test::recorder_test
