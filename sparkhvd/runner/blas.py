@@ -24,7 +24,7 @@ def hold_threads() -> None:
 
 
 def restore_threads() -> None:
-    """Give a loaded OpenBLAS as many threads as the variable says."""
+    """Give a loaded OpenBLAS as many threads as the variable says, at most one per processor, as it takes by itself."""
     number = os.environ.get(VARIABLE, "")  # noqa: TID251 - OpenBLAS's own
     if not number.isdecimal() or number == "1":
         return
@@ -33,4 +33,4 @@ def restore_threads() -> None:
         library = ctypes.CDLL(path)
         setter = next((name for name in _SETTERS if hasattr(library, name)), None)
         if setter is not None:
-            getattr(library, setter)(int(number))
+            getattr(library, setter)(min(int(number), len(os.sched_getaffinity(0))))

@@ -9,11 +9,8 @@ from dataclasses import asdict, dataclass, field
 
 __all__ = ["USEFUL_MODULES", "JobFrame", "Prologue", "read_frame", "write_frame"]
 
-# Modules whose import costs a tenth of a second and more; a trainer reports those that it has, and a nursery imports them for later ones.
-USEFUL_MODULES = (
-    *("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "sparkhvd.training.train"),
-    *("pyarrow.parquet", "pyarrow.dataset", "pandas"),
-)
+# Modules that a nursery may import for the trainers that need them. They are slow, and start no thread: pyarrow does.
+USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20

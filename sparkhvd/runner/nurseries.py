@@ -53,6 +53,7 @@ class Nursery:
     def __init__(self, key: Key, environ: Mapping[str, str]) -> None:
         self.key = key
         self.can_fork = True
+        self.has_threads = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,6 +100,7 @@ class Nursery:
                 answer = None
             if answer is None or not answer["pid"]:
                 self.can_fork = False
+                self.has_threads = answer is not None
                 return None
             ours.settimeout(None)
             process = ForkedProcess(answer["pid"], ours)
@@ -113,6 +115,12 @@ class Nursery:
     def _ask(self, modules: Sequence[str], fds: Sequence[int]) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self.socket.sendmsg([json.dumps({"modules": list(modules)}).encode()], rights)
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Let it end with its last trainer."""
@@ -130,19 +138,21 @@ class _Kept:
         self._nursery: Nursery | None = None
         self._useful: set[str] = set()
 
-    def find(self, environ: Mapping[str, str]) -> Nursery:
-        """Return the nursery that fits an environment; a new one where the current one does not fit or has ended."""
+    def find(self, environ: Mapping[str, str]) -> Nursery | None:
+        """Return the nursery that fits an environment, a new one where the current one does not or has ended; None if one had threads."""
         key = _key(environ)
         with self._lock:
+            if self._nursery is not None and self._nursery.has_threads:
+                return None
             if self._nursery is None or self._nursery.key != key or not self._nursery.is_usable():
                 self._close()
                 self._nursery = Nursery(key, environ)
             return self._nursery
 
-    def useful_beside(self, modules: Sequence[str]) -> list[str]:
-        """List modules that earlier trainers have imported, without those given."""
+    def useful(self, modules: Sequence[str]) -> list[str]:
+        """List the modules to import before a fork: of those given, and of those that earlier trainers have imported."""
         with self._lock:
-            return [name for name in USEFUL_MODULES if name in self._useful and name not in modules]
+            return [name for name in USEFUL_MODULES if name in self._useful or name in modules]
 
     def remember(self, modules: Iterable[str]) -> None:
         """Let the nursery have modules that a trainer has imported, for the next one."""
@@ -187,7 +197,7 @@ def fork(modules: Sequence[str], environ: Mapping[str, str], ends: Ends) -> Fork
         ends: descriptors for it; they stay open here.
     """
     nursery = of_this_process.find(environ)
-    return nursery.fork([*modules, *of_this_process.useful_beside(modules)], ends)
+    return None if nursery is None else nursery.fork(of_this_process.useful(modules), ends)
 
 
 def is_possible() -> bool:

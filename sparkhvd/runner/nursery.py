@@ -199,9 +199,11 @@ def _become_trainer(
 
 
 def _reseed() -> None:
-    """Seed a generator that a fresh process would have seeded from the system: forks must not draw the same numbers."""
+    """Seed the generators that a fresh process seeds from the system: forks must not draw the same numbers."""
     if "numpy" in sys.modules:  # Python's own has seen to itself
         sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def main(owner_fd: int) -> None:
