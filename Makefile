@@ -54,7 +54,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 # One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
 .PHONY: quick soak-python soak-packaging soak-help wheel test-wheels test-aarch64 test-oldest test-nccl
-.PHONY: env native compiled stand-in test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
+.PHONY: env classes native compiled stand-in test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
 
@@ -85,6 +85,8 @@ $(CLASSES): tests/harness/jvm.py $(PACKAGES) | java
 	@$(WITH_JAVA) $(PY) -m tests.harness.jvm
 	@touch $@
 
+classes: $(CLASSES)
+
 native: $(NATIVE) stand-in
 
 # What the tests of GPUs run against where there is none; asked for each time, so that no test meets an old one.
@@ -95,9 +97,9 @@ java:
 	@tools/java.sh >/dev/null
 
 test: COMPILE = compiled
-# Lint and the C++ tests side by side: these wait for clocks as much as they compute.
+# Lint, the C++ tests and a JVM side by side: they wait for clocks as much as they compute.
 test: env
-	@tools/together.sh lint test-native test-races test-memory
+	@tools/together.sh lint test-native test-races test-memory classes
 	@$(MAKE) --no-print-directory test-python
 
 # A cross-section: what a change breaks most likely, on a checkout that is built.

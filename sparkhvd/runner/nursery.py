@@ -78,23 +78,20 @@ class _Server:
     def serve(self) -> None:
         """Serve the owner until it is gone, or a minute has passed without a trainer."""
         while self._owner is not None or self._trainers:
-            watched: dict[int, object] = {} if self._owner is None else {self._owner.fileno(): self}
-            for trainer in self._trainers:
-                if not trainer.has_ended:
-                    watched[trainer.pidfd] = trainer
-                if trainer.channel is not None:
-                    watched[trainer.channel.fileno()] = trainer
-            ready, _, _ = select.select(watched, [], [], None if self._trainers else IDLE_S)
+            ends = {t.pidfd: t for t in self._trainers if not t.has_ended}
+            owners = {t.channel.fileno(): t for t in self._trainers if t.channel is not None}
+            asked = [] if self._owner is None else [self._owner.fileno()]
+            timeout = None if self._trainers else IDLE_S
+            ready, _, _ = select.select([*asked, *ends, *owners], [], [], timeout)
             if not ready and not self._trainers:
                 return
             for fd in ready:
-                trainer = watched[fd]
-                if not isinstance(trainer, _Forked):
+                if fd in ends:
+                    self._ended(ends[fd])
+                elif fd in owners:
+                    self._heard(owners[fd])
+                else:
                     self._answer()
-                elif fd == trainer.pidfd:
-                    self._ended(trainer)
-                elif trainer in self._trainers:
-                    self._heard(trainer)
 
     def _ended(self, trainer: _Forked) -> None:
         trainer.end()
@@ -103,6 +100,8 @@ class _Server:
 
     def _heard(self, trainer: _Forked) -> None:
         """Handle the owner's leave to reap a trainer, or the owner's end."""
+        if trainer not in self._trainers:  # it has been reaped a moment ago
+            return
         channel = trainer.channel
         if channel is not None and receive(channel) is None:
             channel.close()

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import RankError
-from sparkhvd.runner import run_local
+from sparkhvd.runner import context, run_local
 from sparkhvd.runner.nurseries import Nursery, of_this_process
 from sparkhvd.runner.processes import Ends
 from sparkhvd.settings import Settings
@@ -34,6 +34,7 @@ OF_THE_JOB = {"MASTER_PORT"}
 def nursery() -> Iterator[None]:
     """Let a test begin and end without a nursery."""
     of_this_process.forget()
+    of_this_process._useful.clear()  # most of these tests need no torch
     yield
     of_this_process.forget()
     assert wait_until_gone(find(NURSERY) & children(os.getpid())) == set()
@@ -93,8 +94,6 @@ def test_a_fork_is_like_a_fresh_process(
 
 
 def pid_and_parent() -> tuple[int, int]:
-    import torch  # noqa: F401 - what a nursery is for
-
     return os.getpid(), os.getppid()
 
 
@@ -148,14 +147,11 @@ def test_forks_draw_numbers_as_fresh_processes_do(nursery: None) -> None:
         assert len({numbers[kind] for numbers in drawn}) == 4
 
 
-def sleep_and_sum(seconds: float) -> float:
-    import torch
-
-    import sparkhvd.torch as hvd
-
-    hvd.init()
+def sleep_and_place(seconds: float) -> int:
     time.sleep(seconds)
-    return hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()
+    here = context()
+    assert here is not None
+    return here.rank
 
 
 def test_ranks_survive_their_nursery_and_the_next_launch_has_another(nursery: None) -> None:
@@ -163,7 +159,7 @@ def test_ranks_survive_their_nursery_and_the_next_launch_has_another(nursery: No
     killer = subprocess.Popen(
         [sys.executable, "-c", f"import os, time; time.sleep(1); os.kill({before}, 9)"]
     )
-    assert run_local(sleep_and_sum, (2.0,), num_proc=2, verbose=0) == [3.0, 3.0]
+    assert run_local(sleep_and_place, (2.0,), num_proc=2, verbose=0) == [0, 1]
     assert killer.wait() == 0
     assert launch() != {before}
 
@@ -272,6 +268,6 @@ def test_nothing_stays_open_after_many_launches(nursery: None) -> None:
             with pytest.raises(RankError):
                 run_local(end, (how,), num_proc=2, verbose=0)
         else:
-            assert run_local(sleep_and_sum, (0.0,), num_proc=2, verbose=0) == [3.0, 3.0]
+            assert run_local(sleep_and_place, (0.0,), num_proc=2, verbose=0) == [0, 1]
     assert len(os.listdir("/proc/self/fd")) <= before
     assert find("sparkhvd-rank") == set()
