@@ -111,7 +111,12 @@ LASTING = Lasting()
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the objects of the test collection."""
+    """Freeze the objects of the test collection; let torch compute on the thread that calls it.
+
+    Its own, a team of spinning threads per rank that is a thread, would only wait for each other.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     LASTING.freeze()
 
 

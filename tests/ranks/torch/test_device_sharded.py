@@ -19,7 +19,7 @@ from sparkhvd.torch.gradients.layout import Slices
 from sparkhvd.torch.optimizer.cuda_shards import DeviceShards
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Driver, Factories, FakeDevice, gpu
-from tests.harness.soak import left_to_soak
+from tests.harness.soak import SOAK, left_to_soak
 from tests.ranks.torch.on_gpus import on_gpus
 from tests.ranks.torch.test_sharded import (
     OPTIMIZERS,
@@ -481,7 +481,8 @@ def test_every_event_wait_is_needed(fake_gpus: Driver) -> None:
         for each in results:
             assert_close(each, expected)
     assert count >= 16  # two steps, two ranks, before and behind the reduction and the exchange
-    for number in range(1, count + 1):
+    # On every run those of the second step, which is like all that follow.
+    for number in range(1 if SOAK else count // 2 + 1, count + 1):
         # Which rank the wait belongs to is chance, and shows with one of them behind the other. On a busy machine the other
         # one's host may itself be late by more than a short lag.
         for attempt in range(20):
