@@ -15,7 +15,7 @@ import secrets
 import sys
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -61,8 +61,6 @@ __all__ = [
 
 R = TypeVar("R")
 
-# Longest wait for an outcome that a rank has written, and between two looks.
-_LATE_S, _LATE_POLL_S = 3.0, 0.25
 # From this `verbose` on Spark's own log of a failure is shown, too.
 _SHOWS_SPARKS_LOG = 2
 
@@ -163,7 +161,7 @@ def launch(
     _check_size(program, shim)
     env = launching.check_env(options.env)
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
-    settings = _settings(shim, options.settings, env)
+    settings = _settings(shim, options.settings, env, conf.get("spark.master", ""))
     preflight.check_conf(conf)
     check_profile(options.profile, conf)
     gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
@@ -337,7 +335,9 @@ def _failure(plan: _Plan, attempt: int, job_id: str, error: Exception) -> _Failu
     options = plan.options
     text = str(error)
     referred = find_referred(text)
-    written = _written(options, attempt, job_id, plan.size, {o.rank for o in referred})
+    awaited = {outcome.rank for outcome in referred}
+    run_dir = options.run_dir or ""
+    written = task.await_outcomes(options.shared, run_dir, attempt, job_id, plan.size, awaited)
     of_spark = from_spark_failure(text, plan.shim.worker_python())
     known = {outcome.rank: outcome for outcome in (*referred, *find_embedded(text), *written)}
     # Spark's error counts where no rank has reported, or where it tells of the loss of another rank.
@@ -348,21 +348,6 @@ def _failure(plan: _Plan, attempt: int, job_id: str, error: Exception) -> _Failu
     if cause is None:  # every rank that has reported is well: the failure is Spark's
         cause = replace(of_spark, attempt=attempt)
     return _Failure(cause, outcomes, of_spark.message)
-
-
-def _written(
-    options: LaunchOptions, attempt: int, job_id: str, size: int, awaited: Collection[int | None]
-) -> list[Outcome]:
-    """Read the outcomes in the run's folder, where those of `awaited` ranks are."""
-    # A file of another host may be seen late, as on NFS.
-    deadline = time.monotonic() + _LATE_S
-    while True:
-        run_dir = options.run_dir or ""
-        written = task.read_outcomes(options.shared, run_dir, attempt, job_id, size)
-        is_whole = {outcome.rank for outcome in written}.issuperset(awaited)
-        if is_whole or time.monotonic() > deadline:
-            return written
-        time.sleep(_LATE_POLL_S)
 
 
 # --- before the stage ---------------------------------------------------------------------------------------
@@ -377,12 +362,17 @@ def _check_size(program: bytes, shim: SparkShim) -> None:
 
 
 def _settings(
-    shim: SparkShim, given: Settings | JobSettings | None, env: Mapping[str, str]
+    shim: SparkShim, given: Settings | JobSettings | None, env: Mapping[str, str], master: str
 ) -> JobSettings:
     if isinstance(given, JobSettings):
-        return given
-    conf = shim.conf(Settings.conf_keys()) if given is None else {}
-    return launching.choose_settings(given, env, conf)
+        chosen = given
+    else:
+        conf = shim.conf(Settings.conf_keys()) if given is None else {}
+        chosen = launching.choose_settings(given, env, conf)
+    if chosen.values.nursery == "auto" and master.startswith(("yarn", "k8s")):
+        # Its memory would count against the container, and nobody has tried how they end it.
+        chosen = replace(chosen, values=replace(chosen.values, nursery="0"))
+    return chosen
 
 
 def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -> int | None:

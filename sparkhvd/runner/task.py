@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,8 @@ OUTCOME_PART = -1
 _CONSEQUENCE_WAIT_S = 5.0
 _CRASH_WAIT_S = 0.5
 _POLL_S = 0.25
+# Longest wait of the driver for an outcome that a rank says it has written.
+_LATE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,7 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
         cwd=os.getcwd(),
         num_threads=threads,
         keep_freed_memory=settings.keep_freed_memory,
+        nursery=settings.nursery != "0",
         preload=list(spec.preload),
         early=spec.early,
         neighbours=_neighbours(barrier),
@@ -359,3 +362,20 @@ def read_outcomes(
                 if outcome.job_id == job_id:
                     outcomes.append(outcome)
     return outcomes
+
+
+def await_outcomes(
+    files: SharedFiles | None,
+    run_dir: str,
+    attempt: int,
+    job_id: str,
+    size: int,
+    ranks: Collection[int | None],
+) -> list[Outcome]:
+    """Return the outcomes as `read_outcomes`, when those of `ranks` are there: a file of another host may be seen late."""
+    deadline = time.monotonic() + _LATE_S
+    while True:
+        outcomes = read_outcomes(files, run_dir, attempt, job_id, size)
+        if {o.rank for o in outcomes}.issuperset(ranks) or time.monotonic() > deadline:
+            return outcomes
+        time.sleep(_POLL_S)
