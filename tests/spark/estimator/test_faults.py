@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd import RankError, Store
+from sparkhvd import RankError, Store, TorchModel
 from sparkhvd.runner import context
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness import faults
@@ -163,7 +163,15 @@ def test_a_new_fit_goes_on_where_a_killed_one_stopped(folder: Path, df: DataFram
     with pytest.raises(RankError):
         killed.fit(df)
     assert Checkpoints(store, "runs/killed").latest_epoch() == 1
+    with pytest.warns(UserWarning, match="has not finished: the model has .* after epoch 1 of 3"):
+        early = TorchModel.from_run(store, "killed", trust=True)
+    assert [record["epoch"] for record in early.history] == [1]
     resumed = killed.fit(df)
+    late = TorchModel.from_run(store, "killed", trust=True)
+    assert late.history == resumed.history
+    assert late.timings == resumed.timings
+    assert torch.equal(late.getModel().layer.weight, resumed.getModel().layer.weight)
+    assert late.transform(df).columns == resumed.transform(df).columns
     whole = estimator(Dying("never", place), store, **options).fit(df)
     for name, value in whole.getModel().state_dict().items():
         assert torch.equal(value, resumed.getModel().state_dict()[name])
