@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from sparkhvd.runner import nurseries
+
 # Every harness module is a plugin: its fixtures are known everywhere. Some import others, so all are named before.
 pytest.register_assert_rewrite("tests.harness")
 pytest_plugins = sorted(
@@ -174,7 +176,10 @@ def resources() -> Resources:
         if name.startswith("sparkhvd") and int(task.name) != os.getpid():
             threads.add(f"{name} (native {task.name})")
     descriptors = set()
+    kept = str(nurseries.of_this_process.descriptor())  # by design for later launches
     for entry in os.listdir("/proc/self/fd"):
+        if entry == kept:
+            continue
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:  # the listing's own descriptor

@@ -17,6 +17,7 @@ from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.params.prediction import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
+from sparkhvd.estimator.summary import TrainingSummary
 from sparkhvd.estimator.transform.columns import (
     check_passing,
     functions_of,
@@ -69,6 +70,23 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def timings(self) -> dict[str, float]:
         """Seconds of the fit's phases: materialize, launch, train."""
         return dict(self._require_fitted().timings)
+
+    @property
+    def summary(self) -> TrainingSummary:
+        """Summary of the training, with the names of Spark ML's summaries."""
+        fitted = self._require_fitted()
+        return TrainingSummary(self.history, self.timings, fitted.run_id)
+
+    def __repr__(self) -> str:
+        if self._fitted is None:
+            return f"{self.uid}: no trained module"
+        module, inputs = (
+            self._fitted.module,
+            ", ".join(column.name for column in self._fitted.columns),
+        )
+        number = sum(p.numel() for p in module.parameters())
+        name = f"{type(module).__name__} with {number:,} parameters"
+        return f"{self.uid}: {name}, {inputs} -> {', '.join(self._fitted.labels)}; {self.summary}"
 
     def getModel(self) -> torch.nn.Module:  # noqa: N802 - Horovod's name
         """Return a copy of the trained module, in eval mode."""
