@@ -19,27 +19,28 @@ MIB = 1 << 20
 LIMIT_S = 120 if not SOAK else 1800
 
 
-def check(before: dict[str, int], after: dict[str, int]) -> None:
-    """Equal numbers of things; memory may breathe, but a leak of 4 KiB per generation shows."""
+def check(before: dict[str, int], after: dict[str, int], limit: int = 4 * MIB) -> None:
+    """Equal numbers of things; memory may breathe, by less than the limit."""
     for what in ("descriptors", "threads", "mappings"):
         assert after[what] <= before[what] + (8 if what == "mappings" else 0), (before, after)
-    assert after["rss"] < before["rss"] + 4 * MIB, (before, after)
+    assert after["rss"] < before["rss"] + limit, (before, after)
 
 
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("tcp_only", [False, True])
-def test_a_thousand_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
-    """hvd.init() and hvd.shutdown() with a real rendezvous each time."""
+def test_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
+    """hvd.init() and hvd.shutdown() with a real rendezvous each time; a leak of 4 KiB per generation shows."""
     settings = Settings(connect_timeout_s=60, stall_shutdown_s=60)
     body = "tests.processes.generations:initialize_and_shut_down"
-    count = amount(1000 if not tcp_only else 200, 10_000)
+    count = amount(150, 10_000)
     with rank_processes(body, 2, tcp_only=tcp_only, settings=settings) as ranks:
         for rank in ranks:
             rank.tell(count)
         reports = [rank.expect(LIMIT_S) for rank in ranks]
     for report in reports:
         assert report["generations"] == count
-        check(report["before"], report["after"])
+        # Memory breathes by 0.1 MiB here.
+        check(report["before"], report["after"], min(4 * MIB, count * 4096))
 
 
 @pytest.mark.timeout(LIMIT_S)

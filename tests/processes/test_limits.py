@@ -18,7 +18,7 @@ from tests.harness.paths import ROOT
 from tests.harness.rank_process import rank_processes
 from tests.processes.engine.fault_bodies import limited
 
-RESULTS = [6.0 * 300_001, 7.0 * (1 + 4 + 9), 300_000.0]
+RESULTS = [3.0 * 300_001, 7.0 * (1 + 4), 200_000.0]  # of two ranks
 SHARED, PRIVATE = 1.0, 0.0
 
 
@@ -26,7 +26,7 @@ def test_job_works_and_shares_memory_without_locked_memory_and_with_few_descript
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     limits = "memlock 0, 64 descriptors"
-    assert run_local(limited, (limits,), num_proc=3) == [[SHARED, *RESULTS]] * 3
+    assert run_local(limited, (limits,), num_proc=2) == [[SHARED, *RESULTS]] * 2
     assert "sparkhvd warning" not in capfd.readouterr().err
 
 
@@ -90,12 +90,12 @@ def test_job_shares_memory_without_dev_shm() -> None:
             open("/dev/shm/x", "w")
         except OSError as error:
             print("refused:", error.strerror)
-        print(run_local(limited, ("none",), num_proc=3))
+        print(run_local(limited, ("none",), num_proc=2))
     """
     output = in_own_mounts(script, "mount -t tmpfs -o ro tmpfs /dev/shm")
     assert output.splitlines() == [
         "refused: Read-only file system",
-        str([[SHARED, *RESULTS]] * 3),
+        str([[SHARED, *RESULTS]] * 2),
     ]
 
 
@@ -111,7 +111,7 @@ def test_nothing_remains_in_dev_shm_or_tmp_when_any_process_is_killed() -> None:
 
         open("/dev/shm/mine", "w").close()  # the listing is the one that counts
         print(left())
-        print(run_local(limited, ("none",), num_proc=3)[0][0])
+        print(run_local(limited, ("none",), num_proc=2)[0][0])
         print(left())
         try:
             run_local(killed_in_the_middle, num_proc=2)
@@ -171,6 +171,6 @@ def test_control_group_that_is_too_small_means_sockets_and_no_kill(
 ) -> None:
     settings = Settings(slot_bytes=256 << 20, slots=4)
     limit = f"group {small_group}"
-    assert run_local(limited, (limit,), num_proc=3, settings=settings) == [[PRIVATE, *RESULTS]] * 3
+    assert run_local(limited, (limit,), num_proc=2, settings=settings) == [[PRIVATE, *RESULTS]] * 2
     said = capfd.readouterr().err
     assert f"because the control group {small_group}/ allows {600 << 20} bytes, of which" in said

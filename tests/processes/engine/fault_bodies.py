@@ -180,7 +180,7 @@ def limited(limit: str) -> list[float]:
         float(shared),
         float(hvd.allreduce(torch.full((300_001,), hvd.rank() + 1.0), op=hvd.Sum).sum()),
         float(hvd.allgather(torch.full((hvd.rank() + 1, 7), hvd.rank() + 1.0)).sum()),
-        float(hvd.broadcast(torch.full((100_000,), hvd.rank() + 1.0), 2).sum()),
+        float(hvd.broadcast(torch.full((100_000,), hvd.rank() + 1.0), 1).sum()),
     ]
     hvd.shutdown()
     return results

@@ -119,11 +119,11 @@ def test_a_terminal_line_is_cleared_of_sparks_progress_bar(
 def test_a_slow_function_gets_every_epoch_before_the_end(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_READ_S", 1.0)
+    monkeypatch.setattr("sparkhvd.estimator.fitting.progress._LAST_READ_S", 0.3)
     seen: list[int] = []
 
     def slow(found: dict[str, Any]) -> None:
-        time.sleep(2.0)
+        time.sleep(0.6)
         seen.append(found["epoch"])
 
     with EpochReporter(checkpoints, epochs=3, verbose=0, progress=slow, poll_s=0.01):

@@ -46,14 +46,14 @@ def poll_in_opposite_orders(engine: Engine, talk: Talk) -> Any:
 
 
 def hold_the_gil(engine: Engine, talk: Talk) -> Any:
-    """Rank 1 submits and then keeps its interpreter busy for 2 s; rank 0's waits do not notice."""
+    """Rank 1 submits and then keeps its interpreter busy for 0.8 s; rank 0's waits do not notice."""
     libc = ctypes.PyDLL(None)  # keeps the GIL during the call
     engine.barrier(name="start").wait()
     seconds = []
     for size in (10, 1_000_000):  # below and above what is copied at submission
         work, result = start_allreduce(engine, f"x {size}", np.ones(size, np.float32))
         if engine.rank == 1:
-            libc.usleep(2_000_000)
+            libc.usleep(800_000)
             work.wait()
         else:
             time.sleep(0.3)  # rank 1 has submitted and is asleep

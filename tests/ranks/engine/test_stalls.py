@@ -9,10 +9,11 @@ import pytest
 
 from sparkhvd.settings import Settings
 from tests.harness.rank_process import DEADLINE_S, RankProcess, rank_processes
-from tests.harness.soak import soak
+from tests.harness.soak import left_to_soak, soak
 from tests.ranks.engine.observe_bodies import LATE_S
 
 BODIES = "tests.ranks.engine.observe_bodies"
+REASONS = ("sleeping_here", "holding_the_gil_here", "computing_here")
 SETTINGS = Settings(connect_timeout_s=DEADLINE_S, stall_warning_s=0.4)
 
 
@@ -23,8 +24,14 @@ def run_late(ranks: list[RankProcess], reason: str) -> None:
         assert rank.expect() == "done"
 
 
-@pytest.mark.parametrize("tcp_only", [False, True])
-@pytest.mark.parametrize("reason", ["sleeping_here", "holding_the_gil_here", "computing_here"])
+@pytest.mark.parametrize(
+    ("reason", "tcp_only"),
+    [
+        *((reason, False) for reason in REASONS),
+        (REASONS[0], True),
+        *left_to_soak("another reason, here", *((reason, True) for reason in REASONS[1:])),
+    ],
+)
 def test_warning_names_the_missing_rank_and_shows_where_it_is(
     reason: str, tcp_only: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:

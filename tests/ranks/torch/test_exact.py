@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import sparkhvd.torch as hvd
 from sparkhvd.settings import Settings
-from tests.harness.soak import SOAK
+from tests.harness.soak import SOAK, left_to_soak
 from tests.ranks.torch import exact
 from tests.ranks.torch.exact import (
     ARGUMENTS,
@@ -99,9 +99,21 @@ def test_every_optimizer_of_torch_is_here() -> None:
     assert set(exact.optimizer_names()) <= set(ARGUMENTS)
 
 
-@both_dtypes
+def in_both_types(covered_by: str, cases: list[Any], in_float32: list[Any]) -> list[Any]:
+    """Return cases in float64, and in float32; of these only some on every run."""
+    others = [(case, F32) for case in cases if case not in in_float32]
+    each = [*((case, F64) for case in cases), *((case, F32) for case in in_float32)]
+    return [*each, *left_to_soak(covered_by, *others)]
+
+
 @pytest.mark.parametrize(
-    "make", [c for name in exact.optimizer_names() for c in cases(name)], ids=str
+    ("make", "dtype"),
+    in_both_types(
+        "in float64, here",
+        [c for name in exact.optimizer_names() for c in cases(name)],
+        [cases(name)[0] for name in exact.optimizer_names()],
+    ),
+    ids=lambda each: str(each).removeprefix("torch."),
 )
 def test_every_optimizer_trains_as_in_one_process(make: Case, dtype: Any) -> None:
     problem = SHIFTING if "strong_wolfe" in str(make) else PROBLEMS.get(make.optimizer, MLP)
@@ -135,8 +147,11 @@ def test_no_gradient_is_so_small_that_rounding_decides_its_sign() -> None:
 # --- Models. ---
 
 
-@both_dtypes
-@pytest.mark.parametrize("make", ON_EVERY_MODEL, ids=str)
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    in_both_types("in float64, here", list(ON_EVERY_MODEL), [MOMENTUM]),
+    ids=lambda each: str(each).removeprefix("torch."),
+)
 @cnn_too
 def test_every_model_trains_as_in_one_process(problem: Any, make: Case, dtype: Any) -> None:
     sizes = SIZES if dtype is F64 else (4,) if problem is TRANSFORMER else (3,)

@@ -26,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import sparkhvd.torch as hvd
+from tests.harness.soak import amount
 
-STEPS = 20
+STEPS = amount(12, 20)
 ROWS = 12
 
 Batch = tuple[Tensor, ...]

@@ -16,6 +16,7 @@ from sparkhvd.estimator import Callback
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.ranks import RanksFailed, run_ranks
+from tests.harness.soak import left_to_soak
 from tests.ranks.training.ranks import RUN_DIR, Case, without_times
 
 # 100 rows: 13 steps of two ranks per epoch.
@@ -154,8 +155,19 @@ class Turns(nn.Module):
         return self.layer((x * self.saved).real + (x * self.unsaved).imag)
 
 
-@pytest.mark.parametrize("kind", [Counts, Caches, Turns])
-@pytest.mark.parametrize("fails_at", [14, 20, 31])
+@pytest.mark.parametrize(
+    ("kind", "fails_at"),
+    [
+        (Counts, 14),
+        (Counts, 20),
+        (Caches, 20),
+        (Turns, 31),
+        *left_to_soak(
+            "another module or step, here",
+            *[(Counts, 31), (Caches, 14), (Caches, 31), (Turns, 14), (Turns, 20)],
+        ),
+    ],
+)
 def test_the_state_of_modules_survives_on_every_rank(
     tmp_path: Path, kind: type[nn.Module], fails_at: int
 ) -> None:

@@ -23,6 +23,7 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.early_stopping import Monitor, best_epoch
 from sparkhvd.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
+from tests.harness.soak import left_to_soak
 from tests.ranks.training.ranks import DATA_DIR, RUN_DIR, Case, assert_close, linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -33,10 +34,19 @@ def store(tmp_path: Path) -> Store:
     return Store.create(tmp_path / "store")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+SHAPES = [(1, 100, 32), (2, 128, 32), (2, 101, 16), (3, 100, 7), (2, 33, 32), (3, 2, 4), (2, 1, 1)]
+
+
 @pytest.mark.parametrize(
-    ("size", "rows", "batch_size"),
-    [(1, 100, 32), (2, 128, 32), (2, 101, 16), (3, 100, 7), (2, 33, 32), (3, 2, 4), (2, 1, 1)],
+    ("size", "rows", "batch_size", "dtype"),
+    [
+        *((*shape, torch.float64) for shape in SHAPES),
+        *((*shape, torch.float32) for shape in SHAPES[2:4]),
+        *left_to_soak(
+            "in float64, here", *((*shape, torch.float32) for shape in [*SHAPES[:2], *SHAPES[4:]])
+        ),
+    ],
+    ids=str,
 )
 def test_ranks_train_as_one_process(
     store: Store, dtype: torch.dtype, size: int, rows: int, batch_size: int

@@ -25,6 +25,7 @@ from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.early_stopping import Monitor
 from sparkhvd.training.program import Program, dump_program
 from tests.harness.ranks import RanksFailed
+from tests.harness.soak import left_to_soak
 from tests.harness.waiting import wait_until
 from tests.ranks.training.ranks import RUN_DIR, Case, assert_close, linear, without_times
 
@@ -72,7 +73,7 @@ def weighted_step(model: nn.Module, batch: dict[str, torch.Tensor], ctx: Any) ->
     return (squares * weights).sum() / weights.sum(), weights.sum()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3, *left_to_soak("three ranks, here", 2)])
 def test_train_step_trains_as_the_declarative_loop_does(store: Store, size: int) -> None:
     custom = case(store, user={"train_step": mse_step}, loss=None, options=VALIDATION)
     custom.user["validation_step"] = mse_step
@@ -474,7 +475,7 @@ def own_loop(ctx: Any) -> None:
         ctx.save_checkpoint()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3, *left_to_soak("three ranks, here", 2)])
 def test_train_fn_trains_as_the_declarative_loop_does(store: Store, size: int) -> None:
     custom = case(store, user={"train_fn": own_loop}, options={**VALIDATION, "epochs": 3})
     custom.train(size, epochs=1)
