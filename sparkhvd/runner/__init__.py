@@ -44,6 +44,7 @@ Each module imports only those above it:
     preflight   checks before anything long starts
     processes   fresh and forked processes of trainers
     nurseries   the nursery of a worker, which forks trainers of later launches
+    starting    what a trainer's start needs
     trainer     parent's side of a trainer process
     gpu         a GPU for each rank
     interrupts  Ctrl-C, from the driver to the ranks

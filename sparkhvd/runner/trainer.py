@@ -17,16 +17,16 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from sparkhvd.errors import InternalError
-from sparkhvd.runner import allocator, nurseries
+from sparkhvd.runner import nurseries
 from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, write_frame
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
-from sparkhvd.runner.processes import Ended, Ends, FreshProcess, Process, kill_group
+from sparkhvd.runner.processes import Ended, FreshProcess, Process, kill_group
+from sparkhvd.runner.starting import Start, may_fork, prepare
 
 __all__ = ["Trainer", "inherited", "interrupt"]
 
@@ -99,9 +99,9 @@ class Trainer:
         # Guards what has yet to start, and whether it still may.
         self._start_lock = threading.Lock()
         self._is_given_up = False
-        self._late: _Start | None = None
-        self._spec, start = _prepare(prologue, program)
-        if _may_fork(prologue):
+        self._late: Start | None = None
+        self._spec, start = prepare(prologue, program)
+        if may_fork(prologue):
             self._late = start.kept()
         else:
             self._begin(start)
@@ -116,7 +116,7 @@ class Trainer:
             finally:
                 start.close_listener()
 
-    def _begin(self, start: _Start) -> None:
+    def _begin(self, start: Start) -> None:
         frames = [start.prologue.to_bytes(), start.program]
         try:
             process: Process | None = None
@@ -348,72 +348,6 @@ class Trainer:
         self._on_end()
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Everything that the start of a trainer needs.
-
-    Attributes:
-        prologue: its first frame.
-        program: its second one.
-        environ: environment of the process.
-        ends: descriptors that the process takes over.
-        result: this side's end of the pipe of results.
-        log: this side's end of the pipe of output.
-        is_late: whether a nursery may fork the process, after the listener's owner has closed it.
-    """
-
-    prologue: Prologue
-    program: bytes
-    environ: dict[str, str]
-    ends: Ends
-    result: int
-    log: int
-    is_late: bool = False
-
-    def kept(self) -> _Start:
-        """Return a start with a listener of its own."""
-        listener = [fd if fd < 0 else os.dup(fd) for fd in self.ends.listener]
-        tcp, unix = listener
-        ends = replace(self.ends, listener=(tcp, unix))
-        return replace(
-            self, prologue=replace(self.prologue, listener=(tcp, unix)), ends=ends, is_late=True
-        )
-
-    def close_listener(self) -> None:
-        """Close the listener of a start that was kept."""
-        for fd in self.ends.listener:
-            if fd >= 0:
-                os.close(fd)
-
-    def abandon(self) -> None:
-        """Close everything of a start that was kept, and that is not wanted any more."""
-        self.ends.close()
-        self.close_listener()
-        os.close(self.result)
-        os.close(self.log)
-
-
-def _prepare(prologue: Prologue, program: bytes) -> tuple[int, _Start]:
-    """Make the pipes and the environment of a process; return the pipe to it, and the start."""
-    spec_read, spec = os.pipe()
-    result, result_write = os.pipe()
-    log, log_write = os.pipe()
-    inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
-    environ = {**inherited, **_loader_variables(prologue.env)}
-    if prologue.keep_freed_memory:
-        environ.update(allocator.start_variables(environ))
-    # The package must be found before the trainer has set its own path.
-    path = [entry for entry in prologue.sys_path if entry]
-    environ["PYTHONPATH"] = os.pathsep.join(path) or environ.get("PYTHONPATH", "")
-    ends = Ends(spec_read, result_write, log_write, prologue.listener)
-    return spec, _Start(prologue, program, environ, ends, result, log)
-
-
-def _may_fork(prologue: Prologue) -> bool:
-    """Return True if a nursery may fork the process: not where CUDA's driver is asked, or may have been."""
-    return prologue.nursery and not prologue.gpu_views and nurseries.is_possible()
-
-
 def interrupt(trainers: Sequence[Trainer]) -> None:
     """Raise KeyboardInterrupt in the functions and wait for their end, INTERRUPT_GRACE_S at most."""
     for trainer in trainers:
@@ -422,12 +356,6 @@ def interrupt(trainers: Sequence[Trainer]) -> None:
     for trainer in trainers:
         if not trainer.wait(max(0.0, deadline - time.monotonic())):
             trainer.give_up(f"{INTERRUPT_GRACE_S:.0f} s after it was interrupted")
-
-
-def _loader_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that only work if they are set before the process starts."""
-    prefixes = ("LD_", "PYTHON", "MALLOC_", "GLIBC_TUNABLES")
-    return {name: value for name, value in env.items() if name.startswith(prefixes)}
 
 
 class _Closing:
