@@ -25,7 +25,6 @@ from tests.harness.waiting import wait_until
 _DRIVER = """
 import __main__, traceback
 
-spark.sparkContext.setLogLevel("INFO")
 for line in sys.stdin:
     program, reply = json.loads(line)
     ended = "ok"
@@ -40,6 +39,19 @@ for line in sys.stdin:
     with open(reply + ".part", "w") as file:
         file.write(ended)
     os.rename(reply + ".part", reply)
+"""
+
+# The driver prints as much as Spark's servers do, plans included: a pyspark driver is silent up to warnings otherwise.
+_LOGGING = """
+rootLogger.level = info
+rootLogger.appenderRef.stdout.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n%ex
+logger.driver.name = org.apache.spark.api.python.PythonGatewayServer
+logger.driver.level = info
 """
 
 
@@ -125,12 +137,20 @@ def shared_cluster(directory: Path, conf: Mapping[str, str]) -> Iterator[Cluster
             **conf,
         }
         script = write_script(directory / "driver.py", _DRIVER, master=master, conf=merged)
+        logging = directory / "log4j2.properties"
+        logging.write_text(_LOGGING)
+        options = f"{os.environ['SPARK_SUBMIT_OPTS']} -Dlog4j2.configurationFile={logging.as_uri()}"
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
         with (directory / "driver.log").open("wb") as log:
             driver = subprocess.Popen(
                 [sys.executable, str(script)],
                 cwd=directory,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "PYTHONUNBUFFERED": "1",
+                    "SPARK_SUBMIT_OPTS": options,
+                },
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
