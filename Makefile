@@ -54,7 +54,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 # One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
 .PHONY: quick soak-python soak-packaging soak-help wheel test-wheels test-aarch64 test-oldest test-nccl
-.PHONY: env native compiled stand-in test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
+.PHONY: env classes native compiled stand-in test test-native test-races test-memory test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
 
@@ -85,6 +85,8 @@ $(CLASSES): tests/harness/jvm.py $(PACKAGES) | java
 	@$(WITH_JAVA) $(PY) -m tests.harness.jvm
 	@touch $@
 
+classes: $(CLASSES)
+
 native: $(NATIVE) stand-in
 
 # What the tests of GPUs run against where there is none; asked for each time, so that no test meets an old one.
@@ -95,7 +97,10 @@ java:
 	@tools/java.sh >/dev/null
 
 test: COMPILE = compiled
-test: lint test-native test-races test-memory test-python
+# Lint, the C++ tests and a JVM side by side: they wait for clocks as much as they compute.
+test: env
+	@tools/together.sh lint test-native test-races test-memory classes
+	@$(MAKE) --no-print-directory test-python
 
 # A cross-section: what a change breaks most likely, on a checkout that is built.
 QUICK_TESTS := tests/test_architecture.py tests/pure tests/ranks/torch/test_collectives.py \
@@ -122,8 +127,8 @@ format: $(PACKAGES)
 # All that `make test` runs of C++.
 compiled: stand-in
 	$(VENV)/bin/cmake --build build/native --target sparkhvd_tests sparkhvd_library_test
-	$(call BUILD_SANITIZED,thread,sparkhvd_tests nccl_conformity)
-	$(call BUILD_SANITIZED,address,sparkhvd_tests nccl_conformity)
+	$(call BUILD_SANITIZED,thread,ON,sparkhvd_tests)
+	$(call BUILD_SANITIZED,address,ON,sparkhvd_tests)
 
 test-native: $(NATIVE)
 	$(VENV)/bin/cmake --build build/native --target check
@@ -136,26 +141,24 @@ test-nccl: stand-in
 # The C++ tests again, watched. The short legs look for data races where threads meet, and for memory and
 # undefined behaviour in what does not wait for clocks; the long one runs all of them, for both.
 define BUILD_SANITIZED
-	$(VENV)/bin/cmake -Snative -Bbuild/native-$(1) -GNinja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1)
-	$(VENV)/bin/cmake --build build/native-$(1) --target $(2)
+	$(VENV)/bin/cmake -Snative -Bbuild/native-$(1)$(if $(filter OFF,$(2)),-all) -GNinja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1) -DSPARKHVD_SANITIZE_QUICK=$(2)
+	$(VENV)/bin/cmake --build build/native-$(1)$(if $(filter OFF,$(2)),-all) --target $(3)
 endef
 THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream depart rank_0
 MEMORY_HELD = operations frames ring memory tensors registered process_set join orders timeline kernel reduce device depart abort
 
 test-races: $(BUILD_TOOLS)
-	$(call BUILD_SANITIZED,thread,sparkhvd_tests nccl_conformity)
+	$(call BUILD_SANITIZED,thread,ON,sparkhvd_tests)
 	build/native-thread/sparkhvd_tests $(THREADS_MEET)
-	build/native-thread/nccl_conformity --ranks 2
 
 test-memory: $(BUILD_TOOLS)
-	$(call BUILD_SANITIZED,address,sparkhvd_tests nccl_conformity)
+	$(call BUILD_SANITIZED,address,ON,sparkhvd_tests)
 	build/native-address/sparkhvd_tests $(MEMORY_HELD)
-	build/native-address/nccl_conformity --ranks 2
 
 test-sanitizers: $(BUILD_TOOLS)
-	$(call BUILD_SANITIZED,address,check)
-	$(call BUILD_SANITIZED,thread,check)
+	$(call BUILD_SANITIZED,address,OFF,check)
+	$(call BUILD_SANITIZED,thread,OFF,check)
 
 # libFuzzer on what reads bytes of a peer; needs clang (Debian: apt-get install clang libclang-rt-dev).
 # The corpus stays in build/fuzz/corpus, so each run goes on from the last.

@@ -45,7 +45,7 @@ class RankSettings:
     """
 
     # Settings that have had their effect before the function begins.
-    _EARLY = ("keep_freed_memory", "port_range", "start_timeout_s")
+    _EARLY = ("keep_freed_memory", "nursery", "port_range", "start_timeout_s")
 
     def __init__(self, job: JobSettings) -> None:
         self._job = job

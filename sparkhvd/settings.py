@@ -108,6 +108,14 @@ class Settings:
         doc="Let processes started by run() and fit() keep freed memory, so that steps do not pay for new pages; "
         "0 leaves glibc's malloc as it is.",
     )
+    nursery: str = knob(
+        "auto",
+        env="SPARKHVD_NURSERY",
+        unit="auto, 0 or 1",
+        doc="Fork the ranks of later launches from a process per worker that has imported torch; it ends after a minute unused. "
+        "auto = not on YARN and Kubernetes, where it is not tested.",
+        limit=(lambda value: value in ("auto", "0", "1"), "auto, 0 or 1"),
+    )
     streams: int = knob(
         1,
         env="SPARKHVD_STREAMS",

@@ -11,6 +11,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from sparkhvd.runner import nurseries
 
 # Every harness module is a plugin: its fixtures are known everywhere. Some import others, so all are named before.
 pytest.register_assert_rewrite("tests.harness")
@@ -31,6 +34,10 @@ pytest_plugins = sorted(
 # How long a test's leftovers may take to go: a thread that was told to stop needs a moment, and so does a collection
 # of garbage on a machine that does other things too (the engines of ranks that were threads go with it).
 SETTLE_S = 10.0
+# A test's call on a quiet machine, outside of tiers whose tests start JVMs or other environments.
+LONG_S = 10.0
+LONG_TIERS = ("tests/spark", "tests/soak")
+MANY_MODULES = 100
 # Variables that pytest, the JVM gateway or BLAS set by themselves.
 FOREIGN_VARIABLES = ("PYTEST_", "PYSPARK_", "SPARK_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 
@@ -85,10 +92,53 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
 
 
+class Lasting:
+    """Objects that stay for good, kept out of every later collection of garbage: the leak check has many.
+
+    Those of the test collection, and of what tests import: torch's compiler alone makes a collection take half a second.
+    """
+
+    def __init__(self) -> None:
+        self._num_modules = 0
+
+    def freeze(self) -> None:
+        """Freeze what is there, if many modules have come since the last time. Nothing may be about to go."""
+        if len(sys.modules) > self._num_modules + MANY_MODULES:
+            gc.collect()
+            gc.freeze()
+            self._num_modules = len(sys.modules)
+
+
+LASTING = Lasting()
+
+
 def pytest_collection_finish() -> None:
-    """Keep objects of the test collection, which stay for good, out of every later collection of garbage."""
-    gc.collect()
-    gc.freeze()
+    """Freeze the objects of the test collection; let torch compute on the thread that calls it.
+
+    Its own, a team of spinning threads per rank that is a thread, would only wait for each other.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+    LASTING.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Warn of long tests outside of Spark's: a sweep belongs to `make soak`, a fixture to its module."""
+    from tests.harness.soak import SOAK  # a plugin: not before it is registered
+
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, [])
+        if report.when == "call" and report.duration > LONG_S
+    ]
+    for report in sorted(reports, key=lambda report: report.duration, reverse=True):
+        if not SOAK and not report.nodeid.startswith(LONG_TIERS):
+            terminalreporter.write_line(
+                f"Warning: {report.nodeid} took {report.duration:.1f} s; a test outside of "
+                f"{' and '.join(LONG_TIERS)} has at most {LONG_S:g} s.",
+                yellow=True,
+            )
 
 
 @dataclass(frozen=True)
@@ -126,7 +176,10 @@ def resources() -> Resources:
         if name.startswith("sparkhvd") and int(task.name) != os.getpid():
             threads.add(f"{name} (native {task.name})")
     descriptors = set()
+    kept = str(nurseries.of_this_process.descriptor())  # by design for later launches
     for entry in os.listdir("/proc/self/fd"):
+        if entry == kept:
+            continue
         try:
             target = os.readlink(f"/proc/self/fd/{entry}")
         except OSError:  # the listing's own descriptor
@@ -160,8 +213,11 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
         or any("spark" in name or "cluster" in name for name in request.fixturenames)
     )
     deadline = time.monotonic() + SETTLE_S
+    pause_s = 0.001  # mostly a collection is enough
     while leaks := resources().beyond(before, sockets=not uses_spark):
         if time.monotonic() > deadline:
             pytest.fail("The test left behind: " + "; ".join(leaks))
         gc.collect()  # may itself take seconds on a busy machine: what is there is looked at once more behind it
-        time.sleep(0.02)
+        time.sleep(pause_s)
+        pause_s = 0.02
+    LASTING.freeze()

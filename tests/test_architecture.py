@@ -31,6 +31,8 @@ ENVIRONMENT = {
     "sparkhvd/rank_settings.py": "settings that a rank's function sets before init()",
     "sparkhvd/runner/trainer.py": "the trainer process inherits its parent's environment",
     "sparkhvd/runner/child.py": "torch's, OpenMP's and the user's own variables, before user code runs",
+    "sparkhvd/runner/nursery.py": "a fork gets the environment that a fresh process would have",
+    "sparkhvd/runner/blas.py": "OpenBLAS's own, before and after a fork",
 }
 
 # Every place that turns bytes into Python objects, and where those bytes come from.
@@ -82,7 +84,7 @@ LAZY_PACKAGES = {
         21,
         "ranks and workers start without it; some names are of one version, or of Connect",
     ),
-    "resource": (1, "Unix only"),
+    "resource": (2, "Unix only"),
     "sys": (1, "the function of a barrier task, pickled by value"),
     "torch": (1, "the driver and readers of NumPy arrays start without it"),
 }

@@ -19,7 +19,7 @@
 #include "transport/link.h"
 #include "world.h"
 
-namespace sparkhvd::test {
+namespace sparkhvd::test::adversity_test {
 namespace {
 
 using Floats = std::vector<float>;
@@ -798,4 +798,4 @@ TEST(everything_at_once_on_overlapping_process_sets) {
   }
 }
 
-}  // namespace sparkhvd::test
+}  // namespace sparkhvd::test::adversity_test

@@ -12,7 +12,7 @@
 #include "types.h"
 #include "world.h"
 
-namespace sparkhvd::test {
+namespace sparkhvd::test::collectives_test {
 namespace {
 
 using Numbers = std::vector<double>;
@@ -707,4 +707,4 @@ TEST(a_result_can_be_stored_to_several_places_at_once) {
   }
 }
 
-}  // namespace sparkhvd::test
+}  // namespace sparkhvd::test::collectives_test

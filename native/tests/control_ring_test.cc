@@ -8,7 +8,7 @@
 
 #include "test.h"
 
-namespace sparkhvd {
+namespace sparkhvd::test::control_ring_test {
 namespace {
 
 struct Pair {
@@ -109,4 +109,4 @@ TEST(control_ring_follows_no_nonsense) {
 }
 
 }  // namespace
-}  // namespace sparkhvd
+}  // namespace sparkhvd::test::control_ring_test

@@ -7,7 +7,7 @@
 
 #include "test.h"
 
-namespace sparkhvd {
+namespace sparkhvd::test::crc32_test {
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -54,4 +54,4 @@ TEST(crc32_goes_on_from_what_came_before) {
 }
 
 }  // namespace
-}  // namespace sparkhvd
+}  // namespace sparkhvd::test::crc32_test

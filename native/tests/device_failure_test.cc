@@ -7,7 +7,7 @@
 
 #include "device_world.h"
 
-namespace sparkhvd::test {
+namespace sparkhvd::test::device_failure_test {
 namespace {
 
 using Seconds = std::chrono::duration<double>;
@@ -372,4 +372,4 @@ TEST(an_abort_ends_operations_on_the_device_with_its_reason) {
   });
 }
 
-}  // namespace sparkhvd::test
+}  // namespace sparkhvd::test::device_failure_test

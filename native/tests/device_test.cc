@@ -12,7 +12,7 @@
 #include "device_world.h"
 #include "types.h"
 
-namespace sparkhvd::test {
+namespace sparkhvd::test::device_test {
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -580,4 +580,4 @@ TEST(ranks_that_disagree_about_devices_are_told_and_go_on) {
   fake.check();
 }
 
-}  // namespace sparkhvd::test
+}  // namespace sparkhvd::test::device_test

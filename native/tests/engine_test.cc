@@ -13,7 +13,7 @@
 
 #include "world.h"
 
-namespace sparkhvd::test {
+namespace sparkhvd::test::engine_test {
 namespace {
 
 using Floats = std::vector<float>;
@@ -787,4 +787,4 @@ TEST(random_operations_in_random_order_are_all_right) {
   }
 }
 
-}  // namespace sparkhvd::test
+}  // namespace sparkhvd::test::engine_test

@@ -17,7 +17,7 @@
 
 #include "test.h"
 
-namespace sparkhvd {
+namespace sparkhvd::test::kernels_test {
 namespace {
 
 using Bytes = std::vector<std::byte>;
@@ -429,4 +429,4 @@ TEST(bfloat16_rounds_to_nearest_even) {
 }
 
 }  // namespace
-}  // namespace sparkhvd
+}  // namespace sparkhvd::test::kernels_test

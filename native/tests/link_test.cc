@@ -9,7 +9,7 @@
 #include "test.h"
 #include "transport/memfd.h"
 
-namespace sparkhvd {
+namespace sparkhvd::test::link_test {
 namespace {
 
 struct Pair {
@@ -197,4 +197,4 @@ TEST(shared_memory_is_sealed_and_checked) {
   CHECK(!memory_shortage(4096, 4096).has_value());
 }
 
-}  // namespace sparkhvd
+}  // namespace sparkhvd::test::link_test

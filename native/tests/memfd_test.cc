@@ -7,7 +7,7 @@
 
 #include "test.h"
 
-namespace sparkhvd {
+namespace sparkhvd::test::memfd_test {
 namespace {
 
 /// A folder that looks like /proc/self/cgroup and /sys/fs/cgroup; gone at the end.
@@ -84,4 +84,4 @@ TEST(memory_shortage_knows_nothing_without_the_files) {
 }
 
 }  // namespace
-}  // namespace sparkhvd
+}  // namespace sparkhvd::test::memfd_test

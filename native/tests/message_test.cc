@@ -6,7 +6,7 @@
 #include "error.h"
 #include "test.h"
 
-namespace sparkhvd {
+namespace sparkhvd::test::message_test {
 namespace {
 
 std::span<const std::byte> body_of(const Bytes& frame) {
@@ -193,4 +193,4 @@ TEST(random_bytes_never_crash_the_decoder) {
   }
 }
 
-}  // namespace sparkhvd
+}  // namespace sparkhvd::test::message_test

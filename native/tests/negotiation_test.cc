@@ -3,7 +3,7 @@
 
 #include "test.h"
 
-namespace sparkhvd {
+namespace sparkhvd::test::negotiation_test {
 namespace {
 
 constexpr Rank kRank0{0};
@@ -137,4 +137,4 @@ TEST(operations_after_a_departure_are_refused) {
   CHECK(refused(negotiation.ready(kRank0, ready("y"), kStart)) != nullptr);
 }
 
-}  // namespace sparkhvd
+}  // namespace sparkhvd::test::negotiation_test

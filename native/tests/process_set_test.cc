@@ -10,7 +10,7 @@
 
 #include "world.h"
 
-namespace sparkhvd::test {
+namespace sparkhvd::test::process_set_test {
 namespace {
 
 using Floats = std::vector<float>;
@@ -455,4 +455,4 @@ TEST(several_streams_and_new_settings_keep_every_byte) {
   });
 }
 
-}  // namespace sparkhvd::test
+}  // namespace sparkhvd::test::process_set_test

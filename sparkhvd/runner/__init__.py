@@ -11,7 +11,7 @@
 
     run(train, args=(100,), num_proc=4, spark=spark)  # [0, 1, 2, 3]
 
-The function runs in a fresh process per rank, its trainer, which the rank's task starts. Nothing of Spark is imported
+The function runs in a process per rank of its own, its trainer, which the rank's task starts, or from the second launch on its nursery forks. Nothing of Spark is imported
 here, so a rank may import this package cheaply.
 
 Threads: launches may come from several threads of the driver; they take task slots in the order of their calls (`admission`). In a
@@ -40,10 +40,14 @@ Each module imports only those above it:
     outcomes    values and errors of ranks as data
     reports     a trainer's report on its function
     preflight   checks before anything long starts
+    processes   fresh and forked processes of trainers
+    nurseries   the nursery of a worker, which forks trainers of later launches
     trainer     parent's side of a trainer process
     gpu         a GPU for each rank
     interrupts  Ctrl-C, from the driver to the ranks
+    blas        threads of OpenBLAS across a fork
     child       the trainer process
+    nursery     the nursery process
     launching   what launches under Spark and on this host share
     local       launches on this host: `run_local`
     task        executor's side of a launch under Spark

@@ -28,11 +28,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from sparkhvd import rank_context
-from sparkhvd.runner import allocator, spawning
-from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, write_frame
+from sparkhvd.runner import allocator, blas, spawning
+from sparkhvd.runner.frames import USEFUL_MODULES, JobFrame, Prologue, read_frame, write_frame
 from sparkhvd.runner.gpu import probe
 from sparkhvd.runner.pickling import cloudpickle, dumps
 from sparkhvd.runner.reports import (
@@ -45,15 +47,18 @@ from sparkhvd.runner.reports import (
 
 __all__ = ["end", "main"]
 
-
-def _thread_variables(num_threads: int) -> dict[str, str]:
-    """Return the variables that bound the threads of numerical libraries."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-    return dict.fromkeys(names, str(num_threads))
+_PR_SET_NAME = 15
 
 
-def main(spec_fd: int, result_fd: int) -> int:
-    """Run one rank; returns the exit status."""
+def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) -> int:
+    """Run one rank; returns the exit status.
+
+    Args:
+        spec_fd: descriptor of the frames to this process.
+        result_fd: descriptor of the frames from it.
+        listener: in a fork, the descriptors of the listener that it was given, which have other numbers than the prologue says.
+    """
+    _name()
     for fd in (spec_fd, result_fd):
         os.set_inheritable(fd, False)
     _reset_signals()
@@ -65,6 +70,9 @@ def main(spec_fd: int, result_fd: int) -> int:
         return 0  # the parent gave up before it had anything to run
     prologue = Prologue(**json.loads(header))
     _enter(prologue)
+    if listener is not None:
+        prologue = replace(prologue, listener=_numbered(prologue.listener, listener))
+        blas.restore_threads()
     # The listener must survive until the job is known, and must not leak into the user's own processes.
     for fd in prologue.listener:
         if fd >= 0:
@@ -86,6 +94,19 @@ def main(spec_fd: int, result_fd: int) -> int:
     return _run(program, result_fd, began)
 
 
+def _name() -> None:
+    """Name the process: a fork has the command line of its nursery."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, b"sparkhvd-rank", 0, 0, 0)
+
+
+def _numbered(listener: tuple[int, int], given: Sequence[int]) -> tuple[int, int]:
+    """Return the listener's descriptors with the numbers of this process, in the order in which they were given."""
+    numbers = iter(given)
+    tcp, unix = (next(numbers) if fd >= 0 else fd for fd in listener)
+    return tcp, unix
+
+
 def _reset_signals() -> None:
     """Undo ignored and masked signals of the parent's parent: both pass through exec."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -103,8 +124,7 @@ def _line_buffer() -> None:
 def _enter(prologue: Prologue) -> None:
     if prologue.keep_freed_memory:
         allocator.keep_freed_memory()
-    variables = {**_thread_variables(prologue.num_threads), **prologue.env}
-    os.environ.update(variables)  # noqa: TID251 - OpenMP's, and the user's own
+    os.environ.update(prologue.variables())  # noqa: TID251 - OpenMP's, and the user's own
     if prologue.sys_path:
         sys.path[:] = prologue.sys_path
     if prologue.cwd:
@@ -219,6 +239,7 @@ def _run(program: bytes, result_fd: int, began: float) -> int:
     report["started_at"] = started_at
     report["run_s"] = time.monotonic() - started
     report["peak_rss_bytes"] = peak_rss()
+    report["modules"] = [name for name in USEFUL_MODULES if name in sys.modules]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

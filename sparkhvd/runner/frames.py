@@ -7,7 +7,10 @@ import os
 import struct
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["JobFrame", "Prologue", "read_frame", "write_frame"]
+__all__ = ["USEFUL_MODULES", "JobFrame", "Prologue", "read_frame", "write_frame"]
+
+# Modules that a nursery may import for the trainers that need them. They are slow, and start no thread: pyarrow does.
+USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
@@ -31,6 +34,7 @@ class Prologue:
         cuda_library: path of CUDA's driver library; "" for the system's.
         spark_files: root of `SparkFiles`; "" outside Spark.
         listener: file descriptors of the bound listener (TCP, Unix).
+        nursery: whether a nursery may fork the process.
         endpoint: the listener's address, as `Endpoint.to_dict` gives it.
     """
 
@@ -46,7 +50,18 @@ class Prologue:
     cuda_library: str = ""
     spark_files: str = ""
     listener: tuple[int, int] = (-1, -1)
+    nursery: bool = False
     endpoint: dict[str, str | int] = field(default_factory=dict)
+
+    def variables(self) -> dict[str, str]:
+        """Return the variables of the process; by default numerical libraries have `num_threads` threads."""
+        names = (
+            "OMP_NUM_THREADS",
+            "MKL_NUM_THREADS",
+            "OPENBLAS_NUM_THREADS",
+            "NUMEXPR_NUM_THREADS",
+        )
+        return {**dict.fromkeys(names, str(self.num_threads)), **self.env}
 
     def to_bytes(self) -> bytes:
         """Return the payload of a frame."""

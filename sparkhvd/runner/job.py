@@ -157,7 +157,7 @@ def launch(
     _check_size(program, shim)
     env = launching.check_env(options.env)
     conf = shim.conf((*placement.CONF_KEYS, *preflight.CONF_KEYS))
-    settings = _settings(shim, options.settings, env)
+    settings = _settings(shim, options.settings, env, conf.get("spark.master", ""))
     preflight.check_conf(conf)
     check_profile(options.profile, conf)
     gpu_plan, profile = plan_gpus(shim, conf, options.use_gpu, options.profile)
@@ -357,12 +357,17 @@ def _check_size(program: bytes, shim: SparkShim) -> None:
 
 
 def _settings(
-    shim: SparkShim, given: Settings | JobSettings | None, env: Mapping[str, str]
+    shim: SparkShim, given: Settings | JobSettings | None, env: Mapping[str, str], master: str
 ) -> JobSettings:
     if isinstance(given, JobSettings):
-        return given
-    conf = shim.conf(Settings.conf_keys()) if given is None else {}
-    return launching.choose_settings(given, env, conf)
+        chosen = given
+    else:
+        conf = shim.conf(Settings.conf_keys()) if given is None else {}
+        chosen = launching.choose_settings(given, env, conf)
+    if chosen.values.nursery == "auto" and master.startswith(("yarn", "k8s")):
+        # Its memory would count against the container, and nobody has tried how they end it.
+        chosen = replace(chosen, values=replace(chosen.values, nursery="0"))
+    return chosen
 
 
 def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -> int | None:

@@ -116,7 +116,7 @@ def choose_settings(
 
 # In a pickle, a short string: its length, then its text. Module names are such strings, those of a reference as
 # well as those of an `import` inside the function.
-_MENTIONED = re.compile(rb"\x8c(.)((?:torch|sparkhvd\.(?:torch|estimator))[\w.]*)", re.DOTALL)
+_MENTIONED = re.compile(rb"\x8c(.)((?:torch|sparkhvd\.(?:torch|training))[\w.]*)", re.DOTALL)
 _SCAN_BYTES = 1 << 20
 
 

@@ -82,6 +82,7 @@ def launch_local(
                     cwd=os.getcwd(),
                     num_threads=threads,
                     keep_freed_memory=settings.keep_freed_memory,
+                    nursery=settings.nursery != "0",
                     preload=modules,
                     gpu_views=decide.views(gpu_plan.mode, None),
                     cuda_library=settings.cuda_library,

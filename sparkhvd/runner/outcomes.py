@@ -333,8 +333,10 @@ def _crash_hint(outcome: Outcome) -> str:
     return f" and left no report; {peak}."
 
 
-def exit_text(status: int) -> str:
-    """Describe an exit status as subprocess gives it (negative: signal)."""
+def exit_text(status: int | None) -> str:
+    """Describe an exit status as subprocess gives it (negative: signal); None is unknown."""
+    if status is None:
+        return "unknown exit"
     if status >= 0:
         return f"exit {status}"
     try:

@@ -271,6 +271,7 @@ def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -
         cwd=os.getcwd(),
         num_threads=threads,
         keep_freed_memory=settings.keep_freed_memory,
+        nursery=settings.nursery != "0",
         preload=list(spec.preload),
         early=spec.early,
         neighbours=_neighbours(barrier),

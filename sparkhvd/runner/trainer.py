@@ -15,17 +15,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
 from sparkhvd.errors import InternalError
-from sparkhvd.runner import allocator
+from sparkhvd.runner import allocator, nurseries
 from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, write_frame
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
+from sparkhvd.runner.processes import Ended, Ends, FreshProcess, Process, kill_group
 
 __all__ = ["Trainer", "inherited", "interrupt"]
 
@@ -58,7 +59,7 @@ class Trainer:
         log: Callable[[str], None],
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start the process and send it everything but the job.
+        """Start the process and send it everything but the job; with a nursery it starts when it gets its job.
 
         Args:
             rank: its rank, for the prefix of its output lines.
@@ -75,7 +76,7 @@ class Trainer:
         self._log = log
         self._tail: collections.deque[str] = collections.deque(maxlen=LOG_TAIL_LINES)
         self._report: dict[str, Any] | None = None
-        self._status = 0
+        self._status: int | None = 0
         self._rss = 0
         self._has_job = False
         self._reported = threading.Event()
@@ -92,50 +93,60 @@ class Trainer:
         self._on_end = on_end
         self._began = time.monotonic()
         self._wall_s = 0.0
-        self._start(prologue)
-        with contextlib.suppress(BrokenPipeError):  # it died at once; its outcome has the reason
-            write_frame(self._spec, prologue.to_bytes())
-            write_frame(self._spec, program)
+        self._process: Process | None = None
+        self._reaper: threading.Thread | None = None
+        self._pumps: list[threading.Thread] = []
+        # Guards what has yet to start, and whether it still may.
+        self._start_lock = threading.Lock()
+        self._is_given_up = False
+        self._late: _Start | None = None
+        self._spec, start = _prepare(prologue, program)
+        if _may_fork(prologue):
+            self._late = start.kept()
+        else:
+            self._begin(start)
 
-    def _start(self, prologue: Prologue) -> None:
-        spec_read, self._spec = os.pipe()
-        result_read, result_write = os.pipe()
-        log_read, log_write = os.pipe()
-        passed = [fd for fd in prologue.listener if fd >= 0] + [spec_read, result_write]
-        inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
-        environ = {**inherited, **_loader_variables(prologue.env)}
-        if prologue.keep_freed_memory:
-            environ.update(allocator.start_variables(environ))
-        # The package must be found before the trainer has set its own path.
-        path = [entry for entry in prologue.sys_path if entry]
-        environ["PYTHONPATH"] = os.pathsep.join(path) or environ.get("PYTHONPATH", "")
+    def _start_late(self) -> None:
+        """Start what waits for its job: until then a nursery has had time to import."""
+        with self._start_lock:
+            start, self._late = self._late, None
+        if start is not None:
+            try:
+                self._begin(start)
+            finally:
+                start.close_listener()
+
+    def _begin(self, start: _Start) -> None:
+        frames = [start.prologue.to_bytes(), start.program]
         try:
-            self._process = subprocess.Popen(
-                [
-                    os.path.abspath(sys.executable),
-                    *("-m", "sparkhvd.runner.child", str(spec_read), str(result_write)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=log_write,
-                stderr=log_write,
-                env=environ,
-                close_fds=True,
-                pass_fds=passed,
-                start_new_session=True,
-            )
+            process: Process | None = None
+            if start.is_late:
+                variables = {**start.environ, **start.prologue.variables()}
+                process = nurseries.fork(start.prologue.preload, variables, start.ends)
+            if process is None:
+                process = FreshProcess(start.environ, start.ends)
+            else:
+                frames.insert(0, json.dumps(start.environ).encode())
         except BaseException:
-            for fd in (self._spec, result_read, log_read):
-                os.close(fd)
+            os.close(start.result)
+            os.close(start.log)
+            if not start.is_late:  # else it is closed at the end of the block
+                os.close(self._spec)
             raise
         finally:
-            for fd in (spec_read, result_write, log_write):
-                os.close(fd)
-        self.pid = self._process.pid
+            start.ends.close()
+        with self._reap_lock:
+            self._process, self.pid = process, process.pid
+            if self._is_given_up:
+                kill_group(self.pid)
         self._pumps = [
-            self._thread("log", self._relay, log_read),
-            self._thread("result", self._receive, result_read),
+            self._thread("log", self._relay, start.log),
+            self._thread("result", self._receive, start.result),
         ]
-        self._reaper = self._thread("wait", self._reap)
+        self._reaper = self._thread("wait", self._reap, process)
+        with contextlib.suppress(BrokenPipeError):  # it died at once; its outcome has the reason
+            for frame in frames:
+                write_frame(self._spec, frame)
 
     def _thread(self, name: str, target: Callable[..., None], *args: object) -> threading.Thread:
         thread = threading.Thread(
@@ -148,6 +159,7 @@ class Trainer:
 
     def send(self, job: JobFrame) -> None:
         """Send the trainer its job; it starts the function."""
+        self._start_late()
         self._has_job = True
         with contextlib.suppress(BrokenPipeError):  # it is gone; its outcome has the reason
             write_frame(self._spec, job.to_bytes())
@@ -223,10 +235,16 @@ class Trainer:
 
     def kill(self) -> None:
         """Kill the trainer and every process of its group; returns at once."""
+        with self._start_lock:
+            self._is_given_up = True
+            late, self._late = self._late, None
+        if late is not None:
+            late.abandon()
+            self._end(Ended(-signal.SIGKILL))
+            return
         with self._reap_lock:
-            if not self._is_reaped:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.pid, signal.SIGKILL)
+            if self._process is not None and not self._is_reaped:
+                kill_group(self.pid)
 
     def outcome(self, *, host: str = "", attempt: int = 0) -> Outcome:
         """Return the outcome. Call it after `wait` has returned True."""
@@ -247,7 +265,7 @@ class Trainer:
         if (
             report is not None
             and is_complete
-            and (report["kind"] != Kind.OK or self._status == 0 or self._is_forced)
+            and (report["kind"] != Kind.OK or not self._status or self._is_forced)
         ):
             return Outcome(**{**base, **report})
         started = {k: v for k, v in (report or {}).items() if k in ("started_at", "run_s")}
@@ -267,7 +285,8 @@ class Trainer:
     ) -> None:
         if not self._ended.is_set():
             self.kill()
-        self._reaper.join()
+        if self._reaper is not None:
+            self._reaper.join()
         os.close(self._spec)
         if self._holder is not None:
             self._holder.kill()
@@ -310,23 +329,89 @@ class Trainer:
                 return
             self.result = result
             self._report = json.loads(report)
+            nurseries.of_this_process.remember(self._report.pop("modules", ()))
             self._reported.set()
 
-    def _reap(self) -> None:
-        # WNOWAIT leaves a zombie, whose number keeps the process group's number taken.
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+    def _reap(self, process: Process) -> None:
+        process.wait_for_end()
         with self._reap_lock:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            _, status, usage = os.wait4(self.pid, 0)
+            ended = process.reap()
             self._is_reaped = True
+        self._end(ended)
+
+    def _end(self, ended: Ended) -> None:
         self._wall_s = time.monotonic() - self._began
-        self._status = self._process.returncode = os.waitstatus_to_exitcode(status)
-        self._rss = usage.ru_maxrss * 1024
+        self._status, self._rss = ended.status, ended.peak_rss_bytes
         for pump in self._pumps:
             pump.join(_DRAIN_S)  # a process that left the group may still hold the pipe
         self._ended.set()
         self._on_end()
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Everything that the start of a trainer needs.
+
+    Attributes:
+        prologue: its first frame.
+        program: its second one.
+        environ: environment of the process.
+        ends: descriptors that the process takes over.
+        result: this side's end of the pipe of results.
+        log: this side's end of the pipe of output.
+        is_late: whether a nursery may fork the process, after the listener's owner has closed it.
+    """
+
+    prologue: Prologue
+    program: bytes
+    environ: dict[str, str]
+    ends: Ends
+    result: int
+    log: int
+    is_late: bool = False
+
+    def kept(self) -> _Start:
+        """Return a start with a listener of its own."""
+        listener = [fd if fd < 0 else os.dup(fd) for fd in self.ends.listener]
+        tcp, unix = listener
+        ends = replace(self.ends, listener=(tcp, unix))
+        return replace(
+            self, prologue=replace(self.prologue, listener=(tcp, unix)), ends=ends, is_late=True
+        )
+
+    def close_listener(self) -> None:
+        """Close the listener of a start that was kept."""
+        for fd in self.ends.listener:
+            if fd >= 0:
+                os.close(fd)
+
+    def abandon(self) -> None:
+        """Close everything of a start that was kept, and that is not wanted any more."""
+        self.ends.close()
+        self.close_listener()
+        os.close(self.result)
+        os.close(self.log)
+
+
+def _prepare(prologue: Prologue, program: bytes) -> tuple[int, _Start]:
+    """Make the pipes and the environment of a process; return the pipe to it, and the start."""
+    spec_read, spec = os.pipe()
+    result, result_write = os.pipe()
+    log, log_write = os.pipe()
+    inherited = os.environ  # noqa: TID251 - the trainer inherits the environment of its parent
+    environ = {**inherited, **_loader_variables(prologue.env)}
+    if prologue.keep_freed_memory:
+        environ.update(allocator.start_variables(environ))
+    # The package must be found before the trainer has set its own path.
+    path = [entry for entry in prologue.sys_path if entry]
+    environ["PYTHONPATH"] = os.pathsep.join(path) or environ.get("PYTHONPATH", "")
+    ends = Ends(spec_read, result_write, log_write, prologue.listener)
+    return spec, _Start(prologue, program, environ, ends, result, log)
+
+
+def _may_fork(prologue: Prologue) -> bool:
+    """Return True if a nursery may fork the process: not where CUDA's driver is asked, or may have been."""
+    return prologue.nursery and not prologue.gpu_views and nurseries.is_possible()
 
 
 def interrupt(trainers: Sequence[Trainer]) -> None:

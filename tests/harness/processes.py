@@ -17,19 +17,21 @@ from pathlib import Path
 TAG_VARIABLE = "SPARKHVD_TEST_RUN"
 TAG = uuid.uuid4().hex
 
-TRAINER = "sparkhvd.runner.child"
+TRAINER = "sparkhvd-rank"  # its name: a fork has the command line of its nursery
+NURSERY = "sparkhvd.runner.nursery"
 PYTHON_WORKER = "pyspark.daemon"
 
 
 def find(command_contains: str, tag: str = TAG) -> set[int]:
-    """Live processes of this test run whose command line contains a text (zombies do not count)."""
+    """Find live processes of this test run whose command line or name contains a text (zombies do not count)."""
     found = set()
     wanted = f"{TAG_VARIABLE}={tag}".encode()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+            name = (entry / "comm").read_bytes()
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ") + name
             if (
                 command_contains.encode() in command
                 and wanted in (entry / "environ").read_bytes().split(b"\0")

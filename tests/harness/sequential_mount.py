@@ -42,8 +42,16 @@ class Refused(OSError):
 class SequentialFolder:
     """Answers the kernel's requests from a folder."""
 
-    def __init__(self, folder: str, *, renames: bool, kill_at: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str,
+        *,
+        renames: bool,
+        kill_at: int | None = None,
+        before_change: Callable[[], object] = lambda: None,
+    ) -> None:
         self.renames = renames
+        self.before_change = before_change
         # Changes that are still made before whoever makes one more is killed.
         self.left = kill_at
         self.paths = {1: folder}
@@ -84,11 +92,13 @@ class SequentialFolder:
             call = self.calls.get(opcode)
             if call is None:
                 raise Refused(errno.ENOSYS)
-            if opcode in CHANGES and self.left is not None:
+            if opcode in CHANGES:
+                self.before_change()
                 if self.left == 0:
                     os.kill(pid, signal.SIGKILL)
                     raise Refused(errno.EINTR)
-                self.left -= 1
+                if self.left is not None:
+                    self.left -= 1
             body = call(node, request[HEADER.size :])
             return REPLY.pack(REPLY.size + len(body), 0, unique) + body
         except OSError as e:
@@ -270,9 +280,21 @@ def serve(descriptor: int, files: SequentialFolder) -> None:
 
 @contextlib.contextmanager
 def sequential_mount(
-    folder: Path, at: Path, *, renames: bool = True, kill_at: int | None = None
+    folder: Path,
+    at: Path,
+    *,
+    renames: bool = True,
+    kill_at: int | None = None,
+    before_change: Callable[[], object] = lambda: None,
 ) -> Iterator[Path]:
-    """Mount `folder` at `at`, which is made; with `kill_at` the process dies that makes one change more than that.
+    """Mount `folder` at `at`, which is made.
+
+    Args:
+        folder: holds the files.
+        at: where they are seen.
+        renames: whether files can be renamed.
+        kill_at: the process dies that makes one change more than that.
+        before_change: called before every change, in the process that answers, while whoever makes it waits.
 
     Raises:
         OSError: this process may not mount.
@@ -285,7 +307,10 @@ def sequential_mount(
     pid = os.fork()
     if pid == 0:
         try:
-            serve(descriptor, SequentialFolder(str(folder), renames=renames, kill_at=kill_at))
+            files = SequentialFolder(
+                str(folder), renames=renames, kill_at=kill_at, before_change=before_change
+            )
+            serve(descriptor, files)
         finally:
             os._exit(0)
     os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,14 @@ SOAK = os.environ.get("SPARKHVD_TEST_SOAK", "") not in ("", "0")
 def amount(short: int, long: int | None = None) -> int:
     """Examples, rounds or seconds of a test: `short`, or under `make soak` `long` (default 20 times that)."""
     return (20 * short if long is None else long) if SOAK else short
+
+
+def left_to_soak(covered_by: str, *cases: Any) -> list[Any]:
+    """Cases of a parameter that only `make soak` runs; one of several arguments is a tuple."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=soak(covered_by))
+        for case in cases
+    ]
 
 
 def soak(covered_by: str) -> pytest.MarkDecorator:

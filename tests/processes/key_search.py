@@ -64,3 +64,14 @@ def hunt() -> dict[str, Any]:
     hvd.allreduce(torch.ones(1), name="until all have looked")
     hvd.shutdown()
     return {"found": found, "read": read, "baits": len(baits), "yek": key.hex()[::-1]}
+
+
+def check(reports: list[dict[str, Any]]) -> bytes:
+    """Check the ranks' reports and return the key."""
+    keys = {report["yek"][::-1] for report in reports}
+    assert len(keys) == 1
+    for report in reports:
+        assert report["baits"] == 2, "the search itself finds nothing"
+        assert report["read"] > 4
+        assert report["found"] == []
+    return bytes.fromhex(keys.pop())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 import os
+import shutil
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ from sparkhvd.errors import RankError
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 
+# What is read, and whether its rows are shared.
+Key = tuple[str, bool]
 DATA_DIR = "data/k/app"
 ROWS = 60_000
 X = Column("x", "vector", "float32", (64,), "vector", "float32")
@@ -96,7 +100,7 @@ def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> 
         manifest,
         rank=hvd.rank(),
         size=hvd.size(),
-        batch_size=64,
+        batch_size=256,
         sharing=sharing,
         **options,
     ) as reader:
@@ -109,9 +113,15 @@ def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> 
     return {"batches": batches, "read": read, "shared": shared}
 
 
-def in_turns(body: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+def in_turns(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Measure several times in the same ranks, which take longer to start than to read."""
-    return [body(*args, **options) for *args, options in calls]
+    return [call() for call in calls]
+
+
+def by_call(calls: dict[Key, Callable[[], Any]], size: int, **options: Any) -> dict[Key, list[Any]]:
+    """Make calls on ranks; return the results of each, by rank."""
+    ranks = run_local(in_turns, (list(calls.values()),), num_proc=size, **options)
+    return dict(zip(calls, map(list, zip(*ranks, strict=True)), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +135,49 @@ SUBSETS: dict[str, dict[str, Any]] = {
     "all": {"subset": "all", "seed": 5},
     "train": {"subset": "train", "validation": 0.2, "seed": 5},
 }
+MODES = (False, True)  # whether rows are shared
+
+
+def subsets_of(folder: Path) -> dict[Key, Callable[[], Any]]:
+    """Return calls that read the subsets, alone and together."""
+    manifest = Manifest.load(Store(str(folder)), DATA_DIR)
+    return {
+        (subset, is_shared): partial(epochs, str(folder), manifest, is_shared, **options)
+        for subset, options in SUBSETS.items()
+        for is_shared in MODES
+    }
+
+
+@pytest.fixture(scope="module")
+def of_two(folder: Path, flagged: Path, of_others: Path) -> dict[Key, list[Any]]:
+    """Measurements of two ranks."""
+    calls = subsets_of(folder)
+    flags = Manifest.load(Store(str(flagged)), DATA_DIR)
+    x = Column("x", "scalar", "float64", (), "double", "float64")
+    y = Column("y", "scalar", "float64", (), "double", "float64")
+    other = read_manifest(open_dataset(of_others), DataSchema((x,), (y,)))
+    for is_shared in MODES:
+        calls["flagged", is_shared] = partial(flagged_epochs, str(flagged), flags, is_shared)
+        calls["of others", is_shared] = partial(epochs, str(of_others), other, is_shared)
+    return by_call(calls, 2)
+
+
+@pytest.fixture(scope="module")
+def of_three(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Key, list[Any]]:
+    """Measurements of three ranks."""
+    store = Store.create(tmp_path_factory.mktemp("few-rows"))
+    file = write_packed(store, "data/one.parquet", [ID], {"id": np.arange(2)})
+    few = Manifest((file,), DataSchema((), (ID,)), 2)
+    calls = subsets_of(folder)
+    calls["few", True] = partial(epochs, store.local_path("") or "", few, True)
+    return by_call(calls, 3)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_ranks_of_a_host_read_and_hold_rows_once(folder: Path, size: int) -> None:
-    manifest = Manifest.load(Store(str(folder)), DATA_DIR)
-    modes = [(subset, is_shared) for subset in SUBSETS for is_shared in (False, True)]
-    calls = [(str(folder), manifest, shared, SUBSETS[subset]) for subset, shared in modes]
-    ranks = run_local(in_turns, (epochs, calls), num_proc=size)
-    results = {mode: [rank[i] for rank in ranks] for i, mode in enumerate(modes)}
+def test_the_ranks_of_a_host_read_and_hold_rows_once(
+    folder: Path, size: int, of_two: dict[Key, list[Any]], of_three: dict[Key, list[Any]]
+) -> None:
+    results = of_two if size == 2 else of_three
     num_bytes = sum(f.stat().st_size for f in folder.glob(f"{DATA_DIR}/*.parquet"))
     for subset in SUBSETS:
         alone, together = results[subset, False], results[subset, True]
@@ -166,8 +210,11 @@ def flagged_epochs(folder: str, manifest: Manifest, is_shared: bool) -> dict[str
     return {"batches": batches, "read": rchar() - before}
 
 
-def test_rows_that_a_validation_column_divides_are_read_once(tmp_path: Path) -> None:
-    store = Store.create(tmp_path)
+@pytest.fixture(scope="module")
+def flagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of which a column says whether they are for validation."""
+    folder = tmp_path_factory.mktemp("flagged")
+    store = Store.create(folder)
     held_out = Column("held_out", "scalar", "uint8", (), "boolean", "bool")
     files = []
     for i, part in enumerate(np.array_split(np.arange(2_000_000), 2)):
@@ -175,50 +222,56 @@ def test_rows_that_a_validation_column_divides_are_read_once(tmp_path: Path) -> 
         path = f"{DATA_DIR}/part-{i}.parquet"
         files.append(write_packed(store, path, (ID, held_out), values))
     manifest = Manifest(tuple(files), DataSchema((), (ID,), None, held_out), 2_000_000)
-    calls = [(str(tmp_path), manifest, is_shared, {}) for is_shared in (False, True)]
-    alone, together = zip(*run_local(in_turns, (flagged_epochs, calls), num_proc=2), strict=True)
+    manifest.save(store, DATA_DIR)
+    return folder
+
+
+def test_rows_that_a_validation_column_divides_are_read_once(
+    of_two: dict[Key, list[Any]], flagged: Path
+) -> None:
+    alone, together = (of_two["flagged", is_shared] for is_shared in MODES)
     assert [r["batches"] for r in together] == [r["batches"] for r in alone]
-    num_bytes = sum(f.stat().st_size for f in tmp_path.glob(f"{DATA_DIR}/*.parquet"))
+    num_bytes = sum(f.stat().st_size for f in flagged.glob(f"{DATA_DIR}/*.parquet"))
     assert sum(r["read"] for r in alone) > 1.95 * num_bytes
     assert sum(r["read"] for r in together) <= 1.1 * num_bytes
 
 
-def test_parquet_of_others_is_divided_at_its_row_groups(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def of_others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Parquet files that this package did not write."""
+    folder = tmp_path_factory.mktemp("of-others")
     rng = np.random.default_rng(1)
     for i in range(3):
         table = pa.table({name: rng.random(400_000) for name in ("x", "y")})
-        pq.write_table(table, tmp_path / f"{i}.parquet", row_group_size=100_000)
-    x = Column("x", "scalar", "float64", (), "double", "float64")
-    y = Column("y", "scalar", "float64", (), "double", "float64")
-    manifest = read_manifest(open_dataset(tmp_path), DataSchema((x,), (y,)))
-    calls = [(str(tmp_path), manifest, is_shared, {}) for is_shared in (False, True)]
-    alone, together = zip(*run_local(in_turns, (epochs, calls), num_proc=2), strict=True)
+        pq.write_table(table, folder / f"{i}.parquet", row_group_size=100_000)
+    return folder
+
+
+def test_parquet_of_others_is_divided_at_its_row_groups(
+    of_two: dict[Key, list[Any]], of_others: Path
+) -> None:
+    alone, together = (of_two["of others", is_shared] for is_shared in MODES)
     assert [r["batches"] for r in together] == [r["batches"] for r in alone]
-    num_bytes = sum(f.stat().st_size for f in tmp_path.iterdir())
+    num_bytes = sum(f.stat().st_size for f in of_others.iterdir())
     assert sum(r["read"] for r in together) <= 1.1 * num_bytes
 
 
-def test_fewer_rows_than_ranks(tmp_path: Path) -> None:
-    store = Store.create(tmp_path)
-    file = write_packed(store, "data/one.parquet", [ID], {"id": np.arange(2)})
-    manifest = Manifest((file,), DataSchema((), (ID,)), 2)
-    results = run_local(epochs, (str(tmp_path), manifest, True), {}, num_proc=3)
-    assert [len(r["batches"]) for r in results] == [2, 2, 2]
+def test_fewer_rows_than_ranks(of_three: dict[Key, list[Any]]) -> None:
+    assert [len(r["batches"]) for r in of_three["few", True]] == [2, 2, 2]
 
 
 def test_a_part_that_cannot_be_read_ends_all_ranks(folder: Path, tmp_path: Path) -> None:
-    manifest = make(tmp_path)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    manifest = Manifest.load(Store(str(tmp_path)), DATA_DIR)
     (tmp_path / manifest.files[-1].path).unlink()
     with pytest.raises(RankError, match=r"FileNotFoundError.*part-3"):
         run_local(epochs, (str(tmp_path), manifest, True), {}, num_proc=2)
 
 
 def test_ranks_that_cannot_share_memory_read_all_rows_each(folder: Path) -> None:
-    manifest = Manifest.load(Store(str(folder)), DATA_DIR)
-    calls = [(str(folder), manifest, is_shared, {}) for is_shared in (False, True)]
-    settings = Settings(shared_memory=False)
-    ranks = run_local(in_turns, (epochs, calls), num_proc=2, settings=settings)
-    alone, together = zip(*ranks, strict=True)
+    calls = {key: call for key, call in subsets_of(folder).items() if "all" in key}
+    results = by_call(calls, 2, settings=Settings(shared_memory=False))
+    alone, together = (results["all", is_shared] for is_shared in MODES)
     assert [r["batches"] for r in together] == [r["batches"] for r in alone]
 
 

@@ -1,21 +1,22 @@
-"""The torch API in real processes, as a user's script meets it."""
+"""The torch API in real processes, as a user's script meets it: all of it in one start of three, which costs seconds."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from sparkhvd.errors import RankError
 from sparkhvd.runner import run_local
-from tests.harness import faults
+from tests.harness.inductor import lean_inductor
+from tests.ranks.torch import test_sync_batch_norm as batch_norm
+from tests.ranks.torch.exact import BOUNDS, MLP, STEPS, distance, mine, values
 
-# Three processes that compile a model each, before the first test that needs them.
+# Three processes that compile models before the first test.
 pytestmark = pytest.mark.timeout(400)
 
 DOUBLES = {
@@ -23,6 +24,8 @@ DOUBLES = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
 }
+
+BATCH_NORM_SIZES = (5, 2, 1)
 
 SHARDED: dict[str, dict[str, Any]] = {
     "sharded": {"sharded": True},
@@ -85,9 +88,10 @@ def in_a_forked_child(hvd: Any) -> int:
 
 
 def everything() -> dict[str, Any]:
-    """Run many checks in one start of the processes, because a start costs seconds."""
+    """Run the checks of this file."""
     import sparkhvd.torch as hvd
 
+    torch.set_num_threads(1)
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     report: dict[str, Any] = {
@@ -113,6 +117,7 @@ def everything() -> dict[str, Any]:
     hvd.shutdown()
     hvd.init()  # the same ranks meet again
     report["again"] = hvd.allreduce(torch.tensor(rank), op=hvd.Sum).item()
+    report |= further_modes(hvd)
     return report  # leaves without shutdown(): the exit of the process does it
 
 
@@ -212,10 +217,14 @@ def compiled_weights(hvd: Any = None) -> list[float]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     fast: Any = model
+    x, y = data(torch.float32)
     if hvd:
+        if hvd.rank() == 0:  # the others find in its cache what it compiles
+            first = torch.compile(copy.deepcopy(model))
+            nn.functional.mse_loss(first(x.flatten(1)[:8]), y[:8]).backward()
+        hvd.barrier()
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         fast = torch.compile(model)
-    x, y = data(torch.float32)
     for xs, ys in zip(x.flatten(1).split(24)[:3], y.split(24)[:3], strict=True):
         if hvd:
             xs, ys = xs[hvd.rank() :: hvd.size()], ys[hvd.rank() :: hvd.size()]
@@ -225,11 +234,28 @@ def compiled_weights(hvd: Any = None) -> list[float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
 
 
-def further_modes() -> dict[str, Any]:
-    """Run further modes of an optimizer in one start, as above."""
-    import sparkhvd.torch as hvd
+def graphs_of(hvd: Any) -> list[tuple[torch.Tensor, int]]:
+    """Train what torch.compile captured, with gradients of its own and with views; return weights and number of graphs."""
+    found = []
+    for as_views in (False, True):
+        model = MLP.build()
+        fast: Any = torch.compile(model, backend="aot_eager")
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+            gradient_as_bucket_view=as_views,
+        )
+        stats = torch._dynamo.utils.counters["stats"]
+        stats.clear()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            MLP.loss(fast, mine(MLP.batch(step, torch.float64))).backward()
+            optimizer.step()
+        found.append((values(model), stats["unique_graphs"]))
+    return found
 
-    hvd.init()
+
+def further_modes(hvd: Any) -> dict[str, Any]:
+    """Run further modes of an optimizer."""
     report: dict[str, Any] = {
         mode: train(DOUBLES["adam"], torch.float64, hvd, **options)
         for mode, options in SHARDED.items()
@@ -237,65 +263,64 @@ def further_modes() -> dict[str, Any]:
     report["sparse"] = train_tagger(hvd)
     report["powersgd"] = losses_with(hvd, hvd.Compression.powersgd(rank=2))
     report["not compressed"] = losses_with(hvd, hvd.Compression.none)
-    report["compiled"] = compiled_weights(hvd)
+    report["batch norm"] = batch_norm.train(is_sync=True, sizes=BATCH_NORM_SIZES)
+    report["graphs"] = graphs_of(hvd)
+    with lean_inductor():
+        report["compiled"] = compiled_weights(hvd)
     return report
 
 
-@pytest.fixture(scope="module")
-def further() -> list[dict[str, Any]]:
-    return run_local(further_modes, num_proc=3, verbose=0)
-
-
 @pytest.mark.parametrize("mode", SHARDED)
-def test_sharded_training_equals_one_process(further: list[dict[str, Any]], mode: str) -> None:
+def test_sharded_training_equals_one_process(reports: list[dict[str, Any]], mode: str) -> None:
     expected = train(DOUBLES["adam"], torch.float64)
-    for report in further:
-        assert report[mode] == further[0][mode]
+    for report in reports:
+        assert report[mode] == reports[0][mode]
         for ours, theirs in zip(report[mode], expected, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-12, rel=0)
 
 
-def test_sparse_gradients_equal_one_process(further: list[dict[str, Any]]) -> None:
+def test_sparse_gradients_equal_one_process(reports: list[dict[str, Any]]) -> None:
     expected = train_tagger()
-    for report in further:
-        assert report["sparse"] == further[0]["sparse"]
+    for report in reports:
+        assert report["sparse"] == reports[0]["sparse"]
         for ours, theirs in zip(report["sparse"], expected, strict=True):
             assert ours == pytest.approx(theirs, abs=1e-12, rel=0)
 
 
-def test_compression_with_error_feedback_learns(further: list[dict[str, Any]]) -> None:
-    losses = further[0]["powersgd"]
-    assert all(report["powersgd"] == losses for report in further)
-    fell_by = further[0]["not compressed"][0] - further[0]["not compressed"][-1]
+def test_compression_with_error_feedback_learns(reports: list[dict[str, Any]]) -> None:
+    losses = reports[0]["powersgd"]
+    assert all(report["powersgd"] == losses for report in reports)
+    fell_by = reports[0]["not compressed"][0] - reports[0]["not compressed"][-1]
     assert losses[0] - losses[-1] > 0.8 * fell_by > 0
-    assert losses != further[0]["not compressed"]
+    assert losses != reports[0]["not compressed"]
 
 
-def test_a_model_that_inductor_compiled_equals_one_process(further: list[dict[str, Any]]) -> None:
+def test_a_model_that_inductor_compiled_equals_one_process(reports: list[dict[str, Any]]) -> None:
     expected = compiled_weights()
-    for report in further:
-        assert report["compiled"] == further[0]["compiled"]
+    for report in reports:
+        assert report["compiled"] == reports[0]["compiled"]
         assert report["compiled"] == pytest.approx(expected, abs=1e-5, rel=0)
 
 
-def killed_in_a_step() -> None:
-    import sparkhvd.torch as hvd
+def test_training_with_sync_batch_norm_equals_one_process(reports: list[dict[str, Any]]) -> None:
+    expected = batch_norm.train(is_sync=False, sizes=BATCH_NORM_SIZES)
+    for report in reports:
+        for found, wanted in zip(report["batch norm"], expected, strict=True):
+            assert torch.allclose(found.double(), wanted.double(), rtol=0, atol=1e-10)
 
-    hvd.init()
-    model = build(torch.float32, 0)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    x, y = data(torch.float32)
-    for step in range(1000):
+
+def test_hooks_on_parameters_do_not_break_the_graph(reports: list[dict[str, Any]]) -> None:
+    model = MLP.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x), y).backward()
-        if step == 5 and hvd.rank() == 1:
-            faults.kill_self()
+        MLP.loss(model, MLP.batch(step, torch.float64)).backward()
         optimizer.step()
-
-
-def test_a_rank_killed_in_a_step_ends_the_others_and_is_named(tmp_path: Path) -> None:
-    env = {faults.HAPPENED_AT: str(tmp_path / "killed")}
-    with pytest.raises(RankError) as caught:
-        run_local(killed_in_a_step, num_proc=2, verbose=0, env=env)
-    assert caught.value.rank == 1
-    assert faults.seconds_since(tmp_path / "killed") < 10
+    for report in reports:
+        for number, (result, _) in enumerate(report["graphs"]):
+            assert torch.equal(result, reports[0]["graphs"][number][0])
+            assert distance(result, values(model)) <= BOUNDS[torch.float64]
+        # The second training may find the first's.
+        (_, first), (_, second) = report["graphs"]
+        assert first == 1
+        assert second <= 1

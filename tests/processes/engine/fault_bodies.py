@@ -168,10 +168,9 @@ def limited(limit: str) -> list[float]:
 
     import sparkhvd.torch as hvd
 
-    if limit == "memlock 0":
+    if limit == "memlock 0, 64 descriptors":
         drop_capabilities()  # root may lock whatever the limit says
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-    elif limit == "64 descriptors":
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     elif limit.startswith("group "):
         Path(limit.removeprefix("group "), "cgroup.procs").write_text(str(os.getpid()))

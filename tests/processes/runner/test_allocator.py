@@ -17,14 +17,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def faults_of_later_blocks() -> list[int]:
-    """Page faults of writing blocks of the size of those that were freed before."""
-    import torch
+def faults_of_later_blocks(with_torch: bool) -> list[int]:
+    """Page faults of writing blocks of the size of those that were freed before: tensors, or bytes, which start sooner."""
 
+    def write_block() -> None:
+        if with_torch:
+            import torch
+
+            torch.ones(BLOCK_BYTES // 4)
+        else:
+            b"x" * BLOCK_BYTES  # noqa: B018 - allocated, written, freed
+
+    write_block()
     faults = []
     for _ in range(8):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(BLOCK_BYTES // 4)
+        write_block()
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return faults[2:]  # torch's first call leaves blocks of its own behind
 
@@ -44,7 +52,10 @@ def test_freed_memory_is_kept_unless_the_user_configures_the_allocator(
     keep: bool, env: dict[str, str], is_kept: bool
 ) -> None:
     settings = Settings(keep_freed_memory=keep)
-    (faults,) = run_local(faults_of_later_blocks, num_proc=1, env=env, settings=settings)
+    with_torch = keep and not env
+    (faults,) = run_local(
+        faults_of_later_blocks, (with_torch,), num_proc=1, env=env, settings=settings
+    )
     pages = BLOCK_BYTES // resource.getpagesize()
     # Not none and not all: the interpreter has faults of its own, and the kernel may map several pages at once.
     assert all((one < pages // 20) == is_kept for one in faults), faults

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 import sparkhvd.torch as hvd
 from sparkhvd.settings import Settings
+from tests.harness.soak import amount
 from tests.ranks.torch.on_ranks import on_ranks
 
 ROWS = 12  # shares of 2, 3 and 4 ranks are equal
-STEPS = 20
+STEPS = amount(14, 20)
 # Of the largest weight.
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 # Several buckets even for tiny models.
@@ -199,7 +200,7 @@ TABLE = Problem(
 
 # --- Optimizers. ---
 
-# Every optimizer of torch.optim by name, with the arguments to try. A learning rate is such that 20 steps move the
+# Every optimizer of torch.optim by name, with the arguments to try. A learning rate is such that `STEPS` move the
 # weights by far more than the bound, and training converges rather than oscillates.
 ARGUMENTS: Mapping[str, tuple[dict[str, Any], ...]] = {
     "ASGD": ({"lr": 0.1, "t0": 5.0},),

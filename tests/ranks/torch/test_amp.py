@@ -5,6 +5,7 @@ one rank leave out the step on all of them, on either plane.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,12 @@ import sparkhvd.torch as hvd
 from sparkhvd.settings import Settings
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Factories, FakeDevice
+from tests.harness.soak import amount, left_to_soak
 from tests.ranks.torch.on_gpus import on_gpus
 from tests.ranks.torch.on_ranks import on_ranks
 
 SMALL = Settings(bucket_bytes=512, device_bucket_bytes=1024)
-SIZE = 3
+SIZE = amount(2, 3)
 STEPS = 6
 OVERFLOW = 3  # the step of which one rank's gradients are not finite
 SCALE = 64.0
@@ -83,6 +85,7 @@ def train(
     return training.weights(module), scaler.get_scale()
 
 
+@functools.cache
 def expected(make: Make, order: Order) -> tuple[Tensor, float]:
     """Train one process that has every row, and leaves out the same step."""
 
@@ -118,9 +121,22 @@ def plane(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+ORDERS = (plain, clipped, horovod)
+ON_BOTH_PLANES = [*((order, training.sgd) for order in ORDERS), (clipped, fused)]
+ON_THE_CPU = [(plain, fused), (horovod, fused)]
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("make", [training.sgd, fused], ids=["sgd", "fused"])
-@pytest.mark.parametrize("order", [plain, clipped, horovod], ids=lambda order: order.__name__)
+@pytest.mark.parametrize(
+    ("plane", "order", "make"),
+    [
+        *((plane, *case) for plane in ("cpu", "gpu") for case in ON_BOTH_PLANES),
+        *(("cpu", *case) for case in ON_THE_CPU),
+        *left_to_soak("clipped on the GPU, here", *(("gpu", *case) for case in ON_THE_CPU)),
+    ],
+    indirect=["plane"],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
 def test_every_rank_leaves_out_the_step(
     plane: str, order: Order, make: Make, sharded: bool
 ) -> None:

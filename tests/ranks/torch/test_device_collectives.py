@@ -14,6 +14,7 @@ from sparkhvd.errors import InvalidArgumentError, MismatchError
 from tests.harness import device_bodies as bodies
 from tests.harness.device_bodies import Gpu
 from tests.harness.fake_cuda import Driver, FakeDevice, gpu
+from tests.harness.soak import left_to_soak
 from tests.ranks.torch.on_gpus import on_gpus
 
 pytestmark = pytest.mark.usefixtures("fake_gpus")
@@ -58,7 +59,9 @@ def test_factors(dtype: str) -> None:
     ],
     ids=lambda body: body.__name__,
 )
-@pytest.mark.parametrize("delay_us", [0, DELAY_US])
+@pytest.mark.parametrize(
+    "delay_us", [DELAY_US, *left_to_soak("with a delay, here; every type without one", 0)]
+)
 def test_with_streams_that_are_late(
     fake_gpus: Driver, body: Callable[[Gpu], None], delay_us: int
 ) -> None:

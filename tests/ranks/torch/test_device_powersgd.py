@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.settings import Settings
 from tests.harness.fake_cuda import Driver, FakeDevice
+from tests.harness.soak import left_to_soak
 from tests.ranks.torch.on_gpus import on_gpus
 from tests.ranks.torch.test_error_feedback import loss_of, mine, network, pictures
 
@@ -61,24 +62,29 @@ def train(
     return weights(model)
 
 
-@pytest.mark.parametrize("delay_us", [0, 300])
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"op": hvd.Sum},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "passes": {"passes": 2},
+    "warm_up": {"warm_up_steps": 2},
+    # Of one rank in one step: every rank leaves it out, and it leaves no trace.
+    "nan": {"factor_of": lambda step: float("nan") if step == 2 and hvd.rank() else 1.0},
+    "inf": {"factor_of": lambda step: float("inf") if step == 3 and not hvd.rank() else 1.0},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("name", "delay_us"),
     [
-        {},
-        {"op": hvd.Sum},
-        {"gradient_predivide_factor": 2.0},
-        {"passes": 2},
-        {"warm_up_steps": 2},
-        # Of one rank in one step: every rank leaves it out, and it leaves no trace.
-        {"factor_of": lambda step: float("nan") if step == 2 and hvd.rank() else 1.0},
-        {"factor_of": lambda step: float("inf") if step == 3 and not hvd.rank() else 1.0},
+        ("plain", 0),
+        *((name, 300) for name in OPTIONS),
+        *left_to_soak("with a delay, here", *((name, 0) for name in OPTIONS if name != "plain")),
     ],
-    ids=["plain", "sum", "predivide", "passes", "warm_up", "nan", "inf"],
 )
-def test_it_is_that_of_the_cpu(fake_gpus: Driver, options: dict[str, Any], delay_us: int) -> None:
+def test_it_is_that_of_the_cpu(fake_gpus: Driver, name: str, delay_us: int) -> None:
     fake_gpus.control("fake_cuda_stream_delay_us", delay_us)
-    options = dict(options)
+    options = dict(OPTIONS[name])
     warm_up_steps = options.pop("warm_up_steps", 0)
 
     def body(gpu: FakeDevice) -> tuple[Tensor, Tensor]:
@@ -86,7 +92,7 @@ def test_it_is_that_of_the_cpu(fake_gpus: Driver, options: dict[str, Any], delay
         return train(gpu, made[0], **options), train(Cpu(), made[1], **options)
 
     results = on_gpus(2, body, settings=SMALL)
-    plain = on_gpus(2, lambda gpu: train(gpu, hvd.Compression.none, **options), settings=SMALL)
+    plain = on_gpus(2, lambda _: train(Cpu(), hvd.Compression.none, **options), settings=SMALL)
     for found, expected in results:
         assert torch.equal(found, results[0][0])
         assert bool(found.isfinite().all())

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 
 import sparkhvd.torch as hvd
 from sparkhvd.settings import Settings
+from tests.harness.soak import SOAK
 from tests.ranks.torch import exact
 from tests.ranks.torch.exact import (
     ARGUMENTS,
@@ -47,6 +48,8 @@ needs_sync_batch_norm = pytest.mark.skipif(
     not hasattr(hvd, "SyncBatchNorm"), reason="hvd.SyncBatchNorm is not there yet"
 )
 
+# Ranks that train in float64.
+SIZES = (2, 3) if SOAK else (3,)
 # Which problem shows an optimizer; the others take the MLP.
 PROBLEMS = {"Muon": MATRICES, "SparseAdam": TABLE}
 MOMENTUM = case("SGD", lr=0.02, momentum=0.9, weight_decay=0.01)
@@ -105,7 +108,7 @@ def test_every_optimizer_trains_as_in_one_process(make: Case, dtype: Any) -> Non
     expected = reference(problem, make, dtype)
     # The comparison means something: the weights have moved by far more than the bound.
     assert distance(values(problem.build(dtype)), expected) > 0.01
-    for size in (2, 3) if dtype is F64 else (3,):
+    for size in SIZES if dtype is F64 else (3,):
         result = ranks(problem, make, dtype, size=size, sparse_as_dense=problem is TABLE)
         assert distance(result, expected) <= BOUNDS[dtype]
 
@@ -136,7 +139,7 @@ def test_no_gradient_is_so_small_that_rounding_decides_its_sign() -> None:
 @pytest.mark.parametrize("make", ON_EVERY_MODEL, ids=str)
 @cnn_too
 def test_every_model_trains_as_in_one_process(problem: Any, make: Case, dtype: Any) -> None:
-    sizes = (2, 3) if dtype is F64 else (4,) if problem is TRANSFORMER else (3,)
+    sizes = SIZES if dtype is F64 else (4,) if problem is TRANSFORMER else (3,)
     for size in sizes:
         result = ranks(problem, make, dtype, size=size)
         assert distance(result, reference(problem, make, dtype)) <= BOUNDS[dtype]

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.runner import run_local
 from tests.ranks.torch.exact import (
     BOUNDS,
     MLP,
@@ -68,38 +67,6 @@ def learn(
 
 def loss_in_float32(model: nn.Module, batch: Batch) -> Tensor:
     return MLP.loss(model, tuple(t.float() for t in batch))
-
-
-# --- Compiled models: in processes, because the compiler has locks that are global. ---
-
-
-def compiled(backend: str) -> list[tuple[Tensor, int]]:
-    """Train a rank, with private gradients and with views; return weights, and how many graphs were compiled."""
-    torch.set_num_threads(1)
-    hvd.init()
-    return [compiled_training(backend, True, gradient_as_bucket_view=v) for v in (False, True)]
-
-
-def compiled_training(backend: str, distributed: bool, **options: Any) -> tuple[Tensor, int]:
-    model = MLP.build()
-    fast: Any = torch.compile(model, backend=backend)
-    optimizer = wrap(sgd(model.parameters()), distributed, **options)
-    stats = torch._dynamo.utils.counters["stats"]
-    stats.clear()
-    return learn(fast, optimizer, distributed), stats["unique_graphs"]
-
-
-def test_compiled_models() -> None:
-    model = MLP.build()
-    expected = learn(model, sgd(model.parameters()), False)
-    reports = run_local(compiled, ("aot_eager",), num_proc=2, verbose=0)
-    for report in reports:
-        for number, (result, _) in enumerate(report):
-            assert torch.equal(result, reports[0][number][0])
-            assert distance(result, expected) <= BOUNDS[F64]
-        # Hooks on parameters do not break the graph; the second training may find the first's.
-        assert report[0][1] == 1
-        assert report[1][1] <= 1
 
 
 # --- Several backward passes, and parts of them. ---

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError, MismatchError, NotInitializedError
-from sparkhvd.runner import run_local
 from sparkhvd.torch import context
 from tests.harness import ranks
 from tests.ranks.torch.on_ranks import on_ranks
@@ -432,22 +431,6 @@ def test_training_a_cnn_equals_one_process(sizes: Any) -> None:
         for found, wanted, first in zip(result, expected, results[0], strict=True):
             assert torch.allclose(found.double(), wanted.double(), rtol=0, atol=1e-10)
             assert torch.equal(found, first)
-
-
-def in_real_processes() -> list[list[float]]:
-    import sparkhvd.torch as hvd
-
-    torch.set_num_threads(1)
-    hvd.init()
-    return [each.double().flatten().tolist() for each in train(is_sync=True, sizes=(5, 3))]
-
-
-def test_training_a_cnn_equals_one_process_in_real_processes() -> None:
-    expected = train(is_sync=False, sizes=(5, 3))
-    for result in run_local(in_real_processes, num_proc=2):
-        for found, wanted in zip(result, expected, strict=True):
-            there = torch.tensor(found, dtype=torch.float64)
-            assert torch.allclose(there, wanted.double().flatten(), rtol=0, atol=1e-10)
 
 
 def on_threads(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import os
+import re
+import shutil
 import signal
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +18,13 @@ from typing import Any
 import pytest
 import torch
 
+from sparkhvd.data.store.place import TEMPORARY
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
-from sparkhvd.training.checkpoints.checkpoint import Checkpoint
+from sparkhvd.training.checkpoints.checkpoint import Checkpoint, Position
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.sequential_mount import sequential_mount
+from tests.harness.soak import SOAK
 
 RUN = "runs/r"
 # (epochs, steps), as a run writes them.
@@ -187,60 +193,69 @@ def test_a_checkpoint_is_read_in_pieces(tmp_path: Path, url: str) -> None:
     assert largest < 100 << 20
 
 
-class KillingStore(Store):
-    """Ends this process with SIGKILL at one of the moments at which it changes the store."""
+class WatchedStore(Store):
+    """Calls `at_moment` at each of the moments between two changes of the store."""
 
-    left = 0
-
-    def moment(self) -> None:
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.left -= 1
+    at_moment: Callable[[], object]
 
     @contextlib.contextmanager
     def open_output(self, path: str) -> Iterator[Any]:
-        self.moment()
+        self.at_moment()
         with super().open_output(path) as sink:
-            yield _HalfWritten(sink, self.moment)
+            yield _HalfWritten(sink, self.at_moment)
             sink.flush()
-            self.moment()  # all is written, nothing is renamed
-        self.moment()
+            self.at_moment()  # all is written, nothing is renamed
+        self.at_moment()
 
     def delete(self, path: str) -> None:
         super().delete(path)
-        self.moment()
+        self.at_moment()
 
 
 class _HalfWritten:
-    def __init__(self, sink: Any, moment: Any) -> None:
-        self.sink, self.moment, self.is_first = sink, moment, True
+    def __init__(self, sink: Any, at_moment: Callable[[], object]) -> None:
+        self.sink, self.at_moment, self.is_first = sink, at_moment, True
 
     def write(self, data: Any) -> None:
         middle = len(data) // 2
         self.sink.write(data[:middle])
         if self.is_first:
             self.sink.flush()
-            self.moment()
+            self.at_moment()
             self.is_first = False
         self.sink.write(data[middle:])
 
 
-def killed_at(moment: int, folder: Path) -> bool:
-    """Kill a process that writes `POSITIONS` at this change; return False if there are fewer changes."""
-    store = KillingStore(folder.as_uri())
-    store.left = moment
-    return was_killed(store, folder)
+def copy_state(folder: Path, states: Path) -> None:
+    """Copy a folder as it is now: as a writer leaves it that is killed now."""
+    shutil.copytree(folder, states / f"{len(os.listdir(states)):04d}")
+
+
+def kill_at(moment: int) -> Callable[[], None]:
+    """Make a function that ends its process with SIGKILL when it is called once more than `moment` times."""
+    left = itertools.count(moment, -1)
+
+    def count() -> None:
+        if next(left) == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return count
+
+
+def write_all(store: Store, folder: Path) -> None:
+    """Write `POSITIONS`, and note each in the folder."""
+    checkpoints = Checkpoints(store, RUN)
+    for position in POSITIONS:
+        checkpoints.save(checkpoint(*position))
+        (folder / "done").write_text(repr(position))
 
 
 def was_killed(store: Store, folder: Path) -> bool:
-    """Run a process that writes `POSITIONS` and notes each in the folder; return True if it was killed."""
+    """Call `write_all` in a process of its own; return True if it was killed."""
     pid = os.fork()
     if pid == 0:
         try:
-            checkpoints = Checkpoints(store, RUN)
-            for position in POSITIONS:
-                checkpoints.save(checkpoint(*position))
-                (folder / "done").write_text(repr(position))
+            write_all(store, folder)
             os._exit(0)
         except BaseException:  # noqa: BLE001 - a fork must not return into pytest
             os._exit(1)
@@ -252,34 +267,61 @@ def was_killed(store: Store, folder: Path) -> bool:
     return True
 
 
+def contents(folder: Path) -> list[tuple[str, int]]:
+    """Return paths and sizes of the files in a folder, without the random part of temporary names."""
+    return sorted(
+        (
+            re.sub(f"({re.escape(TEMPORARY)})[0-9a-f]+", r"\1", str(p.relative_to(folder))),
+            p.stat().st_size,
+        )
+        for p in folder.rglob("*")
+        if p.is_file()
+    )
+
+
+def assert_readable(store: Store, done: Path) -> Position:
+    """Check that the newest checkpoint is the last that was noted or the one behind it; return its position."""
+    least = eval(done.read_text()) if done.exists() else (0, 0)  # noqa: S307 - written above
+    found = Checkpoints(store, RUN).latest()
+    position = found.position if found is not None else (0, 0)
+    assert position in [least, *[p for p in POSITIONS if p > least][:1]]
+    if found is not None:
+        expected = checkpoint(*position)
+        assert torch.equal(found.model["weight"], expected.model["weight"])
+        assert len(found.ranks) == len(expected.ranks)
+    return position
+
+
+# A kill leaves what was copied at its moment: tried at every so many-th one, in `make soak` at all.
+KILLS_APART = 1 if SOAK else 16
+
+
 def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
     tmp_path: Path,
 ) -> None:
-    num_moments = 0
-    while True:
-        folder = tmp_path / f"{num_moments}"
-        folder.mkdir()
-        was_killed = killed_at(num_moments, folder)
+    whole, states = tmp_path / "whole", tmp_path / "states"
+    whole.mkdir()
+    states.mkdir()
+    store = WatchedStore(whole.as_uri())
+    store.at_moment = lambda: copy_state(whole, states)
+    write_all(store, whole)
+    copied = sorted(states.iterdir())
+    assert len(copied) > 40
+    for moment in range(0, len(copied), KILLS_APART):
+        here = tmp_path / f"{moment}"
+        here.mkdir()
+        store = WatchedStore(here.as_uri())
+        store.at_moment = kill_at(moment)
+        assert was_killed(store, here)
+        assert contents(here) == contents(copied[moment])
+    for folder in [*copied, whole]:
         store = Store(folder.as_uri())
-        done = folder / "done"
-        least = eval(done.read_text()) if done.exists() else (0, 0)  # noqa: S307 - written above
-        found = Checkpoints(store, RUN).latest()
-        position = found.position if found is not None else (0, 0)
-        following = [p for p in POSITIONS if p > least][:1]
-        assert position in [least, *following]
-        if found is not None:
-            expected = checkpoint(*position)
-            assert torch.equal(found.model["weight"], expected.model["weight"])
-            assert len(found.ranks) == len(expected.ranks)
+        position = assert_readable(store, folder / "done")
         # The next attempt goes on, and nothing of the killed one stays.
         checkpoints = Checkpoints(store, RUN)
         for later in [p for p in [*POSITIONS, (2, 3), (3, 0)] if p > position]:
             checkpoints.save(checkpoint(*later))
         assert files(store) == {"epoch-2-step-3.pt", "epoch-3.pt"}
-        if not was_killed:
-            break
-        num_moments += 1
-    assert num_moments > 40
 
 
 @pytest.mark.parametrize("renames", [True, False])
@@ -287,29 +329,28 @@ def test_a_kill_at_any_moment_of_a_write_leaves_a_checkpoint_that_can_be_read(
 def test_a_kill_at_any_change_of_a_mount_leaves_a_checkpoint_that_can_be_read(
     tmp_path: Path, renames: bool
 ) -> None:
-    """Let the mount kill the writer at each folder, file, write, rename and removal."""
-    num_changes = 0
-    while True:
-        here = tmp_path / f"{num_changes}"
+    """Stop the writer at each folder, file, write, rename and removal that the mount is asked for."""
+    whole, states, at = tmp_path / "whole", tmp_path / "states", tmp_path / "mount"
+    whole.mkdir()
+    states.mkdir()
+    copy = functools.partial(copy_state, whole, states)
+    with sequential_mount(whole / "folder", at, renames=renames, before_change=copy) as place:
+        write_all(Store(place.as_uri()), whole)
+    copied = sorted(states.iterdir())
+    assert len(copied) > 40
+    for change in range(0, len(copied), KILLS_APART):
+        here = tmp_path / f"{change}"
         here.mkdir()
-        with sequential_mount(
-            here / "folder", here / "mount", renames=renames, kill_at=num_changes
-        ) as place:
-            died = was_killed(Store(place.as_uri()), here)
-        with sequential_mount(here / "folder", here / "mount", renames=renames) as place:
-            done = here / "done"
-            least = eval(done.read_text()) if done.exists() else (0, 0)  # noqa: S307 - written above
-            found = Checkpoints(Store(place.as_uri()), RUN).latest()
-            position = found.position if found is not None else (0, 0)
-            assert position in [least, *[p for p in POSITIONS if p > least][:1]]
-            if found is not None:
-                assert torch.equal(found.model["weight"], checkpoint(*position).model["weight"])
-            Checkpoints(Store(place.as_uri()), RUN).save(checkpoint(3, 0))
-            assert Checkpoints(Store(place.as_uri()), RUN).latest_position() == (3, 0)
-        if not died:
-            break
-        num_changes += 1
-    assert num_changes > 40
+        with sequential_mount(here / "folder", at, renames=renames, kill_at=change) as place:
+            assert was_killed(Store(place.as_uri()), here)
+        assert contents(here) == contents(copied[change])
+    copy()
+    with sequential_mount(states, at, renames=renames) as place:
+        for state in sorted(states.iterdir()):
+            store = Store((place / state.name / "folder").as_uri())
+            assert_readable(store, state / "done")
+            Checkpoints(store, RUN).save(checkpoint(3, 0))
+            assert Checkpoints(store, RUN).latest_position() == (3, 0)
 
 
 @pytest.mark.parametrize(("failing", "value"), [(".pt", 1.0), ("latest.json", 2.0)])

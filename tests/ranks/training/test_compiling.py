@@ -12,8 +12,14 @@ import torch._inductor.config
 from torch._dynamo.utils import counters
 
 from sparkhvd.data.store.store import Store
+from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous import in_process
+from sparkhvd.settings import Settings
+from sparkhvd.torch.context import use_engine
 from sparkhvd.training.compile import missing_tools
+from sparkhvd.training.train import train
+from tests.harness.inductor import lean_inductor
 from tests.harness.ranks import RanksFailed
 from tests.ranks.training.ranks import Case, assert_close, linear
 
@@ -39,8 +45,11 @@ def case(tmp_path: Path) -> Case:
 def test_a_compiled_model_trains_alike_and_keeps_its_names(tmp_path: Path) -> None:
     counters.clear()
     compiled, plain = case(tmp_path / "compiled"), case(tmp_path / "plain")
+    (meeting,) = in_process(1)
     try:
-        found = compiled.train(1).history
+        # On this thread, which the options of inductor are for.
+        with lean_inductor(), Engine(meeting.connect(), Settings()) as engine, use_engine(engine):
+            found = train(compiled.spec()).history
     finally:
         graphs = counters["stats"]["unique_graphs"]
         torch._dynamo.reset()

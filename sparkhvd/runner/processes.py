@@ -1,0 +1,173 @@
+"""Processes of trainers: fresh interpreters, or forks of a nursery.
+
+**Ownership**: a process takes over the descriptors of `Ends`, which the parent closes. Its number stays taken until `reap`, so
+that a signal in between reaches no other process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = [
+    "Ended",
+    "Ends",
+    "ForkedProcess",
+    "FreshProcess",
+    "Process",
+    "kill_group",
+    "receive",
+    "send",
+]
+
+_MESSAGE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Descriptors that a trainer process takes over.
+
+    Attributes:
+        spec: frames to it.
+        result: frames from it.
+        log: its output.
+        listener: its bound listener (TCP, Unix); -1 for none.
+    """
+
+    spec: int
+    result: int
+    log: int
+    listener: tuple[int, int]
+
+    def all(self) -> list[int]:
+        """List the descriptors; those of the listener last."""
+        return [self.spec, self.result, self.log, *(fd for fd in self.listener if fd >= 0)]
+
+    def close(self) -> None:
+        """Close what belongs to the process; the listener's descriptors are its owner's."""
+        for fd in (self.spec, self.result, self.log):
+            os.close(fd)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of a process.
+
+    Attributes:
+        status: exit status, negative for a signal; None if nobody knows it any more.
+        peak_rss_bytes: largest resident memory; 0 when unknown.
+    """
+
+    status: int | None
+    peak_rss_bytes: int = 0
+
+
+class Process(Protocol):
+    """Process of a trainer; leader of a session and group of its own."""
+
+    pid: int
+
+    def wait_for_end(self) -> None:
+        """Wait until the process has ended; its number stays taken."""
+
+    def reap(self) -> Ended:
+        """Kill the rest of its group and free its number."""
+
+
+class FreshProcess:
+    """Trainer in a new interpreter, which imports everything by itself.
+
+    Args:
+        environ: its environment.
+        ends: what it takes over.
+    """
+
+    def __init__(self, environ: Mapping[str, str], ends: Ends) -> None:
+        self._process = subprocess.Popen(
+            [
+                os.path.abspath(sys.executable),
+                *("-m", "sparkhvd.runner.child", str(ends.spec), str(ends.result)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=ends.log,
+            stderr=ends.log,
+            env=environ,
+            close_fds=True,
+            pass_fds=[fd for fd in ends.all() if fd != ends.log],
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+
+    def wait_for_end(self) -> None:
+        """Wait until the process has ended; its number stays taken."""
+        # WNOWAIT leaves a zombie, whose number keeps the process group's number taken.
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    def reap(self) -> Ended:
+        """Kill the rest of its group and free its number."""
+        kill_group(self.pid)
+        _, status, usage = os.wait4(self.pid, 0)
+        self._process.returncode = os.waitstatus_to_exitcode(status)
+        return Ended(self._process.returncode, usage.ru_maxrss * 1024)
+
+
+class ForkedProcess:
+    """Trainer that a nursery has forked; the nursery is its parent and tells of its end.
+
+    Args:
+        pid: its number.
+        channel: to the nursery; owned by this object.
+    """
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self._channel = channel
+        self._pidfd = os.pidfd_open(pid)  # for a nursery that is killed
+
+    def wait_for_end(self) -> None:
+        """Wait until the process has ended; its number stays taken as long as the nursery lives."""
+        if receive(self._channel) is None:
+            select.select([self._pidfd], [], [])
+
+    def reap(self) -> Ended:
+        """Let the nursery kill the rest of its group and free its number."""
+        answer = None
+        with contextlib.suppress(OSError):
+            send(self._channel, {})
+            answer = receive(self._channel)
+        self._channel.close()
+        os.close(self._pidfd)
+        # Without the nursery, init has reaped it, and its number may be another process's: its group dies with its pipe.
+        return Ended(None) if answer is None else Ended(answer["status"], answer["peak_rss_bytes"])
+
+
+def kill_group(pid: int) -> None:
+    """Kill all processes of a group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def send(channel: socket.socket, message: Mapping[str, object]) -> None:
+    """Send a message over a socket that keeps the bounds of messages."""
+    channel.send(json.dumps(message).encode())
+
+
+def receive(channel: socket.socket) -> dict[str, int] | None:
+    """Receive a message; None when the other side is gone."""
+    try:
+        data = channel.recv(_MESSAGE_BYTES)
+    except ConnectionError:
+        return None
+    if not data:
+        return None
+    message: dict[str, int] = json.loads(data)
+    return message

@@ -1,0 +1,273 @@
+"""Trainers that a nursery forks: as fresh ones in everything, and nothing is left of either."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparkhvd.errors import RankError
+from sparkhvd.runner import context, run_local
+from sparkhvd.runner.nurseries import Nursery, of_this_process
+from sparkhvd.runner.processes import Ends
+from sparkhvd.settings import Settings
+from tests.harness.paths import ROOT
+from tests.harness.processes import NURSERY, children, find, is_alive, wait_until_gone
+from tests.harness.soak import SOAK
+
+FRESH = Settings(nursery="0")
+# Of the job, and not of the process.
+OF_THE_JOB = {"MASTER_PORT"}
+
+
+@pytest.fixture
+def nursery() -> Iterator[None]:
+    """Let a test begin and end without a nursery."""
+    of_this_process.forget()
+    of_this_process._useful.clear()  # most of these tests need no torch
+    yield
+    of_this_process.forget()
+    assert wait_until_gone(find(NURSERY) & children(os.getpid())) == set()
+
+
+def describe() -> dict[str, Any]:
+    """Describe the process of a rank."""
+    import threading
+
+    import numpy as np
+    import torch
+
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    shown = ("Name", "Umask", "SigBlk", "SigIgn", "SigCgt", "Cpus_allowed", "Threads")
+    return {
+        **{name: status[name].strip() for name in shown},
+        "environment": {n: v for n, v in os.environ.items() if n not in OF_THE_JOB},
+        "cwd": os.getcwd(),
+        "path": sys.path,
+        "argv": sys.argv[1:],
+        "flags": str(sys.flags),
+        "leads": os.getsid(0) == os.getpgid(0) == os.getpid(),
+        "descriptors": sorted(
+            os.readlink(f"/proc/self/fd/{fd}").partition(":")[0]
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{fd}")
+        ),
+        "limits": resource.getrlimit(resource.RLIMIT_NOFILE),
+        "streams": [(s.encoding, s.errors, s.line_buffering) for s in (sys.stdout, sys.stderr)],
+        "threads": sorted(t.name for t in threading.enumerate()),
+        "torch threads": torch.get_num_threads(),
+        "main": (sys.modules["__main__"].__name__, threading.current_thread().name),
+        "numpy": np.__version__,
+    }
+
+
+def parents_of(pids: list[int]) -> set[int]:
+    return {
+        int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids
+    }
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_a_fork_is_like_a_fresh_process(
+    nursery: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    libraries = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    env = {**dict.fromkeys(libraries, threads), "MINE": "a\nb=c"}
+    fresh = run_local(describe, num_proc=1, env=env, settings=FRESH, verbose=0)
+    forked = [run_local(describe, num_proc=1, env=env, verbose=0) for _ in range(2)]
+    for (found,) in forked:
+        assert {
+            name: (found[name], fresh[0][name]) for name in found if found[name] != fresh[0][name]
+        } == {}
+    assert fresh[0]["environment"]["MINE"] == "a\nb=c"
+
+
+def pid_and_parent() -> tuple[int, int]:
+    return os.getpid(), os.getppid()
+
+
+def launch(num_proc: int = 2, env: Mapping[str, str] | None = None, **options: Any) -> set[int]:
+    """Launch ranks; return their parents."""
+    ranks = run_local(pid_and_parent, num_proc=num_proc, env=env, verbose=0, **options)
+    assert len({pid for pid, _ in ranks}) == num_proc
+    return {parent for _, parent in ranks}
+
+
+def test_later_launches_are_forked_by_the_nursery_of_the_first(nursery: None) -> None:
+    assert launch(settings=FRESH) == {os.getpid()}
+    first = launch()
+    assert first == {of_this_process.pid()}
+    assert launch(3) == first
+    assert launch(env={"MINE": "1"}) == first
+
+
+def test_whatever_a_process_reads_at_its_start_makes_another_nursery(nursery: None) -> None:
+    found = [launch(1)]
+    found.append(launch(1, env={"OMP_NUM_THREADS": "5"}))
+    found.append(launch(1, env={"LD_LIBRARY_PATH": "/nowhere"}))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        found.append(launch(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    mask = os.umask(0o027)
+    try:
+        found.append(launch(1))
+    finally:
+        os.umask(mask)
+    assert len(set.union(*found)) == 5
+    # Those before have ended, and the last one goes with the process.
+    assert wait_until_gone(set.union(*found[:-1])) == set()
+
+
+def draw() -> tuple[float, float, float, str]:
+    import uuid
+
+    import numpy as np
+    import torch
+
+    return random.random(), np.random.rand(), torch.rand(1).item(), uuid.uuid4().hex  # noqa: S311, NPY002
+
+
+def test_forks_draw_numbers_as_fresh_processes_do(nursery: None) -> None:
+    drawn = [rank for _ in range(2) for rank in run_local(draw, num_proc=2, verbose=0)]
+    for kind in range(4):
+        assert len({numbers[kind] for numbers in drawn}) == 4
+
+
+def sleep_and_place(seconds: float) -> int:
+    time.sleep(seconds)
+    here = context()
+    assert here is not None
+    return here.rank
+
+
+def test_ranks_survive_their_nursery_and_the_next_launch_has_another(nursery: None) -> None:
+    (before,) = launch()
+    killer = subprocess.Popen(
+        [sys.executable, "-c", f"import os, time; time.sleep(1); os.kill({before}, 9)"]
+    )
+    assert run_local(sleep_and_place, (2.0,), num_proc=2, verbose=0) == [0, 1]
+    assert killer.wait() == 0
+    assert launch() != {before}
+
+
+def end(how: str) -> None:
+    if how == "signal":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "exit":
+        sys.exit(7)
+    if how == "child":
+        subprocess.Popen(["sleep", "300"])
+    if how != "child":
+        raise ValueError(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"), [("signal", "signal SIGSEGV"), ("exit", "exit 7"), ("error", "exception")]
+)
+def test_ends_of_forks_are_told(nursery: None, how: str, text: str) -> None:
+    launch(1)
+    with pytest.raises(RankError) as caught:
+        run_local(end, (how,), num_proc=1, verbose=0)
+    assert caught.value.exit == text
+
+
+def test_processes_that_a_fork_has_started_end_with_it(nursery: None) -> None:
+    launch(1)
+    run_local(end, ("child",), num_proc=1, verbose=0)
+    assert wait_until_gone(find("sleep 300")) == set()
+
+
+PROGRAM = """
+import os, sys, time
+from sparkhvd.runner import run_local
+from sparkhvd.runner.nurseries import of_this_process
+from tests.processes.runner.test_nursery import pid_and_parent
+
+if __name__ == "__main__":
+    run_local(pid_and_parent, num_proc=2, verbose=0)
+    print(of_this_process.pid(), flush=True)
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_nursery_ends_with_its_owner(tmp_path: Path, is_killed: bool) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    owner = subprocess.Popen(
+        [sys.executable, str(script), "60" if is_killed else "0"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with owner:
+        assert owner.stdout is not None
+        pid = int(owner.stdout.readline())
+        if is_killed:
+            assert is_alive(pid)
+            owner.kill()
+    assert wait_until_gone({pid}, timeout_s=5) == set()
+
+
+def test_a_nursery_ends_when_it_is_not_used() -> None:
+    program = "import sys; from sparkhvd.runner import nursery; nursery.IDLE_S = 0.2; nursery.main(int(sys.argv[1]))"
+    with Nursery(("key",), dict(os.environ)) as kept:
+        assert is_alive(kept.pid)
+    assert wait_until_gone({kept.pid}) == set()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        fd = theirs.fileno()
+        assert subprocess.run(
+            [sys.executable, "-c", program, str(fd)], pass_fds=[fd], timeout=30, check=True
+        )
+
+
+def test_a_nursery_with_threads_forks_no_more(tmp_path: Path) -> None:
+    (tmp_path / "has_thread.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    reads, writes = os.pipe()
+    try:
+        with Nursery(("key",), environ) as kept:
+            assert kept.fork(["has_thread"], Ends(reads, writes, writes, (-1, -1))) is None
+            assert not kept.is_usable()
+    finally:
+        os.close(reads)
+        os.close(writes)
+    assert wait_until_gone({kept.pid}) == set()
+
+
+def test_nothing_stays_open_after_many_launches(nursery: None) -> None:
+    """Random ends, and in soak 500 launches with 100 kills of the nursery at random moments."""
+    launch(1)
+    before = len(os.listdir("/proc/self/fd"))
+    generator = random.Random(5)
+    for number in range(500 if SOAK else 6):
+        how = generator.choice(["fine", "exit", "error", "killed"])
+        pid = of_this_process.pid()
+        if how == "killed" and pid is not None:
+            delay = generator.random() / 3
+            subprocess.Popen(
+                [sys.executable, "-c", f"import os, time; time.sleep({delay}); os.kill({pid}, 9)"]
+            ).wait() if number % 2 else os.kill(pid, signal.SIGKILL)
+        if how in ("exit", "error"):
+            with pytest.raises(RankError):
+                run_local(end, (how,), num_proc=2, verbose=0)
+        else:
+            assert run_local(sleep_and_place, (0.0,), num_proc=2, verbose=0) == [0, 1]
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert find("sparkhvd-rank") == set()
