@@ -8,9 +8,6 @@ failed: it carries the failure as data.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 __all__ = [
     "CollectiveError",
     "CollectiveTimeoutError",
@@ -101,7 +98,10 @@ class RankError(SparkhvdError, RuntimeError):
         rank: the rank that failed first, or None when no rank had started.
         host: the host it ran on, or None when unknown.
         exit: how its process ended: "exception", "exit 3", "signal SIGKILL", "lost".
-        traceback: the Python traceback on that rank; empty if there was none.
+        error_type: class of the exception on that rank, "ValueError" or "torch.OutOfMemoryError"; empty if there was none.
+            `__cause__` is an exception of that class and text if it is one of Python's or of this package, else None.
+        traceback: the whole Python traceback on that rank; empty if there was none. The text of this error has the frames of
+            the user's code.
         log_tail: the last lines that the rank printed; empty if there were none.
     """
 
@@ -112,22 +112,24 @@ class RankError(SparkhvdError, RuntimeError):
         rank: int | None = None,
         host: str | None = None,
         exit: str = "",  # noqa: A002 - the public name of the attribute
+        error_type: str = "",
         traceback: str = "",
         log_tail: str = "",
+        cause: BaseException | None = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.host = host
         self.exit = exit
+        self.error_type = error_type
         self.traceback = traceback
         self.log_tail = log_tail
+        if cause is not None:
+            self.__cause__ = cause
 
     def __reduce__(self) -> tuple[object, ...]:
-        fields: dict[str, Any] = {
-            "rank": self.rank,
-            "host": self.host,
-            "exit": self.exit,
-            "traceback": self.traceback,
-            "log_tail": self.log_tail,
-        }
-        return functools.partial(RankError, **fields), (str(self),)
+        """Pickle with attributes, notes and cause."""
+        state = dict(vars(self))
+        if self.__cause__ is not None:
+            state["__cause__"] = self.__cause__
+        return RankError, (str(self),), state

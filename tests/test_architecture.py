@@ -55,6 +55,7 @@ BELOW_DATAFRAMES = {
     "sparkhvd/sessions.py": "the key of a classic session, and its context for Spark ML",
     "sparkhvd/spark.py": "tags, slots and the name of a classic application",
     "sparkhvd/runner/payload.py": "broadcast variables of a classic application, for large functions",
+    "sparkhvd/runner/spark_log.py": "log4j of a classic driver's JVM",
     "sparkhvd/data/store/spark_files.py": "the file systems of a classic driver's JVM, for saved files of any size",
     "sparkhvd/data/spark_plan.py": "the analyzed plan of a classic DataFrame, for the key of reuse",
 }

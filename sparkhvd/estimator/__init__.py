@@ -20,6 +20,7 @@ checkpoint; the same `run_id` goes on from it.
 Each module imports only those above it:
 
     params     the table of Params
+    summary    summary of a training
     fitting    the parts of a fit
     transform  the parts of a transform
     saving     saved models and estimators

@@ -29,12 +29,13 @@ from sparkhvd.estimator.fitting.on_parquet import (
 )
 from sparkhvd.estimator.fitting.progress import EpochReporter, poll_interval, report_skipped
 from sparkhvd.estimator.fitting.request import Request, check_request
-from sparkhvd.estimator.fitting.runs import Folds
+from sparkhvd.estimator.fitting.runs import Finished, Folds
 from sparkhvd.estimator.fitting.specify import specify
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
+from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
 from sparkhvd.sessions import active_session, check_session
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -161,14 +162,21 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     def _fit_sources(self, sources: FitSources) -> TorchModel:
         """Train on sources of rows; errors as in `fit`."""
         request = check_request(self._options(), sources, self.uid)
+        options, verbose = request.options, request.cluster.verbose
         with request.held:
             try:
+                if verbose and request.outlives_process:
+                    request.run.announce(options.epochs)
                 model, epoch = self._train(request)
             except BaseException as e:
-                request.run.explain_failure(e, request.options.run_id)
+                request.run.explain_failure(
+                    e, options.run_id, epochs=options.epochs, verbose=verbose
+                )
                 raise
             if request.num_checkpoints:
-                request.run.finish(epoch, request.num_checkpoints)
+                fitted = model._require_fitted()
+                finished = Finished(epoch, fitted.widths, fitted.timings)
+                request.run.finish(finished, request.num_checkpoints)
         if not request.num_checkpoints:
             request.run.delete()
         return model
@@ -199,8 +207,11 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
                 request.run.warn_of_other_data()
             weights = store_program(request.store, spec.run_dir, request.pickled, options.model)
             spec = replace(spec, program_weights=weights)
+            model = self._untrained(request, spec, data, widths)
+            store_run_model(request.store, spec.run_dir, model, spec.epochs)
             report = self._launch(request, spec)
-        return self._collect(request, spec, data, report, widths), report.results[0].epoch
+        self._complete(model, request, spec, data, report)
+        return model, report.results[0].epoch
 
     def fitMultiple(  # noqa: N802 - Spark's name
         self,
@@ -269,38 +280,21 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             warnings.warn(report.results[0].warning, stacklevel=4)
         return report
 
-    def _collect(
-        self,
-        request: Request,
-        spec: TrainSpec,
-        data: FitData,
-        report: JobReport[TrainResult],
-        widths: tuple[int, ...] | None,
+    def _untrained(
+        self, request: Request, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None
     ) -> TorchModel:
-        """Make a TorchModel with the trained weights, this estimator's uid and its params."""
-        result: TrainResult = report.results[0]
-        checkpoints = Checkpoints(request.store, spec.run_dir)
-        state = checkpoints.load_weights(checkpoints.path(result.epoch))
-        module = copy_with(request.program.model, state)
-        for parameter in module.parameters():
-            parameter.grad = None
+        """Make the TorchModel of a fit as it is before the training, with this estimator's uid and its params."""
         model = TorchModel()
         model._resetUid(self.uid)
         model._fitted = Fitted(
-            module=module.eval(),
+            module=request.program.model,
             columns=flat_columns(spec.transformed.features, data.schema.features)
             if spec.transformed
             else data.schema.features,
             labels=tuple(c.name for c in data.schema.labels),
             inputs=spec.inputs,
             links=request.links,
-            widths=result.widths if widths is None else widths,
-            history=result.history,
-            timings={
-                "materialize": data.seconds,
-                "launch": report.launch_s,
-                "train": report.run_s,
-            },
+            widths=widths or (),
             run_id=spec.run_dir.removeprefix("runs/"),
         )
         self._copyValues(model)
@@ -308,6 +302,34 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             model.clear(model.use_gpu)
         model._set(store=request.store)
         return model
+
+    def _complete(
+        self,
+        model: TorchModel,
+        request: Request,
+        spec: TrainSpec,
+        data: FitData,
+        report: JobReport[TrainResult],
+    ) -> None:
+        """Give the model the trained weights, and what the ranks have told."""
+        result: TrainResult = report.results[0]
+        checkpoints = Checkpoints(request.store, spec.run_dir)
+        state = checkpoints.load_weights(checkpoints.path(result.epoch))
+        module = copy_with(request.program.model, state)
+        for parameter in module.parameters():
+            parameter.grad = None
+        fitted = model._require_fitted()
+        model._fitted = replace(
+            fitted,
+            module=module.eval(),
+            widths=fitted.widths or result.widths,
+            history=result.history,
+            timings={
+                "materialize": data.seconds,
+                "launch": report.launch_s,
+                "train": report.run_s,
+            },
+        )
 
     # -- save and load ---------------------------------------------------------------------------------
 

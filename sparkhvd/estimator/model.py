@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
+from sparkhvd.data.store.connect import as_seen_by
 from sparkhvd.data.store.default import default_store
+from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.params.prediction import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
+from sparkhvd.estimator.saving.run_model import load_run_model
+from sparkhvd.estimator.summary import TrainingSummary
 from sparkhvd.estimator.transform.columns import (
     check_passing,
     functions_of,
@@ -27,6 +33,7 @@ from sparkhvd.estimator.transform.columns import (
 from sparkhvd.estimator.transform.outputs import output_columns
 from sparkhvd.estimator.transform.stage import add_outputs
 from sparkhvd.estimator.transform.worker import PredictSpec
+from sparkhvd.sessions import active_session
 from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.output_widths import output_widths
@@ -69,6 +76,23 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def timings(self) -> dict[str, float]:
         """Seconds of the fit's phases: materialize, launch, train."""
         return dict(self._require_fitted().timings)
+
+    @property
+    def summary(self) -> TrainingSummary:
+        """Summary of the training, with the names of Spark ML's summaries."""
+        fitted = self._require_fitted()
+        return TrainingSummary(self.history, self.timings, fitted.run_id)
+
+    def __repr__(self) -> str:
+        if self._fitted is None:
+            return f"{self.uid}: no trained module"
+        module, inputs = (
+            self._fitted.module,
+            ", ".join(column.name for column in self._fitted.columns),
+        )
+        number = sum(p.numel() for p in module.parameters())
+        name = f"{type(module).__name__} with {number:,} parameters"
+        return f"{self.uid}: {name}, {inputs} -> {', '.join(self._fitted.labels)}; {self.summary}"
 
     def getModel(self) -> torch.nn.Module:  # noqa: N802 - Horovod's name
         """Return a copy of the trained module, in eval mode."""
@@ -194,6 +218,44 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """
         loaded: TorchModel = ModelReader(cls, trusted=trust).load(path)
         return loaded
+
+    @classmethod
+    def from_run(
+        cls,
+        store: Store | str | PathLike[str],
+        run_id: str,
+        *,
+        trust: bool = False,
+        spark: SparkSession | None = None,
+    ) -> TorchModel:
+        """Make the model of a run in a store, for example when the program ended before it had saved what `fit` returned.
+
+        A finished run gives its model. One that has not finished gives the weights of its newest whole checkpoint, and a
+        warning says after which epoch; nothing of the run is changed. Where fits with `warm_start` went on from the run, it
+        is the last one's.
+
+        Args:
+            store: the store of the fit, or its path or URL.
+            run_id: its `run_id`; `Store.runs()` lists them.
+            trust: the run may run code, as in `load`.
+            spark: session through which a client of Spark Connect reaches the store, and whose conf may name trusted paths;
+                None means the active one, if there is one.
+
+        Raises:
+            InvalidArgumentError: there is no such run (the message lists those that are there), it has no checkpoint yet, or
+                its files are damaged.
+            UntrustedError: the run holds code and nobody trusts it.
+        """
+        if not isinstance(store, (Store, str, PathLike)):
+            raise InvalidArgumentError(
+                f"from_run: store is {store!r:.100}; it must be a Store, or the path or URL of one."
+            )
+        if spark is None:
+            with contextlib.suppress(InvalidArgumentError):
+                spark = active_session()
+        opened = store if isinstance(store, Store) else Store(fspath(store))
+        seen = opened.direct if spark is None else as_seen_by(spark, opened)
+        return load_run_model(cls, seen, run_id, trusted=trust, spark=spark)
 
 
 def _weights(fitted: Fitted, spark: SparkSession, options: PredictOptions) -> Weights:

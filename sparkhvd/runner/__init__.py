@@ -37,6 +37,8 @@ Each module imports only those above it:
     spawning    pickling for processes that a trainer spawns
     placement   slots and threads, from the configuration
     payload     large functions without a file left for each
+    spark_log   Spark's log on the driver without failures of ranks
+    tracebacks  tracebacks of ranks as the driver shows them
     outcomes    values and errors of ranks as data
     reports     a trainer's report on its function
     preflight   checks before anything long starts
@@ -117,7 +119,7 @@ def run(
         start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`. A wait for
             other jobs of this application does not count.
         max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
-        verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
+        verbose: 0 prints nothing on the driver; 1 prints waits and relaunches; 2 also leaves Spark's own log of a failed rank.
         use_gpu: True: every rank gets a GPU of its own, which `hvd.init()` makes torch's current device and `context().gpu`
             numbers, or the job fails before `fn` starts. False: the ranks see no GPU. None: True if Spark gives tasks
             GPUs, else the ranks see the GPUs that their executor sees. See docs/gpus.md.

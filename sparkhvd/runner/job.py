@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
 from sparkhvd.rank_settings import JobSettings
-from sparkhvd.runner import launching, placement, preflight, task
+from sparkhvd.runner import launching, placement, preflight, spark_log, task
 from sparkhvd.runner.admission import Turn, turn
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
@@ -33,6 +33,7 @@ from sparkhvd.runner.outcomes import (
     describe,
     error_of,
     find_embedded,
+    find_referred,
     from_spark_failure,
     is_retryable,
     root_cause,
@@ -60,6 +61,9 @@ __all__ = [
 
 R = TypeVar("R")
 
+# From this `verbose` on Spark's own log of a failure is shown, too.
+_SHOWS_SPARKS_LOG = 2
+
 
 @dataclass(frozen=True)
 class LaunchOptions:
@@ -71,7 +75,7 @@ class LaunchOptions:
             are final.
         start_timeout_s: longest wait for enough task slots; None means the setting.
         max_retries: relaunches after a lost process, executor or host.
-        verbose: 0 prints nothing on the driver; 1 prints waits and relaunches.
+        verbose: 0 prints nothing on the driver; 1 prints waits and relaunches; 2 also leaves Spark's own log of a failed rank.
         threads_per_rank: threads of a rank; None means the task's cores, on `local[N]` N // num_proc.
         shared: files that the driver and every rank reach; checked to be shared, and outcomes are written there.
         run_dir: folder of this run in `shared`; needed with it.
@@ -246,14 +250,7 @@ def _no_progress(error: SparkhvdError, losses: int, progress: object) -> Sparkhv
     text = f"{error}\nNot relaunched: {losses} losses without progress in between (still at {progress})."
     if not isinstance(error, RankError):
         return error
-    return RankError(
-        text,
-        rank=error.rank,
-        host=error.host,
-        exit=error.exit,
-        traceback=error.traceback,
-        log_tail=error.log_tail,
-    )
+    return RankError(text, **vars(error), cause=error.__cause__)
 
 
 # --- one attempt --------------------------------------------------------------------------------------------
@@ -289,7 +286,13 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
     tag = f"sparkhvd-{job_id}"
     description = f"sparkhvd: {plan.size} ranks, attempt {attempt + 1}"
     try:
-        with interrupter or contextlib.nullcontext(), carried(plan.shim, plan.program) as program:
+        with (
+            interrupter or contextlib.nullcontext(),
+            carried(plan.shim, plan.program) as program,
+            spark_log.hidden_failures(
+                plan.shim, job_id, is_hidden=options.verbose < _SHOWS_SPARKS_LOG
+            ),
+        ):
             body = task.make_task(spec, program, plan.shared)
             stage = plan.shim.stage(plan.size, body, task.ROW_SCHEMA, options.profile)
             interrupt = None if interrupter is None else interrupter.interrupt
@@ -331,10 +334,12 @@ def _failure(plan: _Plan, attempt: int, job_id: str, error: Exception) -> _Failu
     """Find the root cause in the outcomes of the ranks and in Spark's error."""
     options = plan.options
     text = str(error)
-    embedded = find_embedded(text)
-    written = task.read_outcomes(options.shared, options.run_dir or "", attempt, job_id, plan.size)
+    referred = find_referred(text)
+    awaited = {outcome.rank for outcome in referred}
+    run_dir = options.run_dir or ""
+    written = task.await_outcomes(options.shared, run_dir, attempt, job_id, plan.size, awaited)
     of_spark = from_spark_failure(text, plan.shim.worker_python())
-    known = {outcome.rank: outcome for outcome in (*embedded, *written)}
+    known = {outcome.rank: outcome for outcome in (*referred, *find_embedded(text), *written)}
     # Spark's error counts where no rank has reported, or where it tells of the loss of another rank.
     if not known or (of_spark.kind == Kind.LOST and of_spark.rank not in known):
         known[of_spark.rank] = replace(of_spark, attempt=attempt)

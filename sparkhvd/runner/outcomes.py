@@ -2,7 +2,7 @@
 
 A rank ends in an `Outcome`. It travels three ways: as rows of the barrier task, as a file below the run's
 folder, and, because Spark keeps only the text of a failure, inside the text of the exception that ends the
-stage: `embed` and `find_embedded`. Everything here is pure.
+stage: whole without a run's folder (`embed`), else as a reference (`refer`). Everything here is pure.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 
 from sparkhvd.errors import PreflightError, RankError, SparkhvdError
+from sparkhvd.runner import tracebacks
 
 __all__ = [
     "CHUNK_BYTES",
@@ -26,8 +27,10 @@ __all__ = [
     "embed",
     "error_of",
     "find_embedded",
+    "find_referred",
     "from_spark_failure",
     "is_retryable",
+    "refer",
     "root_cause",
 ]
 
@@ -35,6 +38,8 @@ __all__ = [
 CHUNK_BYTES = 1 << 20
 # Most of a traceback or output in the text of an exception; the run's folder and the log have all.
 _TEXT_LIMIT = 6000
+# Of the text of an error: last lines of a rank's output, lines of Spark's error, other ranks that are named.
+_TAIL_LINES, _SPARK_LINES, _OTHERS = 10, 5, 2
 
 
 class Kind:
@@ -127,7 +132,10 @@ def chunks(data: bytes, size: int = CHUNK_BYTES) -> Iterator[bytes]:
 
 # --- outcomes inside the text of an exception ---------------------------------------------------------------
 
-_EMBEDDED = re.compile(r"\[sparkhvd-outcome:([A-Za-z0-9_=-]+)\]")
+# The job's id, then the outcome itself, or its kind, rank, exit and error where the run's folder has it.
+_EMBEDDED = re.compile(r"\[sparkhvd-outcome:([0-9a-f]*):([A-Za-z0-9_=-]+)\]")
+_REFERENCE = re.compile(r"\[sparkhvd-outcome:([0-9a-f]*):(\w+):(\d+):([^:\[\]]*):([^:\[\]]*)\]")
+_TOKEN = re.compile(r"\[sparkhvd-outcome:[^\]\s]*\]?")
 
 
 def embed(outcome: Outcome) -> str:
@@ -142,13 +150,19 @@ def embed(outcome: Outcome) -> str:
         log_tail=tuple(_tail_lines(outcome.log_tail)),
     )
     packed = base64.urlsafe_b64encode(zlib.compress(short.to_json().encode(), 9)).decode()
-    return f"[sparkhvd-outcome:{packed}]"
+    return f"[sparkhvd-outcome:{outcome.job_id}:{packed}]"
+
+
+def refer(outcome: Outcome) -> str:
+    """Return the token for an outcome that the run's folder has: `find_referred` finds it."""
+    facts = (outcome.kind, outcome.rank, outcome.exit, outcome.error)
+    return f"[sparkhvd-outcome:{outcome.job_id}:{':'.join(map(str, facts))}]"
 
 
 def find_embedded(text: str) -> list[Outcome]:
     """Return the outcomes whose tokens stand in a text, each once, in order of appearance."""
     outcomes = []
-    for packed in dict.fromkeys(_EMBEDDED.findall(text)):
+    for _, packed in dict.fromkeys(_EMBEDDED.findall(text)):
         try:
             outcomes.append(
                 Outcome.from_json(zlib.decompress(base64.urlsafe_b64decode(packed)).decode())
@@ -156,6 +170,19 @@ def find_embedded(text: str) -> list[Outcome]:
         except (ValueError, zlib.error, TypeError):  # a message that Spark has cut
             continue
     return outcomes
+
+
+def find_referred(text: str) -> list[Outcome]:
+    """Return the outcomes to which a text refers, each once: as much of them as the text has."""
+    outcomes: dict[str, Outcome] = {}
+    for match in _REFERENCE.finditer(text):
+        job_id, kind, rank, exit_, error = match.groups()
+        before = text[: match.start()].rpartition("RankError: ")[2].strip()
+        message = before.partition(f" raised {error}: ")[2] if error else before
+        outcomes.setdefault(
+            rank, Outcome(int(rank), kind, exit=exit_, error=error, message=message, job_id=job_id)
+        )
+    return list(outcomes.values())
 
 
 def _middle_cut(text: str) -> str:
@@ -231,7 +258,7 @@ _PREAMBLE = re.compile(r".*?finished unsuccessfully\.\s*", re.DOTALL)
 
 def _summary(text: str) -> str:
     """Return Spark's error without its wrappers, Java frames and package names."""
-    text = _PREAMBLE.sub("", text, count=1)
+    text = _TOKEN.sub("", _PREAMBLE.sub("", text, count=1))
     lines = [line for line in text.splitlines() if line.strip() and not _FRAME.match(line)]
     return _middle_cut("\n".join(lines).replace("org.apache.spark.", ""))
 
@@ -270,29 +297,36 @@ def error_of(
     """
     if cause.kind == Kind.PREFLIGHT:
         return PreflightError(cause.message)
-    lines = [describe(cause, size)]
-    if cause.traceback:
-        lines.append(cause.traceback.rstrip())
-    elif cause.log_tail:
-        lines.append("Its last lines:")
-        lines += [f"  {line}" for line in cause.log_tail[-20:]]
-    for other in others:
-        if other.kind != Kind.OK and other.rank != cause.rank:
-            lines.append("Also: " + describe(other, size).splitlines()[0])
+    said = describe(cause, size).splitlines()
+    if not cause.traceback and cause.log_tail:
+        said += ["Its last lines:", *(f"  {line}" for line in cause.log_tail[-_TAIL_LINES:])]
+    rest = _consequences(cause, size, others)
     if (
         spark_text
         and cause.kind in (Kind.LOST, Kind.COLLECTIVE)
         and spark_text not in cause.message
     ):
-        lines.append(f"Spark said: {spark_text}")
+        rest += tracebacks.cut(f"Spark said: {spark_text}".splitlines(), _SPARK_LINES)
+    raised = f"{cause.error}: {cause.message}" if cause.message else cause.error
+    is_raised = cause.kind in (Kind.EXCEPTION, Kind.COLLECTIVE)
     return RankError(
-        "\n".join(lines),
+        tracebacks.failure_text(said, cause.traceback, raised, rest),
         rank=cause.rank,
         host=cause.host or None,
         exit=cause.exit,
+        error_type=cause.error,
         traceback=cause.traceback,
         log_tail="\n".join(cause.log_tail),
+        cause=tracebacks.rebuild(cause.error, cause.message) if is_raised else None,
     )
+
+
+def _consequences(cause: Outcome, size: int, others: Sequence[Outcome]) -> list[str]:
+    """Return a line for each of the first other ranks that failed, and one for the rest."""
+    failed = [o for o in others if o.kind != Kind.OK and o.rank != cause.rank]
+    lines = [tracebacks.brief(f"Also: {describe(other, size)}") for other in failed[:_OTHERS]]
+    left = len(failed) - len(lines)
+    return [*lines, f"Also: {left} more rank{'s' * (left != 1)} failed."] if left else lines
 
 
 def describe(outcome: Outcome, size: int) -> str:

@@ -14,7 +14,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch
-from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, root_cause
+from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer, root_cause
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
 from sparkhvd.runner.trainer import Trainer, inherited
@@ -45,6 +45,8 @@ OUTCOME_PART = -1
 _CONSEQUENCE_WAIT_S = 5.0
 _CRASH_WAIT_S = 0.5
 _POLL_S = 0.25
+# Longest wait of the driver for an outcome that a rank says it has written.
+_LATE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -150,10 +152,12 @@ def run_task(
     rank = barrier.partitionId()
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
-    _store_outcome(files, spec, outcome)
+    is_stored = _store_outcome(files, spec, outcome)
     if outcome.kind != Kind.OK:
         cause = _await_root_cause(files, spec, outcome)
-        raise RankError(f"{describe(cause, spec.size)}\n{embed(cause)}", rank=cause.rank)
+        # Another rank's outcome was read from the files.
+        token = refer(cause) if is_stored or cause is not outcome else embed(cause)
+        raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)
     schema = pa.schema([("rank", pa.int32()), ("part", pa.int32()), ("data", pa.binary())])
     parts = [(OUTCOME_PART, outcome.to_json().encode()), *enumerate(chunks(result))]
     for part, data in parts:
@@ -310,13 +314,16 @@ def _log(line: str) -> None:
     sys.stderr.flush()
 
 
-def _store_outcome(files: SharedFiles | None, spec: TaskSpec, outcome: Outcome) -> None:
+def _store_outcome(files: SharedFiles | None, spec: TaskSpec, outcome: Outcome) -> bool:
+    """Write an outcome into the run's folder; return False if there is none, or it cannot be written."""
     if files is None or not spec.run_dir or outcome.rank is None:
-        return
-    # The same outcome travels as rows or in the exception; the file is the fuller copy.
+        return False
+    # Without the file the outcome travels in the exception, cut to what that can hold.
     with contextlib.suppress(Exception):
         path = preflight.outcome_path(spec.run_dir, spec.attempt, outcome.rank)
         files.write_bytes(path, outcome.to_json().encode())
+        return True
+    return False
 
 
 def _await_root_cause(files: SharedFiles | None, spec: TaskSpec, own: Outcome) -> Outcome:
@@ -355,3 +362,20 @@ def read_outcomes(
                 if outcome.job_id == job_id:
                     outcomes.append(outcome)
     return outcomes
+
+
+def await_outcomes(
+    files: SharedFiles | None,
+    run_dir: str,
+    attempt: int,
+    job_id: str,
+    size: int,
+    ranks: Collection[int | None],
+) -> list[Outcome]:
+    """Return the outcomes as `read_outcomes`, when those of `ranks` are there: a file of another host may be seen late."""
+    deadline = time.monotonic() + _LATE_S
+    while True:
+        outcomes = read_outcomes(files, run_dir, attempt, job_id, size)
+        if {o.rank for o in outcomes}.issuperset(ranks) or time.monotonic() > deadline:
+            return outcomes
+        time.sleep(_POLL_S)

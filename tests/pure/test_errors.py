@@ -35,18 +35,28 @@ def test_every_exception_pickles_with_its_message(kind: type[SparkhvdError]) -> 
 
 def test_rank_error_pickles_with_its_data() -> None:
     error = RankError(
-        "rank 3 failed", rank=3, host="h", exit="signal SIGKILL", traceback="tb", log_tail="log"
+        "rank 3 failed",
+        rank=3,
+        host="h",
+        exit="exception",
+        error_type="KeyError",
+        traceback="tb",
+        log_tail="log",
+        cause=KeyError("piece"),
     )
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == "rank 3 failed"
     assert vars(copy) == vars(error)
-    assert (copy.rank, copy.host, copy.exit, copy.traceback, copy.log_tail) == (
+    assert (copy.rank, copy.host, copy.exit, copy.error_type, copy.traceback, copy.log_tail) == (
         3,
         "h",
-        "signal SIGKILL",
+        "exception",
+        "KeyError",
         "tb",
         "log",
     )
+    assert repr(copy.__cause__) == "KeyError('piece')"
+    assert pickle.loads(pickle.dumps(RankError("x"))).__cause__ is None
 
 
 def test_errors_are_caught_by_their_builtin_bases() -> None:

@@ -190,6 +190,11 @@ class RowFunctions:
             raise
         except Exception as e:
             shown = f"a value of {len(raw)} bytes" if isinstance(raw, bytes) else f"{raw!r:.100}"
+            if isinstance(function, Mapping) and isinstance(e, KeyError):
+                raise InvalidArgumentError(
+                    f"decoders[{column.name!r}] is a dict of {len(function)} values without {shown}, which a row has. Add it, or "
+                    "give a collections.defaultdict or a function that has a value for any other."
+                ) from e
             raise InvalidArgumentError(
                 f"decoders[{column.name!r}] failed for {shown}: {type(e).__name__}: {e}"
             ) from e

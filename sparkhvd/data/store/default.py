@@ -6,6 +6,7 @@ import atexit
 import contextlib
 from os import PathLike, fspath
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from sparkhvd.data.store.addresses import secrets_of, without_secrets
 from sparkhvd.data.store.connect import as_seen_by, make_private
@@ -18,7 +19,7 @@ from sparkhvd.spark import SparkShim
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["STORE_CONF", "default_store"]
+__all__ = ["STORE_CONF", "default_store", "is_temporary_store"]
 
 STORE_CONF = "spark.sparkhvd.store"
 
@@ -71,6 +72,11 @@ def default_store(spark: SparkSession, given: object = None) -> Store:
     if not store.is_seen:
         atexit.register(_destroy, store)
     return store
+
+
+def is_temporary_store(store: Store) -> bool:
+    """Return True for a store that `default_store` has made for this process."""
+    return _temporary.has(urlsplit(store.url).path)
 
 
 def _created(spark: SparkSession, given: str | PathLike[str]) -> Store:

@@ -39,6 +39,11 @@ class TemporaryFolders:
                 self._folders[key] = folder
             return self._folders[key]
 
+    def has(self, folder: str) -> bool:
+        """Return True for a folder of this process."""
+        with self._mutex:
+            return folder in self._folders.values()
+
 
 def _make() -> str:
     for _ in range(_TRIES):

@@ -6,6 +6,7 @@ metrics file. Shutdown: leaving the block stops it after a last read, so every e
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -46,6 +47,10 @@ def format_epoch(record: Mapping[str, object], epochs: int) -> str:
 
 def _short(value: object) -> str:
     return f"{value:.4f}" if isinstance(value, (int, float)) else str(value)
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
@@ -109,6 +114,7 @@ class EpochReporter:
         self._name = name
         self._prefix = ""
         self._reported = 0
+        self._has_warned = False
         self._stopping = threading.Event()
         self._reading_since: float | None = None  # start of the read that is under way
         self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
@@ -143,6 +149,21 @@ class EpochReporter:
             )
             sys.stdout.flush()
 
+    def _check_losses(self, record: Mapping[str, object]) -> None:
+        """Warn of the first epoch whose loss is not finite."""
+        odd = [name for name in ("loss", "val_loss") if not _is_finite(record.get(name, 0.0))]
+        if not odd or self._has_warned:
+            return
+        self._has_warned = True
+        rate = record.get("lr")
+        now = f" ({rate:g} now)" if isinstance(rate, float) else ""
+        warnings.warn(
+            f"{odd[0]} of epoch {record['epoch']} is {record[odd[0]]}: the training has diverged, or the loss divides by 0 or takes "
+            f"the logarithm of 0. Lower learning_rate{now}, or set gradient_clip_norm=1.0; terminate_on_nan=True ends such a fit "
+            "at the first such step.",
+            stacklevel=2,
+        )
+
     def _run(self) -> None:
         while not self._stopping.wait(self._poll_s):
             self._read()
@@ -163,8 +184,11 @@ class EpochReporter:
 
     def _report(self, record: dict[str, Any]) -> None:
         if self._verbose:
-            sys.stdout.write(f"{self._prefix}{format_epoch(record, self._epochs)}\n")
+            line = f"{self._prefix}{format_epoch(record, self._epochs)}\n"
+            # Spark's progress bar stands in the line, and is drawn anew.
+            sys.stdout.write(f"\r\x1b[K{line}" if sys.stdout.isatty() else line)
             sys.stdout.flush()
+        self._check_losses(record)
         if self._progress is not None:
             try:
                 self._progress(record)

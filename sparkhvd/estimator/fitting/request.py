@@ -15,7 +15,7 @@ from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.labels import bind_labels, is_class_index
 from sparkhvd.data.columns.schema import DataSchema
-from sparkhvd.data.store.default import default_store
+from sparkhvd.data.store.default import default_store, is_temporary_store
 from sparkhvd.data.store.run_lock import Held, hold
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
@@ -79,6 +79,12 @@ class Request:
     run: Run
     held: Held
     num_checkpoints: int
+
+    @property
+    def outlives_process(self) -> bool:
+        """True if somebody may need the run's name: it has been given one, is kept, or stays when this process is killed."""
+        is_kept = bool(self.options.run_id or self.num_checkpoints)
+        return is_kept or not is_temporary_store(self.store)
 
 
 @dataclass(frozen=True)

@@ -16,24 +16,50 @@ import contextlib
 import json
 import re
 import secrets
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
 from sparkhvd.data.store.contents import FINISHED_NAME
+from sparkhvd.data.store.default import is_temporary_store
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
+from sparkhvd.training.checkpoints.checkpoint import Position
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.checkpoints.fingerprint import differences
 
-__all__ = ["Folds", "Run", "check_run_id", "new_run_id", "open_run"]
+__all__ = [
+    "Finished",
+    "Folds",
+    "Run",
+    "check_run_id",
+    "new_run_id",
+    "open_run",
+    "position_text",
+]
 
 _FINGERPRINT = "fingerprint.json"
 _SEED = "seed.json"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """End of a run, whose model the driver has got.
+
+    Attributes:
+        epoch: epoch of the model's weights.
+        widths: per label, elements of the output per row; () where nobody knows.
+        timings: seconds of the phases of its last fit.
+    """
+
+    epoch: int
+    widths: tuple[int, ...] = ()
+    timings: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,7 +110,7 @@ class Run:
         """
         if self.start_from:
             self._check_start(fingerprint)
-        done = Checkpoints(self.store, self.run_dir).latest_position()
+        done = self.position()
         before = self._read(_FINGERPRINT)
         if done != (0, 0) and before is not None:  # else the ranks find what differs
             problem = differences(json.dumps(before), fingerprint)
@@ -99,7 +125,7 @@ class Run:
 
     def warn_of_other_data(self) -> None:
         """Warn that the data of this fit are not those of the run's checkpoints, if it has one to go on from."""
-        done = Checkpoints(self.store, self.run_dir).latest_position()
+        done = self.position()
         if done != (0, 0):
             warnings.warn(
                 f"{self.store.full_url(self.run_dir)} goes on after epoch {done[0]} with data that may differ from those before: the "
@@ -120,37 +146,89 @@ class Run:
                 "same model, or another run_id."
             )
 
-    def finish(self, epoch: int, num_checkpoints: int) -> None:
+    def finish(self, finished: Finished, num_checkpoints: int) -> None:
         """Note that the driver has the model, and delete the checkpoints that are not kept.
 
         Args:
-            epoch: epoch of the model's weights, whose checkpoint stays.
+            finished: the end of the run; the checkpoint of its epoch stays.
             num_checkpoints: number of last epochs whose checkpoints stay, at least 1.
         """
-        self._write(FINISHED_NAME, {"epoch": epoch})
+        self._write(FINISHED_NAME, asdict(finished))
         with _warning_of_leftovers():
-            Checkpoints(self.store, self.run_dir).finish(epoch, num_checkpoints)
+            Checkpoints(self.store, self.run_dir).finish(finished.epoch, num_checkpoints)
+
+    def finished(self) -> Finished | None:
+        """Return the end of a finished run; None if it has not finished.
+
+        Raises:
+            InvalidArgumentError: the file that marks the run as finished is damaged.
+        """
+        values = self._read(FINISHED_NAME)
+        if values is not None:
+            widths = tuple(values.get("widths", ()))
+            return Finished(values["epoch"], widths, values.get("timings", {}))
+        path = f"{self.run_dir}/{FINISHED_NAME}"
+        if self.store.exists(path):
+            raise InvalidArgumentError(
+                f"{self.store.full_url(path)} is damaged: it is not what was written. Delete it: a fit with this run_id and "
+                "the same params then gives the finished model again, without training."
+            )
+        return None
 
     def delete(self) -> None:
         """Delete the run, whose model the driver has."""
         with _warning_of_leftovers():
             self.store.delete(self.run_dir)
 
-    def explain_failure(self, error: BaseException, run_id: str | None) -> None:
-        """Add a note to an error: how to resume the run, if `run_id` was not given. Delete a run without a checkpoint."""
-        if run_id or not self.store.is_seen:
+    def position(self) -> Position:
+        """Return (epochs, steps of the next one) of the newest checkpoint; (0, 0) if there is none."""
+        return Checkpoints(self.store, self.run_dir).latest_position()
+
+    def announce(self, epochs: int) -> None:
+        """Print the run and its store, and from where it goes on."""
+        line = f"run {self.name!r} in {self.store.url}"
+        if is_temporary_store(self.store):
+            line += ", which goes with this process,"
+        if (position := self.position()) != (0, 0):
+            line += f" goes on {position_text(position, epochs)}"
+        elif self.start_from:
+            line += f" starts from the weights of {self.start_from}"
+        sys.stdout.write(line.rstrip(",") + "\n")
+        sys.stdout.flush()
+
+    @property
+    def name(self) -> str:
+        """The run id."""
+        return self.run_dir.removeprefix("runs/").partition("/")[0]
+
+    def explain_failure(
+        self, error: BaseException, run_id: str | None, *, epochs: int, verbose: int
+    ) -> None:
+        """Say how the run goes on: in a note at the error if `run_id` was not given, and on stderr after Ctrl-C.
+
+        A run without a `run_id` that has no checkpoint is deleted.
+        """
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if not self.store.is_seen or (run_id and not is_interrupt):
             return
         with contextlib.suppress(OSError, SparkhvdError):  # the error itself says more
-            epoch, step = Checkpoints(self.store, self.run_dir).latest_position()
-            if (epoch, step) != (0, 0):
-                note = (
-                    f"The checkpoint after {epoch} epochs{f' and {step} steps' if step else ''} stays: a fit with "
-                    f"run_id={self.run_dir.removeprefix('runs/')!r} and store={self.store.url!r} goes on from there."
+            position = self.position()
+            if position == (0, 0):
+                if not is_interrupt:  # else ranks may still be ending
+                    self.store.delete(self.run_dir)
+                return
+            stays = "stays while this process lives" if is_temporary_store(self.store) else "stays"
+            note = (
+                f"The checkpoint {position_text(position, epochs)} {stays}: a fit with run_id={self.name!r} and "
+                f"store={self.store.url!r} goes on from there."
+            )
+            if not run_id and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(note)
+            if is_interrupt and verbose:  # a notebook shows no notes
+                sys.stderr.write(
+                    f"sparkhvd: interrupted. {note} TorchModel.from_run({self.store.url!r}, {self.name!r}) gives the model so far.\n"
                 )
-                if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(note)
-            elif isinstance(error, Exception):  # else ranks may still be ending
-                self.store.delete(self.run_dir)
+                sys.stderr.flush()
 
     def finished_weights(self) -> str:
         """Return the file with the weights of a finished run, relative to the store; "" if it has not finished.
@@ -158,16 +236,18 @@ class Run:
         Raises:
             InvalidArgumentError: the file that marks the run as finished is damaged.
         """
-        finished = self._read(FINISHED_NAME)
-        if finished is not None:
-            return Checkpoints(self.store, self.run_dir).path(finished["epoch"])
-        path = f"{self.run_dir}/{FINISHED_NAME}"
-        if self.store.exists(path):
-            raise InvalidArgumentError(
-                f"{self.store.full_url(path)} is damaged: it is not what was written. Delete it: a fit with this run_id and "
-                "the same params then gives the finished model again, without training."
-            )
-        return ""
+        finished = self.finished()
+        if finished is None:
+            return ""
+        return Checkpoints(self.store, self.run_dir).path(finished.epoch)
+
+
+def position_text(position: Position, epochs: int) -> str:
+    """Describe a position: "after epoch 3 of 10", "after 7 steps of epoch 4 of 10"."""
+    epoch, step = position
+    if step:
+        return f"after {step} steps of epoch {epoch + 1} of {epochs}"
+    return f"after epoch {epoch} of {epochs}"
 
 
 @contextlib.contextmanager
@@ -234,7 +314,7 @@ def open_run(store: Store, run_id: str, *, warm_start: bool) -> Run:
         if not warm_start:
             raise InvalidArgumentError(
                 f"run_id is {run_id!r}, and that run has finished: {store.full_url(f'runs/{run_id}')}. Give another "
-                "run_id, or warm_start=True to train `epochs` more epochs from its weights."
+                "run_id, or warm_start=True to train `epochs` more epochs from its weights; TorchModel.from_run gives its model."
             )
         number += 1
         run = Run(store, f"runs/{run_id}/warm-{number}", start_from=weights)

@@ -28,7 +28,7 @@ class ClusterParams(TorchParams):
     )
     verbose = cluster_param(
         to_whole,
-        "0 prints nothing; 1 prints a line per epoch",
+        "0 prints nothing; 1 prints a line per epoch; 2 also leaves Spark's log of a failed rank",
         default=1,
         check=at_least(0),
         in_conf=True,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from pyspark.ml.param import TypeConverters
 
 from sparkhvd.data.store.addresses import secrets_of
@@ -21,13 +22,16 @@ __all__ = [
     "to_dtypes",
     "to_function",
     "to_inputs",
+    "to_losses",
     "to_mapping",
+    "to_optimizer",
     "to_shapes",
     "to_store",
     "to_whole",
 ]
 
 
+T = TypeVar("T")
 # Makes a Param's value of what a caller gives.
 Converter = Callable[[Any], object]
 
@@ -94,6 +98,43 @@ def to_function(value: object) -> Callable[..., Any]:
     return value
 
 
+# Names of `optimizer` and `loss`, and what they stand for in torch.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": torch.optim.RMSprop,
+}
+LOSSES: dict[str, Callable[[], torch.nn.Module]] = {
+    "mse": torch.nn.MSELoss,
+    "mae": torch.nn.L1Loss,
+    "huber": torch.nn.HuberLoss,
+    "cross_entropy": torch.nn.CrossEntropyLoss,
+    "binary_cross_entropy_with_logits": torch.nn.BCEWithLogitsLoss,
+    "nll": torch.nn.NLLLoss,
+}
+
+
+def _named(name: str, known: Mapping[str, T]) -> T:
+    """Return what a name stands for, in any case."""
+    if name.lower() not in known:
+        raise TypeError(f"{name!r} is not one of {', '.join(map(repr, known))}")
+    return known[name.lower()]
+
+
+def to_optimizer(value: object) -> Any:
+    """Convert the name of an optimizer to its class; keep anything else."""
+    return _named(value, OPTIMIZERS) if isinstance(value, str) else value
+
+
+def to_losses(value: object) -> Any:
+    """Convert names of losses to instances, in a list too; keep anything else."""
+    if isinstance(value, (list, tuple)):
+        return [to_losses(entry) for entry in value]
+    return _named(value, LOSSES)() if isinstance(value, str) else value
+
+
 def any_value(value: object) -> Any:
     """Take any value."""
     return value
@@ -127,5 +168,7 @@ CONVERTED: dict[Converter, str] = {
     to_inputs: "dict[str, str | list[str]]",
     to_dtypes: "list[str | None] | dict[str, str | None]",
     to_mapping: "dict[str, Any]",
+    to_optimizer: "Optimizer | Callable[..., Any]",
+    to_losses: "Callable[..., Any] | Sequence[Callable[..., Any]]",
     TypeConverters.toListFloat: "list[float]",
 }

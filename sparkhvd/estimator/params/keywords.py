@@ -53,8 +53,8 @@ class EstimatorKeywords(TypedDict, total=False):
     # model
     output_fn: Callable[..., Any] | None
     model: nn.Module | Callable[..., nn.Module] | None
-    optimizer: Optimizer | Callable[..., Any] | None
-    loss: Callable[..., Any] | Sequence[Callable[..., Any]] | None
+    optimizer: Optimizer | Callable[..., Any] | str | None
+    loss: Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None
     loss_constructors: Callable[..., Any] | Sequence[Callable[..., Any]] | None
     learning_rate: float | None
     weight_decay: float | None

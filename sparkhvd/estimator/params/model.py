@@ -7,7 +7,7 @@ import functools
 from pyspark.ml.param import TypeConverters
 
 from sparkhvd.estimator.params.base import TorchParams, accessors
-from sparkhvd.estimator.params.converters import any_value
+from sparkhvd.estimator.params.converters import any_value, to_losses, to_optimizer
 from sparkhvd.estimator.params.table import NOT_SEEN, OF_THE_OPTIMIZER, one_of, param
 
 __all__ = ["ModelParams"]
@@ -38,14 +38,14 @@ class ModelParams(TorchParams):
         annotation="nn.Module | Callable[..., nn.Module]",
     )
     optimizer = model_param(
-        any_value,
-        "optimizer over the model's parameters, or a function of parameters",
-        annotation="Optimizer | Callable[..., Any]",
+        to_optimizer,
+        "optimizer over the model's parameters, a function of parameters, or 'adam', 'adamw', 'sgd', ...",
+        annotation="Optimizer | Callable[..., Any] | str",
     )
     loss = model_param(
-        any_value,
-        "(output, label) -> scalar mean or (scalar mean, weight); or one per label",
-        annotation="Callable[..., Any] | Sequence[Callable[..., Any]]",
+        to_losses,
+        "(output, label) -> scalar mean or (scalar mean, weight), or 'mse', 'cross_entropy', ...; or one per label",
+        annotation="Callable[..., Any] | str | Sequence[Callable[..., Any] | str]",
     )
     loss_constructors = model_param(
         any_value,

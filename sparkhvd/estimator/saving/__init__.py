@@ -7,4 +7,5 @@ Each module imports only those above it:
     trust        which files may run code
     encoding     values of Params as JSON and files
     persistence  Spark ML's writers and readers
+    run_model    model of a run in the store
 """

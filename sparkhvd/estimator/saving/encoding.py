@@ -69,6 +69,11 @@ class Archive:
         # The estimator's module, whose tensors a pickled optimizer names.
         self.module: nn.Module | None = None
 
+    def pickles(self) -> dict[str, bytes]:
+        """Return the pickles of `code`, which name the module's tensors."""
+        module = self.module or nn.Module()
+        return {name: architecture.dump_shell(module, value) for name, value in self.code.items()}
+
     def encode(self, name: str, value: object) -> object:
         """Encode a value as JSON-able data; what has none goes to `code` under `name`."""
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -210,7 +215,7 @@ def _mark_tuples(value: object) -> object:
 class Decoder:
     """Decoder of JSON and files to values."""
 
-    def __init__(self, path: str, spark: SparkSession, *, trusted: bool) -> None:
+    def __init__(self, path: str, spark: SparkSession | None, *, trusted: bool) -> None:
         self.path = path
         self.spark = spark
         self.trusted = trusted
@@ -218,7 +223,7 @@ class Decoder:
         self.prefixes: dict[str, str] = {}
         self._tensors: dict[str, Tensor] | None = None
         self.module: nn.Module | None = None
-        self._code: dict[str, Any] | None = None
+        self._code: dict[str, bytes] | None = None
         self._raised_by_code: BaseException | None = None
 
     def decode(self, name: str, value: object) -> Any:
@@ -299,10 +304,22 @@ class Decoder:
             why = f"a crafted file of them can run code where torch is below {safe} (here {torch.__version__})"
             check_trusted(self.path, "weights", self.spark, trusted=self.trusted, why=why)
         if self._tensors is None:
-            with read_file(self.spark, f"{self.path}/weights") as file:
-                self._tensors = weights.load(file)
+            self._tensors = self._read_tensors()
         start = self.prefixes.get(name, f"{name}." if name else "")
         return {n.removeprefix(start): t for n, t in self._tensors.items() if n.startswith(start)}
+
+    def _read_tensors(self) -> dict[str, Tensor]:
+        """Read the saved tensors by name."""
+        assert self.spark is not None
+        with read_file(self.spark, f"{self.path}/weights") as file:
+            return weights.load(file)
+
+    def _read_code(self) -> dict[str, bytes]:
+        """Read the pickles of what JSON cannot name; called only where the file is trusted."""
+        assert self.spark is not None
+        with read_file(self.spark, f"{self.path}/code") as file:
+            code: dict[str, bytes] = pickle.loads(Path(file).read_bytes())
+            return code
 
     def _optimizer(self, saved: dict[str, Any]) -> torch.optim.Optimizer:
         data = _unmark(saved)
@@ -330,8 +347,7 @@ class Decoder:
         tensors = self.tensors("model") if self.module is None else _of_module(self.module)
         try:
             if self._code is None:
-                with read_file(self.spark, f"{self.path}/code") as file:
-                    self._code = pickle.loads(Path(file).read_bytes())
+                self._code = self._read_code()
             return architecture.load_shell(self._code[name], tensors)
         except Exception as e:
             self._raised_by_code = e  # the user's own, to be seen as it is

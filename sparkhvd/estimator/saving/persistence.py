@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
-from torch import nn
 
 from sparkhvd.data.columns.features import Argument, InputBinding
 from sparkhvd.data.columns.schema import Column
@@ -35,10 +34,18 @@ from sparkhvd.estimator.params.base import TorchParams
 from sparkhvd.estimator.saving.encoding import Archive, Decoder, shown_place
 from sparkhvd.estimator.saving.trust import TRUST_CONF, is_trusted
 from sparkhvd.sessions import is_connect, is_dataframe, ml_context
-from sparkhvd.training.modules import architecture, weights
+from sparkhvd.training.modules import weights
 from sparkhvd.training.modules.fitted import Fitted
 
-__all__ = ["EstimatorReader", "EstimatorWriter", "ModelReader", "ModelWriter"]
+__all__ = [
+    "FORMAT_VERSION",
+    "EstimatorReader",
+    "EstimatorWriter",
+    "ModelReader",
+    "ModelWriter",
+    "decode_fitted",
+    "encode_model",
+]
 
 FORMAT_VERSION = 1
 # Key of this package's part in the metadata line.
@@ -98,10 +105,8 @@ class _Writer(MLWriter):
             with open(files["weights"], "wb") as sink:
                 weights.dump(archive.tensors, sink)
             if archive.code:
-                module = archive.module or nn.Module()
-                code = {n: architecture.dump_shell(module, v) for n, v in archive.code.items()}
                 files["code"] = f"{folder}/code"
-                Path(files["code"]).write_bytes(pickle.dumps(code))
+                Path(files["code"]).write_bytes(pickle.dumps(archive.pickles()))
             yield _Encoded(content, files)
 
     def _write(self, path: str, encoded: _Encoded) -> None:
@@ -224,10 +229,16 @@ class ModelReader(_Reader):
     """Reader of a model."""
 
     def _restore(self, instance: TorchParams, content: dict[str, Any], decoder: Decoder) -> None:
-        instance._fitted = _fitted(content, decoder)
+        instance._fitted = decode_fitted(content, decoder)
 
 
-def _fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
+def encode_model(model: TorchParams, archive: Archive) -> dict[str, Any]:
+    """Encode a `TorchModel`: its Params, and its module with columns, links and history."""
+    return ModelWriter(model)._content(archive)
+
+
+def decode_fitted(content: dict[str, Any], decoder: Decoder) -> Fitted:
+    """Decode the module of `encode_model`, with columns, links and history."""
     decoder.prefixes["model"] = ""
     module = decoder.decode("model", content["module"])
     arguments = []

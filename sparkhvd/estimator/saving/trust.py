@@ -36,19 +36,17 @@ def trust() -> Iterator[None]:
         _is_trusted.reset(token)
 
 
-def is_trusted(path: str, spark: SparkSession, *, trusted: bool = False) -> bool:
+def is_trusted(path: str, spark: SparkSession | None, *, trusted: bool = False) -> bool:
     """Return True if the file is trusted; arguments as in `check_trusted`."""
-    return (
-        trusted
-        or _is_trusted.get()
-        or _has_trusted_prefix(path, spark.conf.get(TRUST_CONF, "") or "")
-    )
+    if trusted or _is_trusted.get():
+        return True
+    return spark is not None and _has_trusted_prefix(path, spark.conf.get(TRUST_CONF, "") or "")
 
 
 def check_trusted(
     path: str,
     what: str,
-    spark: SparkSession,
+    spark: SparkSession | None,
     *,
     trusted: bool = False,
     why: str = "loading it runs code from that file",
@@ -58,7 +56,7 @@ def check_trusted(
     Args:
         path: the saved directory.
         what: name of the class or function that would have to be loaded, or the value that would be used.
-        spark: session whose conf may name trusted path prefixes.
+        spark: session whose conf may name trusted path prefixes; None: there is none.
         trusted: the caller of `load` said so.
         why: its effect, for the message.
 

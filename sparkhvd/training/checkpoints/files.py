@@ -214,6 +214,13 @@ class Checkpoints:
         """
         return self._load_or_advise(path, is_mapped=True).model
 
+    def newest_whole(self) -> Checkpoint | None:
+        """Return the newest whole checkpoint, or None; its tensors but the model's stay in the file."""
+        position = self._newest_whole()
+        if position is None:
+            return None
+        return self._load_or_advise(self.path(*position), is_mapped=True)
+
     def _load_or_advise(self, path: str, *, is_mapped: bool = False) -> Checkpoint:
         try:
             return self._load(path, is_mapped=is_mapped)

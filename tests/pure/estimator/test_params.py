@@ -58,6 +58,8 @@ EXAMPLES: dict[str, Any] = {
     "label_dtypes": {"b": "int64"},
     "outputCols": ["o"],
     "output_fn": torch.sigmoid,
+    "optimizer": torch.optim.SGD,
+    "loss": torch.nn.functional.mse_loss,
     "loss_weights": [0.5],
     "decoders": {"a": len},
     "collate_fn": {"a": max},
@@ -106,6 +108,20 @@ def test_keyword_arguments_are_params_and_none_means_not_given() -> None:
         assert estimator.getOrDefault(name) == EXAMPLES.get(name, name)
     assert not TorchEstimator(model=None, epochs=None).isSet("model")
     assert TorchEstimator(epochs=None).getEpochs() == 1
+
+
+def test_optimizers_and_losses_have_names() -> None:
+    estimator = TorchEstimator(optimizer="AdamW", loss=["mse", torch.nn.functional.l1_loss])
+    assert estimator.getOptimizer() is torch.optim.AdamW
+    mse, own = estimator.getLoss()
+    assert isinstance(mse, torch.nn.MSELoss)
+    assert own is torch.nn.functional.l1_loss
+    assert isinstance(TorchEstimator(loss="cross_entropy").getLoss(), torch.nn.CrossEntropyLoss)
+    for names in ({"optimizer": "adm"}, {"loss": "mean"}, {"loss": ["mse", "x"]}):
+        with pytest.raises(
+            TypeError, match="is not one of 'sgd', 'adam'|is not one of 'mse', 'mae'"
+        ):
+            TorchEstimator(**names)
 
 
 def test_the_signature_lists_names_with_an_effect_by_group() -> None:

@@ -91,6 +91,31 @@ def test_lines_of_fits_that_train_at_once_bear_their_names(
     ]
 
 
+@pytest.mark.parametrize("name", ["loss", "val_loss"])
+def test_the_first_loss_that_is_not_finite_is_a_warning(
+    checkpoints: Checkpoints, name: str
+) -> None:
+    history = [record(epoch) for epoch in (1, 2, 3)]
+    history[1][name] = history[2][name] = float("nan")
+    with (
+        pytest.warns(UserWarning, match="is nan") as warned,
+        EpochReporter(checkpoints, epochs=3, verbose=0, progress=None),
+    ):
+        checkpoints.save(Checkpoint(3, {}, {}, None, history, "{}"))
+    (only,) = [str(w.message) for w in warned]
+    assert only.startswith(f"{name} of epoch 2 is nan: the training has diverged, ")
+    assert "Lower learning_rate (0.1 now), or set gradient_clip_norm=1.0; terminate_on_nan" in only
+
+
+def test_a_terminal_line_is_cleared_of_sparks_progress_bar(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    with EpochReporter(checkpoints, epochs=1, verbose=1, progress=None):
+        save(checkpoints, 1)
+    assert capsys.readouterr().out.startswith("\r\x1b[Kepoch 1/1  loss")
+
+
 def test_a_slow_function_gets_every_epoch_before_the_end(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparkhvd.data.store.checksummed import load_sealed
+from sparkhvd.data.store.default import _temporary, is_temporary_store
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.runs import Run
@@ -52,23 +53,65 @@ def test_a_fingerprint_that_is_cut_off_does_not_end_the_run(run: Run, left: str)
     Run(run.store, "runs/r/warm-1", start_from=checkpoints.path(1)).check(ours, 1)
 
 
-def test_a_run_that_failed_without_a_run_id_says_how_it_goes_on(run: Run) -> None:
+def explain(run: Run, error: BaseException, run_id: str | None, verbose: int = 1) -> None:
+    run.explain_failure(error, run_id, epochs=10, verbose=verbose)
+
+
+def test_a_run_that_failed_without_a_run_id_says_how_it_goes_on(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     error = RuntimeError("killed")
     run.seed(1)
-    run.explain_failure(error, "r")
+    explain(run, error, "r")
     assert run.store.exists("runs/r/seed.json")
-    run.explain_failure(KeyboardInterrupt(), None)  # its ranks may still write
+    explain(run, KeyboardInterrupt(), None)  # its ranks may still write
     assert run.store.exists("runs/r/seed.json")
-    run.explain_failure(error, None)
+    explain(run, error, None)
     assert run.store.list("runs") == []  # there was no checkpoint
     Checkpoints(run.store, run.run_dir).save(Checkpoint(2, {}, {}, None, [], "{}", step=7))
-    run.explain_failure(error, None)
+    explain(run, error, None)
     assert Checkpoints(run.store, run.run_dir).latest_position() == (2, 7)
     if sys.version_info >= (3, 11):
         assert error.__notes__ == [
-            "The checkpoint after 2 epochs and 7 steps stays: a fit with run_id='r' and "
+            "The checkpoint after 7 steps of epoch 3 of 10 stays: a fit with run_id='r' and "
             f"store={run.store.url!r} goes on from there."
         ]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("run_id", [None, "r"])
+def test_a_run_that_was_interrupted_says_how_it_goes_on(
+    run: Run, run_id: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Checkpoints(run.store, run.run_dir).save(Checkpoint(4, {}, {}, None, [], "{}"))
+    explain(run, KeyboardInterrupt(), run_id, verbose=0)
+    assert capsys.readouterr().err == ""
+    explain(run, KeyboardInterrupt(), run_id)
+    assert capsys.readouterr().err == (
+        "sparkhvd: interrupted. The checkpoint after epoch 4 of 10 stays: a fit with run_id='r' and "
+        f"store={run.store.url!r} goes on from there. TorchModel.from_run({run.store.url!r}, 'r') gives the model so far.\n"
+    )
+
+
+def test_a_run_is_announced_with_its_store_and_where_it_begins(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def announced(announcing: Run) -> str:
+        announcing.announce(10)
+        return capsys.readouterr().out
+
+    assert announced(run) == f"run 'r' in {run.store.url}\n"
+    warm = Run(run.store, "runs/r/warm-1", start_from="runs/r/checkpoints/epoch-3.pt")
+    assert announced(warm) == (
+        f"run 'r' in {run.store.url} starts from the weights of runs/r/checkpoints/epoch-3.pt\n"
+    )
+    Checkpoints(run.store, run.run_dir).save(Checkpoint(3, {}, {}, None, [], "{}"))
+    assert announced(run) == f"run 'r' in {run.store.url} goes on after epoch 3 of 10\n"
+    temporary = _temporary.folder("an application")
+    gone = Run(Store.create(temporary), "runs/r")
+    assert announced(gone) == f"run 'r' in {gone.store.url}, which goes with this process\n"
+    assert is_temporary_store(gone.store)
+    assert not is_temporary_store(run.store)
 
 
 def test_a_run_that_goes_on_with_data_computed_anew_says_so(run: Run) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from sparkhvd.errors import PreflightError, RankError
@@ -14,8 +16,10 @@ from sparkhvd.runner.outcomes import (
     error_of,
     exit_text,
     find_embedded,
+    find_referred,
     from_spark_failure,
     is_retryable,
+    refer,
     root_cause,
 )
 
@@ -53,6 +57,29 @@ def test_embedding_cuts_long_texts_and_keeps_both_ends() -> None:
     assert found.traceback.endswith("last")
     assert len(found.traceback) < 7000
     assert find_embedded(embed(noisy))[0].log_tail[-1].startswith("line 99")
+
+
+def test_an_outcome_in_the_store_is_referred_to_by_its_facts() -> None:
+    raised = replace(RAISED, job_id="ab12")
+    killed = replace(KILLED, job_id="ab12")
+    text = "".join(
+        f"PythonException: x.RankError: {describe(o, 4)}\n{refer(o)}\n\tat org.x(Y.scala:1)\n"
+        for o in (raised, killed, raised)
+    )
+    assert "eNq" not in text
+    assert find_embedded(text) == []
+    first, second = find_referred(text)
+    assert first == Outcome(
+        1, Kind.EXCEPTION, exit="exception", error="ValueError", message="bad", job_id="ab12"
+    )
+    assert (second.rank, second.kind, second.exit) == (2, Kind.CRASH, "signal SIGKILL")
+    assert is_retryable(second)
+    assert find_referred(embed(raised)) == []
+
+
+def test_tokens_are_left_out_of_what_is_shown() -> None:
+    for token in (embed(RAISED), refer(RAISED), embed(RAISED)[:-9]):
+        assert "outcome" not in from_spark_failure(f"odd {token}\n\tat x.y(Z.scala:3)").message
 
 
 def test_a_cut_or_foreign_token_is_ignored() -> None:
@@ -95,9 +122,9 @@ def test_error_carries_rank_host_exit_traceback_and_output() -> None:
     assert (error.rank, error.host, error.exit) == (1, "h1", "exception")
     assert error.traceback == RAISED.traceback
     assert error.log_tail == "one\ntwo"
+    assert error.error_type == "ValueError"
     assert str(error) == (
         "Rank 1 of 4 on host h1 raised ValueError: bad\n"
-        'Traceback\n  File "x"\nValueError: bad\n'
         "Also: Rank 0 of 4 on host h0 stopped because of another rank: PeerLostError: rank 2"
     )
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from sparkhvd.runner import preflight, task
 from sparkhvd.runner.outcomes import Kind, Outcome
@@ -35,3 +38,20 @@ def test_outcomes_of_an_earlier_fit_with_the_same_run_id_do_not_count(tmp_path: 
     new = replace(old, rank=1, job_id="two")
     files.write_bytes(preflight.outcome_path("runs/r", 0, 1), new.to_json().encode())
     assert task.read_outcomes(files, "runs/r", 0, "two", 2) == [new]
+
+
+def test_an_outcome_that_is_seen_late_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files(tmp_path)
+    late = Outcome(1, Kind.EXCEPTION, error="ValueError", message="bad", job_id="one")
+    path = preflight.outcome_path("runs/r", 0, 1)
+    assert task.await_outcomes(files, "runs/r", 0, "one", 2, set()) == []
+    timer = threading.Timer(0.3, files.write_bytes, (path, late.to_json().encode()))
+    timer.start()
+    try:
+        assert task.await_outcomes(files, "runs/r", 0, "one", 2, {1}) == [late]
+    finally:
+        timer.join()
+    monkeypatch.setattr(task, "_LATE_S", 0.1)
+    assert task.await_outcomes(files, "runs/r", 0, "one", 2, {0, 1}) == [late]

@@ -49,7 +49,9 @@ try:
 except RankError as e:
     assert (e.rank, e.exit, e.log_tail) == (1, "exception", "last words"), vars(e)
     assert 'raise ValueError("on purpose")' in e.traceback, e.traceback
-    assert str(e).startswith("Rank 1 of 2 on host "), str(e)
+    assert str(e).splitlines()[1].startswith("Rank 1 of 2 on host "), str(e)
+    assert (e.error_type, repr(e.__cause__)) == ("ValueError", "ValueError('on purpose')"), vars(e)
+    assert e.__context__ is None and "sparkhvd-outcome" not in str(e) + e.traceback
     print("RANK ERROR")
 try:
     run(place, num_proc=50, spark=spark, start_timeout=1)

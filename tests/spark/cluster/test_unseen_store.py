@@ -99,15 +99,17 @@ print("RUNS", model.getStore().list("runs/r"))
 PARQUET = """
 import torch
 from torch import nn
-from sparkhvd import Store, TorchEstimator
+from sparkhvd import Store, TorchEstimator, TorchModel
 from sparkhvd.errors import InvalidArgumentError
 
 df = spark.range(40).selectExpr("array(id % 5 / 5, 1.0D) AS x", "id % 7 / 7 AS y", "id % 2 AS half")
 df.write.partitionBy("half").parquet(FOLDER + "/table")
 estimator = TorchEstimator(
     model=nn.Linear(2, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
-    label_cols=["y"], batch_size=4, num_proc=2, max_retries=0, verbose=0, store=FOLDER + "/store-of-parquet")
+    label_cols=["y"], batch_size=4, num_proc=2, max_retries=0, verbose=0, store=FOLDER + "/store-of-parquet", run_id="p")
 model = estimator.fit_on_parquet(FOLDER + "/table", spark=spark)
+again = TorchModel.from_run(FOLDER + "/store-of-parquet", "p")
+assert torch.equal(again.getModel().weight, model.getModel().weight)
 print("ROWS", model.history[0]["rows"])
 for path, column in ((FOLDER + "/none", "x"), (FOLDER + "/table", "z")):
     try:

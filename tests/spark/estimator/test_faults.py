@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd import RankError, Store
+from sparkhvd import RankError, Store, TorchModel
 from sparkhvd.runner import context
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness import faults
@@ -22,8 +22,6 @@ from tests.spark.estimator.fits import estimator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-
-    from sparkhvd import TorchModel
 
 LIMIT_S = 10.0
 # Of a fit that dies in its second epoch, and of the one that it must equal.
@@ -178,9 +176,17 @@ def test_a_rank_killed_in_a_step_is_named_in_time_and_a_new_fit_goes_on_there(
     folder: Path, df: DataFrame, whole: TorchModel
 ) -> None:
     place = folder / "killed"
-    fit = estimator(
-        Dying("step", place, once=True), Store.create(place), run_id="killed", **OPTIONS
-    )
-    named_in_time(fit, df, place, "killed", 1)
+    store = Store.create(place)
+    killed = estimator(Dying("step", place, once=True), store, run_id="killed", **OPTIONS)
+    named_in_time(killed, df, place, "killed", 1)
     assert (place / "died").exists()
-    assert_same(fit.fit(df), whole)
+    with pytest.warns(UserWarning, match="has not finished: the model has .* after epoch 1 of 3"):
+        early = TorchModel.from_run(store, "killed", trust=True)
+    assert [record["epoch"] for record in early.history] == [1]
+    resumed = killed.fit(df)
+    late = TorchModel.from_run(store, "killed", trust=True)
+    assert late.history == resumed.history
+    assert late.timings == resumed.timings
+    assert torch.equal(late.getModel().layer.weight, resumed.getModel().layer.weight)
+    assert late.transform(df).columns == resumed.transform(df).columns
+    assert_same(resumed, whole)

@@ -294,7 +294,7 @@ def test_a_run_id_resumes_an_unfinished_run_and_is_refused_for_a_finished_one(
         estimator(model, store, **options).fit(df)
     assert str(refused.value) == (
         f"run_id is 'mine', and that run has finished: {store.full_url('runs/mine')}. Give another run_id, or "
-        "warm_start=True to train `epochs` more epochs from its weights."
+        "warm_start=True to train `epochs` more epochs from its weights; TorchModel.from_run gives its model."
     )
 
     # A step of no length leaves the weights that it started from.

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkhvd import RankError, Store
+from sparkhvd import RankError, Store, TorchModel
 from sparkhvd.data.store.default import default_store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -54,6 +54,10 @@ def trained_alike(df: DataFrame, store: Store, expected: nn.Module) -> None:
     assert store.list("runs") == ["runs/r"]
     assert Checkpoints(store, "runs/r").latest_epoch() == 2
     assert model.transform(df).count() == 40
+    again = TorchModel.from_run(store, "r")
+    assert_same_weights(again.getModel(), expected, 0.0)
+    assert again.history == model.history
+    assert again.transform(df).collect() == model.transform(df).collect()
 
 
 def test_fit_on_s3(df: DataFrame, expected: nn.Module, s3: S3) -> None:

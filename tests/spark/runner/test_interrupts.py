@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -79,7 +80,7 @@ store = Store.create(os.path.join(FOLDER, "store"))
 model = torch.nn.Linear(1, 1)
 fit = TorchEstimator(
     model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.001), loss=torch.nn.MSELoss(), feature_cols=["x"],
-    label_cols=["y"], batch_size=4, epochs=2, num_proc=1, callbacks=[Waits()], store=store, run_id="a", verbose=0,
+    label_cols=["y"], batch_size=4, epochs=2, num_proc=1, callbacks=[Waits()], store=store, run_id="a",
 )
 try:
     fit.fit(df)
@@ -150,6 +151,8 @@ def test_ranks_save_and_nothing_is_left(tmp_path: Path) -> None:
         output, _ = driver.communicate(timeout=120)
     # The checkpoint of the first epoch was perhaps still being written.
     assert "ENDED fit (1, 0)" in output, output
+    assert "sparkhvd: interrupted. The checkpoint after epoch 1 of 2 stays: a fit with" in output
+    assert re.search(r"run 'a' in file://\S+/store goes on after epoch 1 of 2\n", output), output
     assert "EPOCHS 2" in output, output
     assert wait_until_gone(find("sleep")) == set()
     assert (tmp_path / "fit-saved0").exists()

@@ -223,9 +223,14 @@ def test_an_exception_names_its_rank_and_the_next_run_works(
         run(fails_on_one, num_proc=2, spark=spark, env=env)
     assert faults.seconds_since(tmp_path / "raised") < 10
     assert (e.value.rank, e.value.host, e.value.exit) == (1, "127.0.0.1", "exception")
-    assert str(e.value).startswith(
-        "Rank 1 of 2 on host 127.0.0.1 raised KeyError: 'missing piece'\nTraceback"
-    )
+    first, second, third, *_, last = str(e.value).splitlines()
+    assert re.search(r'test_run\.py:\d+: raise KeyError\("missing piece"\)$', first)
+    assert second == "Rank 1 of 2 on host 127.0.0.1 raised KeyError: 'missing piece'"
+    assert third.startswith("Traceback")
+    assert last == "KeyError: 'missing piece'"
+    assert e.value.error_type == "KeyError"
+    assert repr(e.value.__cause__) == "KeyError('missing piece')"
+    assert e.value.__suppress_context__
     assert 'raise KeyError("missing piece")' in e.value.traceback
     assert e.value.log_tail == "before it failed"
     assert "org.apache.spark" not in str(e.value)

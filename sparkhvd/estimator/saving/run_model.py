@@ -1,0 +1,211 @@
+"""Model of a run in the store: its description, which the fit writes, with the weights of a checkpoint.
+
+    runs/<run_id>/model.json    columns, links and Params of the model, and its module without weights; code as pickles
+
+It is written before the ranks start, so a run that was interrupted has it too, and holds code only if JSON cannot name a class
+or function. Then it needs trust, as a saved model does.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import warnings
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor, nn
+
+from sparkhvd.data.store.checksummed import dump_sealed, load_sealed
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.fitting.runs import Finished, Run, check_run_id, position_text
+from sparkhvd.estimator.params.base import TorchParams
+from sparkhvd.estimator.saving.encoding import Archive, Decoder
+from sparkhvd.estimator.saving.persistence import FORMAT_VERSION, decode_fitted, encode_model
+from sparkhvd.training.checkpoints.checkpoint import Position
+from sparkhvd.training.checkpoints.files import Checkpoints
+from sparkhvd.training.modules import architecture
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["MODEL_NAME", "load_run_model", "store_run_model"]
+
+MODEL_NAME = "model.json"
+_WARM = re.compile(r"/warm-(\d+)$")
+
+M = TypeVar("M", bound=TorchParams)
+
+
+def store_run_model(store: Store, run_dir: str, model: TorchParams, epochs: int) -> None:
+    """Write the description of a run's model, without its weights and its store.
+
+    Args:
+        store: the run's store.
+        run_dir: the run's folder.
+        model: the `TorchModel` before the training.
+        epochs: number that the run will have.
+    """
+    archive = Archive()
+    content = encode_model(model, archive)
+    content["params"].pop("store", None)
+    code = {}
+    for name, value in archive.code.items():
+        try:
+            pickled = architecture.dump_shell(archive.module or nn.Module(), value)
+        except Exception:  # noqa: BLE001 - a Param that the ranks do not get, such as output_fn; the fit needs no pickle of it
+            continue
+        code[name] = base64.b64encode(pickled).decode()
+    values = {
+        "format_version": FORMAT_VERSION,
+        "uid": model.uid,
+        "epochs": epochs,
+        "model": content,
+        "code": code,
+    }
+    store.write_bytes(f"{run_dir}/{MODEL_NAME}", dump_sealed(values))
+
+
+def load_run_model(
+    cls: type[M], store: Store, run_id: str, *, trusted: bool, spark: SparkSession | None
+) -> M:
+    """Make the model of a run; the last one where fits with `warm_start` have gone on from it.
+
+    Args:
+        cls: `TorchModel`.
+        store: the run's store, as this process reaches it.
+        run_id: name of the run.
+        trusted: the caller trusts code of the run.
+        spark: session whose conf may name trusted path prefixes; None: there is none.
+
+    Raises:
+        InvalidArgumentError: there is no such run, it has no checkpoint, or one of its files is damaged or missing.
+        UntrustedError: it holds code and nobody trusts it.
+    """
+    run = _last_run(store, run_id)
+    url = store.full_url(run.run_dir)
+    values = _description(store, run.run_dir)
+    decoder = _RunDecoder(url, spark, trusted=trusted, run=run, code=values["code"])
+    instance = cls()
+    instance._resetUid(values["uid"])
+    with decoder.reading(MODEL_NAME):
+        fitted = decode_fitted(values["model"], decoder)
+    for name, value in values["model"]["params"].items():
+        if instance.hasParam(name):
+            instance._set(**{name: decoder.decode(name, value)})
+    state, finished = decoder.state, decoder.finished
+    if any(not isinstance(value, Tensor) for value in state.values()):  # of get_extra_state
+        fitted.module.load_state_dict(state)
+    fitted = replace(fitted, history=decoder.history)
+    if finished is None:
+        warnings.warn(
+            f"The run {run_id!r} in {store.url} has not finished: the model has the weights "
+            f"{position_text(decoder.position, values['epochs'])}.",
+            stacklevel=3,
+        )
+    else:
+        widths = finished.widths or fitted.widths
+        fitted = replace(fitted, widths=widths, timings=finished.timings)
+    instance._fitted = fitted  # of TorchModel, which stands above this module
+    instance._set(store=store)
+    return instance
+
+
+class _RunDecoder(Decoder):
+    """Decoder of a run's model; the weights are those of a checkpoint, which it loads when they are asked for."""
+
+    def __init__(
+        self,
+        url: str,
+        spark: SparkSession | None,
+        *,
+        trusted: bool,
+        run: Run,
+        code: dict[str, str],
+    ) -> None:
+        super().__init__(url, spark, trusted=trusted)
+        self.finished: Finished | None = run.finished()
+        self.position: Position = (0, 0)
+        self.history: list[dict[str, Any]] = []
+        self.state: dict[str, Any] = {}
+        self._checkpoints = Checkpoints(run.store, run.run_dir)
+        self._pickles = code
+
+    def _read_tensors(self) -> dict[str, Tensor]:
+        if self.finished is not None:
+            self.position = (self.finished.epoch, 0)
+            self.history = self._checkpoints.history()
+            path = self._checkpoints.path(self.finished.epoch)
+            try:
+                self.state = self._checkpoints.load_weights(path)
+            except FileNotFoundError:
+                raise InvalidArgumentError(
+                    f"{self.path} has no {path.rpartition('/')[2]}, the checkpoint with the weights of its model: it was deleted. "
+                    "Restore it from a copy, or fit anew with another run_id."
+                ) from None
+        else:
+            checkpoint = self._checkpoints.newest_whole()
+            if checkpoint is None:
+                raise InvalidArgumentError(
+                    f"{self.path} has no whole checkpoint: its fit was interrupted before the first was written, or they are "
+                    "damaged. A fit with this run_id makes one."
+                )
+            self.position, self.history = checkpoint.position, checkpoint.history
+            self.state = checkpoint.model
+        return {name: value for name, value in self.state.items() if isinstance(value, Tensor)}
+
+    def _read_code(self) -> dict[str, bytes]:
+        return {name: base64.b64decode(text) for name, text in self._pickles.items()}
+
+    def _from_code(self, name: str, what: str) -> Any:
+        if name not in self._pickles:
+            raise InvalidArgumentError(
+                f"{self.path} does not hold {name}, a {what}, because the fit could not pickle it. Save the model that the fit "
+                "returns, with a function that pickles."
+            )
+        return super()._from_code(name, what)
+
+
+def _last_run(store: Store, run_id: str) -> Run:
+    """Return the run, or the last of the fits from its weights that has anything.
+
+    Raises:
+        InvalidArgumentError: the store has no such run.
+    """
+    run_dir = f"runs/{check_run_id(run_id)}"
+    parts = store.list(run_dir)
+    if not parts:
+        known = [path.rpartition("/")[2] for path in store.list("runs")]
+        raise InvalidArgumentError(
+            f"There is no run {run_id!r} in {store.url}. It has {', '.join(map(repr, known[:20])) or 'none'}"
+            f"{f', and {len(known) - 20} more' if len(known) > 20 else ''}."
+        )
+    numbers = sorted((int(m[1]) for part in parts if (m := _WARM.search(part))), reverse=True)
+    for number in numbers:
+        run = Run(store, f"{run_dir}/warm-{number}")
+        if Checkpoints(store, run.run_dir).latest_position() != (0, 0):
+            return run
+    return Run(store, run_dir)
+
+
+def _description(store: Store, run_dir: str) -> dict[str, Any]:
+    path = f"{run_dir}/{MODEL_NAME}"
+    url = store.full_url(path)
+    try:
+        values = load_sealed(store.read_bytes(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InvalidArgumentError(
+            f"{url} is not there: the fit ended before its ranks started, or an older sparkhvd, which writes none, ran it. Fit "
+            "with this run_id to go on from a checkpoint; a finished run without it has its weights in checkpoints/ alone."
+        ) from None
+    if values is None:
+        raise InvalidArgumentError(
+            f"{url} is damaged: it is not what was written. Restore it from a copy; of a run that has not finished a fit with "
+            "its run_id writes it anew."
+        )
+    if values["format_version"] != FORMAT_VERSION:
+        raise InvalidArgumentError(
+            f"{url} has format version {values['format_version']}; this sparkhvd reads {FORMAT_VERSION}."
+        )
+    return values
