@@ -104,7 +104,7 @@ test: env
 
 # A cross-section: what a change breaks most likely, on a checkout that is built.
 QUICK_TESTS := tests/test_architecture.py tests/pure tests/ranks/torch/test_collectives.py \
-  tests/ranks/torch/test_reduced_gradients.py tests/ranks/torch/test_context.py 'tests/spark/estimator/test_fit.py::test_fit_equals_one_process[64 rows array]'
+  tests/ranks/torch/test_reduced_gradients.py tests/ranks/torch/test_context.py 'tests/spark/estimator/test_fit.py::test_fit_equals_one_process[120 rows mixed]'
 QUICK_FLAGS ?= --durations=5 --timeout=60
 
 quick: env stand-in $(CLASSES) lint

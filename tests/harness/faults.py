@@ -10,6 +10,8 @@ import signal
 import time
 from pathlib import Path
 
+from tests.harness.processes import NURSERY
+
 # Names the file into which a fault writes when it happened.
 HAPPENED_AT = "FAULT_HAPPENED_AT"
 
@@ -45,14 +47,22 @@ def parent_of(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
+def python_worker() -> int:
+    """Return the Spark task's own Python process: this rank's parent, or that of its nursery."""
+    pid = os.getppid()
+    while NURSERY.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+        pid = parent_of(pid)
+    return pid
+
+
 def kill_python_worker() -> None:
-    """End the Spark task's own Python process, this rank's parent."""
+    """End the Spark task's own Python process."""
     note()
-    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(python_worker(), signal.SIGKILL)
     time.sleep(60)
 
 
 def kill_executor() -> None:
     """End the executor's JVM: the parent of the parent of the Python worker (daemon, worker, trainer)."""
-    os.kill(parent_of(parent_of(os.getppid())), signal.SIGKILL)
+    os.kill(parent_of(parent_of(python_worker())), signal.SIGKILL)
     time.sleep(60)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,6 @@ import pytest
 from tests.harness import jvm
 from tests.harness.paths import ROOT
 from tests.harness.processes import TAG, TAG_VARIABLE, free_port, wait_for_port
-from tests.harness.soak import soak
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -297,126 +296,13 @@ def connect_server(directory: Path, master: str = "local[2]") -> Iterator[str]:
             process.wait()
 
 
-# A folder that every process has under this name, each its own.
-OWN_FOLDER = Path("/proc/self/cwd")
-
-
-def hiding(folder: Path) -> list[str] | None:
-    """Return the prefix of a command for which a folder is another one, empty; None if this user may not mount."""
-    flags = "-m" if os.geteuid() == 0 else "-rm"
-    mount = 'mount -t tmpfs none "$0" && exec "$@"'
-    prefix = ["unshare", flags, "sh", "-c", mount, str(folder)]
-    try:
-        probe = subprocess.run([*prefix, "true"], capture_output=True, check=False)
-    except FileNotFoundError:
-        return None
-    return prefix if probe.returncode == 0 else None
-
-
-@dataclass(frozen=True)
-class Unseen:
-    """A Spark Connect server, and a folder that it sees and its clients do not.
-
-    Attributes:
-        remote: address of the server.
-        folder: as the server sees it.
-        log: what the server and its executor print, plans included.
-    """
-
-    remote: str
-    folder: Path
-    log: Path
-
-    def run(self, body: str, directory: Path, timeout_s: float = 600) -> str:
-        """Run a client whose FOLDER is not the server's of the same name; returns what it printed.
-
-        The client is in a mount namespace of its own, or (where that is not allowed) names a folder below the working
-        directory of whoever looks.
-        """
-        client = directory / f"client-{len(list(directory.iterdir()))}"
-        client.mkdir()
-        prefix = hiding(self.folder)
-        folder = OWN_FOLDER if prefix is None else self.folder
-        # Nothing of that name was made silently.
-        after = (
-            "assert [n for n in os.listdir(FOLDER) if n != 'script.py'] == [], os.listdir(FOLDER)\n"
-        )
-        return run_on(
-            self.remote,
-            f"{_with_folder(body, folder)}\n{after}",
-            client,
-            remote=True,
-            conf=dict.fromkeys(CONF),
-            timeout_s=timeout_s,
-            prefix=prefix or (),
-        )
-
-
-@pytest.fixture(scope="module")
-def unseen_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Unseen]:
-    """A Connect server of its own whose clients do not see the folder."""
-    directory = tmp_path_factory.mktemp("unseen")
-    folder = directory / "folder"
-    folder.mkdir()
-    with connect_server(directory / "server") as remote:
-        yield Unseen(remote, folder, directory / "server" / "server.log")
-
-
-# --- Every Spark mode, through one fixture. ---
-
-MODES = ("local", "local-cluster", "standalone", "connect", "connect-unseen")
-
-
-# Modes of which the others show nothing but the master's own part.
-_SOAK_MODES = {
-    "standalone": "runner/test_masters: test_standalone",
-    "connect-unseen": "test_unseen_store: a client trains on files that only executors see",
-}
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(mode, marks=soak(_SOAK_MODES[mode]) if mode in _SOAK_MODES else ())
-        for mode in MODES
-    ]
-)
-def spark_mode(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[Callable[[str, Path], str]]:
-    """Runs a program with `spark` in each mode, two slots each: `spark_mode(body, folder)` gives what it printed.
-
-    Locally it is the shared session; each other mode has a process of its own, because a process has one session.
-    """
-    mode: str = request.param
-    if mode == "local":
-        session = request.getfixturevalue("spark")
-        yield lambda body, folder: run_here(session, body, folder)
-    elif mode == "standalone":
-        with standalone_cluster(tmp_path) as master:
-            conf = {"spark.executor.memory": "512m"}
-            yield lambda body, folder: run_on(
-                master, _with_folder(body, folder), tmp_path, conf=conf, timeout_s=600
-            )
-    elif mode == "connect-unseen":
-        unseen: Unseen = request.getfixturevalue("unseen_store")
-        yield lambda body, folder: unseen.run(body, tmp_path)
-    else:
-        yield lambda body, folder: run_on(
-            "local-cluster[2,1,1024]",
-            _with_folder(body, folder),
-            tmp_path,
-            remote=mode == "connect",
-            timeout_s=600,
-        )
-
-
 def run_here(session: SparkSession, body: str, folder: Path) -> str:
     """Run a program in this process with a session; returns what it printed."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(_with_folder(body, folder), {"__name__": "__main__", "spark": session})  # noqa: S102
+        exec(with_folder(body, folder), {"__name__": "__main__", "spark": session})  # noqa: S102
     return printed.getvalue()
 
 
-def _with_folder(body: str, folder: Path) -> str:
+def with_folder(body: str, folder: Path) -> str:
     return f"FOLDER = {str(folder)!r}\n{textwrap.dedent(body)}"

@@ -23,7 +23,6 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from tests.harness.processes import peak_bytes
 from tests.harness.soak import amount
-from tests.harness.spark import run_on
 
 DATA_DIR = "data/k/app"
 
@@ -225,34 +224,6 @@ def test_a_writer_holds_a_part_of_its_data_only(spark: SparkSession, tmp_path: P
     grown = int((tmp_path / "measured" / "grown").read_text())
     # A batch of 32 MiB in its forms, those before it that the allocator keeps, and a row group.
     assert 20 << 20 < grown < 256 << 20, f"{grown >> 20} MiB"
-
-
-def test_a_task_that_fails_once_writes_no_row_twice(tmp_path: Path) -> None:
-    body = f"""
-        from pathlib import Path
-        import numpy as np
-        from sparkhvd.data.columns.check import (check_schema)
-        from sparkhvd.data.store.store import Store
-        from sparkhvd.data.materialize import materialize
-        from sparkhvd.data.packed import read_packed
-        mark = {str(tmp_path / "mark")!r}
-        def fail_once(batches):
-            for batch in batches:
-                yield batch
-            from pyspark import TaskContext
-            if TaskContext.get().partitionId() == 1 and TaskContext.get().attemptNumber() == 0:
-                Path(mark).write_text("failed")
-                raise RuntimeError("on purpose")
-        df = spark.range(0, 1000, 1, 3).selectExpr("id", "1 as label")
-        df = df.mapInArrow(fail_once, df.schema)
-        schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])
-        root = {str(tmp_path / "store")!r}
-        manifest = materialize(df, schema, Store.create(root), "data/k/app")
-        assert Path(mark).exists()
-        assert (read_packed(root + "/data/k/app")["id"] == np.arange(1000)).all()
-        print("rows", manifest.num_rows)
-    """
-    assert "rows 1000" in run_on("local[2,3]", body, tmp_path)
 
 
 def test_a_store_that_the_driver_does_not_see_is_an_error(

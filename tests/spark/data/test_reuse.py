@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +23,6 @@ from sparkhvd.data.store.leases import LEASE_NAME, LEASE_S, Lease, lease_of, wri
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from tests.harness.ranks import run_threads
-from tests.harness.spark import run_on
 
 
 @pytest.fixture
@@ -214,31 +211,6 @@ def test_values_of_partitions_in_a_catalog_are_part_of_the_plan(
         finally:
             spark.sql("drop table years")
     assert len(found) == 2
-
-
-@pytest.mark.timeout(320)
-def test_kept_data_of_files_are_used_by_another_application(tmp_path: Path) -> None:
-    body = f"""
-        from sparkhvd.data.reuse import prepare
-        from sparkhvd.data.columns.check import (check_schema)
-        from sparkhvd.data.store.store import Store
-        store = Store.create({str(tmp_path / "store")!r})
-        source = {str(tmp_path / "source")!r}
-        if not os.path.exists(source):
-            spark.range(20).selectExpr("id", "id * 0.5D as label").coalesce(1).write.parquet(source)
-            spark.read.parquet(source).count()  # what was done before must not matter
-        read = spark.read.option("mergeSchema", "true").parquet(source)
-        for df in (read, read.where("id > 1").select("id", "label")):
-            schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])
-            found = prepare(df, schema, store, app_id=spark.sparkContext.applicationId, keep_data=True)
-            print("RESULT", found.reused, found.manifest.num_rows)
-    """
-    for is_second in (False, True):
-        conf = {"spark.sql.shuffle.partitions": "3" if is_second else "2"}
-        output = run_on("local[1]", body, tmp_path, conf=conf, timeout_s=150)
-        found = [line for line in output.splitlines() if line.startswith("RESULT")]
-        assert found == [f"RESULT {is_second} 20", f"RESULT {is_second} 18"]
-    assert len(Store(str(tmp_path / "store")).data_directories()) == 2
 
 
 def test_a_source_that_changed_is_read_again(
@@ -488,43 +460,3 @@ def test_data_that_a_reader_found_damaged_are_made_again(spark: SparkSession, st
     store.write_bytes(f"{found.data_dir}/{DAMAGED_NAME}", b"a flipped bit")
     assert not prepared(numbers(spark), store).reused
     assert prepared(numbers(spark), store).reused
-
-
-def test_data_go_when_the_process_ends_and_connect_needs_a_key(tmp_path: Path) -> None:
-    root = str(tmp_path / "store")
-    body = f"""
-        from sparkhvd.data.reuse import plan_key, prepare
-        from sparkhvd.data.columns.check import (check_schema)
-        from sparkhvd.data.store.store import Store
-        store = Store.create({root!r})
-        df = spark.range(20).selectExpr("id", "id * 0.5D as label")
-        schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])
-        found = [prepare(df, schema, store, app_id="app", data_key=k) for k in (None, None, "mine", "mine")]
-        print("RESULT", json.dumps([[f.reused, f.manifest.num_rows, f.reason] for f in found]))
-        print("HELD", len(store.data_directories()))
-
-        # Another client of the same server is the same application to Spark, and ends earlier.
-        if "--second" not in sys.argv:
-            import subprocess
-            from pyspark.sql.connect.client.core import DefaultChannelBuilder
-            url = f"sc://localhost:{{DefaultChannelBuilder.default_port()}}"
-            code = open(__file__).read().partition("from sparkhvd")
-            second = "import json, os, subprocess, sys\\nfrom pyspark.sql import SparkSession\\n"
-            second += f"spark = SparkSession.builder.remote({{url!r}}).getOrCreate()\\n" + code[1] + code[2]
-            subprocess.run([sys.executable, "-c", second, "--second"], check=True, timeout=200)
-            again = prepare(df, schema, store, app_id="app", data_key="mine")
-            print("AGAIN", again.reused, len(store.data_directories()))
-    """
-    output = run_on("local[2]", body, tmp_path, remote=True)
-    line = next(x for x in output.splitlines() if x.startswith("RESULT"))
-    unseen = "a Spark Connect client does not see what a plan reads; data_key= would tell that data are the same"
-    assert json.loads(line[7:]) == [
-        [False, 20, unseen],
-        [False, 20, unseen],
-        [False, 20, "no earlier data of this key"],
-        [True, 20, "data_key='mine'"],
-    ]
-    assert "HELD 3" in output
-    assert "HELD 6" in output
-    assert "AGAIN True 3" in output
-    assert os.listdir(tmp_path / "store" / "data") == []

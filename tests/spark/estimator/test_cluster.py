@@ -1,4 +1,4 @@
-"""Settings of a fit from the Spark conf, the environment and its arguments, on classic Spark and on Connect."""
+"""Settings of a fit from the Spark conf, the environment and its arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from sparkhvd.estimator.fitting.cluster import Cluster, resolve_cluster
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.spark import SparkShim
 from tests.harness.fake_driver import fake_driver
-from tests.harness.spark import run_on
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -135,29 +134,3 @@ def test_wrong_values_name_the_key(spark: SparkSession, key: str, value: str, me
     finally:
         spark.conf.unset(f"spark.sparkhvd.{key}")
     assert str(failed.value) == message
-
-
-def test_the_conf_reaches_a_client_of_connect(tmp_path: Path) -> None:
-    output = run_on(
-        "local[2]",
-        """
-        from sparkhvd import TorchEstimator
-        from sparkhvd.estimator.fitting.cluster import resolve_cluster
-        from sparkhvd.spark import SparkShim
-
-        options = TorchEstimator(max_retries=3)._options()
-        found = resolve_cluster(SparkShim(spark), options)
-        print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.values.spin_us)
-        spark.conf.set("spark.sparkhvd.num_proc", "-3")
-        try:
-            resolve_cluster(SparkShim(spark), options)
-        except ValueError as e:
-            print("ERROR", e)
-        spark.stop()
-        """,
-        tmp_path,
-        remote=True,
-        conf=CONF,
-    )
-    assert "FOUND 1 3 12.5 9" in output
-    assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output

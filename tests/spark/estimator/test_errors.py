@@ -20,7 +20,7 @@ from sparkhvd import (
     Store,
     TorchEstimator,
 )
-from tests.spark.estimator.fits import estimator, mlp
+from tests.spark.estimator.fits import estimator, fitted, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -361,18 +361,16 @@ def test_bad_values_are_named_before_any_rank(spark: SparkSession, store: Store)
 
 def test_a_first_batch_that_does_not_fit_shows_both_shapes(df: DataFrame, store: Store) -> None:
     with pytest.raises(RankError) as failed:
-        estimator(mlp(2, outputs=3), store).fit(df)
+        estimator(mlp(2, outputs=3), store, num_proc=1).fit(df)
     assert store.list("runs") == []  # it has no run_id, and no checkpoint to go on from
     text = str(failed.value)
     assert "InvalidArgumentError: The first batch, on rank " in text
     assert "3)" in text
-    assert "(5,)" in text
+    assert "(8,)" in text
 
 
-def test_transform_names_columns_that_do_not_fit(
-    spark: SparkSession, df: DataFrame, store: Store
-) -> None:
-    model = estimator(mlp(2), store, num_proc=1).fit(df)
+def test_transform_names_columns_that_do_not_fit(spark: SparkSession, df: DataFrame) -> None:
+    model = fitted(mlp(2))
     with pytest.raises(
         InvalidArgumentError, match="names column 'x', which the DataFrame does not"
     ):

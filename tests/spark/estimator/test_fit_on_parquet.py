@@ -113,7 +113,7 @@ class Stop(Callback):
     def on_step_end(self, ctx: Any, *logs: Any) -> None:
         if ctx.rank or ctx.epoch == 1 or os.path.exists(self.marker):
             return
-        time.sleep(0.5)  # they are written beside the training
+        time.sleep(0.1)  # they are written beside the training
         if Checkpoints(self.store, "runs/mine").latest_position() > (1, 0):
             Path(self.marker).touch()
             raise RuntimeError("stopped on purpose")
@@ -125,7 +125,7 @@ def test_a_fit_goes_on_inside_an_epoch_only_with_the_same_files(
     path = write(tmp_path / "data", values())
     store = Store.create(tmp_path / "store")
     model = mlp(2)
-    options: dict[str, Any] = {"epochs": 2, "checkpoint_interval_s": 1e-6}
+    options: dict[str, Any] = {"epochs": 2, "checkpoint_interval_s": 1e-6, "num_proc": 1}
     whole = estimator(model, store, **options).fit_on_parquet(path)
     options |= {"run_id": "mine", "callbacks": [Stop(store, tmp_path / "stopped")]}
     with pytest.raises(RankError, match="stopped on purpose"):
@@ -181,7 +181,7 @@ def test_values_that_a_rank_finds_are_named_with_their_file(
     given = values(900)
     given["y"][800:] = np.nan
     path = write(tmp_path / "data", given)
-    fit = estimator(mlp(2), Store.create(tmp_path / "store"))
+    fit = estimator(mlp(2), Store.create(tmp_path / "store"), num_proc=1)
     with pytest.raises(RankError) as raised:
         fit.fit_on_parquet(path)
     assert "day=2/part.parquet" in str(raised.value)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 DIMENSIONS = 10_000_000
 SIDE = 4
 LOOKUP = {"low": 0, "high": 1}
+# The first value alone would make it integers.
+SCALES = {"low": 0, "high": 0.5}
 IMAGES = 1000
 BATCH = 100
 # Of a rank, with torch in it. A dense batch of the sparse column would take BATCH * DIMENSIONS * 4 bytes: 4 GB.
@@ -69,7 +71,7 @@ def pixels_of(data: bytes) -> np.ndarray:
 
 
 class Everything(nn.Module):
-    """Takes an image, words of any number, a sparse vector, a nested array and a word."""
+    """Takes an image, words of any number, a sparse vector, a nested array and two words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +82,13 @@ class Everything(nn.Module):
         self.level = nn.Embedding(2, 1)
 
     def forward(  # noqa: D102
-        self, image: Tensor, words: Tensor, wide: Tensor, nested: Tensor, level: Tensor
+        self,
+        image: Tensor,
+        words: Tensor,
+        wide: Tensor,
+        nested: Tensor,
+        level: Tensor,
+        scale: Tensor,
     ) -> Tensor:
         assert image.shape[1:] == (1, SIDE, SIDE)
         assert nested.shape[1:] == (2, 3)
@@ -88,7 +96,7 @@ class Everything(nn.Module):
         rows, columns = wide.indices()
         hashed = self.wide[columns % 8] * wide.values()[:, None]
         linear = torch.zeros(len(image), 1).index_add(0, rows, hashed)
-        mean = self.words(words).mean(1)
+        mean = self.words(words).mean(1) * (1 + scale[:, None])
         return (
             self.image(image).reshape(-1, 1)
             + linear
@@ -107,6 +115,7 @@ def frame(spark: SparkSession, count: int, seed: int) -> DataFrame:
             Vectors.sparse(DIMENSIONS, {int(i): 1.0 for i in rng.integers(0, DIMENSIONS, 10)}),
             rng.random((2, 3)).tolist(),
             "high" if i % 2 else "low",
+            "high" if i % 3 else "low",
             float(i % 2),
         )
         for i in range(count)
@@ -118,6 +127,7 @@ def frame(spark: SparkSession, count: int, seed: int) -> DataFrame:
             T.StructField("wide", VectorUDT()),
             T.StructField("nested", T.ArrayType(T.ArrayType(T.DoubleType()))),
             T.StructField("level", T.StringType()),
+            T.StructField("scale", T.StringType()),
             T.StructField("y", T.DoubleType()),
         ]
     )
@@ -131,8 +141,8 @@ def test_every_kind_of_input_trains_and_predicts(spark: SparkSession, tmp_path: 
         model,
         store,
         optimizer=torch.optim.Adam(model.parameters(), lr=0.1),
-        feature_cols=["image", "words", "wide", "nested", "level"],
-        decoders={"image": pixels_of, "level": LOOKUP},
+        feature_cols=["image", "words", "wide", "nested", "level", "scale"],
+        decoders={"image": pixels_of, "level": LOOKUP, "scale": SCALES},
         collate_fn={"words": pad(0)},
         validation=frame(spark, 3, seed=1),
         num_workers=2,
@@ -161,10 +171,15 @@ def test_every_kind_of_input_trains_and_predicts(spark: SparkSession, tmp_path: 
             ).coalesce(),
             torch.tensor([r.nested for r in rows]),
             torch.tensor([LOOKUP[r.level] for r in rows]),
+            torch.tensor([SCALES[r.scale] for r in rows]),
         )
     # `pad` fills up to the longest row of a batch: one batch gives what one call gives.
     found = [r.y__output for r in trained.transform(df.coalesce(1)).select("y__output").collect()]
     np.testing.assert_allclose(found, expected.reshape(-1).numpy(), rtol=1e-4, atol=1e-5)
+    few = df.limit(2)
+    before = [r.y__output for r in trained.transform(few).collect()]
+    after = [r.y__output for r in trained.setModel(Everything()).transform(few).collect()]
+    assert before != after
 
 
 def test_rows_with_holes_are_left_out_or_filled(
@@ -202,49 +217,6 @@ def test_rows_with_holes_are_left_out_or_filled(
         InvalidArgumentError, match="All 4 rows of the DataFrame hold a null or an invalid number"
     ):
         estimator(mlp(2), num_proc=1, handle_invalid="skip").fit(df.filter("x IS NULL"))
-
-
-def test_param_maps_may_have_validation_dataframes_of_their_own(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    store = Store.create(tmp_path / "store")
-    df = spark.createDataFrame([([1.0, 2.0], 1.0)] * 4, "x array<double>, y double")
-    near, far = df.limit(2), df.limit(3).withColumn("y", F.lit(100.0))
-    est = estimator(mlp(2), store, num_proc=1, validation=near)
-    first, second = est.fit(df, [{}, {est.validation: far}])
-    assert first.history[-1]["val_loss"] < 10 < second.history[-1]["val_loss"]
-    with pytest.raises(InvalidArgumentError, match="validation is a DataFrame, which cannot be"):
-        est.save(str(tmp_path / "saved"))
-
-
-def test_a_lookup_holds_all_of_its_values_and_a_collated_model_may_be_replaced(
-    spark: SparkSession, tmp_path: Path
-) -> None:
-    store = Store.create(tmp_path / "store")
-    df = spark.createDataFrame(
-        [("low", [1], 1.0), ("high", [2, 3], 2.0)], "s string, t array<int>, y double"
-    )
-    model = estimator(
-        Bag(),
-        store,
-        num_proc=1,
-        feature_cols=["s", "t"],
-        decoders={"s": {"low": 0, "high": 0.5}},
-        collate_fn={"t": pad(0)},
-        inputs={"scale": "s", "tokens": "t"},
-    ).fit(df)
-    before = [row["y__output"] for row in model.transform(df).collect()]
-    after = [row["y__output"] for row in model.setModel(Bag()).transform(df).collect()]
-    assert before != after
-
-
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 1)
-
-    def forward(self, scale: Tensor, tokens: Tensor) -> Tensor:
-        return (1 + scale) * self.table(tokens)[..., 0].mean(dim=1)
 
 
 def test_a_second_dataframe_must_fit_the_first(spark: SparkSession, tmp_path: Path) -> None:

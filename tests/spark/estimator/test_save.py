@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +54,8 @@ def plain(df: DataFrame, store: Store) -> TorchModel:
 
 
 @pytest.fixture(scope="module")
-def own(df: DataFrame, store: Store) -> TorchModel:
-    fit = estimator(Mine(), store, num_proc=1, data_key="d", optimizer=torch.optim.Adam)
-    return fit.fit(df)
+def own() -> TorchModel:
+    return fitted(Mine())
 
 
 def outputs(model: Any, df: DataFrame) -> list[float]:
@@ -238,38 +238,33 @@ def test_a_cross_validator_model_holds_a_torch_model(
     assert outputs(loaded, vectors) == outputs(best, vectors)
 
 
-VIEWFS = """
-    from pyspark.ml import PipelineModel
-    from pyspark.ml.functions import array_to_vector
-    from sparkhvd import TorchModel
-    from tests.spark.estimator.fits import fitted, mlp
+@pytest.fixture
+def mount_table(spark: SparkSession, tmp_path: Path) -> Iterator[Path]:
+    """The folder behind /models, where paths without a scheme are those of a mount table."""
+    (tmp_path / "real").mkdir()
+    conf = spark.sparkContext._jsc.hadoopConfiguration()  # type: ignore[union-attr]  # classic
+    before = conf.get("fs.defaultFS")
+    links = {"/models": f"file://{tmp_path}/real", "/tmp": "file:///tmp"}
+    for at, folder in links.items():
+        conf.set(f"fs.viewfs.mounttable.default.link.{at}", folder)
+    conf.set("fs.defaultFS", "viewfs:///")
+    yield tmp_path / "real"
+    conf.set("fs.defaultFS", before)
+    for at in links:
+        conf.unset(f"fs.viewfs.mounttable.default.link.{at}")
 
-    rows = [([i / 10, 1 - i / 10],) for i in range(6)]
-    df = spark.createDataFrame(rows, "x array<double>").select(array_to_vector("x").alias("x")).coalesce(1)
+
+def test_a_mount_table_decides_where_paths_are(df: DataFrame, mount_table: Path) -> None:
     model = fitted(mlp(2))
     for path in ("/models/a", "viewfs:///models/a"):
         model.write().overwrite().save(path)
-    print("saved", flush=True)
     PipelineModel([model]).write().overwrite().save("/models/pipeline")
-    expected = model.transform(df).collect()
+    rows = df.coalesce(1)
+    expected = model.transform(rows).collect()
     for loaded in (TorchModel.load("/models/a"), PipelineModel.load("viewfs:///models/pipeline")):
-        assert loaded.transform(df).collect() == expected
-    print("through the mount table", flush=True)
-"""
-
-
-@pytest.mark.timeout(330)
-def test_a_mount_table_decides_where_paths_are(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    conf = {
-        "spark.hadoop.fs.defaultFS": "viewfs:///",
-        "spark.hadoop.fs.viewfs.mounttable.default.link./models": f"file://{tmp_path}/real",
-        "spark.hadoop.fs.viewfs.mounttable.default.link./tmp": "file:///tmp",
-    }
-    out = run_on("local[2]", VIEWFS, tmp_path, conf=conf, timeout_s=300)
-    assert "through the mount table" in out
-    assert sorted(p.name for p in (tmp_path / "real").iterdir()) == ["a", "pipeline"]
-    (weights,) = (tmp_path / "real" / "a" / "weights").glob("part-*")
+        assert loaded.transform(rows).collect() == expected
+    assert sorted(p.name for p in mount_table.iterdir()) == ["a", "pipeline"]
+    (weights,) = (mount_table / "a" / "weights").glob("part-*")
     mlp(2).load_state_dict(torch.load(weights, weights_only=True))
 
 
@@ -327,7 +322,7 @@ CONNECT = """
 """
 
 
-@soak("test_modes[connect] saves and loads")
+@soak("cluster/test_fits[connect] saves and loads")
 @pytest.mark.timeout(430)
 def test_the_same_works_over_connect(tmp_path: Path) -> None:
     body = CONNECT.format(store=str(tmp_path / "store"), path=str(tmp_path / "saved"))

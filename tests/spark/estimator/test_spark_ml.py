@@ -121,13 +121,9 @@ def test_each_row_of_a_source_that_differs_each_time_is_in_one_part(
         .select(F.array(F.rand()).alias("x"), F.expr("id AS y"))
     )
     options = {"train_fn": remember_rows, "validation": 0.25, "run_id": "mine", "keep_data": True}
-    estimator(mlp(1), store, **options).fit(df)
+    estimator(mlp(1), store, num_proc=1, **options).fit(df)
     parts = {
-        name: [
-            row
-            for rank in (0, 1)
-            for row in json.loads(store.read_bytes(f"runs/mine/user/{name}-{rank}"))
-        ]
+        name: json.loads(store.read_bytes(f"runs/mine/user/{name}-0"))
         for name in ("training", "validation")
     }
     manifest, values = only_data(store)

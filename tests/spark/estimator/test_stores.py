@@ -64,6 +64,7 @@ def test_fit_on_s3(df: DataFrame, expected: nn.Module, s3: S3) -> None:
     trained_alike(df, Store.create("s3://bucket/fit", **s3.options()), expected)
 
 
+@soak("test_fit_on_s3, here; processes/data/test_store_servers: served by ftp")
 def test_fit_through_fsspec(df: DataFrame, expected: nn.Module, ftp: str) -> None:
     trained_alike(df, Store.create(f"{ftp}/store"), expected)
 
@@ -108,7 +109,7 @@ def disturbed(
         if len(seen) == 1:
             disturb()
 
-    options = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.01), "run_id": "r"}
+    options = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.01), "run_id": "r", "num_proc": 1}
     with pytest.raises(RankError) as failed:
         estimator(Slow(), store, epochs=500, progress=progress, **options).fit(df)
     assert wait_for_no_trainers() == set()

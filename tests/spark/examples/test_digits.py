@@ -81,11 +81,12 @@ def on_local(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_example([sys.executable, str(EXAMPLE)], tmp_path_factory.mktemp("local"))
 
 
+@soak("test_readme: programs of plain Python; test_migration: scripts of examples")
 def test_digits_trains_and_reports_when_started_by_plain_python(on_local: Outcome) -> None:
     check(on_local)
 
 
-@soak("estimator/test_modes: the same weights in every mode")
+@soak("cluster/test_fits: the same weights in every mode")
 @pytest.mark.parametrize("option", ["--master", "--remote"], ids=["local-cluster", "connect"])
 def test_digits_gives_equal_weights_in_executor_processes(
     option: str, on_local: Outcome, tmp_path: Path
@@ -96,7 +97,7 @@ def test_digits_gives_equal_weights_in_executor_processes(
     assert outcome.weights == on_local.weights
 
 
-@soak("estimator/test_modes; runner/test_masters[standalone]")
+@soak("cluster/test_fits; cluster/test_programs: standalone")
 def test_digits_gives_equal_weights_when_submitted_to_a_standalone_cluster(
     on_local: Outcome, tmp_path: Path
 ) -> None:

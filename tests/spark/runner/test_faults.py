@@ -1,4 +1,4 @@
-"""A rank, its task or its executor dies under `run`: who is named, how soon, and the next run works."""
+"""A rank or its task dies under `run`: who is named, how soon, and the next run works."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sparkhvd import Settings, rendezvous
+from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import RankError
 from sparkhvd.runner import context, job, run, run_local
 from sparkhvd.spark import SparkShim
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
-from tests.harness.spark import run_on
+from tests.harness.soak import soak
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -29,13 +31,17 @@ def no_trainer_is_left() -> Iterator[None]:
     assert wait_for_no_trainers() == set()
 
 
-def before_init() -> None:
-    import sparkhvd.torch as hvd
+def meet() -> Engine:
+    """Connect the ranks as `hvd.init()` does, without the import of torch, which takes longest."""
+    met = rendezvous.current()
+    assert met is not None
+    return Engine(met.connect(), Settings())
 
+
+def before_init() -> None:
     if os.environ["RANK"] == "1":
         faults.kill_self()
-    hvd.init()
-    hvd.shutdown()
+    meet().shutdown()
 
 
 def in_an_allreduce() -> None:
@@ -51,14 +57,12 @@ def in_an_allreduce() -> None:
 
 
 def at_exit() -> int:
-    import sparkhvd.torch as hvd
-
-    hvd.init()
-    rank = int(hvd.rank())
-    hvd.shutdown()
-    if rank == 1:
+    engine = meet()
+    engine.barrier(name="all").wait()
+    engine.shutdown()
+    if engine.rank == 1:
         faults.kill_at_exit()
-    return rank
+    return engine.rank
 
 
 def in_an_allreduce_that_is_caught() -> None:
@@ -69,7 +73,13 @@ def in_an_allreduce_that_is_caught() -> None:
 
 
 @pytest.mark.parametrize(
-    "fn", [before_init, in_an_allreduce, at_exit, in_an_allreduce_that_is_caught]
+    "fn",
+    [
+        before_init,
+        pytest.param(in_an_allreduce, marks=soak("that it is caught, and without Spark, here")),
+        at_exit,
+        in_an_allreduce_that_is_caught,
+    ],
 )
 def test_a_killed_rank_is_named_in_time(
     spark: SparkSession, fn: Callable[[], Any], tmp_path: Path
@@ -81,7 +91,14 @@ def test_a_killed_rank_is_named_in_time(
     assert (e.value.rank, e.value.exit) == (1, "signal SIGKILL")
 
 
-@pytest.mark.parametrize("fn", [before_init, in_an_allreduce, at_exit])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(before_init, marks=soak("the same with Spark, here")),
+        in_an_allreduce,
+        pytest.param(at_exit, marks=soak("the same with Spark, here")),
+    ],
+)
 def test_a_killed_rank_is_named_in_time_without_spark(
     fn: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -93,14 +110,10 @@ def test_a_killed_rank_is_named_in_time_without_spark(
 
 def test_an_exception_wins_over_its_consequences(spark: SparkSession) -> None:
     def fails_on_one() -> None:
-        import torch
-
-        import sparkhvd.torch as hvd
-
-        hvd.init()
-        if hvd.rank() == 1:
+        engine = meet()
+        if engine.rank == 1:
             raise ValueError("the cause")
-        hvd.allreduce(torch.ones(1), name="x")
+        engine.barrier(name="all").wait()
 
     with pytest.raises(RankError) as e:
         run(fails_on_one, num_proc=2, spark=spark)
@@ -169,31 +182,3 @@ def test_two_losses_without_progress_are_final(spark: SparkSession) -> None:
         job.launch(SparkShim(spark), faults.kill_self, (), {}, 1, options)
     assert seen == [7, 7]
     assert e.value.rank == 0
-
-
-EXECUTOR_LOSS = """
-from sparkhvd.runner import context, run
-from tests.harness import faults
-
-def loses_its_executor():
-    here = context()
-    if here.attempt == 0:
-        if here.rank == 1:
-            faults.kill_executor()
-        time.sleep(100)
-    return here.attempt
-
-assert run(loses_its_executor, num_proc=2, spark=spark, max_retries=1) == [1, 1]
-print("ALL WELL")
-"""
-
-
-@pytest.mark.timeout(450)
-def test_a_killed_executor_is_a_loss_and_the_job_survives_it(tmp_path: Path) -> None:
-    output = run_on("local-cluster[2,1,1024]", EXECUTOR_LOSS, tmp_path, timeout_s=400)
-    assert (
-        "sparkhvd: Rank 1 of 2 was lost together with its Spark task: ExecutorLostFailure (executor"
-        in output
-    ), output
-    assert "Relaunching (1 of 1)." in output, output
-    assert "ALL WELL" in output, output

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from sparkhvd import Settings
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
 from sparkhvd.runner import admission, context, job, run
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
-from tests.harness.soak import amount
+from tests.harness.soak import soak
 from tests.harness.spark import run_on
 from tests.harness.waiting import wait_until
 
@@ -67,17 +68,44 @@ class FilesOfOneProcess(Files):
         return super().read_bytes(f"{os.getpid()}/{path}")
 
 
-def test_values_come_back_by_rank(spark: SparkSession) -> None:
-    def place(base: int, *, step: int) -> tuple[int, int, int]:
-        found = context()
-        assert found is not None
-        return base + step * found.rank, found.size, found.num_threads
+def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
+    spark: SparkSession,
+) -> None:
+    """Run twice on the session's Python workers, which are reused: fresh processes, with nothing of the first run."""
 
-    assert run(place, (100,), {"step": 5}, num_proc=2, spark=spark) == [(100, 2, 1), (105, 2, 1)]
+    def found(base: int, *, step: int) -> tuple[Any, ...]:
+        from sparkhvd import rendezvous
 
+        here, current = context(), rendezvous.current()
+        assert here is not None
+        assert current is not None
+        variables = os.environ.get("STALE"), os.environ.get("CUDA_VISIBLE_DEVICES")
+        settings = current.settings.slots, current.settings.stall_shutdown_s
+        place = base + step * here.rank, here.size, here.num_threads
+        # Above what travels in one part.
+        return os.getpid(), place, variables, settings, bytes([here.rank]) * (3 << 20)
 
-def test_num_proc_none_takes_all_slots_of_local(spark: SparkSession) -> None:
-    assert len(run(os.getpid, spark=spark)) == 2
+    conf = {"spark.sparkhvd.slots": "5", "spark.sparkhvd.stall_shutdown_s": "9"}
+    env = {"STALE": "1", "CUDA_VISIBLE_DEVICES": "none", "SPARKHVD_STALL_SHUTDOWN_S": "20"}
+    for key, value in conf.items():
+        spark.conf.set(key, value)
+    try:
+        first = run(found, (100,), {"step": 5}, num_proc=2, spark=spark, env=env)
+    finally:
+        for key in conf:
+            spark.conf.unset(key)
+    second = run(found, (100,), {"step": 5}, spark=spark)  # as many ranks as slots
+    assert len({of_rank[0] for of_rank in (*first, *second)}) == 4
+    places = [(100, 2, 1), (105, 2, 1)]
+    default = Settings()
+    for ranks, variables, settings in (
+        (first, ("1", "none"), (5, 20.0)),  # `env` wins over the conf
+        (second, (None, None), (default.slots, default.stall_shutdown_s)),
+    ):
+        assert [of_rank[1] for of_rank in ranks] == places
+        assert [of_rank[2] for of_rank in ranks] == [variables] * 2
+        assert [of_rank[3] for of_rank in ranks] == [settings] * 2
+        assert [of_rank[4] for of_rank in ranks] == [b"\0" * (3 << 20), b"\1" * (3 << 20)]
 
 
 def test_one_rank_gets_all_threads_of_local(spark: SparkSession) -> None:
@@ -88,53 +116,8 @@ def test_one_rank_gets_all_threads_of_local(spark: SparkSession) -> None:
     assert told == str(min(2, processors))
 
 
-def test_ranks_are_fresh_processes_outside_the_python_worker(spark: SparkSession) -> None:
-    first = run(os.getpid, num_proc=2, spark=spark)
-    second = run(os.getpid, num_proc=2, spark=spark)
-    assert len({*first, *second}) == 4
-
-
 def test_the_session_of_this_thread_is_the_default(spark: SparkSession) -> None:
     assert run(lambda: "x", num_proc=1) == ["x"]
-
-
-def test_variables_of_one_run_are_gone_in_the_next(spark: SparkSession) -> None:
-    def variables() -> tuple[str | None, str | None]:
-        return os.environ.get("STALE"), os.environ.get("CUDA_VISIBLE_DEVICES")
-
-    env = {"STALE": "1", "CUDA_VISIBLE_DEVICES": "none"}
-    assert run(variables, num_proc=2, spark=spark, env=env) == [("1", "none")] * 2
-    # Both of the session's Python workers are reused, and neither remembers.
-    assert run(variables, num_proc=2, spark=spark) == [(None, None)] * 2
-
-
-def test_settings_come_from_the_conf_and_env_wins(spark: SparkSession) -> None:
-    def settings() -> tuple[int, float]:
-        from sparkhvd import rendezvous
-
-        current = rendezvous.current()
-        assert current is not None
-        return current.settings.slots, current.settings.stall_shutdown_s
-
-    conf = {"spark.sparkhvd.slots": "5", "spark.sparkhvd.stall_shutdown_s": "9"}
-    for key, value in conf.items():
-        spark.conf.set(key, value)
-    try:
-        found = run(settings, num_proc=2, spark=spark, env={"SPARKHVD_STALL_SHUTDOWN_S": "20"})
-    finally:
-        for key in conf:
-            spark.conf.unset(key)
-    assert found == [(5, 20.0)] * 2
-
-
-def test_large_results_travel_in_parts(spark: SparkSession) -> None:
-    def blob() -> bytes:
-        return bytes([here_rank()]) * (3 << 20)
-
-    def here_rank() -> int:
-        return int(os.environ["RANK"])
-
-    assert run(blob, num_proc=2, spark=spark) == [b"\0" * (3 << 20), b"\1" * (3 << 20)]
 
 
 def test_a_large_argument_brings_no_key_to_a_disk_and_leaves_no_file(spark: SparkSession) -> None:
@@ -328,6 +311,31 @@ def test_a_module_that_the_workers_lack_is_named_with_their_python(spark: SparkS
     )
 
 
+def test_workers_without_the_package_are_named_with_their_python(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The same Python without the checkout on its path: what a cluster looks like before the installation.
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    # Runs in every Python that starts with this folder on its path, whatever installed the package.
+    (bare / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'sparkhvd':\n"
+        "            raise ModuleNotFoundError(name, name=name)\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+    )
+    wrapper = tmp_path / "bare-python"
+    python = os.environ["PYSPARK_PYTHON"]
+    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{bare}:$PYTHONPATH" exec {python} "$@"\n')
+    wrapper.chmod(0o755)
+    # As if the session had been started with spark.pyspark.python.
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", str(wrapper))
+    with pytest.raises(PreflightError, match="The workers run .*which has no module sparkhvd"):
+        run(print, num_proc=2, spark=spark)
+
+
 def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -> None:
     files = Files(str(tmp_path))
     options = job.LaunchOptions(shared=files, run_dir="runs/a")
@@ -466,6 +474,7 @@ def test_an_interrupt_ends_a_job_that_is_submitted_after_it(
     )
 
 
+@soak("jobs side by side, jobs that take turns, a cancelled job, an exception, here")
 def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_path: Path) -> None:
     """Check that nothing of them is left in any combination."""
     context_ = spark.sparkContext
@@ -492,7 +501,7 @@ def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_pa
         wait_until(place.exists, "a rank runs", within_s=120)
         context_.cancelJobsWithTag(place.name)
 
-    for sequence in range(amount(1, 30)):
+    for sequence in range(30):
         with ThreadPoolExecutor(8) as threads:
             kinds = draw.sample(["cancelled", "fails", "good", "good"], 4)
             jobs = []

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.cluster import Unseen, hiding
 from tests.harness.servers import S3, SECRET
 from tests.harness.soak import soak
-from tests.harness.spark import Unseen, hiding
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -119,27 +119,64 @@ for path, column in ((FOLDER + "/none", "x"), (FOLDER + "/table", "z")):
 """
 
 
-def test_a_client_trains_on_files_that_only_executors_see(
-    unseen_store: Unseen, tmp_path: Path
-) -> None:
-    output = unseen_store.run(PARQUET, tmp_path)
+ON_S3 = """
+from sparkhvd.data.store.remote_store import RemoteStore
+
+store = Store.create("s3://bucket/connect", **OPTIONS)
+assert store.is_seen  # this client reaches the server
+for given in (store, RemoteStore(store, spark)):
+    given.write_bytes("runs/a", b"x")
+    assert given.read_bytes("runs/a") == b"x"
+try:
+    RemoteStore(Store("s3://none/p", OPTIONS), spark).read_bytes("runs/a")
+    raise AssertionError("read")
+except Exception as e:
+    print("REFUSED", type(e).__name__, e)
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(
+    unseen_store: Unseen, tmp_path_factory: pytest.TempPathFactory, s3: S3
+) -> dict[str, str]:
+    """Output of the programs above, by name, in one client: starting one takes longer than most of what they do."""
+    bodies = {"store": STORE, "s3": f"OPTIONS = {s3.options()!r}\n{ON_S3}", "parquet": PARQUET}
+    body = "\n".join(f"print('--- {name}')\n{text}" for name, text in bodies.items())
+    output = unseen_store.run(body, tmp_path_factory.mktemp("client"))
+    found = dict(re.findall(r"^--- (\w+)\n(.*?)(?=^--- |\Z)", output, re.DOTALL | re.MULTILINE))
+    assert list(found) == list(bodies), output
+    return found
+
+
+def refused(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("REFUSED")]
+
+
+def test_a_client_trains_on_files_that_only_executors_see(printed: dict[str, str]) -> None:
+    output = printed["parquet"]
     assert "ROWS 40" in output
-    refused = [line for line in output.splitlines() if line.startswith("REFUSED")]
-    assert "/none'): there is no such file or folder" in refused[0]
-    assert "names column 'z'" in refused[1]
+    first, second = refused(output)
+    assert "/none'): there is no such file or folder" in first
+    assert "names column 'z'" in second
 
 
-def test_a_client_reaches_all_of_a_store_that_it_does_not_see(
-    unseen_store: Unseen, tmp_path: Path
-) -> None:
-    output = unseen_store.run(STORE, tmp_path)
-    refused = [line for line in output.splitlines() if line.startswith("REFUSED")]
-    assert refused[0].startswith("REFUSED FileNotFoundError")
-    assert refused[1].startswith(
-        "REFUSED InvalidArgumentError '../up' is not a path inside a store"
-    )
-    assert "Store.create('file:///proc/no/store'): the place cannot be written" in refused[2]
+def test_a_client_reaches_all_of_a_store_that_it_does_not_see(printed: dict[str, str]) -> None:
+    output = printed["store"]
+    said = refused(output)
+    assert said[0].startswith("REFUSED FileNotFoundError")
+    assert said[1].startswith("REFUSED InvalidArgumentError '../up' is not a path inside a store")
+    assert "Store.create('file:///proc/no/store'): the place cannot be written" in said[2]
     assert "Store.create was called before the Spark Connect session" in output
+
+
+def test_credentials_are_not_in_the_log_of_the_server(
+    unseen_store: Unseen, printed: dict[str, str]
+) -> None:
+    assert "REFUSED" in printed["s3"]
+    assert SECRET not in "".join(printed.values())
+    log = unseen_store.printed()
+    assert "map_partitions" in log  # plans are in it
+    assert SECRET not in log
 
 
 @soak("test_a_client_trains_on_files_that_only_executors_see, here; pure/estimator/test_runs")
@@ -244,32 +281,3 @@ def test_a_fit_waits_for_an_earlier_one_of_the_same_client(
     output = unseen_store.run(TWO_FITS, tmp_path)
     results = [line for line in output.splitlines() if line.startswith("RESULT")]
     assert sorted(line.split()[1:3] for line in results) == [["first", "ok"], ["second", "ok"]]
-
-
-ON_S3 = """
-store = Store.create("s3://bucket/connect", **OPTIONS)
-assert store.is_seen  # this client reaches the server
-for given in (store, RemoteStore(store, spark)):
-    given.write_bytes("runs/a", b"x")
-    assert given.read_bytes("runs/a") == b"x"
-try:
-    RemoteStore(Store("s3://none/p", OPTIONS), spark).read_bytes("runs/a")
-    raise AssertionError("read")
-except Exception as e:
-    print("REFUSED", type(e).__name__, e)
-"""
-
-
-def test_credentials_are_not_in_the_log_of_the_server(
-    unseen_store: Unseen, tmp_path: Path, s3: S3
-) -> None:
-    given = (
-        "from sparkhvd import Store\nfrom sparkhvd.data.store.remote_store import RemoteStore\n"
-        f"OPTIONS = {s3.options()!r}\n"
-    )
-    output = unseen_store.run(f"{given}{ON_S3}", tmp_path)
-    assert "REFUSED" in output
-    assert SECRET not in output
-    log = unseen_store.log.read_text(errors="replace")
-    assert "map_partitions" in log  # plans are in it
-    assert SECRET not in log

@@ -1,4 +1,4 @@
-"""Writers that are killed, outrun or given up: every row once in the manifest, and nothing beside it."""
+"""Writers that are killed, outrun or given up, with every row once in the manifest; and an executor that is killed under `run`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.cluster import Cluster
+from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
-from tests.harness.spark import run_on, standalone_cluster
+from tests.harness.spark import run_on, standalone_cluster, with_folder
 
 # Executors are killed and come again; on a machine that does other things too this may take long.
 pytestmark = pytest.mark.timeout(600)
@@ -71,7 +73,7 @@ def run(name, fault, df=None):
 """
 
 
-def test_killed_writers_neither_repeat_nor_lose_rows(tmp_path: Path) -> None:
+def test_killed_writers_neither_repeat_nor_lose_rows(cluster: Cluster, tmp_path: Path) -> None:
     body = """
     def worker(number):
         if number == 1:
@@ -87,12 +89,67 @@ def test_killed_writers_neither_repeat_nor_lose_rows(tmp_path: Path) -> None:
     assert run("executor", executor).count(2) == 2
     print("DONE")
     """
-    conf = {"spark.task.maxFailures": "4"}
-    output = run_on(
-        "local-cluster[2,1,1024]", _program(body, tmp_path), tmp_path, conf=conf, timeout_s=400
-    )
+    output = cluster.run(_program(body, tmp_path), timeout_s=400)
     assert "DONE" in output
     assert "ExecutorLostFailure" in output
+
+
+FAILS_ONCE = """
+from pathlib import Path
+import numpy as np
+from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.store.store import Store
+from sparkhvd.data.materialize import materialize
+from sparkhvd.data.packed import read_packed
+
+def fail_once(batches):
+    for batch in batches:
+        yield batch
+    from pyspark import TaskContext
+    if TaskContext.get().partitionId() == 1 and TaskContext.get().attemptNumber() == 0:
+        Path(FOLDER, "mark").write_text("failed")
+        raise RuntimeError("on purpose")
+
+df = spark.range(0, 1000, 1, 3).selectExpr("id", "1 as label")
+df = df.mapInArrow(fail_once, df.schema)
+schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])
+manifest = materialize(df, schema, Store.create(FOLDER + "/store"), "data/k/app")
+assert Path(FOLDER, "mark").exists()
+assert (read_packed(FOLDER + "/store/data/k/app")["id"] == np.arange(1000)).all()
+print("rows", manifest.num_rows)
+"""
+
+
+def test_a_task_that_fails_once_writes_no_row_twice(cluster: Cluster, tmp_path: Path) -> None:
+    assert "rows 1000" in cluster.run(with_folder(FAILS_ONCE, tmp_path))
+
+
+EXECUTOR_LOSS = """
+from sparkhvd.runner import context, run
+from tests.harness import faults
+
+def loses_its_executor():
+    here = context()
+    if here.attempt == 0:
+        if here.rank == 1:
+            faults.kill_executor()
+        time.sleep(100)
+    return here.attempt
+
+assert run(loses_its_executor, num_proc=2, spark=spark, max_retries=1) == [1, 1]
+print("ALL WELL")
+"""
+
+
+def test_a_killed_executor_is_a_loss_and_the_job_survives_it(cluster: Cluster) -> None:
+    output = cluster.run(EXECUTOR_LOSS, timeout_s=400)
+    assert (
+        "sparkhvd: Rank 1 of 2 was lost together with its Spark task: ExecutorLostFailure (executor"
+        in output
+    ), output
+    assert "Relaunching (1 of 1)." in output, output
+    assert "ALL WELL" in output, output
+    assert wait_for_no_trainers() == set()
 
 
 @soak("test_killed_writers_neither_repeat_nor_lose_rows, here")

@@ -1,18 +1,16 @@
-"""`run` under the masters that need a process of their own: the same program, the same answers."""
+"""`run` under masters with executors of their own: the same program, the same answers."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.harness.processes import TRAINER, find, wait_for_no_trainers, wait_until_gone
+from tests.harness.cluster import Cluster
+from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
-from tests.harness.spark import run_on, standalone_cluster, started_script, write_script
+from tests.harness.spark import run_on
 
 # Several JVMs start; on a machine that does other things too this may take long.
 SLOW = pytest.mark.timeout(450)
@@ -101,7 +99,6 @@ while left() and time.monotonic() < deadline:
     time.sleep(0.05)
 assert not left()
 assert len(run(place, num_proc=2)) == 2  # the active session
-spark.stop()
 print("ALL WELL")
 """
 
@@ -114,50 +111,16 @@ def check(output: str) -> None:
 
 
 @SLOW
-def test_local_cluster(tmp_path: Path) -> None:
-    check(run_on("local-cluster[2,1,1024]", PROGRAM, tmp_path, timeout_s=400))
+def test_standalone(cluster: Cluster) -> None:
+    check(cluster.run(PROGRAM, timeout_s=400))
 
 
+@soak("standalone, here")
+@pytest.mark.parametrize("remote", [False, True], ids=["local-cluster", "connect"])
 @SLOW
-def test_standalone(tmp_path: Path) -> None:
-    with standalone_cluster(tmp_path) as master:
-        conf = {"spark.executor.memory": "512m"}
-        check(run_on(master, PROGRAM, tmp_path, conf=conf, timeout_s=400))
-
-
-@soak("estimator/test_modes[connect]")
-@SLOW
-def test_connect(tmp_path: Path) -> None:
-    check(run_on("local-cluster[2,1,1024]", PROGRAM, tmp_path, remote=True, timeout_s=400))
-
-
-STAYS = """
-import os, subprocess
-from sparkhvd.runner import run
-
-def stays(folder):
-    subprocess.Popen(["sleep", "300"])
-    open(os.path.join(folder, "rank-" + os.environ["RANK"]), "w").close()
-    time.sleep(300)
-
-run(stays, (os.path.dirname(__file__),), num_proc=2, spark=spark)
-"""
-
-
-@SLOW
-def test_a_killed_driver_leaves_nothing(tmp_path: Path) -> None:
-    script = write_script(tmp_path / "driver.py", STAYS, master="local[2]")
-    with started_script(script) as driver:
-        deadline = time.monotonic() + 200
-        while len(list(tmp_path.glob("rank-*"))) < 2:
-            assert time.monotonic() < deadline
-            assert driver.poll() is None, driver.stdout and driver.stdout.read()
-            time.sleep(0.1)
-        assert len(find(TRAINER)) == 2
-        os.kill(driver.pid, signal.SIGKILL)
-        assert wait_for_no_trainers(20) == set()
-        # Killed with its trainer, but on a busy machine the kernel may end it a moment later.
-        assert wait_until_gone(find("sleep 300"), 10) == set()
+def test_local_cluster(tmp_path: Path, remote: bool) -> None:
+    body = f"{PROGRAM}\nspark.stop()\n"
+    check(run_on("local-cluster[2,1,1024]", body, tmp_path, remote=remote, timeout_s=400))
 
 
 @soak("test_standalone, here")
@@ -181,36 +144,6 @@ def test_a_session_without_any_network_setting_works(tmp_path: Path) -> None:
     lines = output.splitlines()
     assert "[0] rank 0 is here" in lines, output
     assert "[1] rank 1 is here" in lines, output
-
-
-def test_workers_without_the_package_are_named_with_their_python(tmp_path: Path) -> None:
-    # The same Python without the checkout on its path: what a cluster looks like before the installation.
-    program = """
-    from sparkhvd.errors import PreflightError
-    from sparkhvd.runner import run
-    try:
-        run(print, num_proc=2, spark=spark)
-    except PreflightError as e:
-        print("REFUSED", e)
-    """
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    # Runs in every Python that starts with this folder on its path, whatever installed the package.
-    (bare / "sitecustomize.py").write_text(
-        "import sys\n"
-        "class Blocked:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'sparkhvd':\n"
-        "            raise ModuleNotFoundError(name, name=name)\n"
-        "sys.meta_path.insert(0, Blocked())\n"
-    )
-    wrapper = tmp_path / "bare-python"
-    python = os.environ["PYSPARK_PYTHON"]
-    wrapper.write_text(f'#!/bin/sh\nPYTHONPATH="{bare}:$PYTHONPATH" exec {python} "$@"\n')
-    wrapper.chmod(0o755)
-    output = run_on("local[2]", program, tmp_path, env={"PYSPARK_PYTHON": str(wrapper)})
-    assert "REFUSED The workers run " in output, output
-    assert "which has no module sparkhvd" in output
 
 
 @soak("pure/runner/test_preflight")

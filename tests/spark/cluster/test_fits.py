@@ -1,0 +1,250 @@
+"""The same estimator in every Spark mode, a fit that outlives its executor, and data and conf of an application."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from sparkhvd.data.ownership import release
+from sparkhvd.data.store.store import Store
+from tests.harness.cluster import Cluster, run_client
+from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import soak
+from tests.harness.spark import run_here, run_on, with_folder
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# Several JVMs start; on a machine that does other things too this may take long.
+pytestmark = pytest.mark.timeout(900)
+
+PRELUDE = """
+import hashlib, os, time
+import torch
+from torch import nn
+from sparkhvd import Store, TorchEstimator, TorchModel
+
+def digest(module):
+    parts = (value.numpy().tobytes() for value in module.state_dict().values())
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+"""
+
+# Fit, transform, save and load; the weights are the same in every mode.
+PROGRAM = """
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+rows = [(i, [float(i % 5), float(i % 3)], float(i % 7)) for i in range(40)]
+df = spark.createDataFrame(rows, "id bigint, x array<double>, y double")
+estimator = TorchEstimator(
+    model=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
+    label_cols=["y"], batch_size=4, epochs=2, num_proc=2, random_seed=3, validation=0.2,
+    store=Store.create(FOLDER + "/store"), max_retries=0)
+model = estimator.fit(df)
+
+def predictions(model):
+    return [row[0] for row in model.transform(df).orderBy("id").select("y__output").collect()]
+
+model.write().overwrite().save(FOLDER + "/saved")
+loaded = TorchModel.load(FOLDER + "/saved")
+assert predictions(loaded) == predictions(model)
+assert digest(loaded.getModel()) == digest(model.getModel())
+print("LOSSES", [record["val_loss"] for record in model.history])
+print("WEIGHTS", digest(model.getModel()))
+"""
+
+
+@pytest.fixture(scope="module")
+def local(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Output of the program on the shared `local[2]` session."""
+    return run_here(spark, PRELUDE + PROGRAM, tmp_path_factory.mktemp("local"))
+
+
+def said(output: str) -> list[str]:
+    """Return the program's lines about its model, without progress and Spark's log."""
+    lines = [line for line in output.splitlines() if re.match("LOSSES|WEIGHTS", line)]
+    assert len(lines) == 2, output
+    return lines
+
+
+def check(output: str) -> None:
+    assert [line[:9] for line in output.splitlines() if line.startswith("epoch")] == [
+        "epoch 1/2",
+        "epoch 2/2",
+    ]
+    assert wait_for_no_trainers() == set()
+
+
+def test_fit_transform_save_and_load_on_a_local_master(local: str) -> None:
+    check(local)
+
+
+def test_fit_transform_save_and_load_are_the_same_in_every_mode(
+    spark_mode: Callable[[str, Path], str], local: str, tmp_path: Path
+) -> None:
+    output = spark_mode(PRELUDE + PROGRAM, tmp_path)
+    assert said(output) == said(local)
+    check(output)
+
+
+# Rank 1 kills its executor's JVM in the middle of the first epoch, once.
+LOSS = """
+from tests.harness import faults
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 1))
+
+    def forward(self, x):
+        if self.training and os.environ.get("RANK") == "1":
+            time.sleep(0.02)
+            with open(FOLDER + "/steps", "a") as log:
+                log.write(".")
+            if os.path.exists(FOLDER + "/kill") and os.path.getsize(FOLDER + "/steps") == KILL_AT:
+                os.remove(FOLDER + "/kill")
+                faults.kill_executor()
+        return self.layers(x)
+
+NUM_STEPS, KILL_AT = 160, 60
+rows = [([float(i % 5), float(i % 3)], float(i % 7)) for i in range(640)]
+df = spark.createDataFrame(rows, "x array<double>, y double")
+
+model = TorchEstimator(
+    model=Net(), optimizer=lambda p: torch.optim.Adam(p, lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
+    label_cols=["y"], batch_size=4, epochs=2, num_proc=2, random_seed=3, max_retries=1,
+    store=Store.create(FOLDER + "/store"), checkpoint_interval_s=0.4).fit(df)
+steps = os.path.getsize(FOLDER + "/steps")
+# If it was killed, it went on inside the epoch: not every step was made again.
+assert NUM_STEPS <= steps < NUM_STEPS + KILL_AT, steps
+assert not os.path.exists(FOLDER + "/kill")
+print("LOSSES", [record["loss"] for record in model.history])
+print("WEIGHTS", digest(model.getModel()))
+"""
+
+
+@soak(
+    "estimator/test_faults: a relaunched fit equals an undisturbed one; test_losses: a killed executor"
+)
+def test_a_fit_outlives_its_executor_and_ends_with_the_same_weights(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    undisturbed.mkdir()
+    disturbed.mkdir()
+    (disturbed / "kill").touch()
+    body = f"FOLDER = {str(disturbed)!r}\n{PRELUDE}{LOSS}"
+    output = run_on("local-cluster[2,1,1024]", body, tmp_path, timeout_s=600)
+    assert said(output) == said(run_here(spark, PRELUDE + LOSS, undisturbed))
+    assert "ExecutorLostFailure" in output, output
+    assert "Relaunching (1 of 1)" in output, output
+    assert wait_for_no_trainers() == set()
+
+
+def test_the_conf_reaches_a_client_of_connect(cluster: Cluster, tmp_path: Path) -> None:
+    """Resolve the conf of the server's application, and that of the client's session."""
+    body = """
+        from sparkhvd import TorchEstimator
+        from sparkhvd.estimator.fitting.cluster import resolve_cluster
+        from sparkhvd.spark import SparkShim
+
+        options = TorchEstimator(max_retries=3)._options()
+        found = resolve_cluster(SparkShim(spark), options)
+        print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.values.spin_us)
+        spark.conf.set("spark.sparkhvd.num_proc", "-3")
+        try:
+            resolve_cluster(SparkShim(spark), options)
+        except ValueError as e:
+            print("ERROR", e)
+        spark.stop()
+    """
+    conf = {
+        "spark.sparkhvd.num_proc": "1",
+        "spark.sparkhvd.max_retries": "5",
+        "spark.sparkhvd.start_timeout": "12.5",
+        "spark.sparkhvd.verbose": "0",
+    }
+    output = run_client(cluster.remote, body, tmp_path, conf=conf)
+    assert "FOUND 1 3 12.5 9" in output  # the last one is the application's
+    assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output
+
+
+KEPT = """
+from sparkhvd.data.reuse import prepare
+from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.store.store import Store
+
+store = Store.create(FOLDER + "/store")
+source = FOLDER + "/source"
+shuffles = spark.conf.get("spark.sql.shuffle.partitions")
+if not os.path.exists(source):
+    spark.range(20).selectExpr("id", "id * 0.5D as label").coalesce(1).write.parquet(source)
+    spark.read.parquet(source).count()  # what was done before must not matter
+else:
+    spark.conf.set("spark.sql.shuffle.partitions", int(shuffles) + 1)
+try:
+    read = spark.read.option("mergeSchema", "true").parquet(source)
+    for df in (read, read.where("id > 1").select("id", "label")):
+        schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])
+        found = prepare(df, schema, store, app_id=spark.sparkContext.applicationId, keep_data=True)
+        print("RESULT", found.reused, found.manifest.num_rows)
+finally:
+    spark.conf.set("spark.sql.shuffle.partitions", shuffles)
+"""
+
+
+def test_kept_data_of_files_are_used_by_another_application(
+    spark: SparkSession, cluster: Cluster, tmp_path: Path
+) -> None:
+    first = run_here(spark, f"import os\n{KEPT}", tmp_path)
+    release()
+    second = cluster.run(with_folder(KEPT, tmp_path))
+    for output, is_second in ((first, False), (second, True)):
+        found = [line for line in output.splitlines() if line.startswith("RESULT")]
+        assert found == [f"RESULT {is_second} 20", f"RESULT {is_second} 18"]
+    assert len(Store(str(tmp_path / "store")).data_directories()) == 2
+
+
+OF_A_CLIENT = """
+from sparkhvd.data.reuse import plan_key, prepare
+from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.store.store import Store
+
+store = Store.create(FOLDER + "/store")
+df = spark.range(20).selectExpr("id", "id * 0.5D as label")
+schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])
+found = [prepare(df, schema, store, app_id="app", data_key=k) for k in (None, None, "mine", "mine")]
+print("RESULT", json.dumps([[f.reused, f.manifest.num_rows, f.reason] for f in found]))
+print("HELD", len(store.data_directories()))
+
+# Another client of the same server is the same application to Spark, and ends earlier.
+if "--second" not in sys.argv:
+    import subprocess
+    subprocess.run([sys.executable, __file__, "--second"], check=True, timeout=200)
+    again = prepare(df, schema, store, app_id="app", data_key="mine")
+    print("AGAIN", again.reused, len(store.data_directories()))
+"""
+
+
+def test_data_go_when_the_process_ends_and_connect_needs_a_key(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    output = run_client(cluster.remote, with_folder(OF_A_CLIENT, tmp_path), tmp_path)
+    line = next(x for x in output.splitlines() if x.startswith("RESULT"))
+    unseen = "a Spark Connect client does not see what a plan reads; data_key= would tell that data are the same"
+    assert json.loads(line[7:]) == [
+        [False, 20, unseen],
+        [False, 20, unseen],
+        [False, 20, "no earlier data of this key"],
+        [True, 20, "data_key='mine'"],
+    ]
+    assert "HELD 3" in output
+    assert "HELD 6" in output
+    assert "AGAIN True 3" in output
+    assert os.listdir(tmp_path / "store" / "data") == []
