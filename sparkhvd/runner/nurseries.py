@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -36,7 +37,7 @@ _READ_EARLY = (
 )  # fmt: skip
 # Longest wait for a nursery that imports, before a fresh process is started.
 _FORK_S = 120.0
-# There, CUDA's driver would be touched before the fork by some import of the user's sort.
+# With a GPU, forks are not tested.
 _GPU = Path("/dev/nvidiactl")
 
 Key = tuple[object, ...]
@@ -95,8 +96,8 @@ class Nursery:
                 with self._lock:
                     self._ask(modules, [theirs.fileno(), *ends.all()])
                 theirs.close()
-                answer = receive(ours)
-            except OSError:  # it has just ended, or imports for minutes
+                answer = self._answer(ours)
+            except OSError:  # it has just ended
                 answer = None
             if answer is None or not answer["pid"]:
                 self.can_fork = False
@@ -106,6 +107,15 @@ class Nursery:
             process = ForkedProcess(answer["pid"], ours)
             stack.pop_all()
             return process
+
+    def _answer(self, channel: socket.socket) -> dict[str, int] | None:
+        """Receive the answer to a request; a nursery that imports for minutes is killed, so that it does not fork later on."""
+        try:
+            return receive(channel)
+        except TimeoutError:
+            self._process.kill()
+            self._process.wait()
+            return receive(channel)
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Import modules for later trainers; returns at once."""
@@ -202,7 +212,17 @@ def fork(modules: Sequence[str], environ: Mapping[str, str], ends: Ends) -> Fork
 
 def is_possible() -> bool:
     """Return True if this platform has what a nursery needs, and no GPU."""
-    return hasattr(os, "pidfd_open") and hasattr(socket, "recv_fds") and not _GPU.exists()
+    return hasattr(socket, "recv_fds") and _has_pidfds() and not _GPU.exists()
+
+
+@functools.cache
+def _has_pidfds() -> bool:
+    """Return True if the kernel gives descriptors of processes; a container may forbid it."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def _key(environ: Mapping[str, str]) -> Key:

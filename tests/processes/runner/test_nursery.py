@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from sparkhvd.errors import RankError
-from sparkhvd.runner import context, run_local
+from sparkhvd.runner import context, nurseries, run_local
 from sparkhvd.runner.nurseries import Nursery, of_this_process
 from sparkhvd.runner.processes import Ends
 from sparkhvd.settings import Settings
@@ -249,6 +249,20 @@ def test_a_nursery_with_threads_forks_no_more(tmp_path: Path) -> None:
         os.close(reads)
         os.close(writes)
     assert wait_until_gone({kept.pid}) == set()
+
+
+def test_a_nursery_that_does_not_answer_is_replaced_by_fresh_processes(
+    nursery: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch()
+    pid = of_this_process.pid()
+    assert pid is not None
+    monkeypatch.setattr(nurseries, "_FORK_S", 0.5)
+    os.kill(pid, signal.SIGSTOP)
+    first, second = run_local(pid_and_parent, num_proc=2, verbose=0)
+    assert first[1] == os.getpid()
+    assert second[1] == of_this_process.pid() != pid
+    assert wait_until_gone({pid}) == set()
 
 
 def test_nothing_stays_open_after_many_launches(nursery: None) -> None:
