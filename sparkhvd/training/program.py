@@ -63,7 +63,7 @@ def dump_program(program: Program) -> tuple[bytes, str]:
         InvalidArgumentError: a part cannot be pickled; the message names the param.
     """
     try:
-        data = dump_shell(_stored_apart(program.model), program)
+        data = dump_shell(_stored_apart(program.model), program, names_files=True)
     except Exception as e:
         name, part = _unpicklable(program)
         raise InvalidArgumentError(

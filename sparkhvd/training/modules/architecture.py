@@ -15,7 +15,9 @@ import inspect
 import io
 import json
 import pickle
+from collections import ChainMap
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any, TypeAlias, TypedDict
 
 import cloudpickle
@@ -322,6 +324,22 @@ class _ShellPickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle h
         return (*pid, dict(vars(value))) if vars(value) else pid
 
 
+def _reduce_code(code: CodeType) -> tuple[object, ...]:
+    """Reduce code with the name of its file, for which cloudpickle 3.1 and later give "<dynamic-code>"."""
+    make, values = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    named = (
+        code.co_filename if isinstance(value, str) and value == "<dynamic-code>" else value
+        for value in values
+    )
+    return make, tuple(named)
+
+
+class _NamingPickler(_ShellPickler):
+    """Pickler whose code knows its file, which a traceback names; the bytes are those of one machine and notebook."""
+
+    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+
 class _ShellUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, weights: Mapping[str, Tensor]) -> None:
         super().__init__(file)
@@ -340,10 +358,17 @@ class _ShellUnpickler(pickle.Unpickler):
         return self._made[name]
 
 
-def dump_shell(module: nn.Module, value: object = None) -> bytes:
-    """Pickle a module, or `value` that refers to it, with the module's tensors by name instead of by value."""
+def dump_shell(module: nn.Module, value: object = None, *, names_files: bool = False) -> bytes:
+    """Pickle a module, or `value` that refers to it, with the module's tensors by name instead of by value.
+
+    Args:
+        module: the module.
+        value: the value, or None.
+        names_files: let code know its file, for tracebacks.
+    """
     buffer = io.BytesIO()
-    _ShellPickler(buffer, module).dump(module if value is None else value)
+    pickler = _NamingPickler if names_files else _ShellPickler
+    pickler(buffer, module).dump(module if value is None else value)
     return buffer.getvalue()
 
 

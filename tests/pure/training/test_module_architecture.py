@@ -169,3 +169,14 @@ def test_a_copy_holds_the_tensors_it_is_given() -> None:
     assert copied[0].weight.requires_grad
     with pytest.raises(RuntimeError, match="Missing key"):
         copy_with(module, {})
+
+
+def test_code_that_travels_to_ranks_knows_its_file() -> None:
+    source = "class Net(torch.nn.Module):\n    def forward(self, x):\n        return (lambda y: y / 0)(x)\n"
+    names: dict[str, Any] = {"torch": torch, "__name__": "__main__"}  # so it is pickled by value
+    exec(compile(source, "/home/me/net.py", "exec"), names)
+    loaded = load_shell(dump_shell(nn.Module(), names["Net"](), names_files=True), {})
+    with pytest.raises(ZeroDivisionError) as raised:
+        loaded(3)
+    frames = [str(entry.path) for entry in raised.traceback]
+    assert frames[-2:] == ["/home/me/net.py"] * 2
