@@ -155,8 +155,9 @@ def run_task(
     is_stored = _store_outcome(files, spec, outcome)
     if outcome.kind != Kind.OK:
         cause = _await_root_cause(files, spec, outcome)
-        # Another rank's outcome was read from the files.
-        token = refer(cause) if is_stored or cause is not outcome else embed(cause)
+        # Another rank's outcome was read from the files; after a failed check nobody knows who sees them.
+        is_seen = cause.kind != Kind.PREFLIGHT and (is_stored or cause is not outcome)
+        token = refer(cause) if is_seen else embed(cause)
         raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)
     schema = pa.schema([("rank", pa.int32()), ("part", pa.int32()), ("data", pa.binary())])
     parts = [(OUTCOME_PART, outcome.to_json().encode()), *enumerate(chunks(result))]

@@ -21,7 +21,7 @@ from sparkhvd.data.store.processes import Process
 from sparkhvd.data.store.run_lock import hold, holder_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.estimator.fitting.runs import Run
+from sparkhvd.estimator.fitting.runs import Finished, Run
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.waiting import wait_until
@@ -55,7 +55,7 @@ def test_runs_are_listed_and_deleted(store: Store) -> None:
     assert store.runs() == ()
     save(store, "runs/stopped", 2)
     save(store, "runs/ended", 3)
-    Run(store, "runs/ended").finish(2, 1)
+    Run(store, "runs/ended").finish(Finished(2), 1)
     save(store, "runs/ended/warm-1", 1)
     held_elsewhere(store, "far")
     with hold(store, "here"):
@@ -86,7 +86,7 @@ def test_a_finished_run_keeps_the_checkpoints_asked_for(store: Store) -> None:
     checkpoints = Checkpoints(store, "runs/r")
     save(store, "runs/r", 6, num_epochs=3, keep=lambda epochs: 1)
     assert checkpoints.saved_epochs() == {1, 4, 5, 6}
-    Run(store, "runs/r").finish(1, 2)
+    Run(store, "runs/r").finish(Finished(1), 2)
     assert Checkpoints(store, "runs/r").saved_epochs() == {1, 5, 6}
     assert Run(store, "runs/r").finished_weights() == checkpoints.path(1)
     Run(store, "runs/r").delete()

@@ -549,7 +549,8 @@ def test_a_call_is_made_before_a_process_knows_its_rank(spark: SparkSession) -> 
         os.environ["EARLY"] = f"{'torch' in sys.modules} {context()} {number} of {count}"
         raise RuntimeError("only a head start")
 
-    options = job.LaunchOptions(early=early, requirements=("torch",))
+    # A fork has torch from its nursery.
+    options = job.LaunchOptions(early=early, requirements=("torch",), env={"SPARKHVD_NURSERY": "0"})
     report = job.launch(SparkShim(spark), lambda: os.environ["EARLY"], (), {}, 2, options)
     assert report.results == ["False None 0 of 2", "False None 1 of 2"]
 
