@@ -21,7 +21,7 @@ from torch import nn
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, RankError, SparkhvdError
 from sparkhvd.estimator import Callback
-from sparkhvd.estimator.fitting.runs import open_run
+from sparkhvd.estimator.fitting.runs import Finished, open_run
 from sparkhvd.runner import context, run_local
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.checkpoints import saver
@@ -306,7 +306,7 @@ def fit_again(store: Store, spec: TrainSpec, program: bytes, *, warm_start: bool
         epochs=DAMAGED_EPOCHS,
     )
     (result,) = run_ranks(1, lambda engine: train(changed), using=use_engine)
-    run.finish(result.epoch, 1)
+    run.finish(Finished(result.epoch), 1)
     return Checkpoints(store, run.run_dir).load(result.epoch).model
 
 
