@@ -26,7 +26,7 @@ from pathlib import Path
 from sparkhvd.runner.frames import USEFUL_MODULES
 from sparkhvd.runner.processes import Ends, ForkedProcess, receive
 
-__all__ = ["Nursery", "fork", "is_possible", "of_this_process"]
+__all__ = ["Nursery", "fork", "is_possible", "of_this_process", "prepare"]
 
 # Read when a process starts, or when what it imports loads.
 _READ_EARLY = (
@@ -55,6 +55,7 @@ class Nursery:
         self.key = key
         self.can_fork = True
         self.has_threads = False
+        self._asked: set[str] = set()
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -118,9 +119,11 @@ class Nursery:
             return receive(channel)
 
     def prepare(self, modules: Sequence[str]) -> None:
-        """Import modules for later trainers; returns at once."""
+        """Import modules for later trainers, those that it has not been told of before; returns at once."""
         with contextlib.suppress(OSError), self._lock:
-            self._ask(modules, [])
+            if not self._asked.issuperset(modules):
+                self._asked.update(modules)
+                self._ask(modules, [])
 
     def _ask(self, modules: Sequence[str], fds: Sequence[int]) -> None:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
@@ -170,7 +173,7 @@ class _Kept:
             new = set(modules).intersection(USEFUL_MODULES) - self._useful
             self._useful.update(new)
             nursery = self._nursery
-        if new and nursery is not None and nursery.is_usable():
+        if nursery is not None and nursery.is_usable():
             nursery.prepare([name for name in USEFUL_MODULES if name in new])
 
     def pid(self) -> int | None:
@@ -208,6 +211,18 @@ def fork(modules: Sequence[str], environ: Mapping[str, str], ends: Ends) -> Fork
     """
     nursery = of_this_process.find(environ)
     return None if nursery is None else nursery.fork(of_this_process.useful(modules), ends)
+
+
+def prepare(modules: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Let this process's nursery import what a trainer needs that is forked soon; returns at once.
+
+    Args:
+        modules: that the trainer imports early.
+        environ: environment with which it imports them.
+    """
+    nursery = of_this_process.find(environ)
+    if nursery is not None:
+        nursery.prepare(of_this_process.useful(modules))
 
 
 def is_possible() -> bool:

@@ -44,6 +44,10 @@ class Start:
             self, prologue=replace(self.prologue, listener=(tcp, unix)), ends=ends, is_late=True
         )
 
+    def variables(self) -> dict[str, str]:
+        """Return the environment with which the process imports."""
+        return {**self.environ, **self.prologue.variables()}
+
     def close_listener(self) -> None:
         """Close the listener of a start that was kept."""
         for fd in self.ends.listener:

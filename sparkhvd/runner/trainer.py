@@ -103,6 +103,7 @@ class Trainer:
         self._spec, start = prepare(prologue, program)
         if may_fork(prologue):
             self._late = start.kept()
+            nurseries.prepare(prologue.preload, start.variables())
         else:
             self._begin(start)
 
@@ -121,8 +122,7 @@ class Trainer:
         try:
             process: Process | None = None
             if start.is_late:
-                variables = {**start.environ, **start.prologue.variables()}
-                process = nurseries.fork(start.prologue.preload, variables, start.ends)
+                process = nurseries.fork(start.prologue.preload, start.variables(), start.ends)
             if process is None:
                 process = FreshProcess(start.environ, start.ends)
             else:
