@@ -112,7 +112,7 @@ class Settings:
         "auto",
         env="SPARKHVD_NURSERY",
         unit="auto, 0 or 1",
-        doc="Fork the ranks of later launches from a process per worker that has imported torch; it ends after a minute unused. "
+        doc="Fork the ranks of later launches from a process per executor that has imported torch; it ends after a minute unused. "
         "auto = not on YARN and Kubernetes, where it is not tested.",
         limit=(lambda value: value in ("auto", "0", "1"), "auto, 0 or 1"),
     )

@@ -43,7 +43,7 @@ Each module imports only those above it:
     reports     a trainer's report on its function
     preflight   checks before anything long starts
     processes   fresh and forked processes of trainers
-    nurseries   the nursery of a worker, which forks trainers of later launches
+    nurseries   the nursery of a process or an executor, which forks trainers of later launches
     starting    what a trainer's start needs
     trainer     parent's side of a trainer process
     gpu         a GPU for each rank

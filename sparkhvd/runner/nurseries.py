@@ -4,25 +4,31 @@ A later launch then costs a fork instead of an interpreter that imports torch. A
 imports and the start of a process read: the interpreter, the search path, variables of numerical libraries, the loader and malloc, limits,
 processors, and network and file systems. Any difference starts another one, and the one before ends with its last trainer.
 
-**Threads**: requests of several threads wait for each other. **Ownership**: the nursery is a child of this process, over whose
-socket nobody else can ask; it ends with this process, or when it is not used for a minute. **Failure**: whatever a nursery cannot
-do, a fresh process does.
+**Threads**: requests of several threads wait for each other. **Ownership**: a process of its own has a nursery that ends with it; the
+Python workers of a Spark executor, which come and go, share the one of the process that has started them. Its socket has an abstract
+name, and both sides refuse a peer of another user. **Shutdown**: with the process that it belongs to, or when it is not used for a
+minute. **Failure**: whatever a nursery cannot do, a fresh process does.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import functools
+import hashlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from sparkhvd.rendezvous.loop import is_same_user
 from sparkhvd.runner.frames import USEFUL_MODULES
 from sparkhvd.runner.processes import Ends, ForkedProcess, receive
 
@@ -37,6 +43,9 @@ _READ_EARLY = (
 )  # fmt: skip
 # Longest wait for a nursery that imports, before a fresh process is started.
 _FORK_S = 120.0
+# Longest wait for a nursery that another process starts to listen, and the pause between looks.
+_LISTEN_S = 5.0
+_PAUSE_S = 0.02
 # With a GPU, forks are not tested.
 _GPU = Path("/dev/nvidiactl")
 
@@ -44,79 +53,125 @@ Key = tuple[object, ...]
 
 
 class Nursery:
-    """Nursery process, and the socket to it.
+    """Connection to a nursery process, which is started if there is none.
 
     Args:
         key: facts that a launch must share.
         environ: environment of the process.
+        belongs_to: number of the process with which it ends.
+        name: of its socket, for processes that share it; "" for one that ends with this connection.
+
+    Raises:
+        OSError: no process could be started or reached.
     """
 
-    def __init__(self, key: Key, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, key: Key, environ: Mapping[str, str], belongs_to: int, name: str = ""
+    ) -> None:
         self.key = key
+        self.pid = 0  # until it has answered, where another process has started it
         self.can_fork = True
+        self.is_silent = False
         self.has_threads = False
         self._asked: set[str] = set()
         self._lock = threading.Lock()
         self._owner = os.getpid()
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    os.path.abspath(sys.executable),
-                    *("-m", "sparkhvd.runner.nursery", str(theirs.fileno())),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=environ,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        self._process: subprocess.Popen[bytes] | None = None
+        self.socket = self._connect(
+            f"\0sparkhvd-nursery-{name or secrets.token_hex(16)}", not name, belongs_to, environ
+        )
 
-    @property
-    def pid(self) -> int:
-        """Number of the process."""
-        return self._process.pid
+    def _connect(
+        self, name: str, is_private: bool, belongs_to: int, environ: Mapping[str, str]
+    ) -> socket.socket:
+        """Connect to the name; the process that binds it starts the nursery."""
+        deadline = time.monotonic() + _LISTEN_S
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(name)
+                except OSError as e:
+                    if e.errno != errno.EADDRINUSE:
+                        raise
+                else:
+                    listener.listen()
+                    self._process = _start(listener, is_private, belongs_to, environ)
+                    self.pid = self._process.pid
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            try:
+                connection.settimeout(_LISTEN_S)
+                connection.connect(name)
+                if not is_same_user(connection):
+                    raise PermissionError(f"{name[1:]} belongs to another user")
+                connection.settimeout(None)
+            except ConnectionRefusedError:  # bound, and does not listen yet, or no longer
+                connection.close()
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE_S)
+            except BaseException:
+                connection.close()
+                raise
+            else:
+                return connection
 
     def is_usable(self) -> bool:
-        """Return True if it lives, can fork, and belongs to this process and not to the one that has forked it."""
-        return self.can_fork and self._owner == os.getpid() and self._process.poll() is None
+        """Return True if it lives, can fork, and was made by this process and not by the one that has forked it."""
+        if self._process is not None:
+            self._process.poll()  # else it would stay a zombie
+        return self.can_fork and self._owner == os.getpid() and self._is_open()
+
+    def _is_open(self) -> bool:
+        try:
+            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:  # it only answers on the channels of trainers
+            return True
+        except OSError:
+            return False
 
     def fork(self, modules: Sequence[str], ends: Ends) -> ForkedProcess | None:
-        """Fork a trainer; None if that is not possible, and nothing has been started then.
+        """Fork a trainer; None if that is not possible, and nothing has been or will be started then.
 
         Args:
             modules: to import before.
             ends: descriptors for it; they stay open here.
         """
+        # A trainer that is forked when nobody waits for it any more finds the gate closed.
+        gate, opener = os.pipe()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, contextlib.ExitStack() as stack:
-            stack.callback(ours.close)
-            ours.settimeout(_FORK_S)
-            try:
-                with self._lock:
-                    self._ask(modules, [theirs.fileno(), *ends.all()])
-                theirs.close()
-                answer = self._answer(ours)
-            except OSError:  # it has just ended
-                answer = None
-            if answer is None or not answer["pid"]:
-                self.can_fork = False
-                self.has_threads = answer is not None
-                return None
-            ours.settimeout(None)
-            process = ForkedProcess(answer["pid"], ours)
-            stack.pop_all()
-            return process
-
-    def _answer(self, channel: socket.socket) -> dict[str, int] | None:
-        """Receive the answer to a request; a nursery that imports for minutes is killed, so that it does not fork later on."""
         try:
-            return receive(channel)
+            process = self._forked(modules, [theirs.fileno(), gate, *ends.all()], ours, theirs)
+            if process is not None:
+                os.write(opener, b"1")
+                return process
+        finally:
+            theirs.close()
+            os.close(gate)
+            os.close(opener)
+        self.can_fork = False
+        ours.close()
+        return None
+
+    def _forked(
+        self, modules: Sequence[str], fds: list[int], ours: socket.socket, theirs: socket.socket
+    ) -> ForkedProcess | None:
+        ours.settimeout(_FORK_S)
+        try:
+            with self._lock:
+                self._ask(modules, fds)
+            theirs.close()  # so that the end of the nursery is the end of the channel
+            answer = receive(ours)
+            if answer is None:
+                return None
+            self.has_threads = not answer["pid"]
+            self.pid = answer["nursery"]
+            ours.settimeout(None)
+            return ForkedProcess(answer["pid"], ours) if answer["pid"] else None
         except TimeoutError:
-            self._process.kill()
-            self._process.wait()
-            return receive(channel)
+            self.is_silent = True
+            return None
+        except OSError:  # it has just ended
+            return None
 
     def prepare(self, modules: Sequence[str]) -> None:
         """Import modules for later trainers, those that it has not been told of before; returns at once."""
@@ -136,11 +191,31 @@ class Nursery:
         self.close()
 
     def close(self) -> None:
-        """Let it end with its last trainer."""
+        """Leave it: a nursery of this process alone ends with its last trainer."""
         if self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
+
+
+def _start(
+    listener: socket.socket, is_private: bool, belongs_to: int, environ: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    lifetime = os.pidfd_open(belongs_to)
+    fds = (listener.fileno(), lifetime)
+    program = ("-m", "sparkhvd.runner.nursery", *map(str, fds), str(int(is_private)))
+    try:
+        return subprocess.Popen(
+            [os.path.abspath(sys.executable), *program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environ,
+            pass_fds=fds,
+            start_new_session=True,
+        )
+    finally:
+        os.close(lifetime)
 
 
 class _Kept:
@@ -150,16 +225,30 @@ class _Kept:
         self._lock = threading.Lock()
         self._nursery: Nursery | None = None
         self._useful: set[str] = set()
+        self._shared_by = 0
+        self._silent = 0
+
+    def share(self, belongs_to: int) -> None:
+        """Share one with the other children of a process, with which it ends."""
+        with self._lock:
+            self._shared_by = belongs_to
 
     def find(self, environ: Mapping[str, str]) -> Nursery | None:
-        """Return the nursery that fits an environment, a new one where the current one does not or has ended; None if one had threads."""
-        key = _key(environ)
+        """Return the nursery that fits an environment, another one where the current one does not or has ended; None if none can be had."""
         with self._lock:
-            if self._nursery is not None and self._nursery.has_threads:
+            belongs_to = self._shared_by or os.getpid()
+            key = _key(environ, belongs_to)
+            kept = self._nursery
+            if kept is not None and kept.has_threads:
                 return None
-            if self._nursery is None or self._nursery.key != key or not self._nursery.is_usable():
+            if kept is None or kept.key != key or not kept.is_usable():
+                # One that did not answer keeps its name.
+                self._silent += kept is not None and kept.is_silent
                 self._close()
-                self._nursery = Nursery(key, environ)
+                facts = repr((key, self._silent)).encode()
+                name = hashlib.sha256(facts).hexdigest() if self._shared_by else ""
+                with contextlib.suppress(OSError):
+                    self._nursery = Nursery(key, environ, belongs_to, name)
             return self._nursery
 
     def useful(self, modules: Sequence[str]) -> list[str]:
@@ -240,7 +329,7 @@ def _has_pidfds() -> bool:
     return True
 
 
-def _key(environ: Mapping[str, str]) -> Key:
+def _key(environ: Mapping[str, str], belongs_to: int) -> Key:
     """Collect the facts that a fork cannot change any more, and a fresh process would have."""
     import resource  # absent on Windows, where a Connect client may import this file
 
@@ -255,7 +344,8 @@ def _key(environ: Mapping[str, str]) -> Key:
     facts = tuple(line for line in status.splitlines() if line.startswith(kept))
     spaces = tuple(os.readlink(f"/proc/thread-self/ns/{kind}") for kind in ("net", "mnt", "pid"))
     return (
-        os.getpid(),
+        belongs_to,
+        _started_at(belongs_to),
         os.path.abspath(sys.executable),
         tuple(sorted(variables.items())),
         tuple(sorted(limits.items())),
@@ -263,3 +353,8 @@ def _key(environ: Mapping[str, str]) -> Key:
         spaces,
         os.getpriority(os.PRIO_PROCESS, 0),
     )
+
+
+def _started_at(pid: int) -> str:
+    """Return the start of a process in clock ticks since boot: its number may have been another's before."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

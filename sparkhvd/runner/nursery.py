@@ -1,17 +1,17 @@
 """Nursery process: has imported what trainers import first, and forks a trainer when a rank is wanted.
 
-It is started as `python -m sparkhvd.runner.nursery SOCKET_FD` by `nurseries.Nursery`, and serves the process that has started it,
-alone, over a socket pair that nobody else can open.
+It is started as `python -m sparkhvd.runner.nursery LISTENER_FD PIDFD IS_PRIVATE` by `nurseries.Nursery`, and serves owners, which
+launch ranks: one, or the Python workers of a Spark executor.
 
-    owner -> nursery   {"modules": [...]} + descriptors of a channel and `Ends`   fork a trainer
-    owner -> nursery   {"modules": [...]}                                         import them for later trainers
-    owner -> trainer   the environment, as the first frame on its pipe
-    nursery -> owner   {"pid": n}, later {} at the trainer's end, and {"status": n, ...} once the owner has answered it (channel)
+    owner -> nursery   {"modules": [...]} + descriptors of a channel, a gate and `Ends`   fork a trainer
+    owner -> nursery   {"modules": [...]}                                                 import them for later trainers
+    nursery -> owner   {"pid": n, ...}, later {} at the trainer's end, and {"status": n, ...} once the owner has answered (channel)
+    owner -> trainer   one byte through the gate: the owner has not given up; then the environment, the first frame on its pipe
 
-**Threads**: none, or a fork would be unsafe: after each import it looks, and a nursery with threads forks no more. **Trust**: the
-user's code runs in forks only; the modules are those that the owner names. **Failure**: a trainer survives its nursery, and
-dies with the pipe of its owner. **Shutdown**: at the end of the owner's socket, when its last trainer is gone; and after a
-minute without a trainer.
+**Threads**: none, or a fork would be unsafe: after each import it looks, and a nursery with threads forks no more. **Trust**: owners
+run as the same user; their code runs in forks only; the modules are those that an owner names. **Failure**: a trainer survives its
+nursery, and dies with the pipe of its owner. **Shutdown**: when its last trainer is gone and the process of the pidfd, too, or
+the only owner of a private one; and after a minute without a request.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import socket
 import sys
 from typing import NoReturn
 
+from sparkhvd.rendezvous.loop import is_same_user
 from sparkhvd.runner import blas, child, spawning
 from sparkhvd.runner.frames import read_frame
 from sparkhvd.runner.pickling import dumps
@@ -37,7 +38,7 @@ __all__ = ["IDLE_S", "main"]
 # How long a nursery waits for work.
 IDLE_S = 60.0
 _MESSAGE_BYTES = 1 << 16
-_MAX_DESCRIPTORS = 6
+_MAX_DESCRIPTORS = 7
 
 
 class _Forked:
@@ -71,27 +72,50 @@ class _Forked:
 
 
 class _Server:
-    def __init__(self, owner: socket.socket) -> None:
-        self._owner: socket.socket | None = owner
+    """Loop that serves owners and watches trainers.
+
+    Args:
+        listener: accepts owners.
+        lifetime: descriptor of the process with which this one ends.
+        is_private: whether it ends with its only owner.
+    """
+
+    def __init__(self, listener: socket.socket, lifetime: int, is_private: bool) -> None:
+        self._listener = listener
+        self._lifetime = lifetime
+        self._is_private = is_private
+        self._is_over = False
+        self._owners: dict[int, socket.socket] = {}
         self._trainers: list[_Forked] = []
 
     def serve(self) -> None:
-        """Serve the owner until it is gone, or a minute has passed without a trainer."""
-        while self._owner is not None or self._trainers:
+        """Serve until there is no more use for it, or a minute has passed without any."""
+        while self._trainers or not self._is_over:
             ends = {t.pidfd: t for t in self._trainers if not t.has_ended}
-            owners = {t.channel.fileno(): t for t in self._trainers if t.channel is not None}
-            asked = [] if self._owner is None else [self._owner.fileno()]
+            channels = {t.channel.fileno(): t for t in self._trainers if t.channel is not None}
+            asked = [] if self._is_over else [self._lifetime, self._listener.fileno()]
             timeout = None if self._trainers else IDLE_S
-            ready, _, _ = select.select([*asked, *ends, *owners], [], [], timeout)
+            ready, _, _ = select.select([*asked, *self._owners, *ends, *channels], [], [], timeout)
             if not ready and not self._trainers:
                 return
             for fd in ready:
                 if fd in ends:
                     self._ended(ends[fd])
-                elif fd in owners:
-                    self._heard(owners[fd])
+                elif fd in channels:
+                    self._heard(channels[fd])
+                elif fd in self._owners:
+                    self._answer(self._owners[fd])
+                elif fd == self._lifetime:
+                    self._is_over = True
                 else:
-                    self._answer()
+                    self._accept()
+
+    def _accept(self) -> None:
+        owner, _ = self._listener.accept()
+        if is_same_user(owner):
+            self._owners[owner.fileno()] = owner
+        else:
+            owner.close()
 
     def _ended(self, trainer: _Forked) -> None:
         trainer.end()
@@ -113,16 +137,15 @@ class _Server:
         trainer.reap()
         self._trainers.remove(trainer)
 
-    def _answer(self) -> None:
-        if self._owner is None:
-            return
+    def _answer(self, owner: socket.socket) -> None:
         try:
-            data, fds, _, _ = socket.recv_fds(self._owner, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
+            data, fds, _, _ = socket.recv_fds(owner, _MESSAGE_BYTES, _MAX_DESCRIPTORS)
         except ConnectionError:
             data, fds = b"", []
         if not data:
-            self._owner.close()
-            self._owner = None
+            del self._owners[owner.fileno()]
+            owner.close()
+            self._is_over |= self._is_private
             return
         _load(json.loads(data)["modules"])
         if fds:
@@ -130,21 +153,19 @@ class _Server:
 
     def _fork(self, fds: list[int]) -> None:
         channel = socket.socket(fileno=fds[0])
-        spec, result, log, *listener = fds[1:]
-        if (
-            len(os.listdir("/proc/self/task")) > 1
-        ):  # a lock that another thread holds would stay locked
-            pid = 0
-        else:
-            parent = os.getpid()
+        gate, spec, result, log, *listener = fds[1:]
+        pid, parent = 0, os.getpid()
+        # A lock that another thread holds would stay locked.
+        if len(os.listdir("/proc/self/task")) == 1:
             pid = os.fork()
             if pid == 0:
                 self._leave()
-                _become_trainer(channel, Ends(spec, result, log, (-1, -1)), listener, parent)
+                ends = Ends(spec, result, log, (-1, -1))
+                _become_trainer(channel, gate, ends, listener, parent)
         for fd in fds[1:]:
             os.close(fd)
         with contextlib.suppress(OSError):
-            send(channel, {"pid": pid})
+            send(channel, {"pid": pid, "nursery": parent})
         if pid:
             self._trainers.append(_Forked(pid, channel))
         else:
@@ -152,8 +173,10 @@ class _Server:
 
     def _leave(self) -> None:
         """Close what a fork must not keep open."""
-        if self._owner is not None:
-            self._owner.close()
+        self._listener.close()
+        os.close(self._lifetime)
+        for owner in self._owners.values():
+            owner.close()
         for trainer in self._trainers:
             os.close(trainer.pidfd)
             if trainer.channel is not None:
@@ -170,7 +193,7 @@ def _load(modules: list[str]) -> None:
 
 
 def _become_trainer(
-    channel: socket.socket, ends: Ends, listener: list[int], parent: int
+    channel: socket.socket, gate: int, ends: Ends, listener: list[int], parent: int
 ) -> NoReturn:
     """Be a trainer in a fork, as `python -m sparkhvd.runner.child` is one."""
     try:
@@ -181,7 +204,9 @@ def _become_trainer(
             os.dup2(source, target)
         os.close(null)
         os.close(ends.log)
-        environ = read_frame(ends.spec)
+        has_passed = os.read(gate, 1)
+        os.close(gate)
+        environ = read_frame(ends.spec) if has_passed else None
         if environ is None:  # the owner has given up
             os._exit(0)
         os.environ.clear()  # noqa: TID251 - that of a fresh process
@@ -205,16 +230,17 @@ def _reseed() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def main(owner_fd: int) -> None:
-    """Serve the process at the other end of a socket."""
+def main(listener_fd: int, lifetime: int, is_private: bool) -> None:
+    """Serve the processes that connect to a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's is for the owner, who passes it on
     blas.hold_threads()
-    with contextlib.closing(socket.socket(fileno=owner_fd)) as owner:
-        owner.set_inheritable(False)
-        _Server(owner).serve()
+    with contextlib.closing(socket.socket(fileno=listener_fd)) as listener:
+        for fd in (listener_fd, lifetime):
+            os.set_inheritable(fd, False)
+        _Server(listener, lifetime, is_private).serve()
 
 
 if __name__ == "__mp_main__":  # in a process that multiprocessing spawns from a trainer
     spawning.pickle_main_by_value(dumps)
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1")

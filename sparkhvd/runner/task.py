@@ -25,6 +25,7 @@ from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch
+from sparkhvd.runner.nurseries import of_this_process
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer, root_cause
 from sparkhvd.runner.payload import bytes_of
 from sparkhvd.runner.preflight import RankFacts, SharedFiles
@@ -150,6 +151,8 @@ def run_task(
     spec = TaskSpec.from_json(text)
     files: SharedFiles | None = pickle.loads(shared) if shared else None  # noqa: S301 - the driver's closure
     rank = barrier.partitionId()
+    # Workers come and go, the process that forks them stays.
+    of_this_process.share(os.getppid())
     outcome, result = _run_rank(barrier, rank, spec, bytes_of(program), files)
     outcome = replace(outcome, job_id=spec.job_id)
     is_stored = _store_outcome(files, spec, outcome)

@@ -223,13 +223,17 @@ def test_a_nursery_ends_with_its_owner(tmp_path: Path, is_killed: bool) -> None:
 
 
 def test_a_nursery_ends_when_it_is_not_used() -> None:
-    program = "import sys; from sparkhvd.runner import nursery; nursery.IDLE_S = 0.2; nursery.main(int(sys.argv[1]))"
-    with Nursery(("key",), dict(os.environ)) as kept:
+    program = (
+        "import os, sys; from sparkhvd.runner import nursery; nursery.IDLE_S = 0.2; "
+        "nursery.main(int(sys.argv[1]), os.pidfd_open(os.getppid()), False)"
+    )
+    with Nursery(("key",), dict(os.environ), os.getpid()) as kept:
         assert is_alive(kept.pid)
     assert wait_until_gone({kept.pid}) == set()
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        fd = theirs.fileno()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        listener.listen()
+        fd = listener.fileno()
         assert subprocess.run(
             [sys.executable, "-c", program, str(fd)], pass_fds=[fd], timeout=30, check=True
         )
@@ -242,7 +246,7 @@ def test_a_nursery_with_threads_forks_no_more(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     reads, writes = os.pipe()
     try:
-        with Nursery(("key",), environ) as kept:
+        with Nursery(("key",), environ, os.getpid()) as kept:
             assert kept.fork(["has_thread"], Ends(reads, writes, writes, (-1, -1))) is None
             assert not kept.is_usable()
     finally:
@@ -264,7 +268,41 @@ def test_a_nursery_that_does_not_answer_is_replaced_by_fresh_processes(
     monkeypatch.undo()
     [(_, parent)] = run_local(pid_and_parent, num_proc=1, verbose=0)
     assert parent == of_this_process.pid() != pid
+    # It has the request, and forks a trainer that nobody waits for, which ends at the gate.
+    os.kill(pid, signal.SIGCONT)
     assert wait_until_gone({pid}) == set()
+
+
+SHARED = """
+import os, sys
+from sparkhvd.runner import run_local
+from sparkhvd.runner.nurseries import of_this_process
+from tests.processes.runner.test_nursery import pid_and_parent
+
+if __name__ == "__main__":
+    of_this_process.share(os.getppid())
+    print(*(parent for _, parent in run_local(pid_and_parent, num_proc=2, verbose=0)), flush=True)
+"""
+
+
+def test_children_of_a_process_share_a_nursery_that_ends_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(SHARED)
+    # Two at a time, and then two more: the nursery outlives who started it.
+    shell = f"for i in 1 2; do {sys.executable} {script} & {sys.executable} {script} & wait; done; read _"
+    parent = subprocess.Popen(
+        ["bash", "-c", shell],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    with parent:
+        assert parent.stdout is not None
+        found = {int(pid) for _ in range(4) for pid in parent.stdout.readline().split()}
+        assert len(found) == 1
+        assert is_alive(*found)
+        parent.kill()
+    assert wait_until_gone(found, timeout_s=5) == set()
 
 
 def test_nothing_stays_open_after_many_launches(nursery: None) -> None:
