@@ -1,4 +1,4 @@
-"""The trial of a model on two rows of zeros: which errors are certain, and which only the ranks can judge."""
+"""Trial of a model on two rows of zeros, and values that a worker of transform cannot give to a model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ import sparkhvd.torch as hvd
 from sparkhvd import InvalidArgumentError
 from sparkhvd.data.columns.binding import bind_inputs
 from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.estimator.transform.worker import feature
 from sparkhvd.training.modules.output_widths import output_widths
 
 COLUMN = Column("x", "vector", "float32", (4,), "vector", "float32")
@@ -82,6 +84,28 @@ def test_a_forward_that_only_ranks_could_run_is_a_warning(
 ) -> None:
     with pytest.warns(UserWarning, match=rf"forward failed .*{says}.*only ranks have"):
         assert widths(Calls(function)) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ([1.0, 2.0, 3.0], "has 3 elements per row in a batch; the model was trained with 4."),
+        ([1.0, None, 1.0, 1.0], "is null, or has a null element, in 1 rows of a batch. Fill or"),
+        (None, "is null, or has a null element, in 1 rows of a batch. Fill or drop them first."),
+        ([1.0, float("nan"), 1.0, 1.0], "is NaN in 1 rows of a batch. Fill or drop them first."),
+        (
+            [1.0, float("-inf"), 1.0, 1.0],
+            "is infinite in 1 rows of a batch, for example -inf. Cap or drop them first, or set handleInvalid.",
+        ),
+    ],
+)
+def test_values_that_a_model_cannot_have_are_named(row: list[float] | None, says: str) -> None:
+    column = Column("x", "array", "float32", (4,), "array", "float32")
+    good = [1.0, 2.0, 3.0, 4.0]
+    rows = pa.array([row] if row and len(row) == 3 else [good, row], pa.list_(pa.float64()))
+    with pytest.raises(InvalidArgumentError) as failed:
+        feature(rows, column, "z")
+    assert str(failed.value).startswith(f"transform: column 'z' {says}")
 
 
 _WORKER = """

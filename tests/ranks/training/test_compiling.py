@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from sparkhvd.training.compile import missing_tools
 from sparkhvd.training.train import train
 from tests.harness.inductor import lean_inductor
 from tests.harness.ranks import RanksFailed
+from tests.harness.soak import left_to_soak
 from tests.ranks.training.ranks import Case, assert_close, linear
 
 # What torch asks for unless CXX is set, before any test changes the path.
@@ -42,7 +44,17 @@ def case(tmp_path: Path) -> Case:
     )
 
 
-def test_a_compiled_model_trains_alike_and_keeps_its_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "aot_eager",
+        *left_to_soak("aot_eager, here; inductor in processes/test_training", "inductor"),
+    ],
+)
+def test_a_compiled_model_trains_alike_and_keeps_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     counters.clear()
     compiled, plain = case(tmp_path / "compiled"), case(tmp_path / "plain")
     (meeting,) = in_process(1)

@@ -47,8 +47,9 @@ estimator = TorchEstimator(
     store=Store.create(FOLDER + "/store"), max_retries=0)
 model = estimator.fit(df)
 
+# In one partition, as every Python worker that computes rows imports torch.
 def predictions(model):
-    return [row[0] for row in model.transform(df).orderBy("id").select("y__output").collect()]
+    return [row[0] for row in model.transform(df.coalesce(1)).orderBy("id").select("y__output").collect()]
 
 model.write().overwrite().save(FOLDER + "/saved")
 loaded = TorchModel.load(FOLDER + "/saved")
@@ -147,34 +148,6 @@ def test_a_fit_outlives_its_executor_and_ends_with_the_same_weights(
     assert wait_for_no_trainers() == set()
 
 
-def test_the_conf_reaches_a_client_of_connect(cluster: Cluster, tmp_path: Path) -> None:
-    """Resolve the conf of the server's application, and that of the client's session."""
-    body = """
-        from sparkhvd import TorchEstimator
-        from sparkhvd.estimator.fitting.cluster import resolve_cluster
-        from sparkhvd.spark import SparkShim
-
-        options = TorchEstimator(max_retries=3)._options()
-        found = resolve_cluster(SparkShim(spark), options)
-        print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.values.spin_us)
-        spark.conf.set("spark.sparkhvd.num_proc", "-3")
-        try:
-            resolve_cluster(SparkShim(spark), options)
-        except ValueError as e:
-            print("ERROR", e)
-        spark.stop()
-    """
-    conf = {
-        "spark.sparkhvd.num_proc": "1",
-        "spark.sparkhvd.max_retries": "5",
-        "spark.sparkhvd.start_timeout": "12.5",
-        "spark.sparkhvd.verbose": "0",
-    }
-    output = run_client(cluster.remote, body, tmp_path, conf=conf)
-    assert "FOUND 1 3 12.5 9" in output  # the last one is the application's
-    assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output
-
-
 KEPT = """
 from sparkhvd.data.reuse import prepare
 from sparkhvd.data.columns.check import check_schema
@@ -229,13 +202,47 @@ if "--second" not in sys.argv:
     subprocess.run([sys.executable, __file__, "--second"], check=True, timeout=200)
     again = prepare(df, schema, store, app_id="app", data_key="mine")
     print("AGAIN", again.reused, len(store.data_directories()))
+
+    from sparkhvd import TorchEstimator
+    from sparkhvd.estimator.fitting.cluster import resolve_cluster
+    from sparkhvd.spark import SparkShim
+
+    options = TorchEstimator(max_retries=3)._options()
+    found = resolve_cluster(SparkShim(spark), options)
+    print("FOUND", found.num_proc, found.max_retries, found.start_timeout, found.settings.values.spin_us)
+    spark.conf.set("spark.sparkhvd.num_proc", "-3")
+    try:
+        resolve_cluster(SparkShim(spark), options)
+    except ValueError as e:
+        print("ERROR", e)
 """
 
 
+@pytest.fixture(scope="module")
+def of_a_client(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of the program of a client with a conf of its own, and its output."""
+    folder = tmp_path_factory.mktemp("client")
+    conf = {
+        "spark.sparkhvd.num_proc": "1",
+        "spark.sparkhvd.max_retries": "5",
+        "spark.sparkhvd.start_timeout": "12.5",
+        "spark.sparkhvd.verbose": "0",
+    }
+    body = with_folder(OF_A_CLIENT, folder)
+    return folder, run_client(cluster.remote, body, folder, conf=conf)
+
+
+def test_the_conf_reaches_a_client_of_connect(of_a_client: tuple[Path, str]) -> None:
+    """Resolve the conf of the server's application, and that of the client's session."""
+    _, output = of_a_client
+    assert "FOUND 1 3 12.5 9" in output  # the last one is the application's
+    assert "ERROR spark.sparkhvd.num_proc is -3; it must be at least 1." in output
+
+
 def test_data_go_when_the_process_ends_and_connect_needs_a_key(
-    cluster: Cluster, tmp_path: Path
+    of_a_client: tuple[Path, str],
 ) -> None:
-    output = run_client(cluster.remote, with_folder(OF_A_CLIENT, tmp_path), tmp_path)
+    folder, output = of_a_client
     line = next(x for x in output.splitlines() if x.startswith("RESULT"))
     unseen = "a Spark Connect client does not see what a plan reads; data_key= would tell that data are the same"
     assert json.loads(line[7:]) == [
@@ -247,4 +254,4 @@ def test_data_go_when_the_process_ends_and_connect_needs_a_key(
     assert "HELD 3" in output
     assert "HELD 6" in output
     assert "AGAIN True 3" in output
-    assert os.listdir(tmp_path / "store" / "data") == []
+    assert os.listdir(folder / "store" / "data") == []

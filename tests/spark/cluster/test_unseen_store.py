@@ -106,7 +106,7 @@ df = spark.range(40).selectExpr("array(id % 5 / 5, 1.0D) AS x", "id % 7 / 7 AS y
 df.write.partitionBy("half").parquet(FOLDER + "/table")
 estimator = TorchEstimator(
     model=nn.Linear(2, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
-    label_cols=["y"], batch_size=4, num_proc=2, max_retries=0, verbose=0, store=FOLDER + "/store-of-parquet", run_id="p")
+    label_cols=["y"], batch_size=4, num_proc=1, max_retries=0, verbose=0, store=FOLDER + "/store-of-parquet", run_id="p")
 model = estimator.fit_on_parquet(FOLDER + "/table", spark=spark)
 again = TorchModel.from_run(FOLDER + "/store-of-parquet", "p")
 assert torch.equal(again.getModel().weight, model.getModel().weight)

@@ -369,7 +369,7 @@ def test_a_first_batch_that_does_not_fit_shows_both_shapes(df: DataFrame, store:
     assert "(8,)" in text
 
 
-def test_transform_names_columns_that_do_not_fit(spark: SparkSession, df: DataFrame) -> None:
+def test_transform_names_columns_that_do_not_fit(df: DataFrame) -> None:
     model = fitted(mlp(2))
     with pytest.raises(
         InvalidArgumentError, match="names column 'x', which the DataFrame does not"
@@ -381,15 +381,4 @@ def test_transform_names_columns_that_do_not_fit(spark: SparkSession, df: DataFr
         model.copy().setProbabilityCol("p").transform(df)
     with pytest.raises(InvalidArgumentError, match="column 'x' is of type double; the model was"):
         model.transform(df.selectExpr("y AS x"))
-    wrong = [([1.0, 2.0, 3.0],)], [([1.0, None],)], [([1.0, float("nan")],)], [([1.0, -np.inf],)]
-    said = (
-        "column 'x' has 3 elements per row in a batch; the model was trained with 2.",
-        "column 'x' is null, or has a null element, in 1 rows of a batch.",
-        "column 'x' is NaN in 1 rows of a batch.",
-        "column 'x' is infinite in 1 rows of a batch, for example -inf.",
-    )
-    for rows, message in zip(wrong, said, strict=True):
-        with pytest.raises(Exception, match="InvalidArgumentError") as failed:
-            model.transform(spark.createDataFrame(rows, "x array<double>")).collect()
-        assert message in str(failed.value)
     assert np.isfinite(model.transform(df).first().y__output)

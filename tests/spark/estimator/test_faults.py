@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +16,13 @@ import torch
 from torch import nn
 
 from sparkhvd import RankError, Store, TorchModel
+from sparkhvd.estimator import Callback
 from sparkhvd.runner import context
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness import faults
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
+from tests.harness.waiting import wait_until
 from tests.spark.estimator.fits import estimator
 
 if TYPE_CHECKING:
@@ -133,7 +138,7 @@ def named_in_time(fit: Any, df: DataFrame, place: Path, run_id: str, expected: i
     [
         pytest.param("before init", marks=soak("runner/test_faults: a rank killed before init")),
         pytest.param("validation", marks=soak("a rank killed in a step, here")),
-        "exit",
+        pytest.param("exit", marks=soak("runner/test_faults: a rank killed at its exit")),
     ],
 )
 def test_a_killed_rank_is_named_in_time(folder: Path, df: DataFrame, moment: str) -> None:
@@ -190,3 +195,46 @@ def test_a_rank_killed_in_a_step_is_named_in_time_and_a_new_fit_goes_on_there(
     assert torch.equal(late.getModel().layer.weight, resumed.getModel().layer.weight)
     assert late.transform(df).columns == resumed.transform(df).columns
     assert_same(resumed, whole)
+
+
+class Waits(Callback):
+    """Waits in the second epoch until the rank is interrupted, once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ready, self.saved = folder / "ready", folder / "saved"
+
+    def on_epoch_begin(self, ctx: Any) -> None:
+        if ctx.epoch == 2 and not self.ready.exists():
+            self.ready.touch()
+            try:
+                time.sleep(300)
+            except KeyboardInterrupt:
+                self.saved.touch()
+                raise
+
+
+def test_an_interrupted_fit_lets_its_rank_save_and_goes_on_there(
+    tmp_path: Path, df: DataFrame, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store, waits = Store.create(tmp_path / "store"), Waits(tmp_path)
+    options = {**OPTIONS, "epochs": 2, "num_proc": 1, "verbose": 1, "callbacks": [waits]}
+    fit = estimator(nn.Linear(2, 1), store, run_id="a", **options)
+
+    def press_ctrl_c() -> None:
+        wait_until(waits.ready.exists, "the second epoch begins", within_s=120)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presses = threading.Thread(target=press_ctrl_c)
+    presses.start()
+    with pytest.raises(KeyboardInterrupt):
+        fit.fit(df)
+    presses.join()
+    assert waits.saved.exists()
+    # The checkpoint of the first epoch was perhaps still being written.
+    assert Checkpoints(store, "runs/a").latest_position() == (1, 0)
+    resumed = fit.fit(df)
+    assert len(resumed.history) == 2
+    captured = capfd.readouterr()
+    said = captured.out + captured.err
+    assert "sparkhvd: interrupted. The checkpoint after epoch 1 of 2 stays: a fit with" in said
+    assert re.search(r"run 'a' in file://\S+/store goes on after epoch 1 of 2\n", said), said

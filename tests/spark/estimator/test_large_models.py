@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.harness.soak import amount, soak
-from tests.harness.spark import run_on
+from tests.harness.spark import run_here, run_on
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 # A little above what travels with the program; in the long leg three times the heap, which is 1 GiB.
 MIB = amount(80, 3 << 10)
@@ -123,9 +127,11 @@ COPIES = """
 
 
 @pytest.mark.timeout(200)
-def test_the_driver_holds_a_model_twice_and_no_state_of_its_optimizer(tmp_path: Path) -> None:
+def test_the_driver_holds_a_model_twice_and_no_state_of_its_optimizer(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     body = COPIES.format(store=str(tmp_path / "store"), path=str(tmp_path / "saved"))
-    out = run_on("local[1]", body, tmp_path, timeout_s=180)
+    out = run_here(spark, body, tmp_path)
     times = {
         name: float(copies) for name, copies in re.findall(r"^(fit|save) ([\d.]+)$", out, re.M)
     }

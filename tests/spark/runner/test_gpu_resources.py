@@ -120,6 +120,7 @@ print("NEIGHBOURS")
     assert wait_for_no_trainers() == set()
 
 
+@soak("test_gpus: dynamic allocation is refused before GPUs are looked for")
 def test_dynamic_allocation_with_gpus_is_refused_early(tmp_path: Path) -> None:
     script = """echo '{"name": "gpu", "addresses": ["0"]}'"""
     dynamic = {

@@ -264,6 +264,17 @@ def test_on_a_local_master_there_are_no_more_ranks_by_default_than_gpus(
         run(sees, **options)
 
 
+def test_dynamic_allocation_is_refused_before_gpus_are_looked_for(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = SparkShim(spark).conf
+    monkeypatch.setattr(
+        SparkShim, "conf", lambda _, keys: {**conf(keys), "spark.dynamicAllocation.enabled": "true"}
+    )
+    with pytest.raises(PreflightError, match=r"with spark\.dynamicAllocation\.enabled=false"):
+        run(sees, spark=spark, use_gpu=True)
+
+
 def test_sessions_of_an_application_share_the_profile_of_transform(
     spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
