@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.harness import jvm
+from tests.harness import jvm, warm_daemon
 from tests.harness.paths import ROOT
 from tests.harness.processes import TAG, TAG_VARIABLE, free_port, wait_for_port
 
@@ -53,6 +53,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     builder = SparkSession.builder.master("local[2]").appName("sparkhvd-tests")
     for key, value in CONF.items():
         builder = builder.config(key, value)
+    if Path.cwd() == ROOT:  # where the JVM starts a daemon that is a module of this checkout
+        builder = builder.config("spark.python.daemon.module", warm_daemon.MODULE)
     warehouse = tmp_path_factory.mktemp("warehouse")
     session = builder.config("spark.sql.warehouse.dir", str(warehouse)).getOrCreate()
     session.sparkContext.setLogLevel("ERROR")

@@ -20,10 +20,14 @@ from sparkhvd import (
     Store,
     TorchEstimator,
 )
+from tests.harness.by_value import by_value
 from tests.spark.estimator.fits import estimator, fitted, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+
+travels_by_value = by_value(__name__)
 
 
 @pytest.fixture

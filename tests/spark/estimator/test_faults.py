@@ -20,6 +20,7 @@ from sparkhvd.estimator import Callback
 from sparkhvd.runner import context
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness import faults
+from tests.harness.by_value import by_value
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.waiting import wait_until
@@ -27,6 +28,8 @@ from tests.spark.estimator.fits import estimator
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+travels_by_value = by_value(__name__)
 
 LIMIT_S = 10.0
 # Of a fit that dies in its second epoch, and of the one that it must equal.
@@ -138,7 +141,7 @@ def named_in_time(fit: Any, df: DataFrame, place: Path, run_id: str, expected: i
     [
         pytest.param("before init", marks=soak("runner/test_faults: a rank killed before init")),
         pytest.param("validation", marks=soak("a rank killed in a step, here")),
-        pytest.param("exit", marks=soak("runner/test_faults: a rank killed at its exit")),
+        "exit",
     ],
 )
 def test_a_killed_rank_is_named_in_time(folder: Path, df: DataFrame, moment: str) -> None:

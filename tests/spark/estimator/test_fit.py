@@ -24,6 +24,7 @@ from sparkhvd.data.reading import preload
 from sparkhvd.data.store.run_lock import hold
 from sparkhvd.estimator import Callback
 from sparkhvd.training.checkpoints.files import Checkpoints
+from tests.harness.by_value import by_value
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.waiting import wait_until
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from sparkhvd.training.user_code.callbacks import CallbackContext
+
+
+travels_by_value = by_value(__name__)
 
 
 @pytest.fixture

@@ -21,10 +21,14 @@ from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.reader import Reader
 from sparkhvd.estimator import Callback, pad
 from sparkhvd.training.checkpoints.files import Checkpoints
+from tests.harness.by_value import by_value
 from tests.spark.estimator.fits import assert_same_weights, estimator, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+travels_by_value = by_value(__name__)
+
 
 ROWS = 90
 LR = 0.05

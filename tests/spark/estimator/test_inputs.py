@@ -17,11 +17,15 @@ from torch import Tensor, nn
 
 from sparkhvd import InvalidArgumentError, Store
 from sparkhvd.estimator import Callback, pad
+from tests.harness.by_value import by_value
 from tests.harness.processes import peak_bytes
 from tests.spark.estimator.fits import estimator, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+travels_by_value = by_value(__name__)
+
 
 DIMENSIONS = 10_000_000
 SIDE = 4

@@ -17,6 +17,7 @@ from torch import nn
 from sparkhvd import InvalidArgumentError, Store
 from sparkhvd.data.ownership import release
 from sparkhvd.training.modules.weights import CLOSURE_BYTES
+from tests.harness.by_value import by_value
 from tests.harness.soak import soak
 from tests.harness.spark import run_on
 from tests.harness.waiting import wait_until
@@ -24,6 +25,8 @@ from tests.spark.estimator.fits import estimator, fitted, mlp
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+travels_by_value = by_value(__name__)
 
 SCHEMA = StructType([StructField("x", VectorUDT()), StructField("k", IntegerType())])
 

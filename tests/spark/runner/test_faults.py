@@ -16,11 +16,14 @@ from sparkhvd.errors import RankError
 from sparkhvd.runner import context, job, run, run_local
 from sparkhvd.spark import SparkShim
 from tests.harness import faults
+from tests.harness.by_value import by_value
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+travels_by_value = by_value(__name__)
 
 LIMIT_S = 10
 

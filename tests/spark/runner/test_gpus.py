@@ -13,6 +13,7 @@ from sparkhvd.runner import context, run
 from sparkhvd.runner.gpu import profiles
 from sparkhvd.settings import Settings
 from sparkhvd.spark import SparkShim
+from tests.harness.by_value import by_value
 from tests.harness.fake_driver import fake_driver, uuid_of
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
@@ -20,6 +21,9 @@ from tests.harness.spark import run_on
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+travels_by_value = by_value(__name__)
+
 
 # Several JVMs start; on a machine that does other things too this may take long.
 SLOW = pytest.mark.timeout(420)

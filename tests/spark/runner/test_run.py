@@ -22,6 +22,7 @@ from sparkhvd.runner import admission, context, job, run
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
 from tests.harness import faults
+from tests.harness.by_value import by_value
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.spark import run_on
@@ -29,6 +30,9 @@ from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+
+travels_by_value = by_value(__name__)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,28 @@
+"""Daemon of Spark's Python workers that imports torch once: `python -m tests.harness.warm_daemon pyspark.worker`.
+
+Workers are forks of their daemon, and Spark replaces one whose task has failed, was cancelled or read not all of its rows. Behind
+pyspark's own daemon each imports torch anew, which takes seconds of CPU. Only the shared `local[2]` session has this one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+MODULE = "tests.harness.warm_daemon"
+# Of transform, of tasks that launch ranks, and of those that write data.
+USEFUL_MODULES = (
+    "pandas",
+    "torch",
+    "sparkhvd.estimator.transform.worker",
+    "sparkhvd.runner.task",
+    "sparkhvd.data.materialize",
+)
+
+if __name__ == "__main__":
+    from pyspark.daemon import manager
+
+    for name in USEFUL_MODULES:
+        with contextlib.suppress(ImportError):  # a test has a Python without this package
+            importlib.import_module(name)
+    manager()
