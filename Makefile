@@ -146,8 +146,7 @@ define BUILD_SANITIZED
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja -DSPARKHVD_SANITIZE=$(1) -DSPARKHVD_SANITIZE_QUICK=$(2)
 	$(VENV)/bin/cmake --build build/native-$(1)$(if $(filter OFF,$(2)),-all) --target $(3)
 endef
-THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream depart rank_0 \
-  frames memory tensors
+THREADS_MEET = operations several_threads '^a_' joined_rank removed_process_set list_of_tensors abort engines mismatches nonsense barrier device stream depart rank_0 frames memory tensors
 
 test-races: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,thread,ON,sparkhvd_tests)
