@@ -5,12 +5,13 @@ These functions run inside ranks; a test passes them, or calls them in the funct
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from pathlib import Path
 
-from tests.harness.processes import NURSERY
+from tests.harness.processes import PYTHON_WORKER, TAG_VARIABLE, find
 
 # Names the file into which a fault writes when it happened.
 HAPPENED_AT = "FAULT_HAPPENED_AT"
@@ -47,12 +48,20 @@ def parent_of(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[1])
 
 
+def _pipes(pid: int) -> set[str]:
+    """List the pipes that a process has open."""
+    links = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            links.add(os.readlink(fd))
+    return {link for link in links if link.startswith("pipe:")}
+
+
 def python_worker() -> int:
-    """Return the Spark task's own Python process: this rank's parent, or that of its nursery."""
-    pid = os.getppid()
-    while NURSERY.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-        pid = parent_of(pid)
-    return pid
+    """Return the Spark task's own Python process: the other end of this rank's pipes."""
+    ours = _pipes(os.getpid())
+    (worker,) = (pid for pid in find(PYTHON_WORKER, os.environ[TAG_VARIABLE]) if _pipes(pid) & ours)
+    return worker
 
 
 def kill_python_worker() -> None:
