@@ -19,7 +19,7 @@ TAG = uuid.uuid4().hex
 
 TRAINER = "sparkhvd-rank"  # its name: a fork has the command line of its nursery
 NURSERY = "sparkhvd.runner.nursery"
-PYTHON_WORKER = "pyspark.daemon"
+PYTHON_WORKER = "pyspark.worker"  # an argument of each daemon that forks them
 
 
 def find(command_contains: str, tag: str = TAG) -> set[int]:
