@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import os
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -33,6 +35,7 @@ _CONNECT_MESSAGE_BYTES = 120 << 20
 # Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
 _CANCEL_WAIT_S = 10.0
 _CANCEL_AGAIN_S = 0.5
+_PYTHON_CONF = "spark.pyspark.python"
 
 
 class SparkShim:
@@ -41,6 +44,7 @@ class SparkShim:
     Attributes:
         session: the session.
         is_connect: whether it is one of Spark Connect.
+        is_local: whether its executors are on this host, or on the server's.
     """
 
     def __init__(self, spark: SparkSession) -> None:
@@ -52,6 +56,19 @@ class SparkShim:
         check_session(spark)
         self.session: Any = spark  # the two kinds have no type in common
         self.is_connect = is_connect(spark)
+        self.is_local = str(spark.conf.get("spark.master", "")).startswith("local")
+        self._choose_python()
+
+    def _choose_python(self) -> None:
+        """Let the workers of a local master run this Python, which has the package, where nobody has chosen one.
+
+        By default they run `python3` of the search path, another one in a virtual environment that is not activated.
+        """
+        if self.is_connect or not self.is_local or not sys.executable:
+            return
+        if "PYSPARK_PYTHON" in os.environ or self.conf([_PYTHON_CONF]):  # noqa: TID251 - pyspark's
+            return
+        self.session.sparkContext.pythonExec = sys.executable
 
     def conf(self, keys: Iterable[str]) -> dict[str, str]:
         """Return the values of the keys that are set."""
@@ -134,7 +151,7 @@ class SparkShim:
         """Return the Python that Spark's workers run; for messages, so it never raises."""
         with contextlib.suppress(Exception):
             if self.is_connect:
-                return str(self.session.conf.get("spark.pyspark.python", "python3"))
+                return str(self.session.conf.get(_PYTHON_CONF, "python3"))
             return str(self.session.sparkContext.pythonExec)
         return "a Python"
 

@@ -19,7 +19,7 @@ from sparkhvd.estimator.fitting.inputs import (
     FitSources,
     dataframe_sources,
     prepare_inputs,
-    reader_packages,
+    required_modules,
 )
 from sparkhvd.estimator.fitting.on_parquet import (
     PathLike,
@@ -253,13 +253,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             shared=request.store,
             run_dir=spec.run_dir,
             progress=checkpoints.latest_position,
-            requirements=(
-                "torch",
-                "pyarrow",
-                "numpy",
-                "cloudpickle",
-                *reader_packages(request.options),
-            ),
+            requirements=required_modules(request.options),
             early=spec.early(),
             use_gpu=cluster.use_gpu,
             is_alone=cluster.finds_gpu,

@@ -34,7 +34,7 @@ __all__ = [
     "check_split",
     "dataframe_sources",
     "prepare_inputs",
-    "reader_packages",
+    "required_modules",
     "row_functions",
 ]
 
@@ -126,9 +126,10 @@ def row_functions(options: PredictOptions) -> RowFunctions:
     return RowFunctions(options.decoders or {}, options.collate_fn or {})
 
 
-def reader_packages(options: FitOptions) -> tuple[str, ...]:
-    """List the packages that executors need for the `reader` Param alone."""
-    return ("petastorm",) if options.reader == "petastorm" else ()
+def required_modules(options: FitOptions) -> tuple[str, ...]:
+    """List the modules that executors need."""
+    of_reader = ("petastorm",) if options.reader == "petastorm" else ()
+    return ("torch", "pyarrow", "numpy", "cloudpickle", *of_reader)
 
 
 def dataframe_sources(df: DataFrame, validation: DataFrame | float | str | None) -> FitSources:

@@ -20,11 +20,17 @@ from sparkhvd.data.store.run_lock import Held, hold
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.fitting.cluster import Cluster, resolve_cluster
-from sparkhvd.estimator.fitting.inputs import FitSources, check_inputs, row_functions
+from sparkhvd.estimator.fitting.inputs import (
+    FitSources,
+    check_inputs,
+    required_modules,
+    row_functions,
+)
 from sparkhvd.estimator.fitting.loop import LoopOptions, loop_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
 from sparkhvd.estimator.params.fit import changed_options, train_fn_effects
 from sparkhvd.estimator.params.options import FitOptions
+from sparkhvd.runner import preflight
 from sparkhvd.spark import SparkShim
 from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.loss_functions import construct_losses, resolve_losses
@@ -147,6 +153,7 @@ def check_request(options: FitOptions, sources: FitSources, uid: str) -> Request
     pickled, sha256 = dump_program(replace(program, model=unbuilt))
     shim = SparkShim(sources.training.spark)
     cluster = resolve_cluster(shim, options)
+    preflight.check_workers(shim, required_modules(options))
     limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
     store = default_store(shim.session, options.store).waiting(limit_s)
     run_id = check_run_id(options.run_id or new_run_id(uid))

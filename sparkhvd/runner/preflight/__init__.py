@@ -9,6 +9,7 @@ Each module imports only those above it:
     processors     processors that a process may use
     address_space  address space that torch needs
     facts          facts of a rank, and their comparison
+    workers        Python of Spark's workers, checked by a small job
     shared_files   store of a run, checked to be shared by the driver and all ranks
 """
 
@@ -33,6 +34,7 @@ from sparkhvd.runner.preflight.shared_files import (
     token_path,
     write_token,
 )
+from sparkhvd.runner.preflight.workers import check_workers
 
 __all__ = [
     "CONF_KEYS",
@@ -47,6 +49,7 @@ __all__ = [
     "check_ranks",
     "check_tokens",
     "check_worker",
+    "check_workers",
     "outcome_path",
     "patch_warning",
     "rank_facts",
