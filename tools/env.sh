@@ -30,6 +30,8 @@ find_python() {
 }
 
 python=$venv/bin/python
+# Most of what is installed is never imported: what is, is compiled then, and its bytecode kept.
+install() { pip install -q --no-compile "$@"; }
 say() { echo "make env: $*"; }
 pip() { "$python" -m pip --disable-pip-version-check --no-cache-dir "$@"; }
 
@@ -46,7 +48,7 @@ create_venv() {
 
 install_build_tools() {
   [ -x "$python" ] || create_venv
-  pip install -q "setuptools>=77" wheel "cmake>=3.22" ninja || fail "could not install the build tools; see pip's message above."
+  install "setuptools>=77" wheel "cmake>=3.22" ninja || fail "could not install the build tools; see pip's message above."
   # Before minutes of downloads.
   local problem
   problem=$("$python" -c 'import setup; setup.compiler()' 2>&1) || fail "${problem##*BuildProblem: }"
@@ -58,12 +60,12 @@ install_packages() {
     local index=()
     [ -z "$torch_index" ] || index=(--extra-index-url "$torch_index")
     say "installing $torch"
-    pip install -q ${index[@]+"${index[@]}"} "$torch" || fail "could not install $torch with pip:" \
+    install ${index[@]+"${index[@]}"} "$torch" || fail "could not install $torch with pip:" \
       "choose another version with \`make env TORCH=torch==2.x.y\`, or see pip's message above."
   fi
   say "installing sparkhvd with its test extras (a few minutes)"
   # Without the library: make compiles it, once, in build/native.
-  SPARKHVD_BUILD_ENGINE=0 pip install -q --no-build-isolation -e ".[test,dev]" ||
+  SPARKHVD_BUILD_ENGINE=0 install --no-build-isolation -e ".[test,dev]" ||
     fail "could not install sparkhvd; the last lines above say why."
 }
 
