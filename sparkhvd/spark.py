@@ -236,6 +236,23 @@ class SparkShim:
                     ) from e
                 raise
 
+    def call_in_worker(self, function: Callable[[], str], description: str) -> str:
+        """Call a function in one of Spark's workers; on classic as an RDD, which works without pyarrow."""
+        tag = f"sparkhvd-{uuid.uuid4().hex}"
+        if not self.is_connect:
+            rdd = self.session.sparkContext.parallelize([0], 1).map(lambda _: function())
+            return str(self.collect(rdd, tag, description)[0])
+
+        def task(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            import pyarrow as pa
+
+            for _ in batches:  # a task that leaves input unread costs Spark the Python worker
+                pass
+            yield pa.RecordBatch.from_pydict({"answer": [function()]})
+
+        rows = self.session.range(0, 1, 1, numPartitions=1).mapInArrow(task, "answer string")
+        return str(self.collect(rows, tag, description)[0].answer)
+
     def collect_within(
         self, df: DataFrame, limit_s: float, is_held: Callable[[], bool] = lambda: False
     ) -> list[Row]:

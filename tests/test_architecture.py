@@ -29,6 +29,7 @@ ENVIRONMENT = {
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
     "sparkhvd/settings.py": "the settings",
     "sparkhvd/rank_settings.py": "settings that a rank's function sets before init()",
+    "sparkhvd/spark.py": "pyspark's own, by which a user chooses the workers' Python",
     "sparkhvd/runner/starting.py": "the trainer process inherits its parent's environment",
     "sparkhvd/runner/trainer.py": "what the trainer process inherits of its parent",
     "sparkhvd/runner/child.py": "torch's, OpenMP's and the user's own variables, before user code runs",
@@ -72,6 +73,7 @@ LAZY = {
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (2, "`import sparkhvd.runner` on a rank loads no launcher"),
     "sparkhvd/runner/child.py": (2, "a trainer is there before what it does not need yet"),
+    "sparkhvd/runner/preflight/workers.py": (1, "a function that runs in Spark's workers"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }
 
@@ -81,7 +83,7 @@ LAZY_PACKAGES = {
     "fsspec": (2, "optional: stores that pyarrow does not know"),
     "petastorm": (1, "optional: data sets with a Unischema"),
     "py4j": (5, "classic Spark only: a client of Connect has none"),
-    "pyarrow": (3, "a rank or a task that needs no Arrow starts without it"),
+    "pyarrow": (4, "a rank or a task that needs no Arrow starts without it"),
     "pyspark": (
         21,
         "ranks and workers start without it; some names are of one version, or of Connect",

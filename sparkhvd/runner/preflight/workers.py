@@ -5,10 +5,10 @@ The launch checks every rank again, on its own host.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.errors import PreflightError
@@ -16,8 +16,6 @@ from sparkhvd.runner.outcomes import Kind, from_spark_failure
 from sparkhvd.runner.preflight.facts import RankFacts, check_ranks, rank_facts
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from sparkhvd.spark import SparkShim
 
 __all__ = ["check_workers"]
@@ -39,7 +37,7 @@ def check_workers(shim: SparkShim, requirements: Sequence[str]) -> None:
     if passed in _passed or (shim.is_local and python == sys.executable):
         return
     try:
-        found = json.loads(_run(shim, _look(requirements)))
+        found = json.loads(shim.call_in_worker(_look(requirements), "Python of the workers"))
     except Exception as e:
         outcome = from_spark_failure(str(e), python)
         if outcome.kind != Kind.PREFLIGHT:
@@ -56,32 +54,10 @@ def check_workers(shim: SparkShim, requirements: Sequence[str]) -> None:
     _passed.add(passed)
 
 
-def _run(shim: SparkShim, look: Callable[[], str]) -> str:
-    """Call a function in a worker; on classic as an RDD, which works without pyarrow."""
-    tag, text = uuid.uuid4().hex, "Python of the workers"
-    if not shim.is_connect:
-        rdd = shim.session.sparkContext.parallelize([0], 1).map(lambda _: look())
-        return str(shim.collect(rdd, tag, text)[0])
-
-    def task(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
-        for _ in batches:  # a task that leaves input unread costs Spark the Python worker
-            pass
-        yield pa.RecordBatch.from_pydict({"found": [look()]})
-
-    rows = shim.session.range(0, 1, 1, numPartitions=1).mapInArrow(task, "found string")
-    return str(shim.collect(rows, tag, text)[0].found)
-
-
 def _look(requirements: Sequence[str]) -> Callable[[], str]:
     """Return a function that starts even where this package is not installed."""
 
     def look() -> str:
-        import importlib.util
-        import json
-        import sys
-
         if importlib.util.find_spec("sparkhvd") is None:
             return json.dumps({"python": sys.executable})
         from sparkhvd.runner.preflight.facts import rank_facts
