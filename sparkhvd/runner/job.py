@@ -183,6 +183,7 @@ def launch(
         fixed_threads=_fixed_threads(options, conf, size),
         configured_slots=slots.maximum,
         shared=b"" if options.shared is None else dumps(options.shared),
+        is_local=placement.is_local(conf.get("spark.master", "")),
     )
     is_alone = options.is_alone or gpu_plan.mode == decide.Mode.HOST
     with turn(shim.application(), share_of(profile), size, is_alone=is_alone) as place:
@@ -202,6 +203,7 @@ class _Plan:
     fixed_threads: int | None
     configured_slots: int | None
     shared: bytes = field(repr=False)
+    is_local: bool
 
     def slots(self) -> int | None:
         """Return the slots of the registered executors, on Spark Connect the configured ones."""
@@ -281,6 +283,7 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
         gpu_mode=plan.gpus.mode,
         needs_gpu=plan.gpus.is_required,
         driver_at=None if interrupter is None else interrupter.address,
+        is_local=plan.is_local,
     )
     submitted_at = time.time()
     tag = f"sparkhvd-{job_id}"

@@ -1,7 +1,7 @@
 """Executor's side of a launch: from a barrier task to a running rank and back.
 
 `make_task` builds the function that Spark ships. The task starts its trainer before it meets the other tasks, because
-`BarrierTaskContext.allGather` takes up to a second (Spark polls its answer once per second), in which the
+`BarrierTaskContext.allGather` takes up to a second (Spark polls its answer once per second; see `gathering`), in which the
 trainer's Python and torch can load. The trainer gets its job, and thereby starts the user's function, only
 after the checks on all ranks.
 """
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.errors import InternalError, RankError
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, placement, preflight
+from sparkhvd.runner import gathering, launching, placement, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch
@@ -70,6 +70,7 @@ class TaskSpec:
         gpu_mode: source of a rank's GPU, of `decide.Mode`.
         needs_gpu: whether a rank without a GPU is an error.
         driver_at: host and port of the driver for `InterruptWatch`; None where there is none.
+        is_local: whether all tasks are children of one process.
     """
 
     size: int
@@ -87,6 +88,7 @@ class TaskSpec:
     gpu_mode: str = decide.Mode.FREE
     needs_gpu: bool = False
     driver_at: tuple[str, int] | None = None
+    is_local: bool = False
 
     def __repr__(self) -> str:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
@@ -215,9 +217,8 @@ def _run_rank(
             ),
         )
         facts = replace(facts, gpus=uuids, gpu_error=gpu_error, visible=visible)
-        gathered = exchange_facts(
-            barrier, {"facts": facts.to_dict(), "endpoint": endpoint, "port": port}
-        )
+        own = {"facts": facts.to_dict(), "endpoint": endpoint, "port": port}
+        gathered = exchange_facts(barrier, spec, own, settings.start_timeout_s)
         ranks = [RankFacts.from_dict(answer["facts"]) for answer in gathered]
         driver = RankFacts.from_dict(spec.driver)
         endpoints: list[Endpoint] = []
@@ -299,10 +300,16 @@ def _neighbours(barrier: BarrierTaskContext) -> tuple[int, int]:
 
 
 def exchange_facts(
-    barrier: BarrierTaskContext, facts: Mapping[str, object]
+    barrier: BarrierTaskContext, spec: TaskSpec, facts: Mapping[str, object], timeout_s: float
 ) -> list[dict[str, Any]]:
     """Gather the facts of every rank, by rank. All tasks of the stage must call it."""
-    return [json.loads(text) for text in barrier.allGather(json.dumps(facts))]
+    text = json.dumps(facts)
+    if spec.is_local:
+        name = gathering.name_of(spec.key, spec.job_id, spec.attempt)
+        texts = gathering.gather(name, barrier.partitionId(), spec.size, text, timeout_s)
+    else:
+        texts = barrier.allGather(text)
+    return [json.loads(text) for text in texts]
 
 
 def host_of(address: str) -> str:

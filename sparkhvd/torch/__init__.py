@@ -26,6 +26,8 @@ Each module imports only those above it:
     sync_batch_norm  `SyncBatchNorm`
     compression      `Compression`
     optimizer        `DistributedOptimizer`
+    functions        Horovod's module of that name
+    mpi_ops          Horovod's module of that name
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ from sparkhvd.torch.broadcast import (
 from sparkhvd.torch.collectives import *  # noqa: F403 - its `__all__` is the list of public collectives
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.cuda import nccl_version
-from sparkhvd.torch.optimizer.factory import DistributedOptimizer
+from sparkhvd.torch.optimizer import DistributedOptimizer
 from sparkhvd.torch.process_sets import (
     ProcessSet,
     add_process_set,

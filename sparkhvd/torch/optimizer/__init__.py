@@ -15,3 +15,7 @@ Each module imports only those above it:
     adasum              combines parameter changes instead of gradients
     factory             `DistributedOptimizer`
 """
+
+from sparkhvd.torch.optimizer.factory import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]

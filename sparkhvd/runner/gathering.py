@@ -1,0 +1,90 @@
+"""Texts of all tasks of a stage, gathered over a Unix socket where they share a host.
+
+`BarrierTaskContext.allGather` takes a second, because Spark looks for its answer once per second. With a `local` master all
+tasks are children of one process, and the socket's abstract name, which follows from the attempt's key, reaches them all.
+
+**Failure**: as with `allGather`, a task that fails ends its stage, and Spark kills those that wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import socket
+import time
+
+from sparkhvd.errors import PreflightError
+from sparkhvd.rendezvous.loop import is_same_user
+
+__all__ = ["gather", "name_of"]
+
+_PAUSE_S = 0.005
+
+
+def name_of(key: str, job_id: str, attempt: int) -> str:
+    """Return the name of the socket, which only processes with the attempt's key know in advance."""
+    text = f"sparkhvd tasks {job_id} {attempt}".encode()
+    return "sparkhvd-tasks-" + hmac.digest(bytes.fromhex(key), text, "sha256").hex()
+
+
+def gather(name: str, rank: int, size: int, text: str, timeout_s: float) -> list[str]:
+    """Return the texts of all tasks, by rank. All of them must call it.
+
+    Raises:
+        PreflightError: a task did not come in time.
+    """
+    try:
+        return (
+            _lead(name, size, text, timeout_s) if rank == 0 else _join(name, rank, text, timeout_s)
+        )
+    except TimeoutError as e:
+        raise PreflightError(
+            f"Rank {rank} waited {timeout_s:g} s (start_timeout_s) for the other tasks of its stage, which run on this "
+            "host; one of them did not start. Look for why in Spark's log."
+        ) from e
+
+
+def _lead(name: str, size: int, text: str, timeout_s: float) -> list[str]:
+    """Receive the texts of the others, and send all of them to each."""
+    texts = {0: text}
+    others = []
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(f"\0{name}")
+        listener.listen(size)
+        listener.settimeout(timeout_s)
+        while len(texts) < size:
+            connection = stack.enter_context(listener.accept()[0])
+            connection.settimeout(timeout_s)
+            if not is_same_user(connection):
+                connection.close()
+                continue
+            file = stack.enter_context(connection.makefile("rw", encoding="utf-8"))
+            rank, received = json.loads(file.readline())
+            texts[rank] = received
+            others.append(file)
+        by_rank = [texts[rank] for rank in range(size)]
+        for file in others:
+            file.write(json.dumps(by_rank) + "\n")
+            file.flush()
+    return by_rank
+
+
+def _join(name: str, rank: int, text: str, timeout_s: float) -> list[str]:
+    """Send a text to rank 0, and receive those of all."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+        connection.settimeout(timeout_s)
+        while connection.connect_ex(f"\0{name}") != 0:  # rank 0 is not there yet
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(_PAUSE_S)
+        if not is_same_user(connection):
+            raise PermissionError(f"{name} belongs to another user")
+        file = stack.enter_context(connection.makefile("rw", encoding="utf-8"))
+        file.write(json.dumps([rank, text]) + "\n")
+        file.flush()
+        texts: list[str] = json.loads(file.readline())
+        return texts

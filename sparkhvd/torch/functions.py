@@ -1,0 +1,18 @@
+"""Horovod's module of parameters and objects: `from sparkhvd.torch.functions import broadcast_parameters`.
+
+The names are those of `sparkhvd.torch`, where new code finds them.
+"""
+
+from sparkhvd.torch.broadcast import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
