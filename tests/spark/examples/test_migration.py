@@ -359,7 +359,7 @@ def run_job(folder: Path) -> Job:
     def job() -> tuple[list[str], dict[str, Any]]:
         return run_in_turn(scripts), beside_ddp(folder)
 
-    by_rank = run_local(job, num_proc=2, env=ONE_THREAD, verbose=0)
+    by_rank = run_local(job, num_proc=2, env=ONE_THREAD)  # a rank that hangs writes its stacks
     first, second = (dict(zip(runs, printed, strict=True)) for printed, _ in by_rank)
     return Job(folder, first, second, [beside for _, beside in by_rank])
 
