@@ -44,7 +44,6 @@ class SparkShim:
     Attributes:
         session: the session.
         is_connect: whether it is one of Spark Connect.
-        is_local: whether its executors are on this host, or on the server's.
     """
 
     def __init__(self, spark: SparkSession) -> None:
@@ -56,7 +55,6 @@ class SparkShim:
         check_session(spark)
         self.session: Any = spark  # the two kinds have no type in common
         self.is_connect = is_connect(spark)
-        self.is_local = str(spark.conf.get("spark.master", "")).startswith("local")
         self._choose_python()
 
     def _choose_python(self) -> None:
@@ -64,11 +62,19 @@ class SparkShim:
 
         By default they run `python3` of the search path, another one in a virtual environment that is not activated.
         """
-        if self.is_connect or not self.is_local or not sys.executable:
+        if not self._has_executors_here() or not sys.executable:
             return
         if "PYSPARK_PYTHON" in os.environ or self.conf([_PYTHON_CONF]):  # noqa: TID251 - pyspark's
             return
         self.session.sparkContext.pythonExec = sys.executable
+
+    def _has_executors_here(self) -> bool:
+        """Return True if executors are on the driver's host by the master's kind: `local[...]` and `local-cluster[...]`."""
+        return not self.is_connect and self.session.sparkContext.master.startswith("local")
+
+    def runs_this_python(self) -> bool:
+        """Return True if Spark's workers are on this host and run the Python of this process."""
+        return self._has_executors_here() and self.worker_python() == sys.executable
 
     def conf(self, keys: Iterable[str]) -> dict[str, str]:
         """Return the values of the keys that are set."""
@@ -236,12 +242,22 @@ class SparkShim:
                     ) from e
                 raise
 
-    def call_in_worker(self, function: Callable[[], str], description: str) -> str:
-        """Call a function in one of Spark's workers; on classic as an RDD, which works without pyarrow."""
-        tag = f"sparkhvd-{uuid.uuid4().hex}"
+    def call_in_worker(
+        self, function: Callable[[], str], limit_s: float, is_held: Callable[[], bool]
+    ) -> str:
+        """Call a function in one of Spark's workers; on classic as an RDD, which works without pyarrow.
+
+        Args:
+            function: to call; it travels by value.
+            limit_s: longest wait in seconds.
+            is_held: as for `collect_within`.
+
+        Raises:
+            TimeoutError: there was no answer after `limit_s` seconds.
+        """
         if not self.is_connect:
             rdd = self.session.sparkContext.parallelize([0], 1).map(lambda _: function())
-            return str(self.collect(rdd, tag, description)[0])
+            return str(self.collect_within(rdd, limit_s, is_held)[0])
 
         def task(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             import pyarrow as pa
@@ -251,7 +267,7 @@ class SparkShim:
             yield pa.RecordBatch.from_pydict({"answer": [function()]})
 
         rows = self.session.range(0, 1, 1, numPartitions=1).mapInArrow(task, "answer string")
-        return str(self.collect(rows, tag, description)[0].answer)
+        return str(self.collect_within(rows, limit_s, is_held)[0].answer)
 
     def collect_within(
         self, df: DataFrame, limit_s: float, is_held: Callable[[], bool] = lambda: False

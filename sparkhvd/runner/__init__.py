@@ -11,7 +11,7 @@
 
     run(train, args=(100,), num_proc=4, spark=spark)  # [0, 1, 2, 3]
 
-The function runs in a process per rank of its own, its trainer, which the rank's task starts, or from the second launch on its nursery forks. Nothing of Spark is imported
+The function runs in a process per rank of its own, its trainer, which the rank's task starts or a nursery forks. Nothing of Spark is imported
 here, so a rank may import this package cheaply.
 
 Threads: launches may come from several threads of the driver; they take task slots in the order of their calls (`admission`). In a

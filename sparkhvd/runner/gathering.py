@@ -13,6 +13,7 @@ import hmac
 import json
 import socket
 import time
+from typing import Any, TextIO
 
 from sparkhvd.errors import PreflightError
 from sparkhvd.rendezvous.loop import is_same_user
@@ -32,7 +33,7 @@ def gather(name: str, rank: int, size: int, text: str, timeout_s: float) -> list
     """Return the texts of all tasks, by rank. All of them must call it.
 
     Raises:
-        PreflightError: a task did not come in time.
+        PreflightError: a task did not come in time, or has ended.
     """
     try:
         return (
@@ -43,6 +44,8 @@ def gather(name: str, rank: int, size: int, text: str, timeout_s: float) -> list
             f"Rank {rank} waited {timeout_s:g} s (start_timeout_s) for the other tasks of its stage, which run on this "
             "host; one of them did not start. Look for why in Spark's log."
         ) from e
+    except ConnectionError as e:
+        raise PreflightError(f"Rank {rank} cannot start: {e}. Look for why in Spark's log.") from e
 
 
 def _lead(name: str, size: int, text: str, timeout_s: float) -> list[str]:
@@ -61,7 +64,7 @@ def _lead(name: str, size: int, text: str, timeout_s: float) -> list[str]:
                 connection.close()
                 continue
             file = stack.enter_context(connection.makefile("rw", encoding="utf-8"))
-            rank, received = json.loads(file.readline())
+            rank, received = _read(file)
             texts[rank] = received
             others.append(file)
         by_rank = [texts[rank] for rank in range(size)]
@@ -86,5 +89,13 @@ def _join(name: str, rank: int, text: str, timeout_s: float) -> list[str]:
         file = stack.enter_context(connection.makefile("rw", encoding="utf-8"))
         file.write(json.dumps([rank, text]) + "\n")
         file.flush()
-        texts: list[str] = json.loads(file.readline())
+        texts: list[str] = _read(file)
         return texts
+
+
+def _read(file: TextIO) -> Any:
+    """Read one message; at the end of a task there is none."""
+    line = file.readline()
+    if not line:
+        raise ConnectionError("another task of the stage ended while the tasks gathered")
+    return json.loads(line)

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import secrets
+import select
 import socket
 import subprocess
 import sys
@@ -103,7 +104,7 @@ class Nursery:
                 connection.connect(name)
                 if not is_same_user(connection):
                     raise PermissionError(f"{name[1:]} belongs to another user")
-                connection.settimeout(None)
+                connection.settimeout(_FORK_S)
             except ConnectionRefusedError:  # bound, and does not listen yet, or no longer
                 connection.close()
                 if time.monotonic() > deadline:
@@ -122,12 +123,9 @@ class Nursery:
         return self.can_fork and self._owner == os.getpid() and self._is_open()
 
     def _is_open(self) -> bool:
-        try:
-            return self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
-        except BlockingIOError:  # it only answers on the channels of trainers
-            return True
-        except OSError:
-            return False
+        poller = select.poll()
+        poller.register(self.socket, select.POLLIN)
+        return not poller.poll(0)  # it only answers on the channels of trainers: this is its end
 
     def fork(self, modules: Sequence[str], ends: Ends) -> ForkedProcess | None:
         """Fork a trainer; None if that is not possible, and nothing has been or will be started then.
@@ -235,7 +233,7 @@ class _Kept:
 
     def find(self, environ: Mapping[str, str]) -> Nursery | None:
         """Return the nursery that fits an environment, another one where the current one does not or has ended; None if none can be had."""
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):
             belongs_to = self._shared_by or os.getpid()
             key = _key(environ, belongs_to)
             kept = self._nursery
@@ -247,9 +245,9 @@ class _Kept:
                 self._close()
                 facts = repr((key, self._silent)).encode()
                 name = hashlib.sha256(facts).hexdigest() if self._shared_by else ""
-                with contextlib.suppress(OSError):
-                    self._nursery = Nursery(key, environ, belongs_to, name)
+                self._nursery = Nursery(key, environ, belongs_to, name)
             return self._nursery
+        return None
 
     def useful(self, modules: Sequence[str]) -> list[str]:
         """List the modules to import before a fork: of those given, and of those that earlier trainers have imported."""

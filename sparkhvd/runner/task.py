@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkhvd.errors import InternalError, RankError
+from sparkhvd.errors import InternalError, PreflightError, RankError
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import gathering, launching, placement, preflight
@@ -218,7 +218,10 @@ def _run_rank(
         )
         facts = replace(facts, gpus=uuids, gpu_error=gpu_error, visible=visible)
         own = {"facts": facts.to_dict(), "endpoint": endpoint, "port": port}
-        gathered = exchange_facts(barrier, spec, own, settings.start_timeout_s)
+        try:
+            gathered = exchange_facts(barrier, spec, own, settings.start_timeout_s)
+        except PreflightError as e:
+            return _refusal(rank, host, spec, str(e)), b""
         ranks = [RankFacts.from_dict(answer["facts"]) for answer in gathered]
         driver = RankFacts.from_dict(spec.driver)
         endpoints: list[Endpoint] = []
@@ -236,15 +239,7 @@ def _run_rank(
                 files, spec.run_dir, spec.attempt, spec.job_id, hosts, rank
             )
         if problem:
-            outcome = Outcome(
-                rank,
-                Kind.PREFLIGHT,
-                host=host,
-                attempt=spec.attempt,
-                exit="not started",
-                message=problem,
-            )
-            return outcome, b""
+            return _refusal(rank, host, spec, problem), b""
         texts = (preflight.patch_warning(driver, ranks), agreed.warning)
         warnings = tuple(text for text in texts if text and rank == 0)
         for warning in warnings:  # at once; the driver receives it when the job has ended
@@ -265,6 +260,12 @@ def _run_rank(
         trainer.wait()
         outcome = trainer.outcome(host=host, attempt=spec.attempt)
         return replace(outcome, warnings=warnings), trainer.result
+
+
+def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:
+    """Return the outcome of a rank that a check keeps from starting."""
+    how = "not started"
+    return Outcome(rank, Kind.PREFLIGHT, host=host, attempt=spec.attempt, exit=how, message=message)
 
 
 def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -> Prologue:

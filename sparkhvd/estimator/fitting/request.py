@@ -153,8 +153,8 @@ def check_request(options: FitOptions, sources: FitSources, uid: str) -> Request
     pickled, sha256 = dump_program(replace(program, model=unbuilt))
     shim = SparkShim(sources.training.spark)
     cluster = resolve_cluster(shim, options)
-    preflight.check_workers(shim, required_modules(options))
     limit_s = cluster.start_timeout or cluster.settings.values.start_timeout_s
+    preflight.check_workers(shim, required_modules(options), limit_s)
     store = default_store(shim.session, options.store).waiting(limit_s)
     run_id = check_run_id(options.run_id or new_run_id(uid))
     with contextlib.ExitStack() as stack:

@@ -5,13 +5,16 @@ The launch checks every rank again, on its own host.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from sparkhvd.errors import PreflightError
+from sparkhvd.runner.admission import is_launched
 from sparkhvd.runner.outcomes import Kind, from_spark_failure
 from sparkhvd.runner.preflight.facts import RankFacts, check_ranks, rank_facts
 
@@ -24,30 +27,35 @@ __all__ = ["check_workers"]
 _passed: set[tuple[str, str, tuple[str, ...]]] = set()
 
 
-def check_workers(shim: SparkShim, requirements: Sequence[str]) -> None:
+def check_workers(shim: SparkShim, requirements: Sequence[str], limit_s: float) -> None:
     """Check the Python of a worker: that it has the package and what a job requires, in the driver's versions.
 
     Once per application; without a job where a local master's workers run this process's own.
 
+    Args:
+        shim: session whose worker is checked.
+        requirements: modules that the job needs.
+        limit_s: longest wait for a worker in seconds; the time in which launches hold the slots does not count.
+
     Raises:
-        PreflightError: it has not; the message names the Python and what to do.
+        PreflightError: it has not, and the message names the Python and what to do; or no worker came.
     """
     python = shim.worker_python()
     passed = (shim.application(), python, tuple(requirements))
-    if passed in _passed or (shim.is_local and python == sys.executable):
+    if passed in _passed or shim.runs_this_python():
         return
+    is_held = functools.partial(is_launched, shim.application())
     try:
-        found = json.loads(shim.call_in_worker(_look(requirements), "Python of the workers"))
+        found = json.loads(shim.call_in_worker(_look(requirements), limit_s, is_held))
+    except TimeoutError as e:
+        raise PreflightError(
+            f"No Python worker has started in {limit_s:g} s (start_timeout). Free executors on the cluster, or raise start_timeout."
+        ) from e
     except Exception as e:
         outcome = from_spark_failure(str(e), python)
         if outcome.kind != Kind.PREFLIGHT:
             raise
         raise PreflightError(outcome.message) from None
-    if "executable" not in found:  # the package is missing, and with it the rest of the facts
-        raise PreflightError(
-            f"The workers run {found['python']}, which has no module sparkhvd. Set PYSPARK_PYTHON (spark.pyspark.python) to a "
-            "Python that has it before the session starts, or install it there."
-        )
     problem = check_ranks(rank_facts(()), [RankFacts.from_dict(found)])
     if problem:
         raise PreflightError(problem)
@@ -59,7 +67,12 @@ def _look(requirements: Sequence[str]) -> Callable[[], str]:
 
     def look() -> str:
         if importlib.util.find_spec("sparkhvd") is None:
-            return json.dumps({"python": sys.executable})
+            facts = {
+                "host": socket.gethostname(),
+                "executable": sys.executable,
+                "missing": ["sparkhvd"],
+            }
+            return json.dumps({**facts, "gpus": [], "python": "", "torch": "", "sparkhvd": ""})
         from sparkhvd.runner.preflight.facts import rank_facts
 
         return json.dumps(rank_facts(requirements).to_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,3 +42,16 @@ def test_every_rank_gets_all_texts_in_the_order_of_ranks(size: int) -> None:
 def test_a_task_that_does_not_come_is_told(rank: int) -> None:
     with pytest.raises(PreflightError, match=rf"Rank {rank} waited 0.2 s"):
         gather(name_of("ab" * 32, "nobody else", rank), rank, 2, "", 0.2)
+
+
+def test_a_task_that_ends_meanwhile_is_told() -> None:
+    name = name_of("ab" * 32, "ends", 0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(gather, name, 0, 2, "", 10)
+        with socket.socket(socket.AF_UNIX) as other:
+            until = time.monotonic() + 10
+            while other.connect_ex(f"\0{name}") != 0:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+        with pytest.raises(PreflightError, match="Rank 0 cannot start: another task"):
+            waiting.result()
