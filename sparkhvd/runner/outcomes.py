@@ -269,14 +269,16 @@ def _summary(text: str) -> str:
 def root_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
     """Return the failure that explains the others: an exception, then a crash, then a lost peer; None if all are ok.
 
-    Among equals that of the lowest rank, so that the result does not depend on timing.
+    Among equals one whose traceback shows the user's code, because ranks may raise an error of one rank together; then that
+    of the lowest rank, so that the result does not depend on timing.
     """
     failed = [outcome for outcome in outcomes if outcome.kind != Kind.OK]
-    if not failed:
-        return None
-    return min(
-        failed, key=lambda o: (_BLAME.index(o.kind), o.rank if o.rank is not None else 1 << 30)
-    )
+
+    def key(outcome: Outcome) -> tuple[int, bool, int]:
+        rank = outcome.rank if outcome.rank is not None else 1 << 30
+        return _BLAME.index(outcome.kind), not tracebacks.shows_user(outcome.traceback), rank
+
+    return min(failed, key=key, default=None)
 
 
 def is_retryable(cause: Outcome) -> bool:
@@ -324,9 +326,15 @@ def error_of(
 def _consequences(cause: Outcome, size: int, others: Sequence[Outcome]) -> list[str]:
     """Return a line for each of the first other ranks that failed, and one for the rest."""
     failed = [o for o in others if o.kind != Kind.OK and o.rank != cause.rank]
+    same = [o for o in failed if (o.error, o.message) == (cause.error, cause.message) != ("", "")]
+    failed = [o for o in failed if o not in same]
     lines = [tracebacks.brief(f"Also: {describe(other, size)}") for other in failed[:_OTHERS]]
     left = len(failed) - len(lines)
-    return [*lines, f"Also: {left} more rank{'s' * (left != 1)} failed."] if left else lines
+    if left:
+        lines.append(f"Also: {left} more rank{'s' * (left != 1)} failed.")
+    if same:
+        lines.append(f"Also: {len(same)} more rank{'s' * (len(same) != 1)} raised the same.")
+    return lines
 
 
 def describe(outcome: Outcome, size: int) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from sparkhvd import errors
 
-__all__ = ["Frame", "Raised", "brief", "cut", "failure_text", "parse", "rebuild"]
+__all__ = ["Frame", "Raised", "brief", "cut", "failure_text", "parse", "rebuild", "shows_user"]
 
 _OWN = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _FRAME = re.compile(r'  File "(.+)", line (\d+), in (.+)')
@@ -150,6 +150,11 @@ def parse(traceback: str) -> list[Raised]:
     if frames:
         found.append(Raised(tuple(frames), _stripped(text), connector))
     return [_complete(raised) for raised in found if raised.frames]
+
+
+def shows_user(traceback: str) -> bool:
+    """Return True if a traceback has frames of the user's code, or of packages that the user chose."""
+    return any(raised.own for raised in parse(traceback))
 
 
 def _stripped(lines: Sequence[str]) -> tuple[str, ...]:

@@ -105,6 +105,17 @@ def test_root_cause_among_equals_is_the_lowest_rank() -> None:
     assert root_cause([RAISED, other]) == other
 
 
+def test_root_cause_of_an_error_that_all_ranks_raise_is_the_rank_with_the_users_line() -> None:
+    text = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 7, in loss\n    raise ValueError("no")\n'
+    told = Outcome(0, Kind.EXCEPTION, error="ValueError", message="rank 1: no")
+    raised = replace(told, rank=1, traceback=f"{text}ValueError: rank 1: no\n")
+    assert root_cause([told, raised]) == raised
+    lines = str(error_of(raised, 3, others=[told, raised, replace(told, rank=2)])).splitlines()
+    assert lines[0] == '/home/me/train.py:7: raise ValueError("no")'
+    assert lines[-3] == "Also: 2 more ranks raised the same."
+    assert lines[-1] == "ValueError: rank 1: no"
+
+
 def test_only_losses_are_worth_a_relaunch() -> None:
     kinds = {k for k in vars(Kind).values() if isinstance(k, str) and is_retryable(Outcome(0, k))}
     assert kinds & {Kind.CRASH, Kind.LOST, Kind.COLLECTIVE, Kind.EXCEPTION, Kind.PREFLIGHT} == {
