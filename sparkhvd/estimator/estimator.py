@@ -33,6 +33,7 @@ from sparkhvd.estimator.fitting.runs import Finished, Folds
 from sparkhvd.estimator.fitting.specify import specify
 from sparkhvd.estimator.model import TorchModel
 from sparkhvd.estimator.params.base import with_signature
+from sparkhvd.estimator.params.explain import short_repr
 from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.estimator.saving.run_model import store_run_model
@@ -73,7 +74,17 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         super().__init__()
         self._scope: Scope | None = None  # what the fits of a fitMultiple share
         self._folds = Folds()  # copies have the same
+        self._label = ""  # of epoch lines
         self._set_keywords(positional, keywords)
+
+    def copy(self, extra: ParamMap | None = None) -> TorchEstimator:
+        """Copy the estimator, with further Params; epoch lines of the copy's fits name these."""
+        that: TorchEstimator = super().copy(extra)
+        names = {p.name: v for p, v in (extra or {}).items() if that.hasParam(p.name)}
+        names.pop("run_id", None)
+        given = ", ".join(f"{name}={short_repr(value)}" for name, value in names.items())
+        that._label = ", ".join(filter(None, (self._label, given)))
+        return that
 
     @overload
     def fit(self, dataset: DataFrame, params: ParamMap | None = ...) -> TorchModel: ...
@@ -228,6 +239,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         shared = self.copy()
         shared.clear(shared.data_key)
         shared._scope = scope = Scope()
+        shared._label = self._folds.label()
         has_run_id = any(given.get(self.run_id, self._get("run_id")) for given in paramMaps)
         maps = self._with_run_ids(paramMaps, dataset.semanticHash() if has_run_id else 0)
         return FoldModels(Estimator.fitMultiple(shared, dataset, maps), len(maps), scope)
@@ -265,6 +277,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             progress=request.options.progress,
             poll_s=poll_interval(request.store, cluster.num_proc, cluster.slots, cluster.verbose),
             name=spec.run_dir.removeprefix("runs/").removeprefix(f"{self.uid}-"),
+            label=self._label,
         )
         with reporter:
             report = launch(request.shim, train, (spec,), {}, cluster.num_proc, options)

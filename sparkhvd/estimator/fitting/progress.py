@@ -95,6 +95,7 @@ class EpochReporter:
         progress: Callable[[dict[str, Any]], object] | None,
         poll_s: float | None = POLL_S,
         name: str = "",
+        label: str = "",
     ) -> None:
         """Prepare a reporter; nothing runs before `with`.
 
@@ -105,6 +106,7 @@ class EpochReporter:
             progress: called with the record of each epoch, or None.
             poll_s: seconds between two reads; None reads only when the training has ended.
             name: put before the lines, in brackets, once another fit of this process trains at the same time.
+            label: the same, always: what distinguishes this fit from others of its estimator.
         """
         self._checkpoints = checkpoints
         self._epochs = epochs
@@ -112,7 +114,8 @@ class EpochReporter:
         self._progress = progress
         self._poll_s = poll_s
         self._name = name
-        self._prefix = ""
+        self._label = label
+        self._prefix = self._brackets(is_alone=True)
         self._reported = 0
         self._has_warned = False
         self._stopping = threading.Event()
@@ -126,7 +129,7 @@ class EpochReporter:
             _training.append(self)
             if len(_training) > 1:
                 for reporter in _training:
-                    reporter._prefix = f"[{reporter._name}] " if reporter._name else ""
+                    reporter._prefix = reporter._brackets(is_alone=False)
         self._thread.start()
         return self
 
@@ -140,6 +143,11 @@ class EpochReporter:
             if began is not None and time.monotonic() - began > _LAST_READ_S:
                 return
             self._thread.join(0.05)
+
+    def _brackets(self, *, is_alone: bool) -> str:
+        """Return the beginning of the lines: "[fold 2, batch_size=64] ", or "" for a fit alone that needs none."""
+        shown = ": ".join(filter(None, ("" if is_alone else self._name, self._label)))
+        return f"[{shown}] " if shown else ""
 
     def ended(self, reason: str, epoch: int) -> None:
         """Print the reason why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""

@@ -284,6 +284,13 @@ class Folds:
         """Start without folds."""
         self._lock = threading.Lock()
         self._seen: dict[str, list[Hashable]] = {}
+        self._num_calls = 0
+
+    def label(self) -> str:
+        """Count a call of `fitMultiple`; return "fold 2" from the second one on."""
+        with self._lock:
+            self._num_calls += 1
+            return f"fold {self._num_calls}" if self._num_calls > 1 else ""
 
     def name(self, run_id: str, data: Hashable, index: int) -> str:
         """Make the run id of a param map: mine-0, mine-1; of the second fold mine-fold2-0, mine-fold2-1.

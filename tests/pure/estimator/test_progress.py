@@ -10,6 +10,7 @@ import pytest
 from sparkhvd.data import ownership
 from sparkhvd.data.store.leases import LEASE_NAME, Lease, lease_of
 from sparkhvd.data.store.store import Store
+from sparkhvd.estimator import TorchEstimator
 from sparkhvd.estimator.fitting.progress import EpochReporter, format_epoch
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -73,8 +74,8 @@ def test_lines_of_fits_that_train_at_once_bear_their_names(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = (
-        EpochReporter(checkpoints, epochs=2, verbose=1, progress=None, name=name)
-        for name in ("cv-0", "cv-1")
+        EpochReporter(checkpoints, epochs=2, verbose=1, progress=None, name=name, label=label)
+        for name, label in (("cv-0", ""), ("cv-1", "batch_size=4"))
     )
     with first:
         save(checkpoints, 1)
@@ -87,8 +88,24 @@ def test_lines_of_fits_that_train_at_once_bear_their_names(
     assert sorted(lines[1:]) == [
         "[cv-0] epoch 2/2",
         "[cv-0] stopped after epoch 2/2: enough",
-        "[cv-1] epoch 2/2",
+        "[cv-1: batch_size=4] epoch 2/2",
     ]
+
+
+def test_lines_name_the_fold_and_the_params_of_a_fit(
+    checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = TorchEstimator(batch_size=2)
+    assert base.copy()._label == base.copy({base.run_id: "mine"})._label == ""
+    tried = base.copy({base.batch_size: 4, base.optimizer: "adam"})
+    assert tried._label == "batch_size=4, optimizer='adam'"
+    folds = base.copy()
+    assert [folds._folds.label(), base._folds.label()] == ["", "fold 2"]
+    folds._label = "fold 2"
+    label = folds.copy({base.epochs: 3})._label
+    with EpochReporter(checkpoints, epochs=3, verbose=1, progress=None, label=label):
+        save(checkpoints, 1)
+    assert capsys.readouterr().out.startswith("[fold 2, epochs=3] epoch 1/3  ")
 
 
 @pytest.mark.parametrize("name", ["loss", "val_loss"])
