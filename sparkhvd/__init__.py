@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from sparkhvd.estimator import TorchModel as TorchModel
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
+    from sparkhvd.runner import run as run
+    from sparkhvd.runner import run_local as run_local
     from sparkhvd.settings import Settings as Settings
     from sparkhvd.torch import metrics as metrics
 
@@ -78,6 +80,8 @@ _HOMES = {
     "TorchEstimator": "sparkhvd.estimator",
     "TorchModel": "sparkhvd.estimator",
     "read_packed": "sparkhvd.estimator",
+    "run": "sparkhvd.runner",
+    "run_local": "sparkhvd.runner",
     "trust": "sparkhvd.estimator",
 }
 

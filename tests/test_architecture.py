@@ -71,7 +71,7 @@ LAZY = {
         "the function of transform, which runs in Spark's workers",
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
-    "sparkhvd/runner/__init__.py": (2, "`import sparkhvd.runner` on a rank loads no launcher"),
+    "sparkhvd/runner/__init__.py": (4, "`import sparkhvd.runner` on a rank loads no launcher"),
     "sparkhvd/runner/child.py": (2, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/preflight/workers.py": (1, "a function that runs in Spark's workers"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),

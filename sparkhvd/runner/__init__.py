@@ -1,6 +1,6 @@
 """Run a function on every rank: in one Spark barrier stage, or in processes on this host.
 
-    from sparkhvd.runner import run
+    from sparkhvd import run
 
     def train(steps):
         import sparkhvd.torch as hvd
@@ -41,6 +41,7 @@ Each module imports only those above it:
     spark_log   Spark's log on the driver without failures of ranks
     tracebacks  tracebacks of ranks as the driver shows them
     outcomes    values and errors of ranks as data
+    horovod_arguments  arguments of Horovod's `run` without effect, or with one right value
     reports     a trainer's report on its function
     preflight   checks before anything long starts
     processes   fresh and forked processes of trainers
@@ -60,8 +61,9 @@ Each module imports only those above it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from sparkhvd.rank_context import RankContext, context
 
@@ -80,14 +82,22 @@ def run(
     fn: Callable[..., R],
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
-    *,
     num_proc: int | None = None,
-    spark: SparkSession | None = None,
-    env: Mapping[str, str] | None = None,
-    settings: Settings | None = None,
     start_timeout: float | None = None,
-    max_retries: int = 2,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str] | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
     verbose: int = 1,
+    nics: Iterable[str] | str | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+    *,
+    spark: SparkSession | None = None,
+    settings: Settings | None = None,
+    max_retries: int = 2,
     use_gpu: bool | None = None,
     profile: ResourceProfile | None = None,
 ) -> list[R]:
@@ -113,15 +123,23 @@ def run(
         num_proc: number of ranks. None means every task slot of the configured cluster: N for `local[N]`,
             executors x (cores // `spark.task.cpus`) elsewhere, or every GPU where Spark gives ranks GPUs (with
             `use_gpu=True` on `local[N]`: no more than this host has); an error where the configuration does not say.
-        spark: the session to use, classic or Connect; None means the active one.
-        env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
-            (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment and the Spark conf.
-        settings: engine settings; those that differ from the defaults are final. None reads them from the Spark conf
-            (`spark.sparkhvd.*`) and this process's environment.
         start_timeout: longest wait in seconds for enough task slots; None means `Settings.start_timeout_s`. A wait for
             other jobs of this application does not count.
-        max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
+        use_mpi: Horovod's, without effect: there is one transport, sparkhvd's own.
+        use_gloo: the same.
+        extra_mpi_args: the same.
+        env: environment variables of the ranks, set before `fn` and its modules load. Those that are settings
+            (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment and the Spark conf.
+        stdout: a stream of this process that gets the last 100 lines of each rank's output, by rank, when the ranks have ended.
+        stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
         verbose: 0 prints nothing on the driver; 1 prints waits and relaunches; 2 also leaves Spark's own log of a failed rank.
+        nics: Horovod's, without effect: ranks use the address that Spark has for their host (SPARK_LOCAL_IP there).
+        prefix_output_with_timestamp: whether lines in the executors' logs begin with the local time.
+        executable: the Python that Spark's workers run; another one is an error.
+        spark: the session to use, classic or Connect; None means the active one.
+        settings: engine settings; those that differ from the defaults are final. None reads them from the Spark conf
+            (`spark.sparkhvd.*`) and this process's environment.
+        max_retries: relaunches after a lost process, executor or host. An exception of `fn` is never retried.
         use_gpu: True: every rank gets a GPU of its own, which `hvd.init()` makes torch's current device and `context().gpu`
             numbers, or the job fails before `fn` starts. False: the ranks see no GPU. None: True if Spark gives tasks
             GPUs, else the ranks see the GPUs that their executor sees. See docs/gpus.md.
@@ -136,8 +154,11 @@ def run(
         PreflightError: the cluster cannot run this job; the message has the remedy. `fn` has not started.
         RankError: `fn` failed on a rank: which, where, and its traceback or signal.
     """
-    from sparkhvd.runner import job
+    from sparkhvd.runner import horovod_arguments, job
 
+    horovod_arguments.warn_of(
+        use_mpi=use_mpi, use_gloo=use_gloo, extra_mpi_args=extra_mpi_args, nics=nics
+    )
     options = job.LaunchOptions(
         env=dict(env or {}),
         settings=settings,
@@ -146,8 +167,15 @@ def run(
         verbose=verbose,
         use_gpu=use_gpu,
         profile=profile,
+        timestamps=prefix_output_with_timestamp,
+        stream=horovod_arguments.choose_stream(stdout, stderr),
     )
     shim = job.SparkShim(job.active_session() if spark is None else spark)
+    horovod_arguments.check_executable(
+        executable,
+        shim.worker_python(),
+        "Set spark.pyspark.python or PYSPARK_PYTHON to it before the session starts.",
+    )
     return job.launch(shim, fn, args, kwargs or {}, num_proc, options).results
 
 
@@ -155,12 +183,22 @@ def run_local(
     fn: Callable[..., R],
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
+    num_proc: int = 1,
     *,
-    num_proc: int,
     env: Mapping[str, str] | None = None,
     settings: Settings | None = None,
     verbose: int = 1,
     use_gpu: bool | None = None,
+    hosts: str | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    mpi_args: str | None = None,
+    network_interfaces: Iterable[str] | str | None = None,
 ) -> list[R]:
     """Call `fn(*args, **kwargs)` on `num_proc` processes of this host, without Spark; return results by rank.
 
@@ -178,9 +216,19 @@ def run_local(
             (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment.
         settings: engine settings; those that differ from the defaults are final. None reads them from this process's
             environment.
-        verbose: 0 keeps the ranks' output; 1 prints it to stderr, each line after its [rank].
+        verbose: 0 keeps the ranks' output, unless a stream is given; 1 prints it to stderr, each line after its [rank].
         use_gpu: True: every rank gets a GPU of its own, which `context().gpu` numbers in its process, or the job fails
             before `fn` starts. False: the ranks see no GPU. None: they see the GPUs that this process sees.
+        hosts: Horovod's "name:slots"; only this host, with a slot for each rank.
+        stdout: a stream for the ranks' output, line by line.
+        stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
+        prefix_output_with_timestamp: whether lines begin with the local time.
+        executable: the Python of this process; another one is an error.
+        start_timeout: Horovod's, without effect: processes of this host start at once.
+        use_mpi: Horovod's, without effect: there is one transport, sparkhvd's own.
+        use_gloo: the same.
+        mpi_args: the same.
+        network_interfaces: Horovod's, without effect: the ranks meet on the loopback interface.
 
     Returns:
         The results of `fn` on rank 0, 1, ...
@@ -191,8 +239,18 @@ def run_local(
             started.
         RankError: `fn` failed on a rank: which, and its traceback or signal.
     """
-    from sparkhvd.runner import local
+    from sparkhvd.runner import horovod_arguments, local
 
+    horovod_arguments.warn_of(
+        start_timeout=start_timeout,
+        use_mpi=use_mpi,
+        use_gloo=use_gloo,
+        mpi_args=mpi_args,
+        network_interfaces=network_interfaces,
+    )
+    horovod_arguments.check_executable(
+        executable, sys.executable, "Start this program with the one that the ranks need."
+    )
     return local.launch_local(
         fn,
         args,
@@ -202,4 +260,7 @@ def run_local(
         settings=settings,
         verbose=verbose,
         use_gpu=use_gpu,
+        hosts=hosts,
+        stream=horovod_arguments.choose_stream(stdout, stderr),
+        timestamps=prefix_output_with_timestamp,
     )

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
 from sparkhvd.rank_settings import JobSettings
@@ -25,6 +25,7 @@ from sparkhvd.runner import launching, placement, preflight, spark_log, task
 from sparkhvd.runner.admission import Turn, turn
 from sparkhvd.runner.gpu import decide
 from sparkhvd.runner.gpu.profiles import check_profile, default_slots, plan_gpus, share_of, slots_of
+from sparkhvd.runner.horovod_arguments import write_tails
 from sparkhvd.runner.interrupts import Interrupter
 from sparkhvd.runner.outcomes import (
     Kind,
@@ -87,6 +88,8 @@ class LaunchOptions:
         early: called in each rank's process before it imports more than a nursery has, and before it knows its rank, for example to
             begin reading in a thread; must return soon. Its exceptions are ignored.
         is_alone: whether ranks take GPUs by local rank on their own, so that two such launches at once would share them.
+        timestamps: whether lines of ranks begin with the local time.
+        stream: gets the last lines of every rank's output at the end of each attempt.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -103,6 +106,8 @@ class LaunchOptions:
     profile: ResourceProfile | None = None
     early: Callable[[int, int], object] | None = None
     is_alone: bool = False
+    timestamps: bool = False
+    stream: TextIO | None = None
 
     def __post_init__(self) -> None:
         retries = self.max_retries
@@ -231,6 +236,7 @@ def _launch_until_done(plan: _Plan, place: Turn) -> JobReport[Any]:
     for attempt in range(options.max_retries + 1):
         with place.slots(plan.slots, limit_s, functools.partial(_print, options.verbose)):
             ended = _attempt(plan, attempt)
+        write_tails(options.stream, ended.outcomes)
         if isinstance(ended, JobReport):
             return ended
         error = ended.error(plan.size)
@@ -284,6 +290,7 @@ def _attempt(plan: _Plan, attempt: int) -> JobReport[Any] | _Failure:
         needs_gpu=plan.gpus.is_required,
         driver_at=None if interrupter is None else interrupter.address,
         is_local=plan.is_local,
+        timestamps=options.timestamps,
     )
     submitted_at = time.time()
     tag = f"sparkhvd-{job_id}"

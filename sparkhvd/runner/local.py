@@ -11,13 +11,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide
+from sparkhvd.runner.horovod_arguments import check_hosts, line_of
 from sparkhvd.runner.outcomes import Kind, Outcome, error_of, root_cause
 from sparkhvd.runner.trainer import Trainer, inherited, interrupt
 from sparkhvd.settings import Settings
@@ -42,12 +43,16 @@ def launch_local(
     settings: Settings | None,
     verbose: int,
     use_gpu: bool | None = None,
+    hosts: str | None = None,
+    stream: TextIO | None = None,
+    timestamps: bool = False,
 ) -> list[R]:
     """See `sparkhvd.runner.run_local`."""
     if isinstance(num_proc, bool) or not isinstance(num_proc, int) or num_proc < 1:
         raise InvalidArgumentError(
             f"num_proc is {num_proc!r}; it must be a whole number of at least 1."
         )
+    check_hosts(hosts, num_proc)
     program = launching.dump_call(fn, args, kwargs)
     env = launching.check_env(env)
     chosen = launching.choose_settings(settings, env)
@@ -66,8 +71,10 @@ def launch_local(
     )
 
     def log(line: str) -> None:
-        if verbose > 0:
-            sys.stderr.write(line + "\n")
+        if stream is not None or verbose > 0:
+            to = sys.stderr if stream is None else stream
+            to.write(line_of(line, timestamp=timestamps))
+            to.flush()
 
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:

@@ -9,6 +9,7 @@ after the checks on all ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -24,6 +25,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import gathering, launching, placement, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
+from sparkhvd.runner.horovod_arguments import line_of
 from sparkhvd.runner.interrupts import InterruptWatch
 from sparkhvd.runner.nurseries import of_this_process
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer, root_cause
@@ -71,6 +73,7 @@ class TaskSpec:
         needs_gpu: whether a rank without a GPU is an error.
         driver_at: host and port of the driver for `InterruptWatch`; None where there is none.
         is_local: whether all tasks are children of one process.
+        timestamps: whether lines of the rank begin with the local time.
     """
 
     size: int
@@ -89,6 +92,7 @@ class TaskSpec:
     needs_gpu: bool = False
     driver_at: tuple[str, int] | None = None
     is_local: bool = False
+    timestamps: bool = False
 
     def __repr__(self) -> str:
         return f"TaskSpec(job_id={self.job_id!r}, attempt={self.attempt}, size={self.size})"
@@ -182,6 +186,7 @@ def _run_rank(
     host = host_of(infos[rank].address)
     chosen = JobSettings.from_json(spec.settings)
     settings = chosen.values
+    log = functools.partial(_log, timestamp=spec.timestamps)
     with contextlib.ExitStack() as stack:
         trainer: Trainer | None = None
         visible: str | None = None
@@ -196,7 +201,7 @@ def _run_rank(
                 visible = prologue.env.get(
                     "CUDA_VISIBLE_DEVICES", inherited("CUDA_VISIBLE_DEVICES")
                 )
-                trainer = stack.enter_context(Trainer(rank, prologue, program, _log))
+                trainer = stack.enter_context(Trainer(rank, prologue, program, log))
             if spec.driver_at is not None:
                 watch = InterruptWatch(spec.driver_at, spec.key, spec.job_id, spec.attempt, trainer)
                 stack.enter_context(watch)
@@ -321,8 +326,8 @@ def host_of(address: str) -> str:
     return host.strip("[]")
 
 
-def _log(line: str) -> None:
-    sys.stderr.write(line + "\n")
+def _log(line: str, *, timestamp: bool = False) -> None:
+    sys.stderr.write(line_of(line, timestamp=timestamp))
     sys.stderr.flush()
 
 

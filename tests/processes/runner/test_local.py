@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import sparkhvd
 from sparkhvd.errors import InvalidArgumentError, RankError
 from sparkhvd.runner import context, run_local
 from tests.harness import faults
@@ -305,6 +308,14 @@ def test_output_is_shown_with_its_rank(capfd: pytest.CaptureFixture[str]) -> Non
     run_local(print, ("some words",), num_proc=2, verbose=1)
     lines = capfd.readouterr().err.splitlines()
     assert sorted(lines) == ["[0] some words", "[1] some words"]
+    output = io.StringIO()
+    sparkhvd.run_local(
+        print, ("others",), {}, 1, verbose=0, stdout=output, prefix_output_with_timestamp=True
+    )
+    assert capfd.readouterr().err == ""
+    moment, _, line = output.getvalue().partition(" ")
+    assert line == "[0] others\n"
+    assert datetime.fromisoformat(moment).tzinfo is not None
     run_local(print, ("some words",), num_proc=1, verbose=0)
     assert capfd.readouterr().err == ""
 

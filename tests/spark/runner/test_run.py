@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import sparkhvd
 from sparkhvd import Settings
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
 from sparkhvd.runner import admission, context, job, run
@@ -86,6 +88,7 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
         variables = os.environ.get("STALE"), os.environ.get("CUDA_VISIBLE_DEVICES")
         settings = current.settings.slots, current.settings.stall_shutdown_s
         place = base + step * here.rank, here.size, here.num_threads
+        print("words of", here.rank)
         # Above what travels in one part.
         return os.getpid(), place, variables, settings, bytes([here.rank]) * (3 << 20)
 
@@ -93,12 +96,16 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
     env = {"STALE": "1", "CUDA_VISIBLE_DEVICES": "none", "SPARKHVD_STALL_SHUTDOWN_S": "20"}
     for key, value in conf.items():
         spark.conf.set(key, value)
+    output = io.StringIO()
     try:
-        first = run(found, (100,), {"step": 5}, num_proc=2, spark=spark, env=env)
+        # By position as with Horovod: num_proc, start_timeout, use_mpi, use_gloo, extra_mpi_args, env, stdout.
+        arguments = (100,), {"step": 5}, 2, 60.0, None, False, None, env, output
+        first = sparkhvd.run(found, *arguments, executable=spark.sparkContext.pythonExec)
     finally:
         for key in conf:
             spark.conf.unset(key)
     second = run(found, (100,), {"step": 5}, spark=spark)  # as many ranks as slots
+    assert output.getvalue() == "[0] words of 0\n[1] words of 1\n"
     assert len({of_rank[0] for of_rank in (*first, *second)}) == 4
     places = [(100, 2, 1), (105, 2, 1)]
     default = Settings()
@@ -283,6 +290,7 @@ def test_more_ranks_than_slots_is_refused_at_once(spark: SparkSession) -> None:
         ({"start_timeout": 0}, "start_timeout is 0"),
         ({"env": {"A": 1}}, r"env\['A'\] is 1"),
         ({"env": {"HOROVOD_FUSION_THRESHOLD": "-5"}}, "HOROVOD_FUSION_THRESHOLD is -5; it must be"),
+        ({"executable": "/no/python"}, "and the ranks run '.*'. Set spark.pyspark.python"),
         ({"spark": "local[2]"}, "spark is 'local\\[2\\]'; it must be a SparkSession"),
     ],
 )

@@ -1,0 +1,111 @@
+"""Arguments of Horovod's `run` without effect, or with one value that is right."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import warnings
+from collections.abc import Iterable
+from datetime import datetime
+from typing import TextIO
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner.outcomes import Outcome
+
+__all__ = [
+    "check_executable",
+    "check_hosts",
+    "choose_stream",
+    "line_of",
+    "warn_of",
+    "write_tails",
+]
+
+_TRANSPORT = "ranks talk through sparkhvd's own transport, which needs neither MPI nor Gloo"
+_INSTEAD = {
+    "use_mpi": _TRANSPORT,
+    "use_gloo": _TRANSPORT,
+    "extra_mpi_args": _TRANSPORT,
+    "mpi_args": _TRANSPORT,
+    "nics": "ranks use the address that Spark has for their host; set SPARK_LOCAL_IP on a host to change it",
+    "network_interfaces": "the ranks are processes of this host, and meet on its loopback interface",
+    "start_timeout": "the ranks are processes of this host, and start at once",
+}
+
+
+def warn_of(stacklevel: int = 3, **given: object) -> None:
+    """Warn of each argument that has no effect, unless its value asks for nothing: None or False."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            text = f"{name}={value!r} has no effect in sparkhvd: {_INSTEAD[name]}."
+            warnings.warn(text, stacklevel=stacklevel)
+
+
+def check_executable(executable: str | None, python: str, remedy: str) -> None:
+    """Refuse a Python for the ranks other than the one that they have.
+
+    Raises:
+        InvalidArgumentError: `executable` is another one than `python`.
+    """
+    if executable is not None and executable != python:
+        raise InvalidArgumentError(
+            f"executable is {executable!r}, and the ranks run {python!r}. {remedy}"
+        )
+
+
+def check_hosts(hosts: str | None, num_proc: int) -> None:
+    """Refuse hosts of Horovod's form "name:slots,name:slots" that are not this one, or have too few slots.
+
+    Raises:
+        InvalidArgumentError: a host is another one, or there are more ranks than slots.
+    """
+    if hosts is None:
+        return
+    here = {"localhost", "127.0.0.1", socket.gethostname()}
+    places = [place.strip().partition(":") for place in hosts.split(",")]
+    if others := [name for name, _, _ in places if name not in here]:
+        raise InvalidArgumentError(
+            f"hosts is {hosts!r}, and run_local starts processes on this host only, which is not {', '.join(others)}. "
+            "Start Spark on these hosts, and call sparkhvd.run."
+        )
+    slots = [number or "1" for _, _, number in places]
+    if not all(number.isdecimal() for number in slots) or sum(map(int, slots)) < num_proc:
+        raise InvalidArgumentError(
+            f"hosts is {hosts!r}, and num_proc is {num_proc}; it must be name:slots with as many slots as ranks, such "
+            f"as 'localhost:{num_proc}'."
+        )
+
+
+def choose_stream(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:
+    """Return the stream for the output of the ranks; None if none was given.
+
+    Raises:
+        InvalidArgumentError: one of them cannot be written to.
+    """
+    for name, stream in (("stdout", stdout), ("stderr", stderr)):
+        if stream is not None and not hasattr(stream, "write"):
+            raise InvalidArgumentError(
+                f"{name} is {stream!r}; it must be a text stream, such as open('ranks.log', 'w')."
+            )
+    if stdout is not None and stderr is not None and stdout is not stderr:
+        warnings.warn(
+            "stderr has no effect in sparkhvd beside stdout: both streams of a rank are one pipe, and all its lines go to stdout.",
+            stacklevel=3,
+        )
+    return stdout if stdout is not None else stderr
+
+
+def line_of(text: str, *, timestamp: bool) -> str:
+    """Return a line of a rank's output with its end, and with the local time in front where asked for."""
+    now = f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} " if timestamp else ""
+    return f"{now}{text}\n"
+
+
+def write_tails(stream: TextIO | None, outcomes: Iterable[Outcome]) -> None:
+    """Write the last lines of ranks' output by rank, as a launch without a live channel to this process does at its end."""
+    known = [outcome for outcome in outcomes if outcome.rank is not None]
+    for outcome in sorted(known, key=lambda one: one.rank or 0):
+        with contextlib.suppress(Exception):  # a broken stream never breaks training
+            if stream is not None and outcome.log_tail:
+                stream.writelines(f"[{outcome.rank}] {line}\n" for line in outcome.log_tail)
+                stream.flush()
