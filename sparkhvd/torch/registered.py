@@ -12,7 +12,7 @@ from torch import Tensor
 from sparkhvd.engine.engine import Buffer
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer, to_integers, to_list
-from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.collectives.tensors import engine_dtype, paired
 from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.cuda import Device, open_device
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
@@ -56,7 +56,7 @@ def registered_empty(
         raise InvalidArgumentError(
             f"registered_empty: dtype={dtype!r} is no dtype of torch. Give one such as torch.float32."
         )
-    engine_dtype("registered_empty", torch.empty(0, dtype=dtype))
+    engine_dtype("registered_empty", torch.empty(0, dtype=paired((), dtype)[1]))
     size = _size(shape, dtype)
     ctx = context()
     number = set_id(process_set)

@@ -77,9 +77,3 @@ def _check_parameters(model: nn.Module) -> None:
             raise InvalidArgumentError(
                 f"model: parameter {name!r} has no shape yet. Run the lazy module on one batch before fit."
             )
-        if parameter.is_complex() and parameter.requires_grad:
-            raise InvalidArgumentError(
-                f"model: parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}, and gradients of complex "
-                "numbers cannot be reduced. Keep real and imaginary parts, and join them in forward with "
-                "torch.view_as_complex."
-            )

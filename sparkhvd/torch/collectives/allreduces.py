@@ -16,6 +16,7 @@ from sparkhvd.torch.collectives.handles import Handle, Operation
 from sparkhvd.torch.collectives.reductions import Request, check_linear, resolve_op, to_request
 from sparkhvd.torch.collectives.tensors import (
     Saved,
+    as_pairs,
     as_sent,
     engine_dtype,
     lend,
@@ -50,6 +51,10 @@ def _run_one(source: Tensor, target: Tensor | None, request: Request) -> Tensor:
     kind, name, reduction, process_set = request
     number = set_id(process_set)
     name = ctx.name(kind, name, number)
+    is_complex = isinstance(source, Tensor) and source.is_complex()
+    if is_complex:
+        source = as_pairs(name, source, reduction.op, in_place=target is not None)
+        target = None if target is None else source
     dtype = engine_dtype(name, source)
     keep: object
     if target is not None:
@@ -61,11 +66,11 @@ def _run_one(source: Tensor, target: Tensor | None, request: Request) -> Tensor:
         keep = (source, target)  # nobody else has these
     if not source.is_cpu:
         _start_on_gpu(ctx, name, [source], [target], reduction, number).wait()
-        return target
-    views = (view(source, target),)
-    call = ctx.engine.prepare(_ALLREDUCE, views, dtype, reduction, number)
-    ctx.engine.run(call, name, keep)
-    return target
+    else:
+        views = (view(source, target),)
+        call = ctx.engine.prepare(_ALLREDUCE, views, dtype, reduction, number)
+        ctx.engine.run(call, name, keep)
+    return torch.view_as_complex(target) if is_complex else target
 
 
 def _start(
@@ -79,7 +84,9 @@ def _start(
     ctx = context()
     number = set_id(request.process_set)
     name = ctx.name(request.kind, request.name, number)
-    inputs = outputs = to_list(name, tensors)
+    reduction = request.reduction
+    given = to_list(name, tensors)
+    inputs = outputs = [as_pairs(name, each, reduction.op, in_place=in_place) for each in given]
     for tensor in inputs:
         engine_dtype(name, tensor)
         if in_place:
@@ -87,7 +94,6 @@ def _start(
     if not in_place:
         inputs = [as_sent(tensor) for tensor in inputs]
         outputs = [torch.empty_like(tensor) for tensor in inputs]
-    reduction = request.reduction
 
     def start(part: str, dtype: DType, indices: list[int], digest: tuple[int, ...]) -> Operation:
         if not inputs[indices[0]].is_cpu:
@@ -97,7 +103,11 @@ def _start(
         call = ctx.engine.prepare(_ALLREDUCE, views, dtype, reduction, number, numbers=digest)
         return ctx.engine.start(call, part, lend(*inputs, *outputs))
 
-    return name, start_group(name, inputs, start, reduction), outputs
+    started = start_group(name, inputs, start, reduction)
+    if in_place:
+        return name, started, given
+    pairs = zip(given, outputs, strict=True)
+    return name, started, [torch.view_as_complex(o) if x.is_complex() else o for x, o in pairs]
 
 
 def _start_on_gpu(
@@ -199,7 +209,7 @@ def allreduce(
 
     Args:
         tensor: any shape, not modified. Every integer type, float16, bfloat16 (both summed in float32),
-            float32, float64, bool (Sum and Max are "or", Product and Min are "and").
+            float32, float64, complex numbers (Sum and Average), bool (Sum and Max are "or", Product and Min are "and").
         average: deprecated; give `op`.
         name: matches calls across ranks; unique among operations in flight.
         compression: sends floating tensors in 16 bits.

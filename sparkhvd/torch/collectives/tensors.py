@@ -10,17 +10,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from sparkhvd.engine.engine import DType, TensorView
+from sparkhvd.engine.engine import DType, ReduceOp, TensorView
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
     "DTYPES",
     "Saved",
+    "as_pairs",
     "as_sent",
     "by_dtype",
     "engine_dtype",
     "gradient_name",
     "lend",
+    "paired",
     "require_contiguous",
     "view",
     "wants_gradient",
@@ -97,6 +99,11 @@ def _refusal(what: str, tensor: object) -> str:
             f"{what}: the tensor has layout {tensor.layout}, and only dense tensors can be sent. "
             "Convert it with .to_dense()."
         )
+    if tensor.is_complex():
+        return (
+            f"{what}: dtype {tensor.dtype} is not supported, and neither is any other complex one. Send its pairs of real "
+            "numbers, torch.view_as_real(tensor)."
+        )
     return (
         f"{what}: dtype {tensor.dtype} is not supported. Convert the tensor to one of "
         f"{', '.join(str(known).removeprefix('torch.') for known in DTYPES)}."
@@ -119,11 +126,41 @@ def require_contiguous(what: str, tensor: Tensor) -> None:
             "sign (torch's negative bit, as in z.conj().imag). Use the form without the final underscore, or "
             ".resolve_neg()."
         )
+    if tensor.is_conj():
+        raise InvalidArgumentError(
+            f"{what}: an in-place operation needs the tensor's own values, and its memory has their conjugates (torch's "
+            "conjugate bit, as in z.conj()). Use the form without the final underscore, or .resolve_conj()."
+        )
     if not tensor.is_contiguous():
         raise InvalidArgumentError(
             f"{what}: an in-place operation needs a contiguous tensor, got shape {tuple(tensor.shape)} with "
             f"strides {tensor.stride()}. Use the form without the final underscore, or .contiguous()."
         )
+
+
+def paired(shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and type in which the engine takes memory of a type: complex numbers are pairs of real ones."""
+    return ((*shape, 2), dtype.to_real()) if dtype.is_complex else (tuple(shape), dtype)
+
+
+def as_pairs(what: str, tensor: Tensor, op: ReduceOp, *, in_place: bool) -> Tensor:
+    """Return complex numbers as pairs of real ones, which sums treat alike; other tensors as they are.
+
+    Raises:
+        InvalidArgumentError: the reduction has no meaning for complex numbers, or cannot be done in place.
+    """
+    if not (isinstance(tensor, Tensor) and tensor.is_complex()):
+        return tensor
+    if tensor.layout is not torch.strided or _is_dtensor(tensor):
+        raise InvalidArgumentError(_refusal(what, tensor))
+    if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise InvalidArgumentError(
+            f"{what}: op is {op.name.title()}, which complex numbers do not have. Use Sum or Average, or send "
+            "torch.view_as_real(tensor)."
+        )
+    if in_place:
+        require_contiguous(what, tensor)
+    return torch.view_as_real(tensor.detach().resolve_conj())
 
 
 def as_sent(tensor: Tensor) -> Tensor:

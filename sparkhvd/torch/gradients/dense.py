@@ -15,7 +15,7 @@ from torch import Tensor
 from sparkhvd.engine.engine import Call, Collective, Engine, Reduction
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.handles import Operation
-from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.collectives.tensors import engine_dtype, paired
 from sparkhvd.torch.compressors import Compressor, NoneCompressor
 from sparkhvd.torch.gradients.entry import (
     Entry,
@@ -109,17 +109,17 @@ class DenseBucket(GradientBucket):
         neighbours: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         super().__init__(name, entries)
-        dtype = engine_dtype(name, torch.empty(0, dtype=entries[0].wire_dtype))
-        shapes = [entry.shape for entry in entries]
-        if flat is not None:
-            shapes = [(flat.numel(),)]
+        wire = entries[0].wire_dtype
+        real = paired((), wire)[1]
+        shapes = [entry.shape for entry in entries] if flat is None else [(flat.numel(),)]
+        shapes = [paired(shape, wire)[0] for shape in shapes]
         if flagged:
             # A flag per gradient and, where sparse ones are sent as dense, in how many dimensions it is sparse.
             shapes.append(((1 + options.sparse_as_dense) * len(entries),))
         self.call = Call(
             Collective.ALLREDUCE,
             shapes,
-            dtype,
+            engine_dtype(name, torch.empty(0, dtype=real)),
             Reduction(options.op, 1.0 / options.predivide, options.predivide),
             options.process_set,
         )
@@ -132,7 +132,7 @@ class DenseBucket(GradientBucket):
         self._flagged = flagged
         if flagged:
             # Flags of a rank that has all gradients; the sums are read only if one is missing here.
-            self.ones = torch.ones(len(entries), dtype=entries[0].wire_dtype)
+            self.ones = torch.ones(len(entries), dtype=real)
             if self._resparsify:
                 self.ones = torch.cat([self.ones, torch.zeros_like(self.ones)])
             self.flags = torch.empty_like(self.ones)
@@ -153,6 +153,7 @@ class DenseBucket(GradientBucket):
                 and tensor.shape == entry.shape
                 and tensor.stride() == entry.stride
                 and not tensor.is_neg()
+                and not tensor.is_conj()
                 and is_alone(memory := tensor.untyped_storage())
             ):
                 entry.place = address = tensor.data_ptr()
@@ -200,8 +201,8 @@ class DenseBucket(GradientBucket):
         is_strided = grad.layout is torch.strided
         entry.place = grad.data_ptr() if is_strided else -1
         is_own = not is_strided or owns_memory(grad)
-        is_neg = is_strided and grad.is_neg()
-        if self._plain and is_own and grad.dtype is entry.dtype and is_strided and not is_neg:
+        is_plain = is_strided and not grad.is_neg() and not grad.is_conj()
+        if self._plain and is_own and grad.dtype is entry.dtype and is_plain:
             strides = grad.stride()
             if all(
                 ours == theirs or length == 1
@@ -210,7 +211,9 @@ class DenseBucket(GradientBucket):
                 # The same memory: the stride of a dimension of length 1 is arbitrary.
                 entry.stride = strides
                 return grad
-        dense = grad.detach().resolve_neg() if is_strided else grad.detach().to_dense()
+        dense = (
+            grad.detach().resolve_conj().resolve_neg() if is_strided else grad.detach().to_dense()
+        )
         wire, compression_context = self._compression.compress(dense)
         is_shared = not is_own and wire.data_ptr() == grad.data_ptr()
         if is_shared or wire.dtype != entry.wire_dtype or wire.stride() != entry.stride:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparkhvd.engine.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.tensors import engine_dtype
-from sparkhvd.torch.compressors import BUILT_IN, Compressor, NoneCompressor
+from sparkhvd.torch.compressors import BUILT_IN, NoneCompressor
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.cuda import Device, opened
 from sparkhvd.torch.gradients.cuda import DeviceBucket, give_memory
@@ -79,14 +79,16 @@ def make_entries(named: Sequence[tuple[str, Tensor]], options: ReduceOptions) ->
         InvalidArgumentError: the engine cannot reduce its type, or the compression changes its shape.
     """
     return [
-        Entry(index, name, param, _wire_dtype(name, param, options.compression))
+        Entry(index, name, param, _wire_dtype(name, param, options))
         for index, (name, param) in enumerate(named)
     ]
 
 
-def _wire_dtype(
-    name: str, param: Tensor, compression: type[Compressor] | Compressor
-) -> torch.dtype:
+def _wire_dtype(name: str, param: Tensor, options: ReduceOptions) -> torch.dtype:
+    compression = options.compression
+    if param.is_complex():
+        _check_complex(name, param, options)
+        return param.dtype
     if compression is NoneCompressor or isinstance(compression, PowerSGD):
         wire = param.detach()
     else:
@@ -98,6 +100,24 @@ def _wire_dtype(
             f"into {tuple(wire.shape)}. A compressor must keep the shape."
         )
     return wire.dtype
+
+
+def _check_complex(name: str, param: Tensor, options: ReduceOptions) -> None:
+    """Refuse what cannot be done with pairs of real numbers."""
+    problem = ""
+    if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        problem = (
+            f"op={options.op.name.title()} is not defined for complex numbers. Use Average or Sum"
+        )
+    elif options.compression is not NoneCompressor:
+        problem = f"{describe(options.compression)} is for real ones. Leave compression out"
+    elif not param.is_cpu:
+        problem = f"on {param.device} gradients must be real ones. Train it on the CPU"
+    if problem:
+        raise InvalidArgumentError(
+            f"DistributedOptimizer: {name!r} is {param.dtype}, and {problem}, or keep its real and imaginary parts as a "
+            "parameter, and join them in forward with torch.view_as_complex()."
+        )
 
 
 class BucketPlanner:

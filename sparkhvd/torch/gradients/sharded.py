@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparkhvd.engine.engine import Call, Collective, Engine, Reduction
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.tensors import engine_dtype
+from sparkhvd.torch.collectives.tensors import engine_dtype, paired
 from sparkhvd.torch.compressors import NoneCompressor
 from sparkhvd.torch.gradients.dense import GradientBucket
 from sparkhvd.torch.gradients.entry import (
@@ -53,13 +53,13 @@ class ShardedBucket(GradientBucket):
         self._num_ranks = len(options.ranks)
         counts = [entry.param.numel() for entry in entries]
         self._ranges = [cut_range(count, self._num_ranks, place) for count in counts]
-        wire = torch.empty(0, dtype=entries[0].wire_dtype)
+        wire = torch.empty(0, dtype=paired((), entries[0].wire_dtype)[1])
         # Every rank gets the sums of all flags, so there is one row of them for each.
         self._ones = (
             torch.ones(self._num_ranks, len(entries), dtype=wire.dtype) if flagged else None
         )
         self._flags = torch.empty(len(entries), dtype=wire.dtype)
-        shapes: list[tuple[int, ...]] = [(count,) for count in counts]
+        shapes = [paired((count,), entries[0].wire_dtype)[0] for count in counts]
         if flagged:
             shapes.append((self._num_ranks, len(entries)))
         self.call = Call(
@@ -114,6 +114,7 @@ class ShardedBucket(GradientBucket):
             and grad.shape == entry.shape
             and same_places(entry.stride, grad)
             and not grad.is_neg()
+            and not grad.is_conj()
             and owns_memory(grad)
         ):
             grad = self._laid_out(entry, grad)

@@ -71,7 +71,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     A parameter without gradient on this rank counts as zero. One that no rank gave a gradient keeps
     `grad=None` with Sum and Average, as in one process (with other reductions it is zero). Gradients of
-    several passes add up and are not divided, as in torch and Horovod.
+    several passes add up and are not divided, as in torch and Horovod. Complex parameters are reduced as pairs of real numbers: on the CPU, with
+    Sum and Average, without compression.
 
     The result's class is a subclass of the optimizer's own with the same name; it shares parameter groups and
     state with the optimizer given, which should not be used any more. Its `state_dict` is the plain one.

@@ -65,9 +65,10 @@ class ParameterExchange:
             owned = [s.param.detach().reshape(-1) for s in ordered if s.part is not None]
             flat = torch.cat(owned) if owned else torch.empty(0, dtype=dtype)
             name = f"{division.label}.whole.{dtype}"
-            work = start_allgather(division.context, name, flat, division.configuration.number)
+            sent = torch.view_as_real(flat) if dtype.is_complex else flat
+            work = start_allgather(division.context, name, sent, division.configuration.number)
             work.wait()
-            joined = gathered(work, dtype, flat.shape)[0]
+            joined = gathered(work, sent.dtype, sent.shape)[0].view(dtype).view(-1)
             pieces = joined.split([s.param.numel() for s in ordered])
             for shard, piece in zip(ordered, pieces, strict=True):
                 if shard.part is None:

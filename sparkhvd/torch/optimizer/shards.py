@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparkhvd.engine.engine import Call, Collective, Work
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.tensors import engine_dtype, lend
+from sparkhvd.torch.collectives.tensors import engine_dtype, lend, paired
 from sparkhvd.torch.context import Context
 from sparkhvd.torch.gradients.layout import flat, same_places
 
@@ -180,9 +180,9 @@ class Gatherer:
         by_dtype: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         for index, tensor in enumerate(like):
             by_dtype.setdefault(tensor.dtype, []).append((index, tensor))
-        for number, (_, entries) in enumerate(by_dtype.items()):
-            shapes = [(tensor.numel(),) for _, tensor in entries]
-            dtype = engine_dtype(name, entries[0][1])
+        for number, (kind, entries) in enumerate(by_dtype.items()):
+            shapes = [paired((tensor.numel(),), kind)[0] for _, tensor in entries]
+            dtype = engine_dtype(name, torch.empty(0, dtype=paired((), kind)[1]))
             call = Call(Collective.ALLGATHER_INTO, shapes, dtype, process_set=process_set)
             indices = [index for index, _ in entries]
             counts = [tensor.numel() for _, tensor in entries]

@@ -102,5 +102,5 @@ def _total_norm(division: Division, gradients: list[Tensor], norm_type: float) -
     )
     # The type of all gradients, because every rank must scale by the same number; as torch.nn.utils.get_total_norm.
     dtypes = [p.grad.dtype for p in division.shards if p.grad is not None]
-    dtype = functools.reduce(torch.promote_types, dtypes or [torch.get_default_dtype()])
+    dtype = functools.reduce(torch.promote_types, dtypes or [torch.get_default_dtype()]).to_real()
     return (total if is_max else total.pow(1.0 / norm_type)).to(dtype)

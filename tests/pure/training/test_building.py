@@ -153,12 +153,25 @@ def test_a_sparse_tensor_may_be_a_plain_attribute(store: Store) -> None:
     assert_close(case.weights(1), case.reference(2, 1)[0], 1e-5)
 
 
-def test_a_complex_parameter_is_refused_before_any_job() -> None:
-    model = linear()
-    model.register_parameter("phase", nn.Parameter(torch.ones(2, dtype=torch.complex64)))
-    with pytest.raises(InvalidArgumentError) as failed:
-        check_model(model)
-    assert str(failed.value) == (
-        "model: parameter 'phase' is complex64, and gradients of complex numbers cannot be reduced. Keep real and "
-        "imaginary parts, and join them in forward with torch.view_as_complex."
+def test_a_complex_parameter_is_trained(store: Store) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.tensor([[0.1 + 0.2j], [0.3j], [-0.2 + 0.1j]]))
+            self.out = nn.Linear(1, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out((x.to(self.turn.dtype) @ self.turn).abs())
+
+    model = check_model(Turned())
+    case = Case(
+        store,
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        options={"epochs": 2, "gradient_clip_norm": 1.0},
     )
+    before = model.turn.detach().clone()
+    case.train(2)
+    trained = case.weights(2)
+    assert_close(trained, case.reference(2, 2)[1], 1e-5)
+    assert float((trained["turn"] - before).abs().max()) > 1e-3

@@ -179,13 +179,17 @@ def parameters_of_several_types(way: Way) -> Result:
 class Phases(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.turn = nn.Parameter(torch.randn(6, 2, dtype=torch.complex128))
+        # Fortran's order, so that memory and rows differ.
+        self.turn = nn.Parameter(torch.randn(2, 6, dtype=torch.complex128).t())
+        self.shift = nn.Parameter(torch.randn((), dtype=torch.complex128))
+        self.out = nn.Linear(2, 2).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex128) @ self.turn).abs()
+        turned = x.to(torch.complex128) @ self.turn.conj()
+        return self.out((turned * self.shift).abs())
 
 
-@behaviour(refused="complex128")
+@behaviour("views", "accumulated", "sharded")
 def complex_parameters(way: Way) -> Result:
     torch.manual_seed(1)
     return learn(way, Phases())

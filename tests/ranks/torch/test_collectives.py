@@ -156,6 +156,35 @@ def test_averages_are_sums_divided_once(size: Any, hosts: Any) -> None:
     on_ranks(size, body, hosts=list(range(size)) if hosts else None)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_allreduce_of_complex_numbers(dtype: torch.dtype) -> None:
+    def body() -> None:
+        here = torch.tensor([[1 + 2j, 3 - 1j, 0.5j]], dtype=dtype) * (hvd.rank() + 1)
+        total = torch.tensor([[1 + 2j, 3 - 1j, 0.5j]], dtype=dtype) * 6
+        assert torch.equal(hvd.allreduce(here.t(), op=hvd.Sum), total.t())
+        assert torch.equal(hvd.allreduce(here.conj()), total.conj().resolve_conj() / 3)
+        scalar = hvd.allreduce(here[0, 0], postscale_factor=2.0)
+        assert scalar.shape == ()
+        assert scalar == total[0, 0] / 3 * 2
+        in_place = here.clone()
+        assert hvd.allreduce_(in_place, op=hvd.Sum) is in_place
+        assert torch.equal(in_place, total)
+        real = torch.ones(2, dtype=torch.float32)
+        mixed = hvd.grouped_allreduce([here, real], op=hvd.Sum)
+        assert torch.equal(mixed[0], total)
+        assert torch.equal(mixed[1], real * 3)
+        shared = hvd.registered_empty((1, 3), dtype)
+        shared.copy_(here)
+        handle = hvd.grouped_allreduce_async_([shared], op=hvd.Sum)
+        assert hvd.synchronize(handle)[0] is shared
+        assert torch.equal(shared, total)
+        wanted = here.clone().requires_grad_()
+        hvd.allreduce(wanted, op=hvd.Sum).abs().square().sum().backward()
+        assert torch.allclose(wanted.grad, 2 * 3 * total)  # of each rank the same
+
+    on_ranks(3, body)
+
+
 def test_factors() -> None:
     def body() -> Any:
         x = torch.full((3,), float(hvd.rank() + 1))
@@ -443,8 +472,16 @@ def test_average_is_a_deprecated_alias() -> None:
             "root_rank is 'a'",
         ),
         (
-            lambda: hvd.allreduce(torch.ones(2, dtype=torch.complex64)),
-            "dtype torch.complex64 is not supported",
+            lambda: hvd.allreduce(torch.ones(2, dtype=torch.complex64), op=hvd.Max),
+            "op is Max, which complex numbers do not have",
+        ),
+        (
+            lambda: hvd.allgather(torch.ones(2, dtype=torch.complex64)),
+            r"dtype torch.complex64 is not supported.*torch.view_as_real\(tensor\)",
+        ),
+        (
+            lambda: hvd.allreduce_(torch.ones(2, dtype=torch.complex64).conj()),
+            "has their conjugates",
         ),
         (lambda: hvd.allreduce([1.0]), "expected a torch.Tensor, got list"),
         (lambda: hvd.allreduce(torch.eye(2).to_sparse()), "only dense tensors can be sent"),

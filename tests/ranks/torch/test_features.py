@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 from collections.abc import Callable
@@ -498,16 +499,56 @@ def test_parameters_without_dimensions() -> None:
     compare(lambda distributed: run(distributed, as_views=True), size=3)
 
 
-def test_complex_parameters_are_an_error_that_names_them() -> None:
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"compression": hvd.Compression.fp16}, "FP16Compressor is for real ones"),
+        ({"compression": hvd.Compression.powersgd()}, "is for real ones"),
+        ({"op": hvd.Max}, "op=Max is not defined for complex numbers"),
+    ],
+    ids=["fp16", "powersgd", "max"],
+)
+def test_complex_parameters_are_refused_where_pairs_will_not_do(options: Any, says: str) -> None:
     def body() -> Any:
         p = nn.Parameter(torch.ones(3, dtype=torch.complex128))
-        with pytest.raises(InvalidArgumentError) as caught:
-            hvd.DistributedOptimizer(torch.optim.SGD([p], lr=0.1), named_parameters=[("phase", p)])
+        with pytest.raises(InvalidArgumentError, match=says) as caught:
+            wrap(sgd([p]), True, named_parameters=[("phase", p)], **options)
         return str(caught.value)
 
     for message in on_ranks(2, body):
-        assert "'phase'" in message
-        assert "complex128" in message
+        assert "'phase' is torch.complex128" in message
+
+
+@pytest.mark.parametrize("kind", ["owned", "shared"])
+def test_complex_parameters_in_the_rarer_ways_of_sharding(kind: str) -> None:
+    """Train with whole parameters per rank (no dimension, or an optimizer that is not elementwise), and with one copy."""
+
+    class Own(torch.optim.SGD):
+        """May look at anything."""
+
+    def run(distributed: bool) -> Tensor:
+        turn = nn.Parameter(torch.linspace(0, 1, 12, dtype=F64).view(6, 2) * (1 + 0.5j))
+        shift = nn.Parameter(torch.tensor(0.3 - 0.2j, dtype=torch.complex128))
+        make = functools.partial(Own, momentum=0.9) if kind == "owned" else adamw
+        optimizer = make([turn, shift])
+        if distributed:
+            shares = kind == "shared"
+            optimizer = hvd.DistributedOptimizer(optimizer, sharded=True, share_parameters=shares)
+        for step in range(5):
+            batch = MLP.batch(step, F64)
+            x, y = mine(batch) if distributed else batch
+            optimizer.zero_grad()
+            ((x.to(turn.dtype) @ turn * shift).abs() - y).square().mean().backward()
+            if distributed:
+                optimizer.clip_grad_norm_(0.5)
+            else:
+                nn.utils.clip_grad_norm_([turn, shift], 0.5)
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        kept = [state[n]["momentum_buffer" if kind == "owned" else "exp_avg"] for n in range(2)]
+        return torch.cat([torch.view_as_real(t.detach()).flatten() for t in (turn, shift, *kept)])
+
+    compare(run)
 
 
 def test_groups_with_learning_rates_of_their_own_and_names_from_a_generator() -> None:

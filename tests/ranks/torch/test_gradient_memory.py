@@ -172,10 +172,9 @@ def test_sparse_gradients_need_to_be_made_dense() -> None:
     assert on_ranks(2, body) == [[-0.5, -0.5, 0.0, 0.0]] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-def test_memory_is_not_registered_for_what_no_collective_takes(dtype: torch.dtype) -> None:
+def test_memory_is_not_registered_for_what_no_collective_takes() -> None:
     def body() -> None:
         with pytest.raises(InvalidArgumentError, match="registered_empty"):
-            hvd.registered_empty(4, dtype)
+            hvd.registered_empty(4, torch.float8_e4m3fn)
 
     on_ranks(1, body)
