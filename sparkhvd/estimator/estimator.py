@@ -27,7 +27,12 @@ from sparkhvd.estimator.fitting.on_parquet import (
     open_sources,
     split_arguments,
 )
-from sparkhvd.estimator.fitting.progress import EpochReporter, poll_interval, report_skipped
+from sparkhvd.estimator.fitting.progress import (
+    EpochReporter,
+    announce_late,
+    poll_interval,
+    report_skipped,
+)
 from sparkhvd.estimator.fitting.request import Request, check_request
 from sparkhvd.estimator.fitting.runs import Finished, Folds
 from sparkhvd.estimator.fitting.specify import specify
@@ -203,13 +208,14 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
                 options.data_key,
                 keep_data=options.keep_data,
             )
-            data = prepare_inputs(
-                request.sources,
-                request.schema,
-                request.program,
-                target,
-                inputs=options.inputs,
-            )
+            with announce_late("writing the columns into the store", request.cluster.verbose):
+                data = prepare_inputs(
+                    request.sources,
+                    request.schema,
+                    request.program,
+                    target,
+                    inputs=options.inputs,
+                )
             report_skipped(data.skipped, request.cluster.verbose)
             spec, widths = specify(request, data)
             request.held.check()

@@ -6,24 +6,27 @@ metrics file. Shutdown: leaving the block stops it after a last read, so every e
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sparkhvd.data.ownership import renew_leases
 from sparkhvd.data.store.store import Store
 from sparkhvd.training.checkpoints.files import Checkpoints
 
-__all__ = ["EpochReporter", "format_epoch", "poll_interval", "report_skipped"]
+__all__ = ["EpochReporter", "announce_late", "format_epoch", "poll_interval", "report_skipped"]
 
 # Seconds between two reads of the metrics file; shorter epochs are reported together.
 POLL_S = 0.25
 # The same where a read costs a Spark task.
 TASK_POLL_S = 2.0
+# A phase that takes longer is announced.
+_LATE_S = 5.0
 # Longest wait for a read that is under way when the training ends.
 _LAST_READ_S = 60.0
 # Fits of this process that train now.
@@ -53,6 +56,25 @@ def _is_finite(value: object) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+@contextlib.contextmanager
+def announce_late(text: str, verbose: int, after_s: float = _LATE_S) -> Iterator[None]:
+    """Print a line on a phase of the fit that has not ended after some seconds; `verbose` 0 prints nothing."""
+    timer = threading.Timer(after_s, _print_line, (text,))
+    timer.daemon = True
+    if verbose:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _print_line(line: str) -> None:
+    """Print a line; on a terminal in place of Spark's progress bar, which is drawn anew."""
+    sys.stdout.write(f"\r\x1b[K{line}\n" if sys.stdout.isatty() else f"{line}\n")
+    sys.stdout.flush()
+
+
 def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None:
     """Print the rows that handle_invalid left out: "handle_invalid left out 3 of 40 training rows with a null or invalid number".
 
@@ -62,10 +84,9 @@ def report_skipped(skipped: Mapping[str, tuple[int, int]], verbose: int) -> None
     """
     for name, (count, total) in skipped.items():
         if verbose and count:
-            sys.stdout.write(
-                f"handle_invalid left out {count:,} of {total:,} {name} rows with a null or invalid number\n"
+            _print_line(
+                f"handle_invalid left out {count:,} of {total:,} {name} rows with a null or invalid number"
             )
-            sys.stdout.flush()
 
 
 def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) -> float | None:
@@ -75,11 +96,10 @@ def poll_interval(store: Store, num_proc: int, slots: int | None, verbose: int) 
     if slots is None or slots > num_proc:
         return TASK_POLL_S
     if verbose:
-        sys.stdout.write(
+        _print_line(
             f"Epochs are printed when the training ends: this client does not see {store.url}. Live epoch output needs a free "
-            f"task slot; the ranks use all {slots}.\n"
+            f"task slot; the ranks use all {slots}."
         )
-        sys.stdout.flush()
     return None
 
 
@@ -152,10 +172,7 @@ class EpochReporter:
     def ended(self, reason: str, epoch: int) -> None:
         """Print the reason why a fit ended before its last epoch: "stopped after epoch 4/10: val_loss has not improved ..."."""
         if self._verbose and reason:
-            sys.stdout.write(
-                f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}\n"
-            )
-            sys.stdout.flush()
+            _print_line(f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}")
 
     def _check_losses(self, record: Mapping[str, object]) -> None:
         """Warn of the first epoch whose loss is not finite."""
@@ -173,6 +190,13 @@ class EpochReporter:
         )
 
     def _run(self) -> None:
+        began = self._reported
+        with announce_late(
+            f"{self._prefix}waiting for epoch {began + 1}/{self._epochs}", self._verbose
+        ):
+            while not self._stopping.wait(self._poll_s) and self._reported == began:
+                self._read()
+                renew_leases()
         while not self._stopping.wait(self._poll_s):
             self._read()
             renew_leases()
@@ -192,10 +216,7 @@ class EpochReporter:
 
     def _report(self, record: dict[str, Any]) -> None:
         if self._verbose:
-            line = f"{self._prefix}{format_epoch(record, self._epochs)}\n"
-            # Spark's progress bar stands in the line, and is drawn anew.
-            sys.stdout.write(f"\r\x1b[K{line}" if sys.stdout.isatty() else line)
-            sys.stdout.flush()
+            _print_line(f"{self._prefix}{format_epoch(record, self._epochs)}")
         self._check_losses(record)
         if self._progress is not None:
             try:

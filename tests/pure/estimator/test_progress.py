@@ -11,7 +11,7 @@ from sparkhvd.data import ownership
 from sparkhvd.data.store.leases import LEASE_NAME, Lease, lease_of
 from sparkhvd.data.store.store import Store
 from sparkhvd.estimator import TorchEstimator
-from sparkhvd.estimator.fitting.progress import EpochReporter, format_epoch
+from sparkhvd.estimator.fitting.progress import EpochReporter, announce_late, format_epoch
 from sparkhvd.training.checkpoints.checkpoint import Checkpoint
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.waiting import wait_until
@@ -90,6 +90,14 @@ def test_lines_of_fits_that_train_at_once_bear_their_names(
         "[cv-0] stopped after epoch 2/2: enough",
         "[cv-1: batch_size=4] epoch 2/2",
     ]
+
+
+def test_only_a_phase_that_takes_long_is_announced(capsys: pytest.CaptureFixture[str]) -> None:
+    with announce_late("reading", 1, after_s=30.0), announce_late("quiet", 0, after_s=0.0):
+        with announce_late("writing", 1, after_s=0.0):
+            wait_until(lambda: "writing" in capsys.readouterr().out, "it is announced", within_s=10)
+        time.sleep(0.05)
+    assert capsys.readouterr().out == ""
 
 
 def test_lines_name_the_fold_and_the_params_of_a_fit(
