@@ -13,6 +13,7 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 
 from sparkhvd.data.reuse import Scope
 from sparkhvd.data.source import Target
+from sparkhvd.errors import RankError
 from sparkhvd.estimator.fitting.cross_validation import FoldModels
 from sparkhvd.estimator.fitting.inputs import (
     FitData,
@@ -122,7 +123,10 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             RankError: a rank failed. The last checkpoint stays in the store, under `runs/<run_id>`; a fit with this
                 `run_id` goes on from it. Without a `run_id` a note at the error names it.
         """
-        return super().fit(dataset, params)
+        try:
+            return super().fit(dataset, params)
+        except RankError as e:  # the frames of the driver say nothing about a rank
+            raise e.with_traceback(None) from e.__cause__
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         """Train on a DataFrame; Spark's `fit` calls it."""
