@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "active_session",
+    "check_dataframe",
     "check_session",
     "connect_session",
     "is_connect",
@@ -34,6 +35,29 @@ def check_session(spark: object) -> None:
         raise InvalidArgumentError(
             f"spark is {spark!r}; it must be a SparkSession, for example df.sparkSession."
         )
+
+
+def check_dataframe(call: str, value: object) -> None:
+    """Refuse a value that is not a DataFrame of Spark.
+
+    Args:
+        call: that got it, for the message.
+        value: the argument.
+
+    Raises:
+        InvalidArgumentError: it is none; the message says how to make one.
+    """
+    if is_dataframe(value):
+        return
+    kind = type(value)
+    remedy = "spark.createDataFrame(...) makes one"
+    if hasattr(value, "to_spark"):  # of pandas on Spark
+        remedy = f"{call}(frame.to_spark())"
+    elif kind.__module__.partition(".")[0] == "pandas":
+        remedy = f"{call}(spark.createDataFrame(frame))"
+    raise InvalidArgumentError(
+        f"{call} got a {kind.__module__.partition('.')[0]}.{kind.__name__}; it takes a DataFrame of Spark: {remedy}."
+    )
 
 
 def is_connect(spark: SparkSession) -> bool:

@@ -44,7 +44,7 @@ from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.estimator.saving.run_model import store_run_model
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
-from sparkhvd.sessions import active_session, check_session
+from sparkhvd.sessions import active_session, check_dataframe, check_session
 from sparkhvd.training.checkpoints.files import Checkpoints
 from sparkhvd.training.modules.architecture import copy_with
 from sparkhvd.training.modules.fitted import Fitted
@@ -130,6 +130,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
 
     def _fit(self, dataset: DataFrame) -> TorchModel:
         """Train on a DataFrame; Spark's `fit` calls it."""
+        check_dataframe("fit", dataset)
         return self._fit_sources(dataframe_sources(dataset, self._get("validation")))
 
     def fit_on_parquet(
@@ -246,6 +247,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         the second fold of a CrossValidator, `mine-fold2-0`, `mine-fold2-1`. `data_key` is not used: a CrossValidator
         calls this once per fold, with other rows each time.
         """
+        check_dataframe("fit", dataset)
         shared = self.copy()
         shared.clear(shared.data_key)
         shared._scope = scope = Scope()

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike, fspath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from pyspark.ml import Model
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from torch import nn
 
 from sparkhvd.data.store.connect import as_seen_by
 from sparkhvd.data.store.default import default_store
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.base import with_signature
+from sparkhvd.estimator.params.converters import to_losses
 from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.params.prediction import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
 from sparkhvd.estimator.saving.run_model import load_run_model
 from sparkhvd.estimator.summary import TrainingSummary
+from sparkhvd.estimator.transform.binding import bind_module, links_of
 from sparkhvd.estimator.transform.columns import (
     check_passing,
     functions_of,
@@ -33,7 +36,8 @@ from sparkhvd.estimator.transform.columns import (
 from sparkhvd.estimator.transform.outputs import output_columns
 from sparkhvd.estimator.transform.stage import add_outputs
 from sparkhvd.estimator.transform.worker import PredictSpec
-from sparkhvd.sessions import active_session
+from sparkhvd.sessions import active_session, check_dataframe
+from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.output_widths import output_widths
@@ -41,16 +45,29 @@ from sparkhvd.training.modules.weights import Weights, store_weights
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from sparkhvd.estimator.params.keywords import ModelKeywords
 
 __all__ = ["TorchModel"]
 
 
+# One loss for all outputs, or one per output.
+Losses: TypeAlias = "Callable[..., Any] | str | Sequence[Callable[..., Any] | str]"
+# Horovod's arguments without effect here, and why.
+_NO_EFFECT = {
+    "optimizer": "a model is not trained further; give it to TorchEstimator",
+    "_metadata": "types follow from the columns of the DataFrame, shapes from input_shapes",
+}
+
+
 @with_signature
 class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     """Trained model. `transform` adds the model's outputs to a DataFrame.
+
+    It comes from `TorchEstimator.fit` or `load`. A module that was trained elsewhere becomes one by `from_module`, or as in Horovod:
+
+        TorchModel(model=net, feature_columns=["x"], label_columns=["y"], input_shapes=[[-1, 4]])
 
     By default one column `<label>__output` per label: a double where the output has one element per row, else an
     ML vector; never rounded. `predictionCol` adds a double (the most likely class, or the value),
@@ -62,10 +79,86 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         timings: seconds of the fit's phases: materialize, launch, train.
     """
 
-    def __init__(self, *positional: object, **keywords: Unpack[ModelKeywords]) -> None:
+    def __init__(
+        self,
+        *positional: object,
+        model: nn.Module | None = None,
+        loss: Losses | None = None,
+        loss_constructors: object = None,
+        history: Sequence[Mapping[str, Any]] | None = None,
+        run_id: str | None = None,
+        optimizer: object = None,
+        _metadata: object = None,
+        **keywords: Unpack[ModelKeywords],
+    ) -> None:
         super().__init__()
         self._fitted: Fitted | None = None
         self._set_keywords(positional, keywords)
+        for name, value in (("optimizer", optimizer), ("_metadata", _metadata)):
+            if value is not None:
+                warnings.warn(
+                    f"{name} has no effect in TorchModel: {_NO_EFFECT[name]}.", stacklevel=2
+                )
+        if model is not None:
+            self.setModel(model)
+            self._describe(
+                loss=loss, loss_constructors=loss_constructors, history=history, run_id=run_id
+            )
+        elif any(value is not None for value in (loss, loss_constructors, history, run_id)):
+            raise InvalidArgumentError(
+                "TorchModel: loss, loss_constructors, history and run_id are those of a module. Give model, too."
+            )
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module,
+        *,
+        loss: Losses | None = None,
+        link: str | Sequence[str] | None = None,
+        widths: Sequence[int] = (),
+        history: Sequence[Mapping[str, Any]] | None = None,
+        run_id: str | None = None,
+        **params: Unpack[ModelKeywords],
+    ) -> Self:
+        """Make the model of a module that was trained elsewhere.
+
+        Types of the feature columns follow from each DataFrame by the rules of a fit, and from `feature_dtypes`; how long rows of arrays
+        and vectors are, and what shape decoders give, from `input_shapes` or a vector's metadata.
+
+        Args:
+            module: is copied.
+            loss: of its training, or one per output; tells how probabilities follow from outputs, as in a fit.
+            link: "softmax", "sigmoid" or "identity" instead of a loss, or one per output.
+            widths: elements per row of each output; not given: the module runs on two rows of zeros.
+            history: records of its epochs.
+            run_id: name of its run.
+            params: `feature_cols`, `label_cols` (or `outputCols`), `input_shapes`, `feature_dtypes`, ... as of `TorchModel`.
+        """
+        model = cls(**params).setModel(module)
+        model._describe(loss=loss, link=link, history=history, run_id=run_id)
+        model._fitted = replace(model._require_fitted(), widths=tuple(widths))
+        return model
+
+    def _describe(
+        self,
+        *,
+        loss: object = None,
+        loss_constructors: object = None,
+        link: str | Sequence[str] | None = None,
+        history: Sequence[Mapping[str, Any]] | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        """Add what is known of the training of a module that was set."""
+        fitted = self._require_fitted()
+        self._fitted = replace(
+            fitted,
+            links=links_of(
+                construct_losses(to_losses(loss), loss_constructors, fitted.module), link
+            ),
+            history=[dict(record) for record in history or ()],
+            run_id=run_id or "",
+        )
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -86,30 +179,35 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def __repr__(self) -> str:
         if self._fitted is None:
             return f"{self.uid}: no trained module"
-        module, inputs = (
-            self._fitted.module,
-            ", ".join(column.name for column in self._fitted.columns),
-        )
-        number = sum(p.numel() for p in module.parameters())
-        name = f"{type(module).__name__} with {number:,} parameters"
-        return f"{self.uid}: {name}, {inputs} -> {', '.join(self._fitted.labels)}; {self.summary}"
+        fitted = self._fitted
+        inputs = [column.name for column in fitted.columns] or self._get("feature_cols") or ["?"]
+        outputs = fitted.labels or self._get("label_cols") or self._get("outputCols") or ["?"]
+        number = sum(p.numel() for p in fitted.module.parameters())
+        name = f"{type(fitted.module).__name__} with {number:,} parameters"
+        summary = f"; {self.summary}" if fitted.history else ""
+        return f"{self.uid}: {name}, {', '.join(inputs)} -> {', '.join(outputs)}{summary}"
 
-    def getModel(self) -> torch.nn.Module:  # noqa: N802 - Horovod's name
+    def getModel(self) -> nn.Module:  # noqa: N802 - Horovod's name
         """Return a copy of the trained module, in eval mode."""
         return copy.deepcopy(self._require_fitted().module).eval()
 
     # -- Horovod's names -----------------------------------------------------------------------------
 
-    def setModel(self, module: torch.nn.Module) -> TorchModel:  # noqa: N802
+    def setModel(self, module: nn.Module) -> Self:  # noqa: N802
         """Predict with a copy of another module that takes the same columns; returns this object.
+
+        A model that no fit has trained takes any module: its columns are those of the Params.
 
         Raises:
             InvalidArgumentError: its outputs have another number or width (not checked if a column is collated).
         """
-        fitted = self._require_fitted()
-        if not isinstance(module, torch.nn.Module):
+        if not isinstance(module, nn.Module):
             raise InvalidArgumentError(f"setModel({module!r:.200}): give a torch.nn.Module.")
-        copied = copy.deepcopy(module).eval()
+        copied = copy.deepcopy(module).cpu().eval()
+        fitted = self._fitted or Fitted(copied)
+        if not fitted.columns:
+            self._fitted = replace(fitted, module=copied, widths=())
+            return self
         # What a collate function makes is known only when there are rows.
         is_known = not any(c.is_collated for c in fitted.columns)
         measured = output_widths(copied, fitted.inputs, fitted.columns) if is_known else None
@@ -143,7 +241,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
     def getFeatureColumns(self) -> list[str]:  # noqa: N802
         """List the columns that `transform` reads: `feature_cols`, or those of the training."""
-        return source_names(self._require_fitted(), self._read_options(PredictOptions))
+        fitted = self._require_fitted()
+        if not fitted.columns:
+            return list(self._get("feature_cols") or ())
+        return source_names(fitted, self._read_options(PredictOptions))
 
     def getLabelColumns(self) -> list[str]:  # noqa: N802
         """List the labels after which output columns are named: `label_cols`, or those of the training."""
@@ -157,22 +258,25 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         The model sees the columns only when rows are computed: filter and select before, because Spark cannot move
         either through a Python function.
         """
-        fitted = self._require_fitted()
+        check_dataframe("transform", dataset)
+        module = fitted = self._require_fitted()
+        options = self._read_options(PredictOptions)
+        if not fitted.columns:
+            fitted, options = bind_module(fitted, options, dataset.schema)
         if not fitted.widths:
             raise InvalidArgumentError(
                 "transform: the outputs of the model are not known, because its forward ran on two rows of zeros neither on the "
                 "driver nor, after training, on the ranks. getModel() gives the trained module; give one whose forward runs "
                 "without ranks to setModel."
             )
-        options = self._read_options(PredictOptions)
         outputs = output_columns(fitted, options, dataset)
         check_passing(dataset.schema)
         warn_of_large_rows(fitted, options, dataset)
         columns = match_columns(fitted, options, dataset.schema)
         sources = source_names(fitted, options)
         spec = PredictSpec(
-            shell=fitted.shell,
-            weights=_weights(fitted, dataset.sparkSession, options),
+            shell=module.shell,
+            weights=_weights(module, dataset.sparkSession, options),
             columns=fitted.inputs.with_casts(columns),
             sources=tuple(dataset.columns.index(name) for name in sources),
             names=tuple(dataset.columns),
@@ -188,7 +292,8 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
     def _require_fitted(self) -> Fitted:
         if self._fitted is None:
             raise InvalidArgumentError(
-                "TorchModel has no trained module. It comes from TorchEstimator.fit or TorchModel.load."
+                "TorchModel has no trained module. It comes from TorchEstimator.fit or TorchModel.load, or is made of a module by "
+                "TorchModel.from_module(module, feature_cols=[...]) or setModel(module)."
             )
         return self._fitted
 

@@ -8,6 +8,7 @@ Each module imports only those above it:
     inputs            data of a fit: sources, checked columns, prepared rows
     loop              options of the training loop
     runs              runs of the store, and the fits that may resume them
+    trial             model and labels, tried on zeros
     request           checked request of a fit
     specify           the ranks' spec
     progress          epochs, shown while the ranks train

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from sparkhvd.estimator.fitting.inputs import (
 )
 from sparkhvd.estimator.fitting.loop import LoopOptions, loop_options
 from sparkhvd.estimator.fitting.runs import Run, check_run_id, new_run_id, open_run
+from sparkhvd.estimator.fitting.trial import try_model
 from sparkhvd.estimator.params.fit import changed_options, train_fn_effects
 from sparkhvd.estimator.params.options import FitOptions
 from sparkhvd.runner import preflight
@@ -36,12 +36,10 @@ from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.loss_functions import construct_losses, resolve_losses
 from sparkhvd.training.metrics import resolve_metrics
 from sparkhvd.training.model import build_model, check_model
-from sparkhvd.training.modules.architecture import light_copy
-from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
 from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
 from sparkhvd.training.program import Program, dump_program
 
-__all__ = ["Request", "bind_features", "check_request", "overrides", "try_model"]
+__all__ = ["Request", "bind_features", "check_request", "overrides"]
 
 
 @dataclass(frozen=True)
@@ -247,12 +245,12 @@ def _check_columns(
         model_dtype=model_dtype(model),
         class_labels=[name for name, loss in pairs if is_class_index(loss)],
     )
-    bind_labels(schema, losses.given, options.label_shapes)
+    labels = bind_labels(schema, losses.given, options.label_shapes)
     if not user.transformations:  # else what the model gets is known when there are data
         inputs = bind_features(options, model, schema)
         schema = replace(schema, features=inputs.with_casts(schema.features))
         if all(c.row_shape is not None for c in schema.features):
-            try_model(model, inputs, schema)
+            try_model(model, inputs, schema, None if user.computes_loss else labels)
     return schema
 
 
@@ -270,21 +268,3 @@ def _loss_weights(options: FitOptions, num_labels: int) -> tuple[float, ...]:
 def bind_features(options: FitOptions, model: torch.nn.Module, schema: DataSchema) -> InputBinding:
     """Decide which columns become which argument of the model."""
     return bind_inputs(model, schema, input_shapes=options.input_shapes, inputs=options.inputs)
-
-
-def try_model(
-    model: torch.nn.Module,
-    inputs: InputBinding,
-    schema: DataSchema,
-    examples: Mapping[str, Any] | None = None,
-) -> tuple[int, ...] | None:
-    """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
-
-    None where only ranks can tell, see `output_widths`.
-
-    Raises:
-        InvalidArgumentError: it does not fit the columns, or has another number of outputs.
-    """
-    trial = light_copy(model).eval()
-    widths = output_widths(trial, inputs, schema.features, examples)
-    return None if widths is None else fitted_widths(widths, [c.name for c in schema.labels])

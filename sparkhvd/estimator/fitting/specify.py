@@ -6,7 +6,8 @@ import json
 
 from sparkhvd.data.columns.labels import bind_labels
 from sparkhvd.estimator.fitting.inputs import FitData, check_split
-from sparkhvd.estimator.fitting.request import Request, bind_features, overrides, try_model
+from sparkhvd.estimator.fitting.request import Request, bind_features, overrides
+from sparkhvd.estimator.fitting.trial import try_model
 from sparkhvd.estimator.params.fit import fingerprint_options, rank_options
 from sparkhvd.training.describe_program import describe_program
 from sparkhvd.training.spec import TrainSpec
@@ -26,7 +27,9 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
     inputs = bind_features(options, program.model, schema)
     if transformed is not None:
         inputs = bind_transformed(inputs, transformed)
-    widths = try_model(program.model, inputs, schema, data.examples)
+    labels = bind_labels(schema, request.losses, options.label_shapes)
+    compared = None if program.user.computes_loss else labels
+    widths = try_model(program.model, inputs, schema, compared, data.examples)
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size * options.accumulate
     check_split(data.manifest, split, step if options.drop_last else 1)
@@ -40,7 +43,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         data_dir=data.training.data_dir,
         data_store=data.training.files,
         inputs=inputs,
-        labels=bind_labels(schema, request.losses, options.label_shapes),
+        labels=labels,
         sample_weight=weight.name if weight is not None else None,
         loss_weights=request.loss_weights,
         val_batch_size=options.val_batch_size or options.batch_size,

@@ -219,12 +219,14 @@ def _plain(name: str) -> str:
 
 
 def with_signature(cls: T) -> T:
-    """Show a class's Params as its keyword arguments by group, for `help()` and editors; names without effect are left out."""
+    """Show a class's own keyword arguments and its Params by group, for `help()` and editors; names without effect are left out."""
     shown = {n: r for n, r in rows_of(cls).items() if not (r.no_effect or r.refused)}
     order = {group: number for number, group in enumerate((*GROUPS, ""))}
     names = sorted(shown, key=lambda name: order[shown[name].group])
     keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = inspect.signature(cls).parameters.values()
+    own = [p for p in parameters if p.kind is keyword and not p.name.startswith("_")]
     cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # read by inspect.signature
-        [inspect.Parameter(name, keyword, default=None) for name in names]
+        own + [inspect.Parameter(name, keyword, default=None) for name in names]
     )
     return cls

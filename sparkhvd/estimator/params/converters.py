@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from pyspark.ml.param import TypeConverters
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from sparkhvd.data.store.addresses import secrets_of
 from sparkhvd.data.store.store import Store
@@ -25,7 +26,9 @@ __all__ = [
     "to_losses",
     "to_mapping",
     "to_optimizer",
+    "to_scheduler",
     "to_shapes",
+    "to_stopping",
     "to_store",
     "to_whole",
 ]
@@ -135,6 +138,24 @@ def to_losses(value: object) -> Any:
     return _named(value, LOSSES)() if isinstance(value, str) else value
 
 
+def to_scheduler(value: object) -> Callable[..., Any]:
+    """Require a function that makes a scheduler; a scheduler itself holds another optimizer than that of a rank."""
+    if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
+        kind = type(value).__name__
+        raise TypeError(
+            f"expected a function of the optimizer that makes the scheduler, because each rank has an optimizer of its own: "
+            f"lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.{kind}(optimizer, ...)"
+        )
+    return to_function(value)
+
+
+def to_stopping(value: object) -> dict[str, Any]:
+    """Convert the dict of `early_stopping`."""
+    if not isinstance(value, Mapping):
+        raise TypeError("expected a dict, such as early_stopping={'patience': 3, 'min_delta': 0.0}")
+    return dict(value)
+
+
 def any_value(value: object) -> Any:
     """Take any value."""
     return value
@@ -156,6 +177,8 @@ ACCEPTED: dict[Converter, str] = {
     to_mapping: "Mapping[str, Any]",
     to_whole: "int",
     to_function: "Callable[..., Any]",
+    to_scheduler: "Callable[..., Any]",
+    to_stopping: "Mapping[str, Any]",
     TypeConverters.toFloat: "float",
     TypeConverters.toString: "str",
     TypeConverters.toBoolean: "bool",
@@ -168,6 +191,7 @@ CONVERTED: dict[Converter, str] = {
     to_inputs: "dict[str, str | list[str]]",
     to_dtypes: "list[str | None] | dict[str, str | None]",
     to_mapping: "dict[str, Any]",
+    to_stopping: "dict[str, Any]",
     to_optimizer: "Optimizer | Callable[..., Any]",
     to_losses: "Callable[..., Any] | Sequence[Callable[..., Any]]",
     TypeConverters.toListFloat: "list[float]",

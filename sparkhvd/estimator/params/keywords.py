@@ -44,7 +44,9 @@ class ModelKeywords(TypedDict, total=False):
 
     # other names
     featuresCol: str | Sequence[str] | None
+    feature_columns: str | Sequence[str] | None
     labelCol: str | Sequence[str] | None
+    label_columns: str | Sequence[str] | None
 
 
 class EstimatorKeywords(TypedDict, total=False):
@@ -134,7 +136,9 @@ class EstimatorKeywords(TypedDict, total=False):
     restore_best: bool | None
     inmemory_cache_all: bool | None
     featuresCol: str | Sequence[str] | None
+    feature_columns: str | Sequence[str] | None
     labelCol: str | Sequence[str] | None
+    label_columns: str | Sequence[str] | None
     stepSize: float | None
     weightCol: str | None
     validationIndicatorCol: float | str | DataFrame | None

@@ -28,14 +28,14 @@ class PredictParams(TorchParams):
         to_columns,
         "columns that become the model's input",
         group="data",
-        aliases=("featuresCol",),
+        aliases=("featuresCol", "feature_columns"),
         accessors=("FeatureColumns",),
     )
     label_cols = param(
         to_columns,
         "columns with the labels, one per output of the model",
         group="data",
-        aliases=("labelCol",),
+        aliases=("labelCol", "label_columns"),
         accessors=("LabelColumns", "LabelColoumns"),
     )
     input_shapes = param(

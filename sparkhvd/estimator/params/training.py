@@ -7,7 +7,7 @@ import functools
 from pyspark.ml.param import TypeConverters
 
 from sparkhvd.estimator.params.base import TorchParams, accessors
-from sparkhvd.estimator.params.converters import to_function, to_mapping, to_whole
+from sparkhvd.estimator.params.converters import to_scheduler, to_stopping, to_whole
 from sparkhvd.estimator.params.table import (
     NOT_SEEN,
     OF_THE_OPTIMIZER,
@@ -79,7 +79,7 @@ class TrainingParams(TorchParams):
         aliases=("backward_passes_per_step",),
     )
     lr_scheduler = training_param(
-        to_function,
+        to_scheduler,
         "(optimizer) or (optimizer, total_steps) -> scheduler",
         train_fn=OF_THE_OPTIMIZER,
     )
@@ -123,9 +123,8 @@ class TrainingParams(TorchParams):
         check=one_of("best", "last"),
     )
     early_stopping = training_param(
-        to_mapping,
+        to_stopping,
         "dict with patience, min_delta, monitor, mode: end when it stops improving",
-        annotation="Mapping[str, Any]",
         train_fn=NOT_SEEN,
     )
     terminate_on_nan = training_param(

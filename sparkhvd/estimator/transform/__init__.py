@@ -8,6 +8,7 @@ Each module imports only those above it:
     gpu      the device of a worker
     worker   the loop over batches
     columns  the DataFrame's columns for those of the training
+    binding  the columns of a module that no fit has trained
     outputs  the columns to add
     stage    the Spark stage
 """

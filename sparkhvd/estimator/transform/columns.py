@@ -26,6 +26,7 @@ __all__ = [
     "match_columns",
     "source_names",
     "warn_of_large_rows",
+    "width_of",
 ]
 
 Function = TypeVar("Function")
@@ -106,11 +107,11 @@ def _check_type(column: Column, trained: Column, field: StructField) -> None:
             f"transform: column {column.name!r} is of type {column.source}; the model was trained with "
             f"{trained.source}."
         )
-    width = _width(field)
+    width = width_of(field)
     if width is not None and trained.shape is not None and width != trained.num_elements:
         raise InvalidArgumentError(
             f"transform: column {column.name!r} has {width} elements per row, as its metadata say; the model "
-            f"was trained with {trained.num_elements}."
+            f"takes {trained.num_elements}."
         )
 
 
@@ -198,7 +199,7 @@ def _kind(column: Column, trained: Column) -> str:
     return trained.kind if column.kind == "vector" and trained.kind == "sparse" else column.kind
 
 
-def _width(field: StructField) -> int | None:
+def width_of(field: StructField) -> int | None:
     """Return the elements per row of a vector, where Spark ML wrote them down."""
     attributes = (field.metadata or {}).get("ml_attr", {})
     if not isinstance(field.dataType, VectorUDT) or not isinstance(attributes, Mapping):

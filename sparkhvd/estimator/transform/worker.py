@@ -46,6 +46,7 @@ MAX_ROWS = 4096
 KEPT_MODELS = 3
 # Bytes of the inputs of one call.
 MAX_BYTES = 64 << 20
+_REMEDY = "Fill or drop them first, or set handle_invalid to 'skip' or {column: value}."
 
 
 @dataclass(frozen=True)
@@ -230,20 +231,21 @@ def feature(array: pa.Array, column: Column, source: str) -> Values:
     if isinstance(array, pa.ChunkedArray):
         array = array.combine_chunks()
     values, found = column_to_numpy(array, column)
-    if values is None or (len(values) and row_shape(values) != (column.shape or ())):
+    # Of rows that only a function of the user's sees, the shape need not be known.
+    if values is None or (len(values) and column.shape not in (None, row_shape(values))):
         raise InvalidArgumentError(f"transform: column {source!r} {_problem(found, column)}")
     return values
 
 
 def _problem(found: Findings, column: Column) -> str:
     if found.nulls:
-        return f"is null, or has a null element, in {found.nulls} rows of a batch. Fill or drop them first."
+        return f"is null, or has a null element, in {found.nulls} rows of a batch. {_REMEDY}"
     if found.nans:
-        return f"is NaN in {found.nans} rows of a batch. Fill or drop them first."
+        return f"is NaN in {found.nans} rows of a batch. {_REMEDY}"
     if found.infinities:
         return (
             f"is infinite in {found.infinities} rows of a batch, for example {found.examples['infinities']}. Cap or drop "
-            "them first, or set handleInvalid."
+            "them first, or set handle_invalid."
         )
     if found.overflows or found.inexact:
         name = "overflows" if found.overflows else "inexact"
@@ -251,13 +253,13 @@ def _problem(found: Findings, column: Column) -> str:
         return (
             f"has {found.counts()[name]} rows in a batch with a number that {column.number_type} cannot hold{exactly}, for "
             f"example {found.examples[name]}. Scale it as in training, cast integers to double if they may be rounded, or "
-            "set handleInvalid."
+            "set handle_invalid."
         )
     if found.fractions:
         return f"has {found.fractions} rows in a batch that are not whole numbers."
     shapes = ", ".join(shape_text(s) for s in sorted(found.shapes)) or "0"
     expected = shape_text(column.shape or (1,))
-    return f"has {shapes} elements per row in a batch; the model was trained with {expected}."
+    return f"has {shapes} elements per row in a batch; the model takes {expected}."
 
 
 def to_arrow(values: npt.NDArray[np.float64]) -> pa.Array:

@@ -1,4 +1,4 @@
-"""`Fitted`: a trained module with the columns that it takes and its history."""
+"""`Fitted`: a module with the columns that it takes, and the history of its training."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.schema import Column
 from sparkhvd.training.modules.architecture import dump_shell, tensors_of
@@ -22,24 +23,26 @@ __all__ = ["Fitted"]
 class Fitted:
     """A trained module with its columns, history and timings; never changed.
 
+    One that no fit has trained has no columns: `transform` binds it to those of its DataFrame.
+
     Attributes:
         module: the trained module in eval mode.
         columns: feature columns of the training data.
         labels: names of the label columns.
         inputs: binding of columns to arguments of the model.
-        links: per label, the relation of outputs and probabilities.
-        widths: per label, elements of the output per row.
+        links: per label, the relation of outputs and probabilities; one without columns may have one for all.
+        widths: per label, elements of the output per row; () if not known.
         history: one record per epoch.
         timings: seconds of the phases of the fit.
         run_id: name of the run in the store.
     """
 
     module: torch.nn.Module = field(repr=False)
-    columns: tuple[Column, ...]
-    labels: tuple[str, ...]
-    inputs: InputBinding
-    links: tuple[str, ...]
-    widths: tuple[int, ...]
+    columns: tuple[Column, ...] = ()
+    labels: tuple[str, ...] = ()
+    inputs: InputBinding = InputBinding(())
+    links: tuple[str, ...] = (heads.IDENTITY,)
+    widths: tuple[int, ...] = ()
     history: History = field(default_factory=list, repr=False)
     timings: Mapping[str, float] = field(default_factory=dict)
     run_id: str = ""

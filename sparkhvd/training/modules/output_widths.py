@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.features import InputBinding
@@ -19,7 +19,7 @@ from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.to_device import Mover
 from sparkhvd.training.types import Columns
 
-__all__ = ["fitted_widths", "output_widths"]
+__all__ = ["fitted_widths", "output_widths", "trial_outputs", "zeros"]
 
 
 def _hint(inputs: InputBinding) -> str:
@@ -30,7 +30,7 @@ def _hint(inputs: InputBinding) -> str:
     return f". Columns of integers and booleans stay so; if the model wants floats, give feature_dtypes={{{names}}}."
 
 
-def _zeros(column: Column) -> SparseRows | npt.NDArray[np.generic]:
+def zeros(column: Column) -> SparseRows | npt.NDArray[np.generic]:
     """Make two rows of zeros: two, so that an output with one entry in all is told from one entry per row."""
     if column.kind == "sparse":
         return SparseRows.empty(column.dtype, column.num_elements, num_rows=2)
@@ -59,12 +59,24 @@ def output_widths(
     examples: Columns | None = None,
     move: Mover | None = None,
 ) -> list[int] | None:
-    """Find the elements per row of every output by running the model on two rows of zeros.
+    """Find the elements per row of every output; arguments and errors as in `trial_outputs`."""
+    outputs = trial_outputs(model, inputs, columns, examples, move)
+    return None if outputs is None else [heads.rows(output).shape[1] for output in outputs]
+
+
+def trial_outputs(
+    model: nn.Module,
+    inputs: InputBinding,
+    columns: Sequence[Column],
+    examples: Columns | None = None,
+    move: Mover | None = None,
+) -> tuple[Tensor, ...] | None:
+    """Run a model on two rows of zeros and return its outputs.
 
     None, with a warning, where it raises an error that need not happen elsewhere.
 
     Args:
-        model: in eval mode.
+        model: in the mode of the trial.
         inputs: binding of columns to arguments of the model.
         columns: feature columns with their shapes.
         examples: columns that are collated, for two rows.
@@ -74,9 +86,9 @@ def output_widths(
         InvalidArgumentError: shapes, dtypes or arguments do not fit, or an output is not one entry per row.
     """
     examples = examples or {}
-    zeros = {c.name: examples[c.name] if c.name in examples else _zeros(c) for c in columns}
+    rows = {c.name: examples[c.name] if c.name in examples else zeros(c) for c in columns}
     try:
-        arguments, keywords = inputs.apply(zeros)
+        arguments, keywords = inputs.apply(rows)
         if move is not None:
             arguments, keywords = move((arguments, keywords))
         with torch.no_grad():
@@ -103,7 +115,7 @@ def output_widths(
                 f"model: forward returned shape {tuple(output.shape)} for two rows. An output must have one entry "
                 "per row."
             )
-    return [heads.rows(output).shape[1] for output in outputs]
+    return outputs
 
 
 def fitted_widths(widths: Sequence[int], labels: Sequence[str]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from pyspark.ml.param import Param
@@ -124,6 +125,27 @@ def test_optimizers_and_losses_have_names() -> None:
             TorchEstimator(**names)
 
 
+def test_words_of_other_libraries_get_the_way_to_write_it() -> None:
+    parameters = [nn.Parameter(torch.zeros(1))]
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(parameters, lr=1.0), 1)
+    with pytest.raises(TypeError, match=r"lr_scheduler=lambda optimizer: torch\.optim\..*StepLR\("):
+        TorchEstimator(lr_scheduler=scheduler)
+    with pytest.raises(TypeError, match=r"early_stopping=\{'patience': 3, "):
+        TorchEstimator(early_stopping=True)  # type: ignore[arg-type]
+
+
+def test_a_frame_of_pandas_gets_the_way_to_make_one_of_spark() -> None:
+    frame: Any = pd.DataFrame({"x": [1.0]})
+    for call, act in (("fit", TorchEstimator().fit), ("transform", TorchModel().transform)):
+        with pytest.raises(InvalidArgumentError) as failed:
+            act(frame)
+        assert str(failed.value) == (
+            f"{call} got a pandas.DataFrame; it takes a DataFrame of Spark: {call}(spark.createDataFrame(frame))."
+        )
+    with pytest.raises(InvalidArgumentError, match=r"fit got a builtins.dict; .*createDataFrame\("):
+        TorchEstimator().fitMultiple({}, [])  # type: ignore[arg-type]
+
+
 def test_the_signature_lists_names_with_an_effect_by_group() -> None:
     names = list(inspect.signature(TorchEstimator).parameters)
     dead = {*NO_EFFECT, *(n for n, row in ROWS.items() if row.refused)}
@@ -173,7 +195,9 @@ def test_sparks_names_are_params_and_accessors() -> None:
         assert estimator.getParam(alias) is param
         value = {"feature_cols": "f", "label_cols": "l"}.get(name, EXAMPLES.get(name, name))
         assert getattr(estimator, f"set{camel_case(alias)}")(value) is estimator
-        assert getattr(estimator, f"get{camel_case(alias)}")() == value  # one column: not a list
+        # Spark's gives one column as it is, Horovod's a list.
+        expected = [value] if camel_case(alias) in ACCESSORS else value
+        assert getattr(estimator, f"get{camel_case(alias)}")() == expected
     assert estimator.getFeatureCols() == ["f"]
     assert estimator.setFeaturesCol(["f", "g"]).getFeaturesCol() == ["f", "g"]
     assert len({p.name for p in estimator.params}) == len(estimator.params) == len(NAMES)

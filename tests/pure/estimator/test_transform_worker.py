@@ -89,13 +89,17 @@ def test_a_forward_that_only_ranks_could_run_is_a_warning(
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ([1.0, 2.0, 3.0], "has 3 elements per row in a batch; the model was trained with 4."),
+        ([1.0, 2.0, 3.0], "has 3 elements per row in a batch; the model takes 4."),
         ([1.0, None, 1.0, 1.0], "is null, or has a null element, in 1 rows of a batch. Fill or"),
-        (None, "is null, or has a null element, in 1 rows of a batch. Fill or drop them first."),
-        ([1.0, float("nan"), 1.0, 1.0], "is NaN in 1 rows of a batch. Fill or drop them first."),
+        (
+            None,
+            "is null, or has a null element, in 1 rows of a batch. Fill or drop them first, or set handle_invalid to 'skip' or "
+            "{column: value}.",
+        ),
+        ([1.0, float("nan"), 1.0, 1.0], "is NaN in 1 rows of a batch. Fill or drop them first, or"),
         (
             [1.0, float("-inf"), 1.0, 1.0],
-            "is infinite in 1 rows of a batch, for example -inf. Cap or drop them first, or set handleInvalid.",
+            "is infinite in 1 rows of a batch, for example -inf. Cap or drop them first, or set handle_invalid.",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from pyspark.ml import PipelineModel
 from pyspark.ml.feature import IndexToString, StringIndexer, VectorAssembler
 from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import DenseVector, SparseVector, VectorUDT
@@ -25,10 +26,12 @@ from pyspark.sql.types import (
 )
 from torch import nn
 
-from sparkhvd import InvalidArgumentError
+from sparkhvd import InvalidArgumentError, TorchModel
 from tests.spark.estimator.fits import fitted, mlp
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pyspark.sql import DataFrame, SparkSession
 
 # One unit in the last place of float32 numbers about 1: the order in which a matrix product adds depends on the
@@ -197,7 +200,7 @@ def test_columns_that_cannot_be_used_are_named_before_a_job(df: DataFrame) -> No
         ),
         (
             wide,
-            "transform: column 'x' has 3 elements per row, as its metadata say; the model was trained with 2.",
+            "transform: column 'x' has 3 elements per row, as its metadata say; the model takes 2.",
         ),
     ):
         with pytest.raises(InvalidArgumentError) as wrong:
@@ -207,7 +210,7 @@ def test_columns_that_cannot_be_used_are_named_before_a_job(df: DataFrame) -> No
         model.transform(df.withColumn("x", F.col("s")))
     # Only the rows tell how long an array is.
     with pytest.raises(
-        Exception, match="column 'x' has 3 elements per row in a batch; the model was"
+        Exception, match="column 'x' has 3 elements per row in a batch; the model takes"
     ):
         model.transform(df.select(F.array(*[F.lit(1.0)] * 3).alias("x"))).collect()
 
@@ -284,6 +287,46 @@ def test_a_decoder_before_a_transformation_is_named(df: DataFrame) -> None:
         "transform calls no transformations. Give a column of numbers as the model gets them: [2] per row, float32."
     )
     assert model.transform(df.selectExpr("array(1.0D, 2.0D) AS x").limit(2)).count() == 2
+
+
+def test_modules_that_no_fit_has_trained(df: DataFrame, tmp_path: Path) -> None:
+    """Check numbers, vectors, arrays and decoders in one Pipeline, before and after it was saved."""
+    numbers, vectors, table = mlp(2, 2), mlp(2), nn.Embedding(3, 2)
+    arrays = nn.Sequential(nn.Flatten(), mlp(4, 3))
+    plain = df.selectExpr("k", "CAST(k AS DOUBLE) / 9 AS z", "x", "'high' AS s")
+    plain = plain.withColumn("a", F.array(*[F.col("z") * i for i in range(4)]))
+    decoders = {"s": {"low": 0, "high": 2}}
+    empty = TorchModel(feature_cols=["a"], label_cols=["a"], input_shapes=[[-1, 2, 2]])
+    stages = [
+        TorchModel.from_module(
+            numbers,
+            feature_cols=["z", "k"],
+            label_cols="n",
+            loss="cross_entropy",
+            probabilityCol="p",
+        ),
+        TorchModel(model=vectors, feature_columns=["x"], label_columns=["v"]),
+        empty.setModel(arrays).copy(),
+        TorchModel.from_module(table, feature_cols="s", outputCols="t", decoders=decoders),
+    ]
+    pipeline = PipelineModel(stages)
+    pipeline.write().overwrite().save(f"{tmp_path}/pipeline")
+    loaded = PipelineModel.load(f"{tmp_path}/pipeline")
+    found = pipeline.transform(plain).collect()
+    assert {r.k: r for r in loaded.transform(plain).collect()} == {r.k: r for r in found}
+    with torch.no_grad():
+        z = torch.tensor([[r.z, r.k] for r in found]).float()
+        x = torch.tensor(np.array([r.x.toArray() for r in found])).float()
+        want = {
+            "n__output": numbers(z),
+            "p": numbers(z).softmax(1),
+            "v__output": vectors(x)[:, 0],
+            "a__output": arrays(torch.tensor([r.a for r in found]).float()),
+            "t": table(torch.full((30,), 2)),
+        }
+    for name, values in want.items():
+        rows = [v if isinstance(v := r[name], float) else v.toArray() for r in found]
+        np.testing.assert_allclose(np.array(rows), values, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_many_batches_pass(spark: SparkSession) -> None:

@@ -1,0 +1,74 @@
+"""Trial of a model on two rows of zeros, before any rank starts: its outputs, and whether the loss can compare them with the labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparkhvd.data.columns import heads
+from sparkhvd.data.columns.features import InputBinding
+from sparkhvd.data.columns.labels import LabelBinding
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.output_widths import fitted_widths, trial_outputs, zeros
+
+__all__ = ["try_model"]
+
+
+def try_model(
+    model: torch.nn.Module,
+    inputs: InputBinding,
+    schema: DataSchema,
+    labels: LabelBinding | None,
+    examples: Mapping[str, Any] | None = None,
+) -> tuple[int, ...] | None:
+    """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
+
+    None where only ranks can tell, see `trial_outputs`.
+
+    Args:
+        model: of the user.
+        inputs: binding of columns to its arguments.
+        schema: columns whose shapes are known.
+        labels: binding of the labels that the loss compares with the outputs; None where the user's code computes the loss.
+        examples: columns that are collated, for two rows.
+
+    Raises:
+        InvalidArgumentError: it does not fit the columns, or has another number of outputs, or a label cannot meet its output.
+    """
+    trial = light_copy(model).eval()
+    outputs = trial_outputs(trial, inputs, schema.features, examples)
+    if outputs is None:
+        return None
+    widths = [heads.rows(output).shape[1] for output in outputs]
+    fitted = fitted_widths(widths, [c.name for c in schema.labels])
+    rows = None if labels is None else _zero_labels(schema, labels)
+    if labels is None or rows is None or (problem := _mismatch(labels, outputs, rows)) is None:
+        return fitted
+    # Some models return something else in training.
+    with torch.random.fork_rng(devices=[]):
+        trained = trial_outputs(trial.train(), inputs, schema.features, examples)
+    if trained is None or _mismatch(labels, trained, rows) is None:
+        return fitted
+    raise InvalidArgumentError(f"model and loss, tried on two rows of zeros: {problem}")
+
+
+def _zero_labels(schema: DataSchema, labels: LabelBinding) -> tuple[Tensor, ...] | None:
+    """Make two rows of the labels; None if the shape of one is not known."""
+    if any(c.row_shape is None or -1 in c.row_shape for c in schema.labels):
+        return None
+    return labels.apply({c.name: zeros(c) for c in schema.labels})
+
+
+def _mismatch(
+    labels: LabelBinding, outputs: tuple[Tensor, ...], rows: tuple[Tensor, ...]
+) -> InvalidArgumentError | None:
+    try:
+        labels.match(outputs, rows)
+    except InvalidArgumentError as e:
+        return e
+    return None

@@ -1,0 +1,213 @@
+"""Binding of a module that no fit has trained: its columns follow from the Params and the DataFrame's types; decided on the driver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from sparkhvd.data.arrow_memory import byte_rows
+from sparkhvd.data.columns import heads
+from sparkhvd.data.columns.binding import bind_inputs, model_dtype
+from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.columns.decoders import RowFunctions
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.data.columns.shapes import row_shape_of
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.options import PredictOptions
+from sparkhvd.estimator.transform.columns import width_of
+from sparkhvd.training.modules.architecture import light_copy
+from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructField, StructType
+
+__all__ = ["bind_module", "links_of"]
+
+Shape = tuple[int, ...]
+
+
+def links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the links from outputs to probabilities: as named, or of the losses; the identity where neither is known.
+
+    Raises:
+        InvalidArgumentError: both are given, or a name is unknown.
+    """
+    if link is None:
+        losses = loss if isinstance(loss, (list, tuple)) else [loss]
+        return tuple(heads.link_of(each) for each in losses)
+    links = (link,) if isinstance(link, str) else tuple(link)
+    unknown = [each for each in links if each not in heads.LINKS]
+    if loss is not None or unknown:
+        raise InvalidArgumentError(
+            f"link is {link!r}{' and loss is given, too' if loss is not None else ''}. Give the loss of the training, or of each output one "
+            f"of {', '.join(map(repr, heads.LINKS))}."
+        )
+    return links
+
+
+def bind_module(
+    fitted: Fitted, options: PredictOptions, schema: StructType
+) -> tuple[Fitted, PredictOptions]:
+    """Bind a module without columns to those of a DataFrame with this schema, by the rules of a fit.
+
+    A type does not tell how many elements an array has, or what shape a decoder gives: `input_shapes` does, or a vector's metadata.
+
+    Returns:
+        The module with its columns, labels, links and widths, and the Params with decoders that give these shapes.
+
+    Raises:
+        InvalidArgumentError: a column is missing, of a type that cannot become a tensor or of unknown width, or the module does
+            not take the columns.
+    """
+    if not options.feature_cols:
+        raise InvalidArgumentError(
+            "transform: feature_cols is required, because this module was not trained on any: name the columns that become its input."
+        )
+    has_shapes = options.input_shapes is not None
+    columns = check_schema(
+        schema,
+        feature_cols=options.feature_cols,
+        label_cols=[],
+        model_dtype=model_dtype(fitted.module),
+        feature_dtypes=options.feature_dtypes,
+        decoders=options.decoders or {},
+        collated=options.collate_fn or {},
+        # A shape is one of a dense tensor.
+        sparse_cols=[] if options.sparse_cols is None and has_shapes else options.sparse_cols,
+    ).features
+    shapes = _row_shapes(options)
+    columns = tuple(_shaped(c, schema[c.name], shapes.get(c.name), options) for c in columns)
+    inputs = bind_inputs(
+        fitted.module,
+        DataSchema(columns, ()),
+        input_shapes=options.input_shapes,
+        inputs=options.inputs,
+    )
+    bound = replace(fitted, columns=columns, inputs=inputs)
+    decoded = {c.name: c.decoded for c in columns}
+    widths = fitted.widths or _widths(bound)
+    labels = _labels(options, widths)
+    links = fitted.links * len(widths) if len(fitted.links) == 1 else fitted.links
+    if len(links) != len(widths):
+        raise InvalidArgumentError(
+            f"The model was given {len(links)} losses, and its module has {len(widths)} outputs. Give one per output, or one for all."
+        )
+    decoders = {
+        name: _Shaped(decoder, shape) if callable(decoder) and (shape := decoded[name]) else decoder
+        for name, decoder in (options.decoders or {}).items()
+    }
+    bound = replace(bound, widths=widths, labels=labels, links=links)
+    return bound, replace(options, decoders=decoders)
+
+
+def _row_shapes(options: PredictOptions) -> dict[str, Shape]:
+    """Collect the shapes of rows by column, where `input_shapes` gives them."""
+    given = options.input_shapes
+    if given is None:
+        return {}
+    pairs: list[tuple[str, Sequence[int]]]
+    if isinstance(given, Mapping):
+        entries = [(options.inputs or {}).get(argument, "") for argument in given]
+        single = [e if isinstance(e, str) else e[0] if len(e) == 1 else "" for e in entries]
+        pairs = list(zip(single, given.values(), strict=True))
+    else:  # `bind_inputs` compares the numbers
+        pairs = list(zip(options.feature_cols or [], given, strict=False))
+    shapes = {name: row_shape_of("input_shapes", shape) for name, shape in pairs}
+    return {name: shape for name, shape in shapes.items() if -1 not in shape}
+
+
+def _shaped(
+    column: Column, field: StructField, given: Shape | None, options: PredictOptions
+) -> Column:
+    """Return the column with the shape of its rows."""
+    if column.is_collated or column.shape is not None:
+        return column
+    if column.has_decoder:
+        seen = _looked_up(column, options)
+        if seen is not None:
+            return seen
+        if given is not None:
+            return replace(column, decoded=given)
+    elif given is not None:
+        return column.with_shape(_stored_shape(column, given))
+    elif (width := width_of(field)) is not None:
+        return column.with_shape((width,))
+    reason = "a decoder gives" if column.has_decoder else f"{column.source} has"
+    raise InvalidArgumentError(
+        f"transform: column {column.name!r}: how many elements per row {reason} is not known before rows are read. Give input_shapes, one "
+        "shape per feature column such as [-1, 4]; a vector's metadata, which VectorAssembler writes, tell it, too."
+    )
+
+
+def _looked_up(column: Column, options: PredictOptions) -> Column | None:
+    """Return the column of a dict decoder, whose values tell shape and dtype; None for another."""
+    decoder = (options.decoders or {}).get(column.name)
+    if not isinstance(decoder, Mapping) or not decoder:
+        return None
+    functions = RowFunctions({column.name: decoder})
+    example = byte_rows(pa.array([next(iter(decoder))]))
+    return functions.with_decoded(DataSchema((column,), ()), {column.name: example}).features[0]
+
+
+def _stored_shape(column: Column, given: Shape) -> Shape:
+    """Return the shape in which Spark has the rows: nested arrays have axes of their own, a flat one and a vector have one."""
+    depth = max(1, column.source.count("array<"))
+    if depth == 1:
+        return (math.prod(given),)
+    for shape in (given, tuple(n for n in given if n != 1)):
+        if len(shape) == depth:
+            return shape
+    raise InvalidArgumentError(
+        f"transform: column {column.name!r} is of type {column.source}, and input_shapes gives {list(given)} per row, which does not tell "
+        f"how long its {depth} levels of arrays are. Flatten it before: flatten({column.name})."
+    )
+
+
+def _widths(bound: Fitted) -> tuple[int, ...]:
+    """Find the elements per row of each output by running the module on zeros."""
+    collated = [c.name for c in bound.columns if c.is_collated]
+    if not collated:
+        trial = light_copy(bound.module).eval()
+        widths = output_widths(trial, bound.inputs, bound.columns)
+        if widths is not None:
+            return tuple(widths)
+    reason = (
+        f"column {collated[0]!r} is collated" if collated else "its forward failed on rows of zeros"
+    )
+    raise InvalidArgumentError(
+        f"transform: the outputs of the module are not known, because {reason}. Tell how many elements per row each has: "
+        "TorchModel.from_module(..., widths=[1])."
+    )
+
+
+def _labels(options: PredictOptions, widths: Sequence[int]) -> tuple[str, ...]:
+    if options.label_cols:
+        fitted_widths(widths, options.label_cols)
+    elif not options.outputCols:
+        raise InvalidArgumentError(
+            f"transform: nothing names the module's {len(widths)} outputs. Set outputCols, or label_cols, after which they are named."
+        )
+    return tuple(options.label_cols or ())
+
+
+@dataclass(frozen=True)
+class _Shaped:
+    """Decoder that gives the model's shape.
+
+    Attributes:
+        function: of the user.
+        shape: of one row.
+    """
+
+    function: Callable[..., object]
+    shape: Shape
+
+    def __call__(self, value: object) -> object:
+        array = np.asarray(self.function(value))
+        return array.reshape(self.shape) if array.size == math.prod(self.shape) else array

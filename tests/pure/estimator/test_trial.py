@@ -1,0 +1,85 @@
+"""Trial of model and labels on zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparkhvd.data.columns.binding import bind_inputs
+from sparkhvd.data.columns.labels import bind_labels
+from sparkhvd.data.columns.schema import Column, DataSchema
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.fitting.trial import try_model
+
+X = Column("x", "vector", "float32", (4,), "vector", "float32")
+NUMBER = Column("y", "scalar", "float32", (), "double", "float32")
+CLASS = Column("y", "scalar", "int64", (), "bigint", "int64")
+PAIR = Column("y", "array", "float32", (2,), "array<double>", "float32")
+
+
+def tried(model: nn.Module, label: Column, loss: Any) -> tuple[int, ...] | None:
+    schema = DataSchema((X,), (label,))
+    return try_model(model, bind_inputs(model, schema), schema, bind_labels(schema, loss))
+
+
+@pytest.mark.parametrize(
+    ("width", "label", "loss"),
+    [
+        (1, NUMBER, nn.MSELoss()),
+        (2, PAIR, nn.MSELoss()),
+        (3, CLASS, nn.CrossEntropyLoss()),
+        (1, CLASS, nn.BCEWithLogitsLoss()),
+        (3, CLASS, lambda output, label: nn.functional.cross_entropy(output, label)),
+    ],
+)
+def test_labels_that_fit_pass(width: int, label: Column, loss: Any) -> None:
+    assert tried(nn.Linear(4, width), label, loss) == (width,)
+
+
+@pytest.mark.parametrize(
+    ("model", "label", "loss", "says"),
+    [
+        (
+            nn.Linear(4, 2),
+            NUMBER,
+            nn.MSELoss(),
+            r"\(2,\) and the model's output \(2, 2\): the loss",
+        ),
+        (nn.Linear(4, 1), PAIR, nn.L1Loss(), r"\(2, 2\) and the model's output \(2, 1\): the loss"),
+        (nn.Linear(4, 2), PAIR, nn.NLLLoss(), "class indices"),
+        (nn.Linear(4, 1), PAIR, lambda o, t: (o - t).mean(), "would broadcast"),
+    ],
+)
+def test_labels_that_do_not_fit_are_named(
+    model: nn.Module, label: Column, loss: Any, says: str
+) -> None:
+    if isinstance(loss, nn.NLLLoss):
+        label = Column("y", "array", "int64", (2,), "array<bigint>", "int64")
+    with pytest.raises(InvalidArgumentError, match=f"two rows of zeros: Label 'y' has .*{says}"):
+        tried(model, label, loss)
+
+
+class ClassesInEval(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout())
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layers(x)
+        return scores if self.training else scores.argmax(1)
+
+
+def test_a_model_with_other_outputs_in_training_passes_and_is_not_changed() -> None:
+    model = ClassesInEval().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    assert tried(model, CLASS, nn.CrossEntropyLoss()) == (1,)
+    assert torch.rand(1) == expected
+    assert model.training
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
