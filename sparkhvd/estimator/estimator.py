@@ -43,6 +43,7 @@ from sparkhvd.estimator.params.explain import short_repr
 from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.estimator.saving.run_model import store_run_model
+from sparkhvd.estimator.transform.outputs import OUTPUT_PARAMS
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
 from sparkhvd.sessions import active_session, check_dataframe, check_session
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -317,6 +318,8 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             run_id=spec.run_dir.removeprefix("runs/"),
         )
         self._copyValues(model)
+        if not request.tells_outputs((spec.transformed or data.schema).labels):
+            model._set(**{name: "" for name in OUTPUT_PARAMS if not self.isSet(name)})
         if model._get("use_gpu"):  # of the ranks; a task of transform may have none
             model.clear(model.use_gpu)
         model._set(store=request.store)

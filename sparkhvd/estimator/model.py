@@ -69,9 +69,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
 
         TorchModel(model=net, feature_columns=["x"], label_columns=["y"], input_shapes=[[-1, 4]])
 
-    By default one column `<label>__output` per label: a double where the output has one element per row, else an
-    ML vector; never rounded. `predictionCol` adds a double (the most likely class, or the value),
-    `probabilityCol` and `rawPredictionCol` vectors. An empty name leaves a column out.
+    One column `<label>__output` per label: a double where the output has one element per row, else an ML vector; never
+    rounded. Where the loss of the training tells what the only output means, also Spark ML's columns: `rawPredictionCol` and
+    `probabilityCol`, vectors, and `predictionCol`, a double (the most likely class, or the value). A name that is set adds
+    its column in any case; an empty one leaves it out.
 
     Attributes:
         history: one record per epoch: epoch, loss, metrics, val_..., rows, seconds, rows_per_s, data_wait_s (seconds

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - everyone's name
@@ -13,7 +15,10 @@ __all__ = [
     "LINKS",
     "SIGMOID",
     "SOFTMAX",
+    "VALUE",
+    "known_kinds",
     "link_of",
+    "num_classes",
     "outputs_of",
     "prediction",
     "probability",
@@ -21,9 +26,21 @@ __all__ = [
     "rows",
 ]
 
-# How probabilities follow from outputs.
-SOFTMAX, SIGMOID, IDENTITY = "softmax", "sigmoid", "identity"
-LINKS = (SOFTMAX, SIGMOID, IDENTITY)
+# How probabilities follow from outputs; that the output is the value itself; that nothing is known.
+SOFTMAX, SIGMOID, VALUE, IDENTITY = "softmax", "sigmoid", "value", "identity"
+LINKS = (SOFTMAX, SIGMOID, VALUE, IDENTITY)
+
+# Losses of torch by the link that they tell. NLL takes logarithms of probabilities, whose softmax is the probabilities.
+_CLASSES = {
+    SOFTMAX: (nn.CrossEntropyLoss, nn.NLLLoss),
+    SIGMOID: (nn.BCEWithLogitsLoss,),
+    VALUE: (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss),
+}
+_FUNCTIONS = {
+    SOFTMAX: (F.cross_entropy, F.nll_loss),
+    SIGMOID: (F.binary_cross_entropy_with_logits,),
+    VALUE: (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
+}
 
 
 def outputs_of(result: object) -> tuple[Tensor, ...]:
@@ -45,11 +62,24 @@ def outputs_of(result: object) -> tuple[Tensor, ...]:
 
 def link_of(loss: object) -> str:
     """Return the link from outputs to probabilities for a model that was trained with this loss."""
-    if isinstance(loss, nn.CrossEntropyLoss) or loss is F.cross_entropy:
-        return SOFTMAX
-    if isinstance(loss, nn.BCEWithLogitsLoss) or loss is F.binary_cross_entropy_with_logits:
-        return SIGMOID
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    for link, classes in _CLASSES.items():
+        if isinstance(loss, classes) or any(loss is each for each in _FUNCTIONS[link]):
+            return link
     return IDENTITY
+
+
+def known_kinds(link: str, width: int) -> tuple[str, ...]:
+    """List what follows from the only output of a model, with `width` elements per row: "raw", "probability", "prediction"."""
+    if (link == SOFTMAX and width > 1) or (link == SIGMOID and width == 1):
+        return ("raw", "probability", "prediction")
+    return ("prediction",) if link == VALUE and width == 1 else ()
+
+
+def num_classes(link: str, width: int) -> int:
+    """Return the number of classes of which `prediction` is one; 0 if it is a value."""
+    return width if width > 1 else 2 * (link == SIGMOID)
 
 
 def rows(output: Tensor) -> Tensor:
@@ -78,6 +108,11 @@ def probability(link: str, output: Tensor) -> Tensor | None:
 
 
 def raw(link: str, output: Tensor) -> Tensor:
-    """Return the output itself as (rows, elements). One logit z gives (-z, z), so that Spark's evaluators can rank by it."""
+    """Return the output itself as (rows, elements).
+
+    Spark's evaluators rank two classes by the second element alone: one logit z gives (-z, z), and two less their mean.
+    """
     flat = rows(output)
-    return torch.cat([-flat, flat], dim=1) if link == SIGMOID and flat.shape[1] == 1 else flat
+    if link == SIGMOID and flat.shape[1] == 1:
+        return torch.cat([-flat, flat], dim=1)
+    return flat - flat.mean(dim=1, keepdim=True) if link == SOFTMAX and flat.shape[1] == 2 else flat

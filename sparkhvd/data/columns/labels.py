@@ -16,7 +16,7 @@ from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.columns.shapes import checked_shape
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["LabelBinding", "bind_labels", "is_class_index"]
+__all__ = ["LabelBinding", "bind_labels", "is_class_index", "is_of_row"]
 
 # User's function or module, or None where the user's step has its own.
 Loss = Callable[..., object] | None
@@ -218,6 +218,12 @@ def _label_shapes(
 def is_class_index(loss: object) -> bool:
     """Return True if a loss takes class indices (or, for cross-entropy, arrays of probabilities) as labels."""
     return _kind(loss) == "class_index"
+
+
+def is_of_row(column: Column) -> bool:
+    """Return True if a label is of the row as a whole, and not class indices of several places in it, such as pixels."""
+    shape = column.row_shape
+    return shape is not None and (column.is_floating or math.prod(shape) == 1)
 
 
 def _kind(loss: object) -> str:

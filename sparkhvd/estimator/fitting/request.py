@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,8 @@ from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.binding import bind_inputs, model_dtype
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.features import InputBinding
-from sparkhvd.data.columns.labels import bind_labels, is_class_index
-from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.data.columns.labels import bind_labels, is_class_index, is_of_row
+from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.store.default import default_store, is_temporary_store
 from sparkhvd.data.store.run_lock import Held, hold
 from sparkhvd.data.store.store import Store
@@ -89,6 +90,10 @@ class Request:
         """True if somebody may need the run's name: it has been given one, is kept, or stays when this process is killed."""
         is_kept = bool(self.options.run_id or self.num_checkpoints)
         return is_kept or not is_temporary_store(self.store)
+
+    def tells_outputs(self, labels: Sequence[Column]) -> bool:
+        """Return True if `loss` tells what outputs mean: it is what the model is trained with, by labels of whole rows."""
+        return not self.program.user.computes_loss and all(map(is_of_row, labels))
 
 
 @dataclass(frozen=True)

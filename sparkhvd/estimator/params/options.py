@@ -39,9 +39,9 @@ class PredictOptions:
     sparse_cols: list[str] | None = None
     handle_invalid: str | Mapping[str, str | float] = "error"
     outputCols: list[str] | None = None
-    predictionCol: str = ""
-    probabilityCol: str = ""
-    rawPredictionCol: str = ""
+    predictionCol: str = "prediction"
+    probabilityCol: str = "probability"
+    rawPredictionCol: str = "rawPrediction"
     store: Store | str | PathLike[str] | None = None
 
     # cluster

@@ -77,20 +77,20 @@ class PredictParams(TorchParams):
     outputCols = param(to_columns, "output columns; default <label>__output", group="data")
     predictionCol = param(
         TypeConverters.toString,
-        "column for the class or value as a double; '' = none",
-        default="",
+        "column for the class or value as a double; '' = none; by default where the loss tells it",
+        default="prediction",
         group="data",
     )
     probabilityCol = param(
         TypeConverters.toString,
-        "column for a vector of probabilities; '' = none",
-        default="",
+        "column for a vector of probabilities; '' = none; by default where the loss tells them",
+        default="probability",
         group="data",
     )
     rawPredictionCol = param(
         TypeConverters.toString,
-        "column for the model's output as a vector; '' = none",
-        default="",
+        "column for the model's output as a vector; '' = none; by default with probabilityCol",
+        default="rawPrediction",
         group="data",
     )
     use_gpu = param(

@@ -13,7 +13,14 @@ from sparkhvd.training.modules.fitted import Fitted
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-__all__ = ["output_columns"]
+__all__ = ["OUTPUT_PARAMS", "output_columns"]
+
+# Params with Spark ML's names of columns: what each column holds, in the order of the columns.
+OUTPUT_PARAMS = {
+    "rawPredictionCol": "raw",
+    "probabilityCol": "probability",
+    "predictionCol": "prediction",
+}
 
 
 def output_columns(fitted: Fitted, options: PredictOptions, df: DataFrame) -> tuple[Output, ...]:
@@ -30,7 +37,7 @@ def output_columns(fitted: Fitted, options: PredictOptions, df: DataFrame) -> tu
             f"outputCols has {len(names)} names ({names}); the model has {len(fitted.widths)} outputs."
         )
     outputs = [
-        Output(name, "output", i, is_vector=width > 1)
+        Output(name, "output", i, is_vector=width > 1, size=width)
         for i, (name, width) in enumerate(zip(names, fitted.widths, strict=True))
         if name
     ]
@@ -49,34 +56,61 @@ def _check_new(outputs: list[Output], df: DataFrame) -> None:
         if key in existing:
             other = f" as {existing[key]!r}" if existing[key] != output.name else ""
             raise InvalidArgumentError(
-                f"transform would add column {output.name!r}, which exists already{other}. Drop it first, or "
-                "set another name (outputCols, predictionCol, probabilityCol, rawPredictionCol)."
+                f"transform would add column {output.name!r}, which exists already{other}. Drop it first, set another "
+                f"name, or leave it out: {_left_out(output)}."
             )
         existing[key] = output.name
 
 
+def _left_out(output: Output) -> str:
+    """Write the argument that leaves a column out."""
+    names = [param for param, kind in OUTPUT_PARAMS.items() if kind == output.kind]
+    return f"{names[0]}=''" if names else "outputCols with '' in its place"
+
+
 def _spark_outputs(fitted: Fitted, options: PredictOptions) -> list[Output]:
-    """List the columns that Spark ML's own names ask for."""
-    wanted = (
-        ("predictionCol", options.predictionCol, "prediction"),
-        ("probabilityCol", options.probabilityCol, "probability"),
-        ("rawPredictionCol", options.rawPredictionCol, "raw"),
-    )
+    """List the columns that Spark ML's own names ask for; by their defaults, those whose meaning is known."""
+    known = _known_kinds(fitted, options)
     outputs = []
-    for param, name, kind in wanted:
-        if not name:
-            continue
-        if len(fitted.widths) > 1:
-            raise InvalidArgumentError(
-                f"{param} is {name!r}, and the model has {len(fitted.widths)} outputs, so it is not clear which "
-                "is meant. Use outputCols."
-            )
-        has_probability = fitted.links[0] != heads.IDENTITY or options.output_fn is not None
-        if kind == "probability" and not has_probability:
-            raise InvalidArgumentError(
-                f"probabilityCol is {name!r}, and the loss of the training does not say how probabilities "
-                "follow from outputs. Set output_fn to a function from an output to (rows, classes) "
-                "probabilities."
-            )
-        outputs.append(Output(name, kind, 0, is_vector=kind != "prediction"))
+    for param, kind in OUTPUT_PARAMS.items():
+        name = getattr(options, param)
+        if name and (param in options.explicit or kind in known):
+            _check_meaning(param, kind, fitted, options)
+            size = _size(kind, fitted, options)
+            outputs.append(Output(name, kind, 0, is_vector=kind != "prediction", size=size))
     return outputs
+
+
+def _check_meaning(param: str, kind: str, fitted: Fitted, options: PredictOptions) -> None:
+    name = getattr(options, param)
+    if len(fitted.widths) > 1:
+        raise InvalidArgumentError(
+            f"{param} is {name!r}, and the model has {len(fitted.widths)} outputs, so it is not clear which "
+            "is meant. Use outputCols."
+        )
+    has_probability = fitted.links[0] in (heads.SOFTMAX, heads.SIGMOID) or options.output_fn
+    if kind == "probability" and not has_probability:
+        raise InvalidArgumentError(
+            f"probabilityCol is {name!r}, and the loss of the training does not say how probabilities "
+            "follow from outputs. Set output_fn to a function from an output to (rows, classes) "
+            "probabilities."
+        )
+
+
+def _size(kind: str, fitted: Fitted, options: PredictOptions) -> int:
+    """Count the elements of a vector, or the classes of a prediction; 0: only the user's function knows, or it is a value."""
+    if kind != "raw" and options.output_fn is not None:
+        return 0
+    (width,) = fitted.widths
+    num_classes = heads.num_classes(fitted.links[0], width)
+    return num_classes if kind == "prediction" else num_classes or width
+
+
+def _known_kinds(fitted: Fitted, options: PredictOptions) -> tuple[str, ...]:
+    """List the kinds of columns whose meaning follows from the loss: those that are added without being asked for."""
+    if len(fitted.widths) > 1:
+        return ()
+    link = fitted.links[0]
+    # What a function makes of one element per row may be one probability, or a value.
+    is_known = options.output_fn is None or link == heads.SOFTMAX
+    return heads.known_kinds(link, fitted.widths[0]) if is_known else ()

@@ -9,7 +9,7 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import DoubleType, StructField, StructType
 
 from sparkhvd.data.vectors import split_vectors, vector_columns
-from sparkhvd.estimator.transform.worker import PredictSpec
+from sparkhvd.estimator.transform.worker import Output, PredictSpec
 from sparkhvd.runner.gpu.profiles import profile_to_share_gpus
 from sparkhvd.runner.payload import kept_carried
 from sparkhvd.runner.pickling import dumps
@@ -32,11 +32,7 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     # Pickled here, so that a large model is not written to a file with each call; see `payload`.
     shim = SparkShim(df.sparkSession)
     carried = kept_carried(shim, dumps(spec))
-    added = [
-        StructField(o.name, VectorUDT() if o.is_vector else DoubleType(), nullable=False)
-        for o in spec.outputs
-    ]
-    fields = [*df.schema.fields, *added]
+    fields = [*df.schema.fields, *map(_field, spec.outputs)]
     # Spark looks up what it sends and receives by name, and stumbles over dots and names that are there twice.
     plain = [f"c{i}" for i in range(len(fields))]
     schema = StructType(
@@ -53,6 +49,18 @@ def add_outputs(df: DataFrame, spec: PredictSpec) -> DataFrame:
     else:
         computed = sent.mapInArrow(task, schema, profile=profile)
     return computed.toDF(*[f.name for f in fields])
+
+
+def _field(output: Output) -> StructField:
+    """Describe an output column, with the attributes by which Spark ML's stages know its width or classes."""
+    attributes: dict[str, object] = {}
+    if output.size and output.is_vector:
+        attributes = {"num_attrs": output.size}
+    elif output.size > 1:
+        attributes = {"type": "nominal", "num_vals": output.size}
+    metadata = {"ml_attr": attributes} if attributes else None
+    kind = VectorUDT() if output.is_vector else DoubleType()
+    return StructField(output.name, kind, nullable=False, metadata=metadata)
 
 
 def _task(

@@ -58,12 +58,14 @@ class Output:
         kind: "output", "prediction", "probability" or "raw".
         label: index of the model's output in the column.
         is_vector: an ML vector; else a double.
+        size: elements of the vector, or classes of the prediction; 0: not known, or a value.
     """
 
     name: str
     kind: str
     label: int
     is_vector: bool
+    size: int = 0
 
 
 @dataclass(frozen=True)

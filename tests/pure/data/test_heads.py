@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from sparkhvd.data.columns import heads
+from sparkhvd.estimator.params.converters import LOSSES
 
 
 @pytest.mark.parametrize(
@@ -17,8 +19,17 @@ from sparkhvd.data.columns import heads
         (F.cross_entropy, "softmax"),
         (nn.BCEWithLogitsLoss(), "sigmoid"),
         (F.binary_cross_entropy_with_logits, "sigmoid"),
-        (nn.MSELoss(), "identity"),
-        (nn.NLLLoss(), "identity"),
+        (functools.partial(F.cross_entropy, label_smoothing=0.1), "softmax"),
+        (nn.NLLLoss(), "softmax"),
+        (nn.MSELoss(), "value"),
+        (nn.HuberLoss(), "value"),
+        (F.smooth_l1_loss, "value"),
+        (LOSSES["mse"](), "value"),
+        (LOSSES["mae"](), "value"),
+        (nn.BCELoss(), "identity"),
+        (nn.KLDivLoss(), "identity"),
+        (nn.PoissonNLLLoss(), "identity"),
+        (None, "identity"),
         (lambda output, label: output.sum(), "identity"),
     ],
 )
@@ -40,6 +51,14 @@ def test_one_logit_gives_two_classes() -> None:
     torch.testing.assert_close(probability.sum(1), torch.ones(3))
     torch.testing.assert_close(probability[:, 1], torch.sigmoid(output))
     assert heads.raw("sigmoid", output)[1].tolist() == [-2.0, 2.0]
+
+
+def test_the_second_of_two_logits_ranks_as_its_probability_does() -> None:
+    output = torch.tensor([[4.0, 5.0], [0.0, 3.0], [1.0, -1.0]])
+    raw, probability = heads.raw("softmax", output), heads.probability("softmax", output)
+    assert probability is not None
+    assert raw[:, 1].argsort().tolist() == probability[:, 1].argsort().tolist() == [2, 0, 1]
+    torch.testing.assert_close(torch.softmax(raw, 1), probability)
 
 
 def test_several_elements_give_the_largest() -> None:

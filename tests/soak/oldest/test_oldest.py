@@ -46,7 +46,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.fixture(scope="module")
 def pipeline(store: Store) -> Pipeline:
-    fit = estimator(mlp(2), store, num_proc=1, epochs=2, predictionCol="prediction")
+    fit = estimator(mlp(2), store, num_proc=1, epochs=2)
     return Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="x"), fit])
 
 

@@ -76,8 +76,10 @@ def estimators() -> dict[str, TorchEstimator]:
 
 
 def outputs(model: Any, df: DataFrame) -> list[list[Any]]:
-    """Return every added column of every row, as plain numbers."""
-    found = model.transform(df).drop("x", "y").collect()
+    """Return the columns that these estimators name, of every row, as plain numbers."""
+    found = model.transform(df)
+    names = [n for n in ("y__output", "prediction", "p") if n in found.columns]
+    found = found.select(*names).collect()
     return [[v.tolist() if hasattr(v, "tolist") else v for v in map(_array, row)] for row in found]
 
 

@@ -305,7 +305,7 @@ class Ranked(nn.Module):
 def test_a_model_that_only_ranks_can_run_is_trained_by_them(df: DataFrame, store: Store) -> None:
     with pytest.warns(UserWarning, match="NotInitializedError.*only ranks have"):
         model = estimator(Ranked(), store, num_proc=1).fit(df)
-    assert model.transform(df).columns[-1] == "y__output"
+    assert model.transform(df).columns[-2:] == ["y__output", "prediction"]
     assert dict(model.transform(df).dtypes)["y__output"] == "double"
 
 

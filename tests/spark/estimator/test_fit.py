@@ -401,7 +401,6 @@ def test_cross_validation_and_param_maps(
     est = estimator(
         mlp(2),
         store,
-        predictionCol="prediction",
         num_proc=1,
         optimizer=torch.optim.SGD,
         run_id="cv",

@@ -48,9 +48,6 @@ def test_a_train_validation_split_chooses_for_a_pipeline(spark: SparkSession, st
         epochs=4,
         num_proc=1,
         label_cols=["label"],
-        predictionCol="prediction",
-        probabilityCol="probability",
-        rawPredictionCol="rawPrediction",
     )
     pipeline = Pipeline(stages=[VectorAssembler(inputCols=["a", "b"], outputCol="x"), fit])
     split = TrainValidationSplit(
@@ -121,7 +118,8 @@ def test_each_row_of_a_source_that_differs_each_time_is_in_one_part(
         .select(F.array(F.rand()).alias("x"), F.expr("id AS y"))
     )
     options = {"train_fn": remember_rows, "validation": 0.25, "run_id": "mine", "keep_data": True}
-    estimator(mlp(1), store, num_proc=1, **options).fit(df)
+    model = estimator(mlp(1), store, num_proc=1, **options).fit(df)
+    assert model.getPredictionCol() == ""  # only the loop knows what it has trained
     parts = {
         name: json.loads(store.read_bytes(f"runs/mine/user/{name}-0"))
         for name in ("training", "validation")

@@ -102,6 +102,15 @@ def test_columns_of_spark_ml_have_their_types_and_meaning(
     assert isinstance(kinds["y__output"], DoubleType if width == 1 else VectorUDT)
     assert isinstance(kinds["prediction"], DoubleType)
     assert isinstance(kinds["raw"], VectorUDT)
+    # Later stages know widths and classes without looking at rows.
+    classes = 2 if (link, width) == ("sigmoid", 1) else width
+    attributes = {f.name: f.metadata.get("ml_attr") for f in out.schema.fields}
+    assert attributes["raw"] == {"num_attrs": classes}
+    assert attributes["prediction"] == (
+        {"type": "nominal", "num_vals": classes} if classes > 1 else None
+    )
+    assert attributes.get("p") == ({"num_attrs": classes} if link != "identity" else None)
+    assert attributes["y__output"] == ({"num_attrs": 3} if width == 3 else None)
     found, z = rows_of(out, module, rows=30)
     raw = np.array([r.raw.toArray() for r in found])
     prediction = np.array([r.prediction for r in found])
@@ -128,7 +137,7 @@ def test_an_output_function_gives_probabilities(df: DataFrame) -> None:
     model = fitted(module, width=3).setOutputFn(lambda z: torch.softmax(-z, 1))
     model.setProbabilityCol("p").setPredictionCol("prediction").setOutputCols([""])
     found, z = rows_of(model.transform(df.select("x")), module, rows=30)
-    assert found[0].__fields__ == ["x", "prediction", "p"]
+    assert found[0].__fields__ == ["x", "p", "prediction"]
     np.testing.assert_array_equal([r.prediction for r in found], (-z).argmax(1))
 
 
@@ -221,8 +230,8 @@ def test_names_are_compared_as_spark_compares_them(df: DataFrame) -> None:
     with pytest.raises(InvalidArgumentError) as wrong:
         model.transform(taken)
     assert str(wrong.value) == (
-        "transform would add column 'y__output', which exists already as 'Y__OUTPUT'. Drop it first, or set another "
-        "name (outputCols, predictionCol, probabilityCol, rawPredictionCol)."
+        "transform would add column 'y__output', which exists already as 'Y__OUTPUT'. Drop it first, set another "
+        "name, or leave it out: outputCols with '' in its place."
     )
     with pytest.raises(InvalidArgumentError, match="add column 'Y__Output', which exists already"):
         model.copy().setPredictionCol("Y__Output").transform(df)

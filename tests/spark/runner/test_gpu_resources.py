@@ -167,7 +167,7 @@ print("WITHOUT")
 
 # torch is built without CUDA here: automatic warns in the worker's log, and two models in one stage agree on it.
 model.setUseGpu(None)
-once = model.transform(df).drop("y__output")
+once = model.transform(df).drop("y__output", "prediction")
 assert len(model.transform(once).collect()) == 8
 print("AUTOMATIC")
 
