@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 from sparkhvd.estimator.params.cluster import ClusterParams
@@ -34,7 +36,14 @@ class TrainParams(
             InvalidArgumentError: one is out of range, cannot be used here, or contradicts another.
         """
         self._check_values()
-        return self._read_options(FitOptions)
+        # The columns in `inputs` are the features where nothing else says so.
+        options = self._read_options(FitOptions)
+        is_transformed = options.transformation_fn or options.batch_transform_fn
+        if options.feature_cols or not options.inputs or is_transformed:
+            return options
+        groups = [[v] if isinstance(v, str) else v for v in options.inputs.values()]
+        columns = list(dict.fromkeys(itertools.chain.from_iterable(groups)))
+        return replace(options, feature_cols=columns)
 
 
 def rank_options(options: FitOptions) -> dict[str, Any]:

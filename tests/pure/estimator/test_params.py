@@ -380,3 +380,11 @@ def test_type_checkers_refuse_wrong_names_and_types(tmp_path: Path) -> None:
     assert [int(line.split(":")[1]) for line in errors] == [3, 4, 5, 6], found
     for line, name in zip(errors, filter(None, lines.values()), strict=True):
         assert name in line
+
+
+def test_columns_in_inputs_are_the_features_unless_others_are_named() -> None:
+    by_name = TorchEstimator(inputs={"x": ["a", "b"], "y": "a"})
+    assert by_name._options().feature_cols == ["a", "b"]
+    assert by_name.copy({by_name.feature_cols: ["c"]})._options().feature_cols == ["c"]
+    transformed = by_name.copy({by_name.transformation_fn: lambda row: row})
+    assert transformed._options().feature_cols is None

@@ -1,4 +1,4 @@
-"""Python blocks of the README, run as a reader would: one behind the other, in a program's main module."""
+"""Python blocks of the README and of docs/tabular.md, run as a reader would: in a program's main module."""
 
 from __future__ import annotations
 
@@ -12,18 +12,35 @@ from tests.harness.spark import ROOT, run_here, run_script
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+BLOCKS = blocks("README.md")
 
 
 def check(output: str) -> None:
     assert re.findall(r"^epoch (\d)/3 ", output, re.MULTILINE) == ["1", "2", "3"]
-    assert "y__output" in output
+    score = re.search(r"^r2 ([\d.]+)$", output, re.MULTILINE)
+    assert score
+    assert float(score[1]) > 0.9
+    assert "|prediction|" in output.replace(" ", "")
     assert "[0.5, 0.5]" in output
 
 
 def test_readme_examples_run_as_they_stand(spark: SparkSession, tmp_path: Path) -> None:
     """Run the blocks in this process, where their `getOrCreate` finds a session of the same master."""
     check(run_here(spark, "\n".join(BLOCKS), tmp_path))
+
+
+def test_program_for_tabular_data_learns(spark: SparkSession, tmp_path: Path) -> None:
+    (program,) = blocks("docs/tabular.md")
+    output = run_here(spark, program.replace("/tmp/", f"{tmp_path}/"), tmp_path)
+    area = re.search(r"^area under ROC ([\d.]+)$", output, re.MULTILINE)
+    assert area
+    assert float(area[1]) > 0.9
+    assert "|prediction|" in output
 
 
 @soak("the same in a session that is there, here")
