@@ -14,6 +14,7 @@ Each module imports only those above it:
     early_stopping    best epoch, and early end
     class_mean        means of losses with class weights
     metric_states     metrics of torchmetrics
+    class_metrics     F1 and the area under the ROC curve
     metrics           metrics of an epoch, over all ranks
     user_step         the user's own forward and loss
     check_user_code   the user's functions and objects, checked on the driver

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
 
 import sparkhvd.torch as hvd
-from sparkhvd.data.columns import heads
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.class_metrics import CLASS_METRICS, F1, Auc, classes_of, positives_of
 from sparkhvd.training.metric_states import (
     MetricState,
     StateMetric,
@@ -22,12 +23,14 @@ from sparkhvd.training.user_code.logs import RESERVED, Logs, combined
 
 __all__ = [
     "BUILT_IN",
+    "AnyMetric",
     "Forward",
     "Metric",
     "StateMetric",
     "Totals",
     "TotalsState",
     "resolve_metrics",
+    "try_metrics",
 ]
 
 
@@ -95,17 +98,13 @@ class Metric:
         return value.sum() * num_rows / value.numel()
 
 
+AnyMetric: TypeAlias = Metric | StateMetric | F1 | Auc
+
+
 def _accuracy(output: Tensor, label: Tensor, link: str) -> Tensor:
-    if output.ndim > 1 and output.shape[1] > 1 and label.ndim < output.ndim:
-        hits = output.argmax(dim=1) == label
-    elif link == heads.SOFTMAX and output.ndim > 1 and output.shape == label.shape:
-        # Probabilities of classes: one-hot, smoothed or of another model.
-        hits = output.argmax(dim=1) == label.argmax(dim=1)
-    else:
-        # Several labels per row count one by one.
-        threshold = 0.0 if link == heads.SIGMOID else 0.5
-        hits = (output > threshold) == (label.reshape(output.shape) > 0.5)
-    return hits.double()
+    # Several labels per row count one by one.
+    predicted, actual = classes_of(output, label, link) or positives_of(output, label, link)
+    return (predicted == actual).double()
 
 
 def _mse(output: Tensor, label: Tensor, link: str) -> Tensor:
@@ -137,60 +136,105 @@ BUILT_IN: Mapping[str, Callable[[Tensor, Tensor, str], Tensor]] = {
 
 def resolve_metrics(
     metrics: object, label_cols: Sequence[str], links: Sequence[str]
-) -> tuple[Metric | StateMetric, ...]:
-    """Make the metrics of a fit from names, functions, lists of them, or a dict by name.
+) -> tuple[AnyMetric, ...]:
+    """Make the metrics of a fit from names, functions, groups of them, or a dict by name.
 
     Metrics of torchmetrics are recognized by their class. With several labels each metric is computed for every label,
-    and its name begins with the label's.
+    and its name begins with the label's. A list inside the list is a group as in Horovod: one function per label, None for a label without
+    one, or one function for all. Equal names are numbered.
 
     Raises:
-        InvalidArgumentError: an entry is neither a function nor a known name, or two have one name.
+        InvalidArgumentError: an entry is neither a function nor a known name, a group has neither one function nor one per label, or a
+            name is one of the history's own.
     """
-    named = _named(metrics)
-    result: list[Metric | StateMetric] = []
-    for name, function in named:
-        if isinstance(function, str) and function not in BUILT_IN:
+    result: list[AnyMetric] = []
+    for name, function, index in _assigned(metrics, len(label_cols)):
+        full = name if len(label_cols) == 1 else f"{label_cols[index]}_{name}"
+        if full in RESERVED:
             raise InvalidArgumentError(
-                f"metrics names {function!r}, which is not built in. Give one of {', '.join(BUILT_IN)}, or a "
-                "function of (output, label)."
+                f"metrics: the name {full!r} is taken. Give a dict from other names to functions."
             )
-        if not isinstance(function, str) and not callable(function):
-            raise InvalidArgumentError(
-                f"metrics holds {function!r}. Every entry must be a name or a function of (output, label)."
-            )
-        plain: Callable[..., object] | str = function
-        for index, label in enumerate(label_cols):
-            full = name if len(label_cols) == 1 else f"{label}_{name}"
-            if is_state_metric(function):
-                result.append(StateMetric(full, function, index))
-            else:
-                result.append(Metric(full, plain, index, links[index]))
-    names = [m.name for m in result]
-    for name in names:
-        if names.count(name) > 1 or name in RESERVED:
-            raise InvalidArgumentError(
-                f"metrics: the name {name!r} is taken. Give a dict from other names to functions."
-            )
+        made = _metric(full, function, index, links[index])
+        result.append(replace(made, name=_numbered(full, [m.name for m in result])))
     return tuple(result)
 
 
-def _named(metrics: object) -> list[tuple[str, object]]:
-    if isinstance(metrics, Mapping) or is_metric_collection(metrics):
-        return [(str(name), function) for name, function in metrics.items()]
-    if isinstance(metrics, str) or not isinstance(metrics, Sequence):
-        metrics = [metrics]
-    named: list[tuple[str, object]] = []
-    for entry in metrics:
-        if isinstance(entry, (list, tuple)) or is_metric_collection(entry):  # Horovod's groups
-            named += _named(entry)
-        else:
-            name = (
-                entry
-                if isinstance(entry, str)
-                else getattr(entry, "__name__", type(entry).__name__)
+def _metric(name: str, function: object, label: int, link: str) -> AnyMetric:
+    if isinstance(function, str) and function in CLASS_METRICS:
+        return CLASS_METRICS[function](name, label, link)
+    if is_state_metric(function):
+        return StateMetric(name, function, label)
+    if isinstance(function, str) and function not in BUILT_IN:
+        raise InvalidArgumentError(
+            f"metrics names {function!r}, which is not built in. Give one of {', '.join([*BUILT_IN, *CLASS_METRICS])}, or a "
+            "function of (output, label)."
+        )
+    if not isinstance(function, str) and not callable(function):
+        raise InvalidArgumentError(
+            f"metrics holds {function!r}. Every entry must be a name or a function of (output, label)."
+        )
+    return Metric(name, function, label, link)
+
+
+def _numbered(name: str, taken: Sequence[str]) -> str:
+    """Return the name, with a number if it is taken: "f1", "f1_2", "f1_3"."""
+    numbers = itertools.count(2)
+    free = name
+    while free in taken:
+        free = f"{name}_{next(numbers)}"
+    return free
+
+
+def _assigned(metrics: object, num_labels: int) -> Iterator[tuple[str, object, int]]:
+    """Yield name, function and label of each metric."""
+    for name, entry in _entries(metrics):
+        if not isinstance(entry, (list, tuple)):
+            yield from ((name, entry, index) for index in range(num_labels))
+            continue
+        group = list(entry) * (num_labels if len(entry) == 1 else 1)
+        if num_labels > 1 and len(group) != num_labels:
+            raise InvalidArgumentError(
+                f"metrics has a group of {len(group)} functions, and there are {num_labels} labels. A list inside the list has one "
+                "function per label (None for a label without one), or one function for all."
             )
-            named.append((str(name), entry))
-    return named
+        for index, member in enumerate(group):
+            members = [] if member is None else _entries(member)
+            label = index if num_labels > 1 else 0
+            yield from ((name or own, function, label) for own, function in members)
+
+
+def _entries(metrics: object) -> list[tuple[str, object]]:
+    """List functions and groups with their names; "" for a group outside of a dict, whose functions have their own."""
+    if isinstance(metrics, Mapping) or is_metric_collection(metrics):
+        return [(str(name), entry) for name, entry in metrics.items()]
+    entries = metrics if isinstance(metrics, (list, tuple)) else [metrics]
+    return [
+        pair
+        for entry in entries
+        for pair in (_entries(entry) if is_metric_collection(entry) else [(_name(entry), entry)])
+    ]
+
+
+def _name(entry: object) -> str:
+    if isinstance(entry, (list, tuple)):
+        return ""
+    return entry if isinstance(entry, str) else getattr(entry, "__name__", type(entry).__name__)
+
+
+def try_metrics(
+    metrics: Sequence[AnyMetric], outputs: Sequence[Tensor], labels: Sequence[Tensor]
+) -> None:
+    """Compute the metrics by name of some rows, on the driver.
+
+    Raises:
+        InvalidArgumentError: one does not fit the shapes.
+    """
+    for metric in metrics:
+        output, label = outputs[metric.label], labels[metric.label]
+        if isinstance(metric, (F1, Auc)):
+            metric.fresh().update(output, label)
+        elif isinstance(metric, Metric) and isinstance(metric.function, str):
+            metric.row_sum(output, label)
 
 
 class TotalsState(TypedDict):
@@ -207,7 +251,7 @@ class Totals:
 
     def __init__(
         self,
-        metrics: Sequence[Metric | StateMetric],
+        metrics: Sequence[AnyMetric],
         logs: Logs | None = None,
         num_parts: int = 0,
         device: torch.device | None = None,
@@ -223,7 +267,8 @@ class Totals:
         self._logs = logs
         self._logged: list[dict[str, tuple[float, float]]] = []
         self._means = [m for m in metrics if isinstance(m, Metric)]
-        self._states = [m.fresh(device) for m in metrics if isinstance(m, StateMetric)]
+        self._states = [m.fresh(device) for m in metrics if not isinstance(m, Metric)]
+        self._names = [m.name for m in metrics]
         # loss * weight, weight, rows, then the metrics; float64 so that a million rows add up.
         self.values = torch.zeros(3 + len(self._means), dtype=torch.float64, device=device)
         # Per label loss * weight and weight.
@@ -290,8 +335,11 @@ class Totals:
         if self.parts.any():
             loss = sum(part / of for part, of in self.parts.tolist() if of)
         result = {f"{prefix}loss": loss}
-        for metric, value in zip(self._means, sums, strict=True):
-            result[f"{prefix}{metric.name}"] = value / num_rows if num_rows else float("nan")
-        for state in self._states:
-            result |= {f"{prefix}{name}": value for name, value in state.values().items()}
+        values = {
+            metric.name: {metric.name: value / num_rows if num_rows else float("nan")}
+            for metric, value in zip(self._means, sums, strict=True)
+        }
+        values |= {state.name: state.values() for state in self._states}
+        for name in self._names:
+            result |= {f"{prefix}{key}": value for key, value in values[name].items()}
         return result | combined(self._logged, prefix)

@@ -18,7 +18,7 @@ from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.training.check_user_code import UserCode
-from sparkhvd.training.metrics import Metric, StateMetric
+from sparkhvd.training.metrics import AnyMetric
 from sparkhvd.training.modules.architecture import dump_shell, load_shell, tensors_of
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
 from sparkhvd.training.types import Compression, Loss, MakeOptimizer, MakeScheduler
@@ -49,7 +49,7 @@ class Program:
     optimizer: MakeOptimizer | None
     losses: tuple[Loss, ...]
     is_sum: tuple[bool, ...]
-    metrics: tuple[Metric | StateMetric, ...]
+    metrics: tuple[AnyMetric, ...]
     lr_scheduler: MakeScheduler | None = None
     compression: Compression = hvd.Compression.none
     functions: RowFunctions = field(default_factory=RowFunctions)

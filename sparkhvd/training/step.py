@@ -27,7 +27,7 @@ from sparkhvd.training.losses import (
     mean_loss,
     weighted_loss,
 )
-from sparkhvd.training.metrics import Forward, Metric, StateMetric, Totals
+from sparkhvd.training.metrics import AnyMetric, Forward, Totals
 from sparkhvd.training.precision import autocast, widened
 from sparkhvd.training.program import Program
 from sparkhvd.training.spec import TrainSpec
@@ -181,7 +181,7 @@ class Step:
         functions, expected = self.program.user.transformations, self.spec.transformed.columns
         return functions.apply(batch.columns, expected, is_training=is_training)
 
-    def metrics(self, *, is_training: bool) -> Sequence[Metric | StateMetric]:
+    def metrics(self, *, is_training: bool) -> Sequence[AnyMetric]:
         """Return the metrics of a pass over the data: none if the user's function computes the outputs."""
         return () if self.user.takes(is_training=is_training) else self.program.metrics
 

@@ -137,7 +137,7 @@ class EpochReporter:
         self._label = label
         self._prefix = self._brackets(is_alone=True)
         self._reported = 0
-        self._has_warned = False
+        self._warned: set[str] = set()
         self._stopping = threading.Event()
         self._reading_since: float | None = None  # start of the read that is under way
         self._thread = threading.Thread(target=self._run, name="sparkhvd-progress", daemon=True)
@@ -175,19 +175,29 @@ class EpochReporter:
             _print_line(f"{self._prefix}stopped after epoch {epoch}/{self._epochs}: {reason}")
 
     def _check_losses(self, record: Mapping[str, object]) -> None:
-        """Warn of the first epoch whose loss is not finite."""
-        odd = [name for name in ("loss", "val_loss") if not _is_finite(record.get(name, 0.0))]
-        if not odd or self._has_warned:
-            return
-        self._has_warned = True
+        """Warn of the first epoch whose loss is not finite, and of the first metric that is NaN."""
+        losses = [name for name in ("loss", "val_loss") if not _is_finite(record.get(name, 0.0))]
         rate = record.get("lr")
         now = f" ({rate:g} now)" if isinstance(rate, float) else ""
-        warnings.warn(
-            f"{odd[0]} of epoch {record['epoch']} is {record[odd[0]]}: the training has diverged, or the loss divides by 0 or takes "
-            f"the logarithm of 0. Lower learning_rate{now}, or set gradient_clip_norm=1.0; terminate_on_nan=True ends such a fit "
-            "at the first such step.",
-            stacklevel=2,
-        )
+        for name in losses:
+            self._warn_once(
+                "loss",
+                f"{name} of epoch {record['epoch']} is {record[name]}: the training has diverged, or the loss divides by 0 or takes "
+                f"the logarithm of 0. Lower learning_rate{now}, or set gradient_clip_norm=1.0; terminate_on_nan=True ends such a "
+                "fit at the first such step.",
+            )
+        for name, value in record.items():
+            if value != value and not losses:
+                self._warn_once(
+                    "metric",
+                    f"{name} of epoch {record['epoch']} is nan: it is not defined for these rows. 'auc' needs rows of both classes, "
+                    "and every metric needs rows.",
+                )
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=2)
 
     def _run(self) -> None:
         began = self._reported

@@ -35,7 +35,7 @@ from sparkhvd.runner import preflight
 from sparkhvd.spark import SparkShim
 from sparkhvd.training.check_user_code import UserCode, check_user_code
 from sparkhvd.training.loss_functions import construct_losses, resolve_losses
-from sparkhvd.training.metrics import resolve_metrics
+from sparkhvd.training.metrics import AnyMetric, resolve_metrics
 from sparkhvd.training.model import build_model, check_model
 from sparkhvd.training.optimizer import Overrides, check_compression, check_optimizer
 from sparkhvd.training.program import Program, dump_program
@@ -132,13 +132,14 @@ def check_request(options: FitOptions, sources: FitSources, uid: str) -> Request
     _required("feature_cols", options.feature_cols, "the columns that become the model's input")
     losses = _check_losses(options, model, user, len(labels))
     functions = row_functions(options)
-    schema = _check_columns(options, sources, model, user, losses, functions)
+    metrics = resolve_metrics(options.metrics, labels, losses.links)
+    schema = _check_columns(options, sources, model, user, losses, metrics, functions)
     program = Program(
         model=model,
         optimizer=options.optimizer,
         losses=losses.used,
         is_sum=losses.is_sum,
-        metrics=resolve_metrics(options.metrics, labels, losses.links),
+        metrics=metrics,
         lr_scheduler=options.lr_scheduler,
         compression=check_compression(options.gradient_compression),
         functions=functions,
@@ -239,6 +240,7 @@ def _check_columns(
     model: torch.nn.Module,
     user: UserCode,
     losses: _Losses,
+    metrics: Sequence[AnyMetric],
     functions: RowFunctions,
 ) -> DataSchema:
     """Check the columns of the sources, and where their shapes are known, that model and loss fit them."""
@@ -255,7 +257,8 @@ def _check_columns(
         inputs = bind_features(options, model, schema)
         schema = replace(schema, features=inputs.with_casts(schema.features))
         if all(c.row_shape is not None for c in schema.features):
-            try_model(model, inputs, schema, None if user.computes_loss else labels)
+            compared = None if user.computes_loss else labels
+            try_model(model, inputs, schema, compared, metrics=metrics)
     return schema
 
 

@@ -29,7 +29,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         inputs = bind_transformed(inputs, transformed)
     labels = bind_labels(schema, request.losses, options.label_shapes)
     compared = None if program.user.computes_loss else labels
-    widths = try_model(program.model, inputs, schema, compared, data.examples)
+    widths = try_model(program.model, inputs, schema, compared, data.examples, program.metrics)
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size * options.accumulate
     check_split(data.manifest, split, step if options.drop_last else 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.labels import LabelBinding
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.training.metrics import AnyMetric, try_metrics
 from sparkhvd.training.modules.architecture import light_copy
 from sparkhvd.training.modules.output_widths import fitted_widths, trial_outputs, zeros
 
@@ -25,6 +26,7 @@ def try_model(
     schema: DataSchema,
     labels: LabelBinding | None,
     examples: Mapping[str, Any] | None = None,
+    metrics: Sequence[AnyMetric] = (),
 ) -> tuple[int, ...] | None:
     """Run the model on zeros and return the elements per row of its outputs, one per label; the model is not changed.
 
@@ -36,9 +38,11 @@ def try_model(
         schema: columns whose shapes are known.
         labels: binding of the labels that the loss compares with the outputs; None where the user's code computes the loss.
         examples: columns that are collated, for two rows.
+        metrics: of the fit.
 
     Raises:
-        InvalidArgumentError: it does not fit the columns, or has another number of outputs, or a label cannot meet its output.
+        InvalidArgumentError: it does not fit the columns, or has another number of outputs, or a label or a metric cannot meet its
+            output.
     """
     trial = light_copy(model).eval()
     outputs = trial_outputs(trial, inputs, schema.features, examples)
@@ -47,14 +51,16 @@ def try_model(
     widths = [heads.rows(output).shape[1] for output in outputs]
     fitted = fitted_widths(widths, [c.name for c in schema.labels])
     rows = None if labels is None else _zero_labels(schema, labels)
-    if labels is None or rows is None or (problem := _mismatch(labels, outputs, rows)) is None:
+    if labels is None or rows is None:
+        return fitted
+    if (problem := _mismatch(labels, outputs, rows, metrics)) is None:
         return fitted
     # Some models return something else in training.
     with torch.random.fork_rng(devices=[]):
         trained = trial_outputs(trial.train(), inputs, schema.features, examples)
-    if trained is None or _mismatch(labels, trained, rows) is None:
+    if trained is None or _mismatch(labels, trained, rows, metrics) is None:
         return fitted
-    raise InvalidArgumentError(f"model and loss, tried on two rows of zeros: {problem}")
+    raise InvalidArgumentError(f"model, tried on two rows of zeros: {problem}")
 
 
 def _zero_labels(schema: DataSchema, labels: LabelBinding) -> tuple[Tensor, ...] | None:
@@ -65,10 +71,13 @@ def _zero_labels(schema: DataSchema, labels: LabelBinding) -> tuple[Tensor, ...]
 
 
 def _mismatch(
-    labels: LabelBinding, outputs: tuple[Tensor, ...], rows: tuple[Tensor, ...]
+    labels: LabelBinding,
+    outputs: tuple[Tensor, ...],
+    rows: tuple[Tensor, ...],
+    metrics: Sequence[AnyMetric],
 ) -> InvalidArgumentError | None:
     try:
-        labels.match(outputs, rows)
+        try_metrics(metrics, outputs, labels.match(outputs, rows))
     except InvalidArgumentError as e:
         return e
     return None

@@ -174,7 +174,7 @@ def test_a_vectors_metadata_tell_its_width() -> None:
     [
         ({}, ("identity", "identity")),
         ({"loss": nn.CrossEntropyLoss()}, ("softmax", "softmax")),
-        ({"loss": ["cross_entropy", "mse"]}, ("softmax", "identity")),
+        ({"loss": ["cross_entropy", "mse"]}, ("softmax", "value")),
         ({"link": "sigmoid"}, ("sigmoid", "sigmoid")),
         ({"link": ["softmax", "sigmoid"]}, ("softmax", "sigmoid")),
     ],

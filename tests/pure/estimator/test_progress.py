@@ -132,6 +132,18 @@ def test_the_first_loss_that_is_not_finite_is_a_warning(
     assert "Lower learning_rate (0.1 now), or set gradient_clip_norm=1.0; terminate_on_nan" in only
 
 
+def test_the_first_metric_that_is_nan_is_a_warning(checkpoints: Checkpoints) -> None:
+    history = [{**record(epoch), "auc": float("nan")} for epoch in (1, 2)]
+    with (
+        pytest.warns(
+            UserWarning, match="auc of epoch 1 is nan: .*'auc' needs rows of both"
+        ) as warned,
+        EpochReporter(checkpoints, epochs=2, verbose=0, progress=None),
+    ):
+        checkpoints.save(Checkpoint(2, {}, {}, None, history, "{}"))
+    assert len(warned) == 1
+
+
 def test_a_terminal_line_is_cleared_of_sparks_progress_bar(
     checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

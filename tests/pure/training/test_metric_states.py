@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from sklearn.metrics import f1_score, roc_auc_score
 from torch import nn
 from torchmetrics import classification, regression
 
@@ -49,6 +50,8 @@ def test_class_metrics_are_those_of_one_process(tmp_path: Path, size: int, rows:
             classification.MulticlassRecall(2, average=None), labels=["no", "yes"]
         ),
         "built_in": "accuracy",
+        "built_in_f1": "f1",
+        "built_in_auc": "auc",
     }
     case = constant(
         tmp_path,
@@ -71,6 +74,10 @@ def test_class_metrics_are_those_of_one_process(tmp_path: Path, size: int, rows:
             {k: float(v) for k, v in by_class.items()}, rel=1e-6
         )
         assert record["built_in"] == pytest.approx(record["accuracy"], rel=1e-6)
+        assert record["built_in_f1"] == pytest.approx(f1_score(label, output.argmax(1)), rel=1e-6)
+        if len(set(label.tolist())) == 2:
+            expected = roc_auc_score(label, output[:, 1] - output[:, 0])
+            assert record["built_in_auc"] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("size", [1, 3])

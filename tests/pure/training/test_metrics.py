@@ -23,6 +23,9 @@ def own(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         ([[own]], ["own"]),
         ({"a": own, "b": "mae"}, ["a", "b"]),
         (own, ["own"]),
+        (["mse", "mse", own, "mse"], ["mse", "mse_2", "own", "mse_3"]),
+        ([lambda o, t: 0, lambda o, t: 1], ["<lambda>", "<lambda>_2"]),
+        ([["f1", own], "auc"], ["f1", "own", "auc"]),
     ],
 )
 def test_metrics_have_names(given: Any, names: list[str]) -> None:
@@ -38,18 +41,46 @@ def test_several_labels_have_each_metric() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([[own, "mae"]], ["a_own", "b_mae"]),  # Horovod's: one function per output
+        ([["f1", own], [own, "mse"]], ["a_f1", "b_own", "a_own", "b_mse"]),
+        ([[own]], ["a_own", "b_own"]),
+        ([[None, "auc"]], ["b_auc"]),
+        ([own, ["mae", None]], ["a_own", "b_own", "a_mae"]),
+        ([[lambda o, t: 0, lambda o, t: 1]], ["a_<lambda>", "b_<lambda>"]),
+        ({"error": ["mse", own], "m": "mae"}, ["a_error", "b_error", "a_m", "b_m"]),
+    ],
+)
+def test_a_group_has_a_metric_per_output(given: Any, expected: list[str]) -> None:
+    metrics = resolve_metrics(given, ["a", "b"], ["identity", "sigmoid"])
+    assert [m.name for m in metrics] == expected
+    assert all(m.name.startswith("ab"[m.label]) for m in metrics)
+
+
+def test_a_group_with_another_number_is_named() -> None:
+    with pytest.raises(InvalidArgumentError) as failed:
+        resolve_metrics([[own, "mse", "mae"]], ["a", "b"], ["identity", "identity"])
+    assert str(failed.value) == (
+        "metrics has a group of 3 functions, and there are 2 labels. A list inside the list has one function per label (None "
+        "for a label without one), or one function for all."
+    )
+
+
+def test_means_come_in_the_order_of_the_metrics() -> None:
+    totals = Totals(resolve_metrics(["f1", "mse", "auc", "mae"], ["y"], ["sigmoid"]))
+    assert list(totals.means("val_")) == ["val_loss", "val_f1", "val_mse", "val_auc", "val_mae"]
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         (
-            ["auc"],
-            "metrics names 'auc', which is not built in. Give one of accuracy, mse, mae, or a function of (output, "
+            ["recall"],
+            "metrics names 'recall', which is not built in. Give one of accuracy, mse, mae, f1, auc, or a function of (output, "
             "label).",
         ),
         ([3], "metrics holds 3. Every entry must be a name or a function of (output, label)."),
-        (
-            ["mse", "mse"],
-            "metrics: the name 'mse' is taken. Give a dict from other names to functions.",
-        ),
         (
             {"epoch": own},
             "metrics: the name 'epoch' is taken. Give a dict from other names to functions.",

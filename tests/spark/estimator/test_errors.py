@@ -162,9 +162,19 @@ LOCK = threading.Lock()
             "loss_weights has 2 numbers and label_cols 1 columns. Give one per label.",
         ),
         (
-            {"metrics": ["f1"]},
-            "metrics names 'f1', which is not built in. Give one of accuracy, mse, mae, or a function of (output, "
+            {"metrics": ["recall"]},
+            "metrics names 'recall', which is not built in. Give one of accuracy, mse, mae, f1, auc, or a function of (output, "
             "label).",
+        ),
+        (
+            {
+                "metrics": ["mse"],
+                "loss": nn.CrossEntropyLoss(),
+                "model": mlp(2, 3),
+                "label_cols": ["k"],
+            },
+            "model, tried on two rows of zeros: metric 'mse' compares an output of shape (2, 3) with a label of shape (2,). Give a "
+            "metric that fits this label, for example 'accuracy' for classes.",
         ),
         (
             {"metrics": {"loss": "mse"}},
@@ -327,7 +337,7 @@ def test_an_integer_label_of_an_own_loss_names_label_dtypes(df: DataFrame, store
     [
         (
             {"model": mlp(2, 3)},
-            "model and loss, tried on two rows of zeros: Label 'y' has shape (2,) and the model's output (2, 3): the loss "
+            "model, tried on two rows of zeros: Label 'y' has shape (2,) and the model's output (2, 3): the loss "
             "would broadcast one over the other.",
         ),
         (
