@@ -81,6 +81,7 @@ LAZY = {
 LAZY_PACKAGES = {
     "fcntl": (7, "Unix only: everything imports on a client with another system"),
     "fsspec": (2, "optional: stores that pyarrow does not know"),
+    "pandas": (1, "a table for people; nothing else on the driver needs it"),
     "petastorm": (1, "optional: data sets with a Unischema"),
     "py4j": (5, "classic Spark only: a client of Connect has none"),
     "pyarrow": (4, "a rank or a task that needs no Arrow starts without it"),

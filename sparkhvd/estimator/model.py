@@ -24,7 +24,7 @@ from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.params.prediction import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
 from sparkhvd.estimator.saving.run_model import load_run_model
-from sparkhvd.estimator.summary import TrainingSummary
+from sparkhvd.estimator.summary import TrainingSummary, horovod_history
 from sparkhvd.estimator.transform.binding import bind_module, links_of
 from sparkhvd.estimator.transform.columns import (
     check_passing,
@@ -44,6 +44,7 @@ from sparkhvd.training.modules.output_widths import output_widths
 from sparkhvd.training.modules.weights import Weights, store_weights
 
 if TYPE_CHECKING:
+    import pandas as pd
     from pyspark.sql import DataFrame, SparkSession
     from typing_extensions import Self, Unpack
 
@@ -166,6 +167,13 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """Records of the epochs, in order."""
         return [dict(record) for record in self._require_fitted().history]
 
+    def history_frame(self) -> pd.DataFrame:
+        """Return `history` as a frame of pandas with a row per epoch, and their numbers as index."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self.history)
+        return frame.set_index("epoch") if "epoch" in frame else frame
+
     @property
     def timings(self) -> dict[str, float]:
         """Seconds of the fit's phases: materialize, launch, train."""
@@ -222,11 +230,11 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return self
 
     def getHistory(self) -> list[dict[str, Any]]:  # noqa: N802
-        """Return `history`."""
-        return self.history
+        """Return `history` in Horovod's shape: `[-1]["train"]["loss"]`, `[-1]["validation"]["loss"]`, metrics by name and as `all_metrics`."""
+        return horovod_history(self.history, len(self.getLabelColumns()))
 
     def setHistory(self, history: Sequence[Mapping[str, Any]]) -> TorchModel:  # noqa: N802
-        """Replace the records of the epochs; returns this object."""
+        """Replace the records of the epochs, flat or in Horovod's shape; returns this object."""
         records = [dict(record) for record in history]
         self._fitted = replace(self._require_fitted(), history=records)
         return self

@@ -1,13 +1,15 @@
-"""Summary of a training."""
+"""Summary of a training, and its history in Horovod's shape."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sparkhvd.training.types import History
+from sparkhvd.training.user_code.logs import RESERVED
 
-__all__ = ["TrainingSummary"]
+__all__ = ["TrainingSummary", "horovod_history"]
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,29 @@ class TrainingSummary:
         shown = [f"{n} {v:.4g}" for n, v in losses.items() if isinstance(v, (int, float))]
         epochs = f"{len(self.history)} epoch" + ("" if len(self.history) == 1 else "s")
         return ", ".join([epochs, *shown, f"{sum(self.timings.values()):.1f} s"])
+
+
+def horovod_history(history: History, num_labels: int) -> History:
+    """Return the records with the numbers of training and validation apart, as Horovod has them.
+
+    Args:
+        history: flat records; those that have this shape already stay as they are.
+        num_labels: metrics by number are in groups of so many.
+    """
+    return [r if "train" in r else _nested(r, max(1, num_labels)) for r in history]
+
+
+def _nested(record: Mapping[str, Any], num_labels: int) -> dict[str, Any]:
+    of_epoch = {n: v for n, v in record.items() if n in RESERVED and n != "loss"}
+    measured = {n: v for n, v in record.items() if n not in of_epoch}
+    parts = {
+        "train": {n: v for n, v in measured.items() if not n.startswith("val_")},
+        "validation": {n[4:]: v for n, v in measured.items() if n.startswith("val_")},
+    }
+    for part in parts.values():
+        metrics = [value for name, value in part.items() if name != "loss"]
+        starts = range(0, len(metrics), num_labels)
+        part["all_metrics"] = [metrics[start : start + num_labels] for start in starts]
+    if len(parts["validation"]) == 1:  # there was none
+        del parts["validation"]
+    return {**of_epoch, **parts}

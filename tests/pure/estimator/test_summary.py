@@ -10,7 +10,7 @@ import torch
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator import TorchModel
-from sparkhvd.estimator.summary import TrainingSummary
+from sparkhvd.estimator.summary import TrainingSummary, horovod_history
 
 TIMINGS = {"materialize": 1.0, "launch": 0.5, "train": 2.25}
 
@@ -36,6 +36,60 @@ def test_summary(history: list[dict[str, Any]], losses: list[float], text: str) 
     assert summary.totalIterations == len(history)
     assert summary.objectiveHistory == losses
     assert str(summary) == text
+
+
+FLAT = {"epoch": 1, "loss": 2.0, "a_mse": 1.0, "b_mse": 3.0, "rows": 9, "val_loss": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("record", "labels", "expected"),
+    [
+        (
+            {**FLAT, "val_a_mse": 5.0, "val_b_mse": 6.0, "seconds": 0.5},
+            2,
+            {
+                "epoch": 1,
+                "train": {"loss": 2.0, "a_mse": 1.0, "b_mse": 3.0, "all_metrics": [[1.0, 3.0]]},
+                "validation": {
+                    "loss": 4.0,
+                    "a_mse": 5.0,
+                    "b_mse": 6.0,
+                    "all_metrics": [[5.0, 6.0]],
+                },
+                "rows": 9,
+                "seconds": 0.5,
+            },
+        ),
+        (
+            {"epoch": 1, "loss": 2.0, "mse": 1.0, "f1": 0.5, "lr": 0.1},
+            1,
+            {
+                "epoch": 1,
+                "lr": 0.1,
+                "train": {"loss": 2.0, "mse": 1.0, "f1": 0.5, "all_metrics": [[1.0], [0.5]]},
+            },
+        ),
+        ({"reward": 5.0}, 0, {"train": {"reward": 5.0, "all_metrics": [[5.0]]}}),
+        ({"train": {"loss": 1.0}}, 1, {"train": {"loss": 1.0}}),
+    ],
+)
+def test_history_in_horovods_shape(
+    record: dict[str, Any], labels: int, expected: dict[str, Any]
+) -> None:
+    assert horovod_history([record], labels) == [expected]
+
+
+def test_history_of_a_model_is_flat_nested_or_a_frame() -> None:
+    history = [{"epoch": e, "loss": 1 / e, "val_loss": 2 / e} for e in (1, 2)]
+    model = TorchModel(model=torch.nn.Linear(2, 1), history=history, label_cols=["y"])
+    assert model.history == history
+    nested = model.getHistory()
+    assert (nested[-1]["train"]["loss"], nested[-1]["validation"]["loss"]) == (0.5, 1.0)
+    assert model.setHistory(nested).getHistory() == nested
+    frame = model.setHistory(history).history_frame()
+    assert frame.index.tolist() == [1, 2]
+    assert frame["val_loss"].tolist() == [2.0, 1.0]
+    assert model.setHistory([]).history_frame().empty
 
 
 def test_a_model_shows_what_it_is() -> None:

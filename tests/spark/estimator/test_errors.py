@@ -167,16 +167,6 @@ LOCK = threading.Lock()
             "label).",
         ),
         (
-            {
-                "metrics": ["mse"],
-                "loss": nn.CrossEntropyLoss(),
-                "model": mlp(2, 3),
-                "label_cols": ["k"],
-            },
-            "model, tried on two rows of zeros: metric 'mse' compares an output of shape (2, 3) with a label of shape (2,). Give a "
-            "metric that fits this label, for example 'accuracy' for classes.",
-        ),
-        (
             {"metrics": {"loss": "mse"}},
             "metrics: the name 'loss' is taken. Give a dict from other names to functions.",
         ),
@@ -335,6 +325,16 @@ def test_an_integer_label_of_an_own_loss_names_label_dtypes(df: DataFrame, store
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {
+                "metrics": ["mse"],
+                "loss": nn.CrossEntropyLoss(),
+                "model": mlp(2, 3),
+                "label_cols": ["k"],
+            },
+            "model, tried on two rows of zeros: metric 'mse' compares an output of shape (2, 3) with a label of shape (2,). Give a "
+            "metric that fits this label, for example 'accuracy' for classes.",
+        ),
         (
             {"model": mlp(2, 3)},
             "model, tried on two rows of zeros: Label 'y' has shape (2,) and the model's output (2, 3): the loss "

@@ -101,7 +101,7 @@ def test_training_on_files_equals_one_process_on_their_rows(
         other = values(30, seed=1)
         x = torch.from_numpy(np.column_stack([other["x"], other["day"]]).astype(np.float32))
         loss = nn.functional.mse_loss(trained.getModel()(x).flatten(), torch.from_numpy(other["y"]))
-    assert history[-1]["val_loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert history[-1]["validation"]["loss"] == pytest.approx(float(loss), rel=1e-5)
     # Spark reads the same files for transform, `day` as an int.
     rows = trained.transform(spark.read.parquet(str(path))).collect()
     assert len(rows) == ROWS
@@ -171,7 +171,7 @@ def test_rows_are_left_out_alike_on_all_ranks_and_decoders_run(
     usable = ~np.isnan(noise)
     trained = fit.fit_on_parquet(str(path))
     assert trained.getHistory()[-1]["rows"] == int((usable & ~test).sum())
-    assert "val_loss" in trained.getHistory()[-1]
+    assert "val_loss" in trained.history[-1]
     printed = capsys.readouterr().out
     assert (
         f"handle_invalid left out 10 of {ROWS} training rows with a null or invalid number"
@@ -202,7 +202,7 @@ def test_horovods_call_reads_below_the_store(spark: SparkSession, tmp_path: Path
     _, trained = fit.fit_on_parquet([{fit.epochs: 1}, {fit.epochs: 2}], dataset_idx=3)
     assert trained.getRunId() == "mine-1"
     assert [record["rows"] for record in trained.getHistory()] == [ROWS, ROWS]
-    assert "val_loss" in trained.getHistory()[0]
+    assert "val_loss" in trained.history[0]
 
 
 @pytest.mark.parametrize(

@@ -254,7 +254,8 @@ def test_horovods_names(df: DataFrame) -> None:
     assert model.getLabelColumns() == ["y"]
     assert model.getRunId() == ""
     assert model.setRunId("r").setHistory([{"loss": 1.0}]).getRunId() == "r"
-    assert model.getHistory() == [{"loss": 1.0}]
+    assert model.history == [{"loss": 1.0}]
+    assert model.getHistory() == [{"train": {"loss": 1.0, "all_metrics": []}}]
     other = nn.Linear(2, 1)
     assert_right(model.setModel(other).transform(df).collect(), other)
     renamed = df.withColumnRenamed("x", "z")
