@@ -232,10 +232,10 @@ class SparkShim:
                 if threading.current_thread() is not threading.main_thread():
                     return stage.collect()
                 with _plain_interrupts():
-                    return self._collect_beside(stage, tag, interrupt)
+                    return _collect_beside(self, stage, tag, interrupt)
             except BaseException as e:  # noqa: BLE001 - raised again
                 self.cancel(tag)
-                if isinstance(e, Exception) and self._has_died():
+                if isinstance(e, Exception) and _has_died(self):
                     raise SparkhvdError(
                         f"Spark's JVM has died while it ran {description or 'a job'!r}; look for why in its log (out of memory, "
                         "or killed). Start a new session, if need be in a new process: this one's is lost."
@@ -310,56 +310,6 @@ class SparkShim:
             if watcher.is_alive():
                 watcher.join(_CANCEL_WAIT_S)
 
-    def _collect_beside(
-        self, stage: DataFrame, tag: str, interrupt: Callable[[], None] | None
-    ) -> list[Row]:
-        future: concurrent.futures.Future[list[Row]] = concurrent.futures.Future()
-        tags = self.session.getTags() if self.is_connect else ()
-
-        def collects() -> None:
-            try:
-                for inherited in tags:
-                    self.session.addTag(inherited)
-                future.set_result(stage.collect())
-            except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
-                future.set_exception(e)
-
-        thread = self._thread(collects, "sparkhvd-collect")
-        thread.start()
-        try:
-            return future.result()
-        except KeyboardInterrupt:
-            if interrupt is not None and not future.done():
-                interrupt()
-            raise
-        finally:
-            # Interrupted if it is not done. Again and again: the job may not have been submitted yet.
-            deadline = time.monotonic() + _CANCEL_WAIT_S
-            while not future.done() and time.monotonic() < deadline:
-                self.cancel(tag)
-                concurrent.futures.wait([future], _CANCEL_AGAIN_S)
-            thread.join(_CANCEL_WAIT_S if future.done() else 0)
-
-    def _thread(self, target: Callable[[], None], name: str) -> threading.Thread:
-        """Return a daemon thread; on classic Spark its jobs have the properties of this thread's."""
-        if self.is_connect:
-            return threading.Thread(target=target, name=name, daemon=True)
-        from pyspark import InheritableThread
-
-        return InheritableThread(target, name=name, daemon=True)
-
-    def _has_died(self) -> bool:
-        """Return True if the driver's JVM no longer answers."""
-        from py4j.protocol import Py4JError
-
-        if self.is_connect:
-            return False
-        try:
-            self.session._jvm.java.lang.System.nanoTime()
-        except (OSError, Py4JError):
-            return True
-        return False
-
     def cancel(self, tag: str) -> None:
         """Cancel the jobs with this tag; never raises, because something else is already being raised."""
         with contextlib.suppress(Exception):
@@ -367,6 +317,60 @@ class SparkShim:
                 self.session.interruptTag(tag)
             else:
                 self.session.sparkContext.cancelJobsWithTag(tag)
+
+
+def _collect_beside(
+    shim: SparkShim, stage: DataFrame, tag: str, interrupt: Callable[[], None] | None
+) -> list[Row]:
+    """Collect the rows of a stage in another thread; an interrupt of this one cancels the job."""
+    future: concurrent.futures.Future[list[Row]] = concurrent.futures.Future()
+    tags = shim.session.getTags() if shim.is_connect else ()
+
+    def collects() -> None:
+        try:
+            for inherited in tags:
+                shim.session.addTag(inherited)
+            future.set_result(stage.collect())
+        except BaseException as e:  # noqa: BLE001 - raised again where the result is awaited
+            future.set_exception(e)
+
+    thread = _thread(shim, collects, "sparkhvd-collect")
+    thread.start()
+    try:
+        return future.result()
+    except KeyboardInterrupt:
+        if interrupt is not None and not future.done():
+            interrupt()
+        raise
+    finally:
+        # Interrupted if it is not done. Again and again: the job may not have been submitted yet.
+        deadline = time.monotonic() + _CANCEL_WAIT_S
+        while not future.done() and time.monotonic() < deadline:
+            shim.cancel(tag)
+            concurrent.futures.wait([future], _CANCEL_AGAIN_S)
+        thread.join(_CANCEL_WAIT_S if future.done() else 0)
+
+
+def _thread(shim: SparkShim, target: Callable[[], None], name: str) -> threading.Thread:
+    """Return a daemon thread; on classic Spark its jobs have the properties of this thread's."""
+    if shim.is_connect:
+        return threading.Thread(target=target, name=name, daemon=True)
+    from pyspark import InheritableThread
+
+    return InheritableThread(target, name=name, daemon=True)
+
+
+def _has_died(shim: SparkShim) -> bool:
+    """Return True if the driver's JVM no longer answers."""
+    from py4j.protocol import Py4JError
+
+    if shim.is_connect:
+        return False
+    try:
+        shim.session._jvm.java.lang.System.nanoTime()
+    except (OSError, Py4JError):
+        return True
+    return False
 
 
 @contextlib.contextmanager
