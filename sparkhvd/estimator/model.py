@@ -20,6 +20,7 @@ from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.base import with_signature
 from sparkhvd.estimator.params.converters import to_losses
+from sparkhvd.estimator.params.fit import columns_in
 from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.params.prediction import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
@@ -189,7 +190,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         if self._fitted is None:
             return f"{self.uid}: no trained module"
         fitted = self._fitted
-        inputs = [column.name for column in fitted.columns] or self._get("feature_cols") or ["?"]
+        inputs = [column.name for column in fitted.columns] or self.getFeatureColumns() or ["?"]
         outputs = fitted.labels or self._get("label_cols") or self._get("outputCols") or ["?"]
         number = sum(p.numel() for p in fitted.module.parameters())
         name = f"{type(fitted.module).__name__} with {number:,} parameters"
@@ -252,7 +253,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """List the columns that `transform` reads: `feature_cols`, or those of the training."""
         fitted = self._require_fitted()
         if not fitted.columns:
-            return list(self._get("feature_cols") or ())
+            return list(self._get("feature_cols") or columns_in(self._get("inputs") or {}))
         return source_names(fitted, self._read_options(PredictOptions))
 
     def getLabelColumns(self) -> list[str]:  # noqa: N802

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sparkhvd.estimator.params.training import TrainingParams
 __all__ = [
     "TrainParams",
     "changed_options",
+    "columns_in",
     "fingerprint_options",
     "rank_options",
     "train_fn_effects",
@@ -41,9 +43,13 @@ class TrainParams(
         is_transformed = options.transformation_fn or options.batch_transform_fn
         if options.feature_cols or not options.inputs or is_transformed:
             return options
-        groups = [[v] if isinstance(v, str) else v for v in options.inputs.values()]
-        columns = list(dict.fromkeys(itertools.chain.from_iterable(groups)))
-        return replace(options, feature_cols=columns)
+        return replace(options, feature_cols=columns_in(options.inputs))
+
+
+def columns_in(inputs: Mapping[str, str | Sequence[str]]) -> list[str]:
+    """List the columns in the Param `inputs`, each once."""
+    groups = [[v] if isinstance(v, str) else v for v in inputs.values()]
+    return list(dict.fromkeys(itertools.chain.from_iterable(groups)))
 
 
 def rank_options(options: FitOptions) -> dict[str, Any]:

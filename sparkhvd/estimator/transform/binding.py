@@ -18,6 +18,7 @@ from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.columns.shapes import row_shape_of
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.fit import columns_in
 from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.transform.columns import width_of
 from sparkhvd.training.modules.architecture import light_copy
@@ -65,6 +66,8 @@ def bind_module(
         InvalidArgumentError: a column is missing, of a type that cannot become a tensor or of unknown width, or the module does
             not take the columns.
     """
+    if not options.feature_cols and options.inputs:
+        options = replace(options, feature_cols=columns_in(options.inputs))
     if not options.feature_cols:
         raise InvalidArgumentError(
             "transform: feature_cols is required, because this module was not trained on any: name the columns that become its input."

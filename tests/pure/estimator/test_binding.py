@@ -110,7 +110,6 @@ def test_nested_arrays_and_named_arguments() -> None:
     module = Two(index=False)
     model = TorchModel.from_module(
         module,
-        feature_cols=["z", "a"],
         label_cols=["y"],
         inputs={"image": "a", "level": ["z"]},
         input_shapes={"image": [-1, 1, 2, 2]},

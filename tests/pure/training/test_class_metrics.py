@@ -60,6 +60,13 @@ def test_auc_of_many_batches_and_large_scores() -> None:
     assert value("auc", np.array([-np.inf, 0.0, -0.0, np.inf]), np.array([0, 0, 1, 1])) == 0.875
 
 
+def test_auc_leaves_out_labels_that_are_no_class() -> None:
+    z, y = scores(50, 2), classes(50, 3) - 1
+    seen = y >= 0
+    expected = pytest.approx(roc_auc_score(y[seen], (z[:, 1] - z[:, 0])[seen]), nan_ok=True)
+    assert value("auc", z, np.where(seen, y, -100), "softmax") == expected
+
+
 def test_auc_of_one_class_of_no_rows_and_of_nan_is_nan() -> None:
     assert math.isnan(value("auc", [0.5, 1.0], [1, 1]))
     assert math.isnan(Totals(resolve_metrics("auc", ["y"], ["sigmoid"])).means()["auc"])
@@ -115,7 +122,6 @@ def test_f1_without_anything_positive_is_zero_with_a_warning() -> None:
             torch.ones(4, 3),
             torch.ones(4, 2, dtype=torch.int64)[:, 0].repeat(2),
         ),
-        (F1("m", 0, "softmax"), torch.ones(4, 3), torch.full((4,), 3)),
         (F1("m", 0, "sigmoid"), torch.ones(4), torch.ones(4, 2)),
         (Auc("m", 0, "softmax"), torch.ones(4, 3), torch.ones(4, dtype=torch.int64)),
         (Auc("m", 0, "sigmoid"), torch.ones(4, 2), torch.ones(4, 2)),
