@@ -34,6 +34,7 @@ class Target:
         data_key: the user's name for the data of a fit, or None.
         keep_data: leave materialized data in the store until `Store.clean()`.
         role: "data", or "validation" for a source that only validates.
+        num_partitions: partitions, and so files, of data that are written, at most; None leaves them.
     """
 
     store: Store
@@ -42,6 +43,7 @@ class Target:
     data_key: str | None = None
     keep_data: bool = False
     role: str = "data"
+    num_partitions: int | None = None
 
     @property
     def manifest_dir(self) -> str:
@@ -108,6 +110,7 @@ class DataFrameSource:
             target.store,
             data_key=target.key,
             keep_data=target.keep_data,
+            num_partitions=target.num_partitions,
             scope=target.scope,
         )
 

@@ -213,6 +213,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
                 scope,
                 options.data_key,
                 keep_data=options.keep_data,
+                num_partitions=options.num_partitions,
             )
             with announce_late("writing the columns into the store", request.cluster.verbose):
                 data = prepare_inputs(

@@ -50,7 +50,7 @@ class CompatibilityParams(TorchParams):
         "give num_proc, and variables as spark.executorEnv.NAME in Spark's configuration"
     )
     partitions_per_process = _no_effect(
-        "rows are shared out evenly whatever the partitions are; repartition the DataFrame to write with more tasks"
+        "rows are shared out evenly whatever the partitions are; give num_partitions to write fewer files, or repartition the DataFrame"
     )
     reader_pool_type = _no_effect("data are read by threads")
     mp_start_method = _no_effect("ranks are always processes of their own")

@@ -102,3 +102,8 @@ class DataParams(TorchParams):
         "keep materialized data until Store.clean()",
         default=False,
     )
+    num_partitions = data_param(
+        to_whole,
+        "partitions that data are written from, each a task and a file, at most; default: the DataFrame's",
+        check=at_least(1),
+    )

@@ -100,6 +100,7 @@ class EstimatorKeywords(TypedDict, total=False):
     batch_transform_fn: Callable[..., Any] | None
     data_key: str | None
     keep_data: bool | None
+    num_partitions: int | None
 
     # training
     batch_size: int | None

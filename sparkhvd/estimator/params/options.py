@@ -85,6 +85,7 @@ class FitOptions(PredictOptions):
     batch_transform_fn: Callable[..., Any] | None = None
     data_key: str | None = None
     keep_data: bool = False
+    num_partitions: int | None = None
 
     # training
     batch_size: int = 32

@@ -99,6 +99,7 @@ EXAMPLES: dict[str, Any] = {
     "warm_start": True,
     "checkpoint_interval_s": 1.5,
     "keep_data": True,
+    "num_partitions": 3,
 }
 
 

@@ -28,7 +28,7 @@ from tests.harness.by_value import by_value
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.waiting import wait_until
-from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process
+from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process, only_data
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -95,7 +95,10 @@ def test_fit_equals_one_process(
         num_proc=ranks,
         optimizer=lambda p: torch.optim.SGD(p, lr=0.05),
         keep_data=True,
+        num_partitions=2,
     ).fit(df)
+    manifest, _ = only_data(store)
+    assert len(manifest.files) <= min(2, partitions)
     assert capfd.readouterr().out == ""  # verbose=0
     expected = one_process(
         model, store, features, size=ranks, batch_size=batch_size, lr=0.05, seed=3, epochs=2
