@@ -84,7 +84,10 @@ LAZY_PACKAGES = {
     "pandas": (1, "a table for people; nothing else on the driver needs it"),
     "petastorm": (1, "optional: data sets with a Unischema"),
     "py4j": (5, "classic Spark only: a client of Connect has none"),
-    "pyarrow": (4, "a rank or a task that needs no Arrow starts without it"),
+    "pyarrow": (
+        5,
+        "a rank or a task that needs no Arrow, or no functions over it, starts without it",
+    ),
     "pyspark": (
         21,
         "ranks and workers start without it; some names are of one version, or of Connect",

@@ -13,6 +13,7 @@ Each module imports only those above it:
     arrow_types   types of Arrow beyond those that Spark sends
     buffers       memory for windows of rows, filled again and again
     arrow_memory  memory of Arrow arrays as numpy arrays
+    group_numbers  numbers in place of a column's values of groups
     findings      counts of unusable rows, in sentences
     narrowing     numbers in the stored type
     arrow         Arrow columns to numpy arrays of rows

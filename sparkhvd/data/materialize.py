@@ -19,6 +19,7 @@ from sparkhvd.data.arrow_memory import numpy_to_array, text_to_array
 from sparkhvd.data.columns.ragged import Values, num_bytes, row_shape
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.findings import Findings, problems
+from sparkhvd.data.group_numbers import numbered
 from sparkhvd.data.manifest import DataFile, Manifest
 from sparkhvd.data.packed import ROW_GROUP_BYTES, PackedWriter
 from sparkhvd.data.store.store import Store
@@ -76,7 +77,7 @@ def materialize(
     store.write_bytes(marker, b"")
     is_done = False
     try:
-        selected = _select(df, schema)
+        selected = _select(df, schema, num_partitions)
         if num_partitions is not None:
             selected = selected.coalesce(num_partitions)
         is_vector = vector_columns(selected.schema)
@@ -101,10 +102,19 @@ def materialize(
                 store.delete(data_dir)
 
 
-def _select(df: DataFrame, schema: DataSchema) -> DataFrame:
-    """Select the columns of the schema, named by their position in it: names with dots or capitals cannot mislead."""
+def _select(df: DataFrame, schema: DataSchema, num_partitions: int | None) -> DataFrame:
+    """Select the columns of the schema, named by their position in it: names with dots or capitals cannot mislead.
+
+    Rows of a group are brought together, in their order.
+    """
     names = list(df.columns)
     renamed = df.toDF(*[f"c{i}" for i in range(len(names))])
+    if schema.group is not None:
+        group = f"c{names.index(schema.group.name)}"
+        by = [group] if num_partitions is None else [num_partitions, group]
+        # Without a place of their own, rows of a group would come in another order whenever this is computed.
+        placed = renamed.selectExpr("*", "monotonically_increasing_id() AS place")
+        renamed = placed.repartition(*by).sortWithinPartitions(group, "place")
     return renamed.select(*[f"c{names.index(c.name)}" for c in schema.columns])
 
 
@@ -125,7 +135,9 @@ class _WriteTask:
         assert context is not None
         partition, attempt = context.partitionId(), context.taskAttemptId()
         path = f"{self.data_dir}/part-{partition:05d}-{attempt}.parquet"
-        joined = (join_vectors(batch, self.is_vector) for batch in batches)
+        joined: Iterator[pa.RecordBatch] = (join_vectors(b, self.is_vector) for b in batches)
+        if self.schema.group is not None:
+            joined = numbered(joined, self.schema.columns.index(self.schema.group), partition << 32)
         with telling_the_driver():
             self.check_wanted()
             outcome = self.write(joined, path)

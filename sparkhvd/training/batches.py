@@ -23,7 +23,7 @@ from sparkhvd.data.reading.reader import Reader
 from sparkhvd.data.reading.subset import is_flagged
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.host_rows import HostRows, read_flags_once
+from sparkhvd.training.host_rows import HostRows, read_flags_once, read_groups_once
 from sparkhvd.training.spec import TrainSpec
 
 __all__ = ["Data", "StepPlan", "step_plans"]
@@ -80,8 +80,15 @@ class Data:
         flags: Flags | None = None
         if is_flagged(manifest, spec.training_subset):
             flags = read_flags_once(files, manifest, usable, loading)
+        groups = _groups(files, manifest)
         self.training = open_reader(
-            files, manifest, spec.training_subset, usable=usable, flags=flags, loading=loading
+            files,
+            manifest,
+            spec.training_subset,
+            usable=usable,
+            flags=flags,
+            groups=groups,
+            loading=loading,
         )
         self.validation: Reader | None = None
         held_out = manifest
@@ -90,11 +97,22 @@ class Data:
             held_out_files = spec.validation_store or spec.store
             rows = self._usable("validation", held_out_files, held_out)
             self.validation = open_reader(
-                held_out_files, held_out, "all", usable=rows, is_training=False
+                held_out_files,
+                held_out,
+                "all",
+                usable=rows,
+                groups=_groups(held_out_files, held_out),
+                is_training=False,
             )
         elif spec.has_validation:
             self.validation = open_reader(
-                files, manifest, "validation", usable=usable, flags=flags, is_training=False
+                files,
+                manifest,
+                "validation",
+                usable=usable,
+                flags=flags,
+                groups=groups,
+                is_training=False,
             )
         self.num_steps = len(step_plans(spec, self.training, 0))
         self._check_steps("training", self.training, self.num_steps, manifest)
@@ -212,6 +230,10 @@ def usable_rows(store: Store, manifest: Manifest) -> Rows | None:
     return np.flatnonzero(np.concatenate(parts)).astype(np.int64)
 
 
+def _groups(files: Store, manifest: Manifest) -> Rows | None:
+    return None if manifest.schema.group is None else read_groups_once(files, manifest)
+
+
 def _reader(
     spec: TrainSpec,
     store: Store,
@@ -222,6 +244,7 @@ def _reader(
     usable: Rows | None,
     is_training: bool = True,
     flags: Flags | None = None,
+    groups: Rows | None = None,
     loading: Loading | None = None,
     pin_memory: bool = False,
 ) -> Reader:
@@ -243,6 +266,7 @@ def _reader(
         pin_memory=pin_memory,
         usable=usable,
         flags=flags,
+        groups=groups,
         loading=loading,
         sharing=sharing if sharing.is_shared else None,
     )

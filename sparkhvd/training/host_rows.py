@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextvars
 import ctypes
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,14 +19,14 @@ from sparkhvd.data.columns.ragged import Array, Flags, Ragged, Rows, SparseRows,
 from sparkhvd.data.manifest import Manifest
 from sparkhvd.data.reading.prefetch import READ_S
 from sparkhvd.data.reading.preload import Loading
-from sparkhvd.data.reading.source import open_source
-from sparkhvd.data.reading.subset import read_flags
+from sparkhvd.data.reading.source import Source, open_source
+from sparkhvd.data.reading.subset import read_flags, read_groups
 from sparkhvd.data.store.store import Store
 from sparkhvd.engine.engine import Buffer
 from sparkhvd.errors import InvalidArgumentError, StoreError
 from sparkhvd.torch.context import context
 
-__all__ = ["HostRows", "read_flags_once"]
+__all__ = ["HostRows", "read_flags_once", "read_groups_once"]
 
 # Each array begins at a cache line of its own.
 _ALIGNMENT = 64
@@ -145,24 +145,43 @@ def read_flags_once(
         StoreError: another rank could not read its part.
         CollectiveTimeoutError, PeerLostError: as for any operation.
     """
-    host = HostRows("validation flags")
+
+    def read(source: Source, part: tuple[int, int]) -> Flags:
+        flags: Flags | None = None
+        if usable is None and loading is not None and loading.part == part:
+            flags = loading.flags(READ_S)
+        return read_flags(source, manifest, usable, part) if flags is None else flags
+
+    return _read_once("validation flags", store, manifest, read)
+
+
+def read_groups_once(store: Store, manifest: Manifest) -> Rows:
+    """Read the numbers of all rows' groups, as `read_flags_once` reads flags."""
+
+    def read(source: Source, part: tuple[int, int]) -> Rows:
+        return read_groups(source, manifest, part)
+
+    return _read_once("numbers of groups", store, manifest, read)
+
+
+def _read_once(
+    label: str,
+    store: Store,
+    manifest: Manifest,
+    read: Callable[[Source, tuple[int, int]], Array],
+) -> Array:
+    host = HostRows(label)
     with open_source(store, manifest) as source:
         if not host.is_shared:
-            return read_flags(source, manifest, usable)
-        flags: Flags | None = None
+            return read(source, (0, 1))
+        own: Array | None = None
         error: BaseException | None = None
         try:
-            if usable is None and loading is not None and loading.part == host.part:
-                flags = loading.flags(READ_S)
-            if flags is None:
-                flags = read_flags(source, manifest, usable, host.part)
+            own = read(source, host.part)
         except BaseException as e:  # noqa: BLE001 - the others wait: it is raised when they know
             error = e
-        shared = host.gather(None if flags is None else {"flags": flags}, error)
-        if shared is None:
-            return read_flags(source, manifest, usable)
-        whole: Flags = np.asarray(shared["flags"])
-        return whole
+        shared = host.gather(None if own is None else {"values": own}, error)
+        return read(source, (0, 1)) if shared is None else np.asarray(shared["values"])
 
 
 def _copy(values: Mapping[str, Values], whole: Sequence[Array], before: Sequence[_Part]) -> None:

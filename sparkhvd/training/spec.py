@@ -36,6 +36,7 @@ class TrainSpec:
         inputs: which columns become which argument of the model.
         labels: how label columns meet outputs.
         sample_weight: column with a weight per row, or None.
+        group: column of groups, whose rows stay together, or None.
         loss_weights: factor of each label's loss.
         batch_size: rows per rank and step.
         val_batch_size: the same for validation.
@@ -81,6 +82,7 @@ class TrainSpec:
     checkpoint_interval_s: float = 300.0
     num_checkpoints: int = 1
     sample_weight: str | None = None
+    group: str | None = None
     loss_weights: tuple[float, ...] = (1.0,)
     batch_size: int = 32
     val_batch_size: int = 32
@@ -121,8 +123,10 @@ class TrainSpec:
 
     def early(self) -> Callable[[int, int], None] | None:
         """Return a function that a rank's process calls before it imports torch: read materialized training rows."""
-        if self.data_store is not None:
-            return None
+        if self.data_store is not None or self.group is not None:
+            return (
+                None  # there is nothing to read early, or groups decide which rows a fraction takes
+            )
         return functools.partial(
             preload.begin,
             self.store,

@@ -156,7 +156,7 @@ def batch_tensors(
 
     With `inputs`, features are by the name of their argument of `forward`, joined as for it; else by the name of
     their column, in the shape of `input_shapes` if given. Labels and sample weights are by the name of their
-    column: (B,) for scalar columns, (B, w) for arrays and vectors.
+    column: (B,) for scalar columns, (B, w) for arrays and vectors; so are numbers of groups, equal in the rows of one.
     """
     arguments = spec.inputs.arguments
     if any(a.name is not None for a in arguments):
@@ -171,6 +171,8 @@ def batch_tensors(
     batch |= dict(zip(spec.labels.columns, spec.labels.apply(columns), strict=True))
     if spec.sample_weight is not None and (weights := sample_weights(spec, columns)) is not None:
         batch[spec.sample_weight] = weights
+    if spec.group is not None and spec.group in columns:  # a transformation may leave it out
+        batch[spec.group] = torch.from_numpy(columns[spec.group])
     # A collate function may have made a tuple or dict of a column.
     return {n: moved(v, device) for n, v in batch.items()}
 

@@ -32,6 +32,7 @@ def check_schema(
     label_cols: Sequence[str],
     sample_weight_col: str | None = None,
     validation: float | str | None = None,
+    group_col: str | None = None,
     model_dtype: str = "float32",
     feature_dtypes: Dtypes | None = None,
     label_dtypes: Dtypes | None = None,
@@ -54,6 +55,7 @@ def check_schema(
         label_cols: columns that become labels; may be empty.
         sample_weight_col: one number per row, or None.
         validation: a fraction in [0, 1), the name of a column, or None.
+        group_col: column of integers or text whose equal values make a group, or None.
         model_dtype: dtype of the model's parameters, for example "float32".
         feature_dtypes: overrides for feature columns.
         label_dtypes: overrides for label columns.
@@ -77,7 +79,7 @@ def check_schema(
         )
     feature_dtype = _overrides(feature_dtypes, features, "feature_dtypes")
     label_dtype = _overrides(label_dtypes, labels, "label_dtypes")
-    named = [*features, *labels, *([sample_weight_col] if sample_weight_col else [])]
+    named = [*features, *labels, *filter(None, (sample_weight_col, group_col))]
     _known("decoders", decoders, [*features, *labels])
     _known("collate_fn", collated, [*features, *labels])
     _known("sparse_cols", sparse_cols or (), features)
@@ -108,7 +110,12 @@ def check_schema(
         split = replace(split, dtype="uint8", tensor_dtype="bool", is_explicit=False)
     elif validation is not None:
         check_fraction(validation)
-    return DataSchema(columns, targets, weight, split)
+    group = None if group_col is None else builder.group(group_col)
+    return DataSchema(columns, targets, weight, split, group)
+
+
+# Spark types of values that are equal or not, and sort.
+_GROUP_TYPES = ("ByteType", "ShortType", "IntegerType", "LongType", "StringType")
 
 
 @dataclass
@@ -160,6 +167,15 @@ class _Builder:
                 f"{role} names column {name!r} of type {column.source}. It must hold one number per row."
             )
         return self._with_policy(replace(column, is_sparse=False))
+
+    def group(self, name: str) -> Column:
+        """Build the column of groups, which is stored as their numbers."""
+        kind = type(self._field(name, "group_col").dataType).__name__
+        if kind not in _GROUP_TYPES:
+            raise InvalidArgumentError(
+                f"group_col names column {name!r} of type {kind}. It must hold integers or text: cast it first."
+            )
+        return self._with_policy(Column(name, "scalar", "int64", (), kind, "int64"))
 
     def _field(self, name: str, role: str) -> StructField:
         if name in self.roles:

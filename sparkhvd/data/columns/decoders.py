@@ -111,6 +111,7 @@ class RowFunctions:
             tuple(decoded(c) for c in schema.labels),
             schema.sample_weight,
             schema.validation,
+            schema.group,
         )
 
     def decode(

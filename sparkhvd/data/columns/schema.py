@@ -154,11 +154,13 @@ class DataSchema:
     labels: tuple[Column, ...]
     sample_weight: Column | None = None
     validation: Column | None = None
+    group: Column | None = None
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """Every stored column: features, labels, sample weight, validation."""
-        extra = [c for c in (self.sample_weight, self.validation) if c is not None]
+        """Every stored column: features, labels, sample weight, validation, group."""
+        single = (self.sample_weight, self.validation, self.group)
+        extra = [c for c in single if c is not None]
         return (*self.features, *self.labels, *extra)
 
     @property
@@ -187,11 +189,15 @@ class DataSchema:
             labels=tuple(shaped(c) for c in self.labels),
             sample_weight=shaped(self.sample_weight) if self.sample_weight else None,
             validation=shaped(self.validation) if self.validation else None,
+            group=self.group,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `from_dict` rebuilds the schema."""
-        return asdict(self)
+        values = asdict(self)
+        if self.group is None:  # as it was written before there were groups
+            del values["group"]
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DataSchema:
@@ -203,6 +209,7 @@ class DataSchema:
             labels=tuple(column(c) for c in values["labels"]),
             sample_weight=column(weight) if weight else None,
             validation=column(validation) if validation else None,
+            group=column(values["group"]) if "group" in values else None,
         )
 
     def to_json(self) -> str:

@@ -6,6 +6,7 @@ an epoch, and no row is lost or seen twice. One thread reads ahead; the training
 Each module imports only those above it:
 
     sampler   rows of each rank and step
+    groups    whole groups in place of rows
     source    rows of a manifest's files by number
     subset    training and validation rows, and their division among processes
     preload   rows that are read while torch is still imported

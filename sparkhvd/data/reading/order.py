@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sparkhvd.data.columns.ragged import Rows
+from sparkhvd.data.reading.groups import group_plan
 from sparkhvd.data.reading.sampler import Plan, epoch_plan, permutation
 from sparkhvd.data.reading.subset import count_of, fits_in_memory
 
@@ -34,6 +35,7 @@ class RowOrder:
         drop_last: leave out the final global batch if it is not full.
         shuffle_bytes: rows up to this many bytes are held in memory; beyond it, the bound on a window.
         edges: row numbers where the source wants blocks to begin; None if any row can be read alone.
+        groups: positions in the subset where groups begin, see `group_edges`; None if rows come alone.
     """
 
     rows: Rows | int
@@ -45,6 +47,7 @@ class RowOrder:
     drop_last: bool
     shuffle_bytes: int
     edges: Rows | None
+    groups: Rows | None = None
 
     @functools.cached_property
     def is_resident(self) -> bool:
@@ -77,6 +80,18 @@ class RowOrder:
         block_rows = min(
             max(1, _BLOCK_BYTES // max(1, self.row_bytes)), max(1, self._window_rows // 16)
         )
+        if self.groups is not None:
+            return group_plan(
+                rows,
+                self.groups,
+                size=self.size,
+                batch_size=self.batch_size,
+                seed=self.seed,
+                epoch=epoch,
+                shuffle=self.shuffle,
+                window_rows=None if self.is_resident else self._file_window(),
+                block_rows=block_rows,
+            )
         return epoch_plan(
             rows,
             size=self.size,
@@ -111,6 +126,8 @@ class RowOrder:
 
     def describe(self) -> str:
         """Return the order in words, for the report."""
+        if self.groups is not None:
+            return self._describe_groups(np.diff(self.groups))
         if self.is_resident:
             return "uniform permutation in memory" if self.shuffle else "file order in memory"
         if not self.shuffle:
@@ -118,4 +135,14 @@ class RowOrder:
         return (
             f"blocks in random order, rows permuted inside windows of {self._window_rows:,} "
             f"of {self.num_rows:,} rows (raise shuffle_bytes for a uniform permutation)"
+        )
+
+    def _describe_groups(self, lengths: Rows) -> str:
+        longest = int(lengths.max(initial=0))
+        order = "random" if self.shuffle else "file"
+        where = "" if self.is_resident else f", inside windows of {self._file_window():,} rows"
+        above = f": cut, because batch_size is {self.batch_size:,}"
+        cut = above if longest > self.batch_size else ""
+        return (
+            f"{len(lengths):,} groups in {order} order{where}, the longest of {longest:,} rows{cut}"
         )

@@ -22,12 +22,13 @@ from sparkhvd.data.columns.schema import Column
 from sparkhvd.data.manifest import PACKED, Manifest
 from sparkhvd.data.reading import prefetch
 from sparkhvd.data.reading.batch import Batch, no_rows, packed, pinned, row_bytes
+from sparkhvd.data.reading.groups import group_edges
 from sparkhvd.data.reading.order import CHUNK_BYTES, RowOrder
 from sparkhvd.data.reading.preload import Loading, Sharing
 from sparkhvd.data.reading.resident import ResidentRows
-from sparkhvd.data.reading.sampler import Plan, Window, cuts
+from sparkhvd.data.reading.sampler import Plan, Window
 from sparkhvd.data.reading.source import open_source
-from sparkhvd.data.reading.subset import SUBSETS, Division, column_names, select_rows
+from sparkhvd.data.reading.subset import SUBSETS, Division, column_names, read_groups, select_rows
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InternalError, InvalidArgumentError, SparkhvdError, StoreError
 
@@ -70,6 +71,7 @@ class Reader:
         pin_memory: bool = False,
         usable: Rows | None = None,
         flags: Flags | None = None,
+        groups: Rows | None = None,
         loading: Loading | None = None,
         sharing: Sharing | None = None,
     ) -> None:
@@ -99,6 +101,8 @@ class Reader:
                 that a decoder or collate function makes are where it makes them.
             usable: ascending numbers of the rows that count; None means all.
             flags: the validation flags of the usable rows; None reads the manifest's validation column, if needed.
+            groups: the number of the group of each row of the manifest; None reads the manifest's column of groups, if it has
+                one.
             loading: rows that are being read already; those of another subset or part are not used.
             sharing: the ranks of this host, which read rows that fit in memory together and hold them once. All ranks
                 must begin their first epoch then, or `prepare` it.
@@ -119,6 +123,8 @@ class Reader:
         self._pool: ThreadPoolExecutor | None = None
         if num_workers > 1 and any(c.has_decoder for c in self._columns):
             self._pool = ThreadPoolExecutor(num_workers, "sparkhvd-decoder")
+        if groups is None and manifest.schema.group is not None:
+            groups = read_groups(self._source, manifest)
         rows = select_rows(
             self._source,
             manifest,
@@ -127,6 +133,7 @@ class Reader:
             seed=seed,
             usable=usable,
             flags=flags,
+            groups=groups,
         )
         self._order = RowOrder(
             rows,
@@ -138,6 +145,7 @@ class Reader:
             drop_last=drop_last,
             shuffle_bytes=shuffle_bytes,
             edges=self._source.block_edges,
+            groups=None if groups is None else group_edges(groups, rows),
         )
         self._resident: ResidentRows | None = None
         if self._order.is_resident:
@@ -245,18 +253,19 @@ class Reader:
     def _chunks(self, plan: Plan, start_step: int) -> Iterator[Chunk]:
         steps = max(1, self._chunk_bytes // max(1, self._batch_row_bytes * self._batch_size))
         chunk_rows = steps * self._batch_size
-        last = plan.last_counts[self._rank] if plan.last_counts else 0
+        first = plan.rows_before(self._rank, start_step)
         if self._resident is not None and self._resident.is_shared:
             self._resident.values()  # with the others, also where this rank has no rows of this epoch
         for window in plan.windows(self._rank, start_step):
             values, order = self._load(window)
-            for start, stop in cuts(len(order), chunk_rows, last):
+            for start, stop in plan.cuts(self._rank, first, len(order), chunk_rows):
                 part = order[start:stop]
                 chunk: Chunk = {n: take(v, part, self._empty) for n, v in values.items()}
                 if self._functions.decoders or self._functions.collate:
                     chunk = self._functions.decode(self._columns, chunk, self._pool)
                 # A window goes when the next is loaded, so what waits in the queue must not hold on to it.
                 yield chunk if self._resident else {n: packed(v) for n, v in chunk.items()}
+            first += len(order)
             # The next window is loaded when this one has gone, into its memory.
             del values, order, window
 
@@ -285,9 +294,7 @@ class Reader:
     ) -> Iterator[Batch]:
         while step < plan.num_steps:
             if plan.rows_per_rank(step)[self._rank] == 0:
-                yield Batch(
-                    {c.name: no_rows(c) for c in self._columns}, 0, plan.rows_per_rank(step), step
-                )
+                yield self._empty_batch(plan, step)
                 step += 1
                 continue
             chunk = running.get()
@@ -300,12 +307,19 @@ class Reader:
             while start < length:
                 counts = plan.rows_per_rank(step)
                 stop = start + counts[self._rank]
+                if stop == start:
+                    yield self._empty_batch(plan, step)
+                    step += 1
+                    continue
                 columns = {n: v[start:stop] for n, v in chunk.items()}
                 if self._functions.collate:
                     columns = self._functions.collate_batch(columns)
                 yield Batch(columns, stop - start, counts, step)
                 start = stop
                 step += 1
+
+    def _empty_batch(self, plan: Plan, step: int) -> Batch:
+        return Batch({c.name: no_rows(c) for c in self._columns}, 0, plan.rows_per_rank(step), step)
 
     def _explain(self, error: BaseException, epoch: int, step: int) -> BaseException:
         where = f"rank {self._rank}, epoch {epoch}, step {step}"

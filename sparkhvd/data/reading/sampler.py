@@ -29,13 +29,18 @@ from sparkhvd.data.columns.ragged import Rows
 from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
+    "Order",
     "Plan",
     "Window",
     "cuts",
     "epoch_plan",
+    "expanded",
     "level",
+    "numbers_at",
     "permutation",
+    "random_stream",
     "split_validation",
+    "validation_count",
 ]
 
 
@@ -43,9 +48,14 @@ __all__ = [
 _SPLIT, _ORDER, _WINDOW = 1, 2, 3
 
 
-def _generator(*key: int) -> np.random.Generator:
+def random_stream(*key: int) -> np.random.Generator:
     """Return the random stream of a key, the same on every machine."""
     return np.random.Generator(np.random.PCG64([k & (2**64 - 1) for k in key]))
+
+
+def validation_count(num_rows: int, fraction: float) -> int:
+    """Return how many rows a validation fraction above 0 takes; both sides get at least one."""
+    return min(max(round(num_rows * fraction), 1), num_rows - 1) if num_rows else 0
 
 
 def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[Rows, Rows]:
@@ -62,8 +72,8 @@ def split_validation(num_rows: int, fraction: float, seed: int) -> tuple[Rows, R
         raise InvalidArgumentError(
             f"validation={fraction}: the data have 1 row, which cannot be split. Give more rows, or no validation."
         )
-    held_out = min(max(round(num_rows * fraction), 1), num_rows - 1) if num_rows else 0
-    order = _generator(seed, _SPLIT).permutation(num_rows)
+    held_out = validation_count(num_rows, fraction)
+    order = random_stream(seed, _SPLIT).permutation(num_rows)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
@@ -139,7 +149,7 @@ class Plan:
     num_rows: int
     num_full_steps: int
     last_counts: tuple[int, ...]
-    _order: _Order = field(repr=False)
+    _order: Order = field(repr=False)
 
     @property
     def num_steps(self) -> int:
@@ -148,11 +158,15 @@ class Plan:
 
     def rows_per_rank(self, step: int) -> tuple[int, ...]:
         """Return the number of rows of each rank in a step."""
+        self.check_step(step)
+        return (self.batch_size,) * self.size if step < self.num_full_steps else self.last_counts
+
+    def check_step(self, step: int) -> None:
+        """Refuse a step that the epoch does not have."""
         if not 0 <= step < self.num_steps:
             raise InvalidArgumentError(
                 f"Step {step} does not exist: the epoch has {self.num_steps} steps."
             )
-        return (self.batch_size,) * self.size if step < self.num_full_steps else self.last_counts
 
     def rank_rows(self, rank: int) -> Rows:
         """Return all row numbers of a rank, in order."""
@@ -161,7 +175,7 @@ class Plan:
 
     def batch_rows(self, rank: int, step: int) -> Rows:
         """Return the row numbers of a rank's batch. Computes the whole epoch: for tests and tools."""
-        start = step * self.batch_size
+        start = self.rows_before(rank, step)
         return self.rank_rows(rank)[start : start + self.rows_per_rank(step)[rank]]
 
     def windows(self, rank: int, start_step: int = 0) -> Iterator[Window]:
@@ -169,19 +183,24 @@ class Plan:
 
         With `start_step`, only the rows from that step on: earlier rows are neither planned nor read.
         """
-        for window in self._order.windows(self, rank, self._rows_before(rank, start_step)):
+        for window in self._order.windows(self, rank, self.rows_before(rank, start_step)):
             if window.num_rows:
                 yield window
             del window
 
-    def _rows_before(self, rank: int, step: int) -> int:
+    def rows_before(self, rank: int, step: int) -> int:
         """Return the number of rows that a rank has in the steps before `step`."""
         last = self.last_counts[rank] if step > self.num_full_steps else 0
         return min(step, self.num_full_steps) * self.batch_size + last
 
+    def cuts(self, rank: int, start: int, length: int, unit: int) -> list[tuple[int, int]]:
+        """Cut `length` rows of a rank, behind its first `start`, into ranges of about `unit` rows, whole batches."""
+        del start
+        return cuts(length, unit, self.last_counts[rank] if self.last_counts else 0)
+
 
 @dataclass(frozen=True)
-class _Order:
+class Order:
     """An order of rows."""
 
     rows: Rows | int
@@ -191,7 +210,8 @@ class _Order:
         raise NotImplementedError
 
 
-def _numbers(rows: Rows | int, positions: Rows) -> Rows:
+def numbers_at(rows: Rows | int, positions: Rows) -> Rows:
+    """Return the numbers of the rows at these positions of a selection."""
     return positions if isinstance(rows, int) else rows[positions]
 
 
@@ -209,24 +229,24 @@ def _sliced(plan: Plan, rank: int) -> Rows:
 
 def permutation(num_rows: int, seed: int, epoch: int) -> Rows:
     """Return the order of an epoch's rows that are all in memory, over all ranks."""
-    return _generator(seed, _ORDER, epoch).permutation(num_rows)
+    return random_stream(seed, _ORDER, epoch).permutation(num_rows)
 
 
 @dataclass(frozen=True)
-class _Uniform(_Order):
+class _Uniform(Order):
     permute: Callable[[], Rows]
 
     def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
         order = self.permute()
-        yield Window(None, _numbers(self.rows, order[_sliced(plan, rank)[start:]]))
+        yield Window(None, numbers_at(self.rows, order[_sliced(plan, rank)[start:]]))
 
 
 @dataclass(frozen=True)
-class _Interleaved(_Order):
+class _Interleaved(Order):
     """File order in memory: every rank takes its slice of every global batch."""
 
     def windows(self, plan: Plan, rank: int, start: int) -> Iterator[Window]:
-        yield Window(_numbers(self.rows, _sliced(plan, rank)[start:]), None)
+        yield Window(numbers_at(self.rows, _sliced(plan, rank)[start:]), None)
 
 
 def _shard(plan: Plan, rank: int) -> tuple[int, int, int]:
@@ -238,7 +258,7 @@ def _shard(plan: Plan, rank: int) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class _Shards(_Order):
+class _Shards(Order):
     """File order beyond memory: every rank reads one contiguous shard, window by window."""
 
     window_rows: int
@@ -250,11 +270,11 @@ class _Shards(_Order):
             if stop > start:
                 first = max(first, start)
                 positions = np.arange(begin + first, begin + stop, dtype=np.int64)
-                yield Window(_numbers(self.rows, positions), None)
+                yield Window(numbers_at(self.rows, positions), None)
 
 
 @dataclass(frozen=True)
-class _Blocks(_Order):
+class _Blocks(Order):
     seed: int
     epoch: int
     window_rows: int
@@ -266,7 +286,7 @@ class _Blocks(_Order):
         edges = self.block_edges
         if edges is None:
             edges = np.append(np.arange(0, num_rows, self.block_rows, dtype=np.int64), num_rows)
-        blocks = _generator(self.seed, _ORDER, self.epoch).permutation(len(edges) - 1)
+        blocks = random_stream(self.seed, _ORDER, self.epoch).permutation(len(edges) - 1)
         first_row = edges[blocks]
         ends = np.cumsum(edges[blocks + 1] - first_row)
         begin, end, last = _shard(plan, rank)
@@ -276,10 +296,10 @@ class _Blocks(_Order):
             if stop <= start:
                 continue
             positions = _pieces(first_row, ends, begin + first, begin + stop)
-            order = _generator(self.seed, _WINDOW, self.epoch, rank, number).permutation(
+            order = random_stream(self.seed, _WINDOW, self.epoch, rank, number).permutation(
                 len(positions)
             )
-            whole = Window(_numbers(self.rows, positions), order)
+            whole = Window(numbers_at(self.rows, positions), order)
             # A window is released before the next one is planned.
             del positions, order
             if start > first:
@@ -298,10 +318,15 @@ def _pieces(first_row: Rows, ends: Rows, start: int, stop: int) -> Rows:
     firsts = first_row[low:high] + skipped
     by_row = np.argsort(firsts)
     firsts, lengths = firsts[by_row], lengths[by_row]
+    return expanded(firsts, lengths)
+
+
+def expanded(firsts: Rows, lengths: Rows) -> Rows:
+    """Return the numbers of runs one after the other, each of so many numbers from its first on."""
     offsets = np.cumsum(lengths) - lengths
-    positions = np.repeat(firsts - offsets, lengths)
-    positions += np.arange(len(positions), dtype=np.int64)
-    return positions
+    numbers = np.repeat(firsts - offsets, lengths)
+    numbers += np.arange(len(numbers), dtype=np.int64)
+    return numbers
 
 
 def epoch_plan(
@@ -344,7 +369,7 @@ def epoch_plan(
         # BatchNorm cannot train on one row: the step before takes it too.
         full_steps, rest = full_steps - 1, size * batch_size + 1
     last = level(rest, size, batch_size) if rest and not drop_last else ()
-    order: _Order
+    order: Order
     if not shuffle:
         order = _Interleaved(rows) if window_rows is None else _Shards(rows, window_rows)
     elif window_rows is None:

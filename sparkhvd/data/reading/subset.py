@@ -9,6 +9,7 @@ import numpy as np
 
 from sparkhvd.data.columns.ragged import Flags, Rows, Values
 from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.reading.groups import split_groups
 from sparkhvd.data.reading.sampler import split_validation
 from sparkhvd.data.reading.source import Source
 from sparkhvd.errors import InvalidArgumentError
@@ -22,6 +23,7 @@ __all__ = [
     "flagged",
     "is_flagged",
     "read_flags",
+    "read_groups",
     "read_rows",
     "same_rows",
     "select_rows",
@@ -31,7 +33,7 @@ SUBSETS = ("all", "train", "validation")
 
 
 def column_names(manifest: Manifest) -> list[str]:
-    """Return the columns that training reads of every row: features, labels and sample weight."""
+    """Return the columns that training reads of every row: features, labels, sample weight and group."""
     split = manifest.schema.validation
     return [c.name for c in manifest.schema.columns if split is None or c.name != split.name]
 
@@ -108,6 +110,16 @@ def read_flags(
     return flags
 
 
+def read_groups(source: Source, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Rows:
+    """Read the number of the group of every row, or of a part of the rows."""
+    column = manifest.schema.group
+    assert column is not None
+    division = Division(source.block_edges)
+    return np.asarray(
+        read_rows(source, [column.name], manifest.num_rows, part, division)[column.name]
+    )
+
+
 def flagged(flags: Flags, subset: str) -> Rows:
     """Return the ascending positions of the subset's rows."""
     return np.flatnonzero(flags if subset == "validation" else ~flags)
@@ -122,6 +134,7 @@ def select_rows(
     seed: int,
     usable: Rows | None = None,
     flags: Flags | None = None,
+    groups: Rows | None = None,
 ) -> Rows | int:
     """Return the ascending numbers of the rows of a subset, or a count for all from 0 on.
 
@@ -133,6 +146,7 @@ def select_rows(
         seed: decides the split.
         usable: ascending numbers of the rows that count; None means all.
         flags: the validation flags of the usable rows, if they have been read.
+        groups: the number of the group of each row; a fraction takes whole groups then.
 
     Raises:
         InvalidArgumentError: the data have no validation rows.
@@ -152,8 +166,10 @@ def select_rows(
             "Reader(subset='validation'): the data have no validation column and no fraction was given. Give "
             "validation=0.1, or read subset='all'."
         )
-    count = total if isinstance(total, int) else len(total)
-    train, held_out = split_validation(count, validation, seed)
+    if groups is None:
+        train, held_out = split_validation(count_of(total), validation, seed)
+    else:
+        train, held_out = split_groups(groups, validation, seed)
     chosen = train if subset == "train" else held_out
     return chosen if usable is None else usable[chosen]
 

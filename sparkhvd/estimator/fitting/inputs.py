@@ -180,6 +180,7 @@ def check_inputs(
         "feature_cols": options.feature_cols,
         "label_cols": options.label_cols,
         "sample_weight_col": options.sample_weight_col,
+        "group_col": options.group_col,
         "model_dtype": model_dtype,
         "feature_dtypes": options.feature_dtypes,
         "label_dtypes": options.label_dtypes,
@@ -231,7 +232,7 @@ def prepare_inputs(
     held_out = None
     if sources.validation is not None:
         name = sources.validation.name
-        plain = DataSchema(schema.features, schema.labels, schema.sample_weight)
+        plain = replace(schema, validation=None)
         try:
             held_out = sources.validation.prepare(plain, replace(target, role="validation"))
         except InvalidArgumentError as e:

@@ -106,7 +106,7 @@ def open_sources(
 
 def _check_options(options: FitOptions, places: Places) -> None:
     """Refuse Params about materialized data, and two ways of saying which rows validate."""
-    for name in ("data_key", "keep_data", "num_partitions"):
+    for name in ("data_key", "keep_data", "num_partitions", "group_col"):
         if getattr(options, name):
             raise InvalidArgumentError(
                 f"{name} is {getattr(options, name)!r}; it is about data that fit(df) writes, and fit_on_parquet reads the files as "

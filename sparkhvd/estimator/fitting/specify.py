@@ -32,7 +32,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
     widths = try_model(program.model, inputs, schema, compared, data.examples, program.metrics)
     split, held_out = request.sources.split, data.validation
     step = request.cluster.num_proc * options.batch_size * options.accumulate
-    check_split(data.manifest, split, step if options.drop_last else 1)
+    check_split(data.manifest, split, step if options.drop_last and not options.group_col else 1)
     weight = schema.sample_weight
     spec = TrainSpec(
         store=request.store,
@@ -45,6 +45,7 @@ def specify(request: Request, data: FitData) -> tuple[TrainSpec, tuple[int, ...]
         inputs=inputs,
         labels=labels,
         sample_weight=weight.name if weight is not None else None,
+        group=options.group_col,
         loss_weights=request.loss_weights,
         val_batch_size=options.val_batch_size or options.batch_size,
         seed=request.seed,

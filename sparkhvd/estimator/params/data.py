@@ -29,6 +29,10 @@ class DataParams(TorchParams):
         "column with a weight per row",
         aliases=("weightCol",),
     )
+    group_col = data_param(
+        TypeConverters.toString,
+        "column whose equal values make a group: its rows stay together, on one rank",
+    )
     label_shapes = data_param(
         to_shapes,
         "shape of one row of each label column",

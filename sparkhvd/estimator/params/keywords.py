@@ -87,6 +87,7 @@ class EstimatorKeywords(TypedDict, total=False):
     rawPredictionCol: str | None
     store: Store | str | PathLike[str] | None
     sample_weight_col: str | None
+    group_col: str | None
     label_shapes: Sequence[Sequence[int]] | Mapping[str, Sequence[int]] | None
     label_dtypes: Sequence[Any] | Mapping[str, Any] | None
     validation: float | str | DataFrame | None

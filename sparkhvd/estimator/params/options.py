@@ -72,6 +72,7 @@ class FitOptions(PredictOptions):
 
     # data
     sample_weight_col: str | None = None
+    group_col: str | None = None
     label_shapes: list[list[int]] | dict[str, list[int]] | None = None
     label_dtypes: list[str | None] | dict[str, str | None] | None = None
     validation: float | str | DataFrame | None = None

@@ -100,6 +100,7 @@ EXAMPLES: dict[str, Any] = {
     "checkpoint_interval_s": 1.5,
     "keep_data": True,
     "num_partitions": 3,
+    "group_col": "q",
 }
 
 

@@ -54,6 +54,7 @@ class Case:
     metrics: Any = ()
     link: str = "softmax"
     data_seed: int | None = None  # None: the number of rows
+    groups: Any = None  # the number of each row's group
     nan_row: int | None = None  # whose features are NaN
     lr_scheduler: Callable[..., Any] | None = None
     model_function: Callable[[], nn.Module] | None = None
@@ -84,7 +85,11 @@ class Case:
         )
         if self.second_label:
             columns.append(Column("z", "scalar", self.dtype, (), "double", self.dtype))
-        self.schema = DataSchema((columns[0],), tuple(columns[1:]), weight)
+        group = None
+        if self.groups is not None:
+            self.values["g"] = np.asarray(self.groups, np.int64)
+            group = Column("g", "scalar", "int64", (), "LongType", "int64")
+        self.schema = DataSchema((columns[0],), tuple(columns[1:]), weight, group=group)
         self.store.write_bytes("keep", b"")
         self.write()
 
@@ -146,6 +151,7 @@ class Case:
                 schema, [self.loss] * len(labels) if self.loss is None else self.loss
             ),
             sample_weight="w" if self.weighted else None,
+            group="g" if self.groups is not None else None,
             transformed=transformed,
             fingerprint=json.dumps({"rows": self.rows}),
         )

@@ -185,6 +185,28 @@ def test_empty_partitions_have_no_file(spark: SparkSession, store: Store) -> Non
     assert len(fewer.files) == 1
 
 
+def test_rows_of_a_group_lie_together_in_their_order(spark: SparkSession, store: Store) -> None:
+    df = spark.range(0, 60, 1, 5).selectExpr("id", "1 AS label", "concat('q', id % 7) AS q")
+    schema = schema_of(df, ["id"], group_col="q")
+    manifest = materialize(df, schema, store, DATA_DIR, num_partitions=2)
+    assert manifest.schema == schema
+    assert len(manifest.files) == 2
+    rows = rows_of(store, manifest)
+    groups = np.split(rows["id"], np.flatnonzero(np.diff(rows["q"])) + 1)
+    assert sorted(group.tolist() for group in groups) == [list(range(r, 60, 7)) for r in range(7)]
+    assert len(np.unique(rows["q"])) == 7
+    lacking = df.withColumn("q", F.expr("if(id < 3, NULL, q)"))
+    with pytest.raises(InvalidArgumentError, match="column 'q' .*: 3 of 60 rows are null"):
+        materialize(lacking, schema, store, DATA_DIR)
+    policies = {"q": "skip"}
+    skipping = schema_of(df, ["id"], group_col="q", handle_invalid=policies)
+    assert materialize(lacking, skipping, store, DATA_DIR).num_skipped == 3
+    with pytest.raises(InvalidArgumentError, match="'q' of type DoubleType. It must hold integers"):
+        schema_of(df.withColumn("q", F.lit(0.5)), ["id"], group_col="q")
+    with pytest.raises(InvalidArgumentError, match="'id' is given as .* and as group_col"):
+        schema_of(df, ["id"], group_col="id")
+
+
 def test_files_of_other_attempts_do_not_count(spark: SparkSession, store: Store) -> None:
     store.write_bytes(
         f"{DATA_DIR}/part-00000-999.parquet", b"left by an attempt that Spark gave up"

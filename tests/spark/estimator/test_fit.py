@@ -142,7 +142,7 @@ def test_several_inputs_labels_weights_validation_and_metrics(
     ]
     df = spark.createDataFrame(
         data, "a double, b double, id int, kind int, total double, w double, held_out boolean"
-    )
+    ).withColumn("query", F.format_string("q%d", "id"))
     seen: list[dict[str, Any]] = []
     fitted = TorchEstimator(
         model=Shares(),
@@ -153,6 +153,7 @@ def test_several_inputs_labels_weights_validation_and_metrics(
         inputs={"x": ["a", "b"], "ids": "id"},
         label_cols=["kind", "total"],
         sample_weight_col="w",
+        group_col="query",
         validation="held_out",
         metrics={"size": lambda output, label: output.abs().mean()},
         batch_size=10,

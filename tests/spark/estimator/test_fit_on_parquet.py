@@ -210,6 +210,7 @@ def test_horovods_call_reads_below_the_store(spark: SparkSession, tmp_path: Path
     [
         ({"data_key": "k"}, {}, "data_key is 'k'; it is about data that fit(df) writes"),
         ({"keep_data": True}, {}, "keep_data is True"),
+        ({"group_col": "x"}, {}, "group_col is 'x'; it is about data that fit(df) writes"),
         ({"num_partitions": 2}, {}, "num_partitions is 2; it is about data that fit(df) writes"),
         ({"validation": 0.1}, {"validation_path": "/tmp"}, "both say which rows validate"),
         ({"store": None, "no path": True}, {}, "path is not given, and there is no store"),
