@@ -187,7 +187,7 @@ def run_local(
     *,
     env: Mapping[str, str] | None = None,
     settings: Settings | None = None,
-    verbose: int = 1,
+    verbose: int | None = 1,
     use_gpu: bool | None = None,
     hosts: str | None = None,
     stdout: TextIO | None = None,
@@ -216,7 +216,8 @@ def run_local(
             (SPARKHVD_*, HOROVOD_*) count as such, and win over this process's environment.
         settings: engine settings; those that differ from the defaults are final. None reads them from this process's
             environment.
-        verbose: 0 keeps the ranks' output, unless a stream is given; 1 prints it to stderr, each line after its [rank].
+        verbose: 0 keeps the ranks' output, unless a stream is given; 1, or Horovod's None, prints it to stderr, each line after
+            its [rank].
         use_gpu: True: every rank gets a GPU of its own, which `context().gpu` numbers in its process, or the job fails
             before `fn` starts. False: the ranks see no GPU. None: they see the GPUs that this process sees.
         hosts: Horovod's "name:slots"; only this host, with a slot for each rank.
@@ -258,7 +259,7 @@ def run_local(
         num_proc,
         env=dict(env or {}),
         settings=settings,
-        verbose=verbose,
+        verbose=1 if verbose is None else verbose,
         use_gpu=use_gpu,
         hosts=hosts,
         stream=horovod_arguments.choose_stream(stdout, stderr),

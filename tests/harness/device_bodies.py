@@ -218,6 +218,10 @@ def strided(gpu: Gpu) -> None:
     there = gpu.tensor(values).t()
     equal(hvd.allreduce(there, op=hvd.Sum), hvd.allreduce(values.t(), op=hvd.Sum))
     equal(hvd.allgather(there), hvd.allgather(values.t()), is_sum=False)
+    pairs = torch.complex(values, values.square()).t()
+    found = hvd.allreduce(gpu.tensor(pairs), op=hvd.Sum)
+    assert found.is_cuda
+    equal(torch.view_as_real(found), torch.view_as_real(hvd.allreduce(pairs, op=hvd.Sum)))
 
 
 def asynchronous(gpu: Gpu) -> None:

@@ -305,7 +305,7 @@ def test_processes_of_a_rank_go_with_it(tmp_path: Path) -> None:
 
 
 def test_output_is_shown_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    run_local(print, ("some words",), num_proc=2, verbose=1)
+    run_local(print, ("some words",), num_proc=2, verbose=None)
     lines = capfd.readouterr().err.splitlines()
     assert sorted(lines) == ["[0] some words", "[1] some words"]
     output = io.StringIO()

@@ -440,3 +440,12 @@ def test_a_step_under_capture_is_refused() -> None:
             gpu.is_capturing = False
 
     on_gpus(2, body)
+
+
+def test_complex_parameters_on_a_gpu_are_refused() -> None:
+    def body(gpu: FakeDevice) -> None:
+        phase = nn.Parameter(gpu.tensor(torch.ones(3, dtype=torch.complex64)))
+        with pytest.raises(InvalidArgumentError, match="on cuda:. gradients must be real ones"):
+            hvd.DistributedOptimizer(training.sgd([phase]))
+
+    on_gpus(2, body)
