@@ -44,10 +44,13 @@ if TYPE_CHECKING:
     from sparkhvd.errors import PreflightError as PreflightError
     from sparkhvd.errors import RankError as RankError
     from sparkhvd.errors import SparkhvdError as SparkhvdError
+    from sparkhvd.errors import StoreError as StoreError
     from sparkhvd.errors import UntrustedError as UntrustedError
+    from sparkhvd.estimator import Callback as Callback
     from sparkhvd.estimator import Store as Store
     from sparkhvd.estimator import TorchEstimator as TorchEstimator
     from sparkhvd.estimator import TorchModel as TorchModel
+    from sparkhvd.estimator import pad as pad
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
     from sparkhvd.runner import run as run
@@ -68,6 +71,7 @@ _ERRORS = (
     "PreflightError",
     "RankError",
     "SparkhvdError",
+    "StoreError",
     "UntrustedError",
 )
 
@@ -76,9 +80,11 @@ _HOMES = {
     **dict.fromkeys(_ERRORS, "sparkhvd.errors"),
     "Settings": "sparkhvd.settings",
     "metrics": "sparkhvd.torch",
+    "Callback": "sparkhvd.estimator",
     "Store": "sparkhvd.estimator",
     "TorchEstimator": "sparkhvd.estimator",
     "TorchModel": "sparkhvd.estimator",
+    "pad": "sparkhvd.estimator",
     "read_packed": "sparkhvd.estimator",
     "run": "sparkhvd.runner",
     "run_local": "sparkhvd.runner",
