@@ -132,9 +132,12 @@ def _remedy(source: str, name: str) -> str:
     if source == "binary":
         return f"Give decoders={{{name!r}: function from bytes to a number or numpy array}}."
     if source.startswith(("timestamp", "date")):
-        return "Turn it into a number first, for example with unix_timestamp."
+        return "Turn it into numbers first, for example with unix_timestamp, or weekday and dayofyear (docs/tabular.md)."
     if source.startswith("array<"):
-        return "An array must hold numbers, or arrays of numbers."
+        return (
+            "An array must hold numbers, or arrays of numbers. Of words make numbers before, with CountVectorizer or a lookup table, or "
+            "one string with concat_ws, which a decoder splits."
+        )
     if source.startswith("struct"):
         return "Select its fields as columns of their own."
     return "Turn it into numbers first."
