@@ -41,8 +41,8 @@ def check_dataframe(call: str, value: object) -> None:
     """Refuse a value that is not a DataFrame of Spark.
 
     Args:
-        call: that got it, for the message.
-        value: the argument.
+        call: or argument that got it, for the message.
+        value: given.
 
     Raises:
         InvalidArgumentError: it is none; the message says how to make one.
@@ -52,9 +52,9 @@ def check_dataframe(call: str, value: object) -> None:
     kind = type(value)
     remedy = "spark.createDataFrame(...) makes one"
     if hasattr(value, "to_spark"):  # of pandas on Spark
-        remedy = f"{call}(frame.to_spark())"
+        remedy = "frame.to_spark() makes one"
     elif kind.__module__.partition(".")[0] == "pandas":
-        remedy = f"{call}(spark.createDataFrame(frame))"
+        remedy = "spark.createDataFrame(frame) makes one"
     raise InvalidArgumentError(
         f"{call} got a {kind.__module__.partition('.')[0]}.{kind.__name__}; it takes a DataFrame of Spark: {remedy}."
     )

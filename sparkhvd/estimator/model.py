@@ -213,6 +213,10 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         """
         if not isinstance(module, nn.Module):
             raise InvalidArgumentError(f"setModel({module!r:.200}): give a torch.nn.Module.")
+        if lazy := [name for name, p in module.named_parameters() if nn.parameter.is_lazy(p)]:
+            raise InvalidArgumentError(
+                f"setModel: parameter {lazy[0]!r} has no shape yet. Run the lazy module on one batch before."
+            )
         copied = copy.deepcopy(module).cpu().eval()
         fitted = self._fitted or Fitted(copied)
         if not fitted.columns:

@@ -265,7 +265,8 @@ def check_fraction(validation: object) -> None:
     """Raise InvalidArgumentError unless `validation` is a number in [0, 1)."""
     if isinstance(validation, bool) or not isinstance(validation, (int, float)):
         raise InvalidArgumentError(
-            f"validation is {validation!r}. Give a fraction in [0, 1) or the name of a column."
+            f"validation is {validation!r:.100}. Give a fraction in [0, 1), the name of a column, or a DataFrame of Spark, as "
+            "spark.createDataFrame(frame) makes one of a pandas frame."
         )
     if not 0 <= validation < 1:
         raise InvalidArgumentError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkhvd.data.columns.binding import model_dtype
-from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.columns.check import check_fraction, check_schema
 from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import Manifest
@@ -136,6 +136,8 @@ def dataframe_sources(df: DataFrame, validation: DataFrame | float | str | None)
     """Return the sources of `fit(df)`; `validation` is the Param."""
     if is_dataframe(validation):
         return FitSources(DataFrameSource(df), DataFrameSource(validation))
+    if validation is not None and not isinstance(validation, str):
+        check_fraction(validation)
     return FitSources(DataFrameSource(df), split=validation)
 
 

@@ -12,6 +12,7 @@ import torch
 from sparkhvd.data.columns import heads
 from sparkhvd.data.columns.features import InputBinding
 from sparkhvd.data.columns.schema import Column
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.modules.architecture import dump_shell, tensors_of
 from sparkhvd.training.modules.weights import CLOSURE_BYTES, Weights, dump
 from sparkhvd.training.types import History
@@ -58,5 +59,15 @@ class Fitted:
 
     @cached_property
     def shell(self) -> bytes:
-        """The module without its weights."""
-        return dump_shell(self.module)
+        """The module without its weights.
+
+        Raises:
+            InvalidArgumentError: it cannot be pickled.
+        """
+        try:
+            return dump_shell(self.module)
+        except Exception as e:
+            raise InvalidArgumentError(
+                f"model: {type(self.module).__name__} cannot be sent to Spark's workers: pickling failed: {type(e).__name__}: {e}. Give a "
+                "module of classes and functions that pickle; for TorchScript the module that it was made from."
+            ) from e

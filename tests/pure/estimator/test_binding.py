@@ -241,6 +241,19 @@ def test_what_does_not_fit_is_named(params: dict[str, Any], says: str) -> None:
         bound(model, fields)
 
 
+def test_modules_that_cannot_travel_are_named() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match="parameter 'weight' has no shape yet. Run the lazy"
+    ):
+        TorchModel().setModel(nn.LazyLinear(2))
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 2))
+    model = TorchModel.from_module(normed, feature_cols="a", label_cols="y", input_shapes=[[-1, 4]])
+    with pytest.raises(
+        InvalidArgumentError, match="Linear cannot be sent to Spark's workers: pickl"
+    ):
+        outputs(model, {"a": DOUBLES}, {"a": [[0.0] * 4]})
+
+
 def test_arguments_of_the_constructor() -> None:
     history = [{"epoch": 1, "loss": 0.5}]
     module = nn.Linear(2, 1).train()

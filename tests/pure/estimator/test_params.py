@@ -19,6 +19,7 @@ from torch import nn
 
 from sparkhvd import Settings, TorchEstimator, TorchModel
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.fitting.inputs import dataframe_sources
 from sparkhvd.estimator.params.base import camel_case
 from sparkhvd.estimator.params.explain import short_repr
 from sparkhvd.estimator.params.fit import TrainParams
@@ -142,8 +143,12 @@ def test_a_frame_of_pandas_gets_the_way_to_make_one_of_spark() -> None:
         with pytest.raises(InvalidArgumentError) as failed:
             act(frame)
         assert str(failed.value) == (
-            f"{call} got a pandas.DataFrame; it takes a DataFrame of Spark: {call}(spark.createDataFrame(frame))."
+            f"{call} got a pandas.DataFrame; it takes a DataFrame of Spark: spark.createDataFrame(frame) makes one."
         )
+    with pytest.raises(
+        InvalidArgumentError, match=r"(?s)^validation is .* or a DataFrame of Spark, as sp"
+    ):
+        dataframe_sources(frame, frame)
     with pytest.raises(InvalidArgumentError, match=r"fit got a builtins.dict; .*createDataFrame\("):
         TorchEstimator().fitMultiple({}, [])  # type: ignore[arg-type]
 
