@@ -21,7 +21,7 @@ Each module imports only those above it:
     runner         a function on every rank
     data           a DataFrame's rows as batches of a rank
     training       the training loop of a rank
-    estimator      `TorchEstimator` and `TorchModel`
+    estimator      `TorchEstimator`, `TorchClassifier`, `TorchRegressor` and their models
 """
 
 from __future__ import annotations
@@ -48,8 +48,12 @@ if TYPE_CHECKING:
     from sparkhvd.errors import UntrustedError as UntrustedError
     from sparkhvd.estimator import Callback as Callback
     from sparkhvd.estimator import Store as Store
+    from sparkhvd.estimator import TorchClassificationModel as TorchClassificationModel
+    from sparkhvd.estimator import TorchClassifier as TorchClassifier
     from sparkhvd.estimator import TorchEstimator as TorchEstimator
     from sparkhvd.estimator import TorchModel as TorchModel
+    from sparkhvd.estimator import TorchRegressionModel as TorchRegressionModel
+    from sparkhvd.estimator import TorchRegressor as TorchRegressor
     from sparkhvd.estimator import pad as pad
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
@@ -82,9 +86,13 @@ _HOMES = {
     "metrics": "sparkhvd.torch",
     "Callback": "sparkhvd.estimator",
     "Store": "sparkhvd.estimator",
+    "TorchClassificationModel": "sparkhvd.estimator",
+    "TorchClassifier": "sparkhvd.estimator",
     "TorchEstimator": "sparkhvd.estimator",
     "TorchModel": "sparkhvd.estimator",
     "pad": "sparkhvd.estimator",
+    "TorchRegressionModel": "sparkhvd.estimator",
+    "TorchRegressor": "sparkhvd.estimator",
     "read_packed": "sparkhvd.estimator",
     "run": "sparkhvd.runner",
     "run_local": "sparkhvd.runner",

@@ -126,9 +126,11 @@ def problems(
             "of its own (inputs)."
         )
     if findings.fractions:
+        remedy = "Choose a floating type, or round the column"
+        if not column.is_explicit:  # nothing but classes is stored as integers unasked
+            remedy = "It holds classes, which are 0, 1, 2, ...: number them with a StringIndexer, or give a loss of values"
         yield (
-            f"{where}: {findings.fractions:,} {of} hold a number that is not whole, but it is to be stored as "
-            f"{column.dtype}. Choose a floating type, or round the column."
+            f"{where}: {findings.fractions:,} {of} hold a number that is not whole, but it is to be stored as {column.dtype}. {remedy}."
         )
     if len(findings.shapes) > 1:
         yield f"{where}: {_different_lengths(column, findings)}"

@@ -19,13 +19,17 @@ checkpoint; the same `run_id` goes on from it.
 
 Each module imports only those above it:
 
-    params     the table of Params
-    summary    summary of a training
-    fitting    the parts of a fit
-    transform  the parts of a transform
-    saving     saved models and estimators
-    model      `TorchModel`
-    estimator  `TorchEstimator`
+    params          the table of Params
+    summary         summary of a training
+    fitting         the parts of a fit
+    transform       the parts of a transform
+    saving          saved models and estimators
+    model           `TorchModel`
+    estimator       `TorchEstimator`
+    predictor       what the two below share
+    evaluation      measures of predictions
+    classification  `TorchClassifier`
+    regression      `TorchRegressor`
 """
 
 from __future__ import annotations
@@ -37,22 +41,32 @@ if TYPE_CHECKING:
     from sparkhvd.data.columns.decoders import pad as pad
     from sparkhvd.data.packed import read_packed as read_packed
     from sparkhvd.data.store.store import Store as Store
+    from sparkhvd.estimator.classification import (
+        TorchClassificationModel as TorchClassificationModel,
+    )
+    from sparkhvd.estimator.classification import TorchClassifier as TorchClassifier
     from sparkhvd.estimator.estimator import TorchEstimator as TorchEstimator
     from sparkhvd.estimator.model import TorchModel as TorchModel
+    from sparkhvd.estimator.regression import TorchRegressionModel as TorchRegressionModel
+    from sparkhvd.estimator.regression import TorchRegressor as TorchRegressor
     from sparkhvd.estimator.saving.trust import trust as trust
     from sparkhvd.training.user_code.callbacks import Callback as Callback
 
 _HOMES = {
     "Callback": "sparkhvd.training.user_code.callbacks",
     "Store": "sparkhvd.data.store.store",
+    "TorchClassificationModel": "sparkhvd.estimator.classification",
+    "TorchClassifier": "sparkhvd.estimator.classification",
     "TorchEstimator": "sparkhvd.estimator.estimator",
     "TorchModel": "sparkhvd.estimator.model",
+    "TorchRegressionModel": "sparkhvd.estimator.regression",
+    "TorchRegressor": "sparkhvd.estimator.regression",
     "pad": "sparkhvd.data.columns.decoders",
     "read_packed": "sparkhvd.data.packed",
     "trust": "sparkhvd.estimator.saving.trust",
 }
 
-__all__ = ["Callback", "Store", "TorchEstimator", "TorchModel", "pad", "read_packed", "trust"]
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - the names are data, so that they stand once
 
 
 def __getattr__(name: str) -> Any:

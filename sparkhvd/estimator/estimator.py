@@ -43,7 +43,6 @@ from sparkhvd.estimator.params.explain import short_repr
 from sparkhvd.estimator.params.fit import TrainParams
 from sparkhvd.estimator.saving.persistence import EstimatorReader, EstimatorWriter
 from sparkhvd.estimator.saving.run_model import store_run_model
-from sparkhvd.estimator.transform.outputs import OUTPUT_PARAMS
 from sparkhvd.runner.job import JobReport, LaunchOptions, launch
 from sparkhvd.sessions import active_session, check_dataframe, check_session
 from sparkhvd.training.checkpoints.files import Checkpoints
@@ -57,7 +56,7 @@ from sparkhvd.training.user_code.transformations import flat_columns
 if TYPE_CHECKING:
     from pyspark.ml._typing import ParamMap
     from pyspark.sql import DataFrame, SparkSession
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
     from sparkhvd.estimator.params.keywords import EstimatorKeywords
 
@@ -76,6 +75,8 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
     N ranks with batch size b train as one process with batch size N * b; the learning rate is used as given. The
     module and the optimizer given are not modified. Arguments and their meaning: `explainParams()`.
     """
+
+    _model_class: type[TorchModel] = TorchModel
 
     def __init__(self, *positional: object, **keywords: Unpack[EstimatorKeywords]) -> None:
         super().__init__()
@@ -305,7 +306,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         self, request: Request, spec: TrainSpec, data: FitData, widths: tuple[int, ...] | None
     ) -> TorchModel:
         """Make the TorchModel of a fit as it is before the training, with this estimator's uid and its params."""
-        model = TorchModel()
+        model = self._model_class()
         model._resetUid(self.uid)
         model._fitted = Fitted(
             module=request.program.model,
@@ -320,7 +321,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         )
         self._copyValues(model)
         if not request.tells_outputs((spec.transformed or data.schema).labels):
-            model._set(**{name: "" for name in OUTPUT_PARAMS if not self.isSet(name)})
+            model._name_no_outputs()
         if model._get("use_gpu"):  # of the ranks; a task of transform may have none
             model.clear(model.use_gpu)
         model._set(store=request.store)
@@ -366,7 +367,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         return EstimatorReader(cls)
 
     @classmethod
-    def load(cls, path: str, *, trust: bool = False) -> TorchEstimator:
+    def load(cls, path: str, *, trust: bool = False) -> Self:
         """Load a saved estimator; `trust` as in `TorchModel.load`."""
-        loaded: TorchEstimator = EstimatorReader(cls, trusted=trust).load(path)
+        loaded: Self = EstimatorReader(cls, trusted=trust).load(path)
         return loaded

@@ -34,7 +34,7 @@ from sparkhvd.estimator.transform.columns import (
     source_names,
     warn_of_large_rows,
 )
-from sparkhvd.estimator.transform.outputs import output_columns
+from sparkhvd.estimator.transform.outputs import OUTPUT_PARAMS, output_columns
 from sparkhvd.estimator.transform.stage import add_outputs
 from sparkhvd.estimator.transform.worker import PredictSpec
 from sparkhvd.sessions import active_session, check_dataframe
@@ -132,7 +132,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         Args:
             module: is copied.
             loss: of its training, or one per output; tells how probabilities follow from outputs, as in a fit.
-            link: "softmax", "sigmoid" or "value" instead of a loss, or one per output.
+            link: "softmax", "sigmoid", "value" or "identity" (not known) instead of a loss, or one per output.
             widths: elements per row of each output; not given: the module runs on two rows of zeros.
             history: records of its epochs.
             run_id: name of its run.
@@ -277,12 +277,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         options = self._read_options(PredictOptions)
         if not fitted.columns:
             fitted, options = bind_module(fitted, options, dataset.schema)
-        if not fitted.widths:
-            raise InvalidArgumentError(
-                "transform: the outputs of the model are not known, because its forward ran on two rows of zeros neither on the "
-                "driver nor, after training, on the ranks. getModel() gives the trained module; give one whose forward runs "
-                "without ranks to setModel."
-            )
+        self._check_outputs(fitted)
         outputs = output_columns(fitted, options, dataset)
         check_passing(dataset.schema)
         warn_of_large_rows(fitted, options, dataset)
@@ -299,9 +294,23 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             outputs=outputs,
             output_fn=options.output_fn,
             functions=functions_of(fitted, options),
+            thresholds=options.thresholds,
             use_gpu=options.use_gpu,
         )
         return add_outputs(dataset, spec)
+
+    def _check_outputs(self, fitted: Fitted) -> None:
+        """Refuse outputs that are not known."""
+        if not fitted.widths:
+            raise InvalidArgumentError(
+                "transform: the outputs of the model are not known, because its forward ran on two rows of zeros neither on the "
+                "driver nor, after training, on the ranks. getModel() gives the trained module; give one whose forward runs "
+                "without ranks to setModel."
+            )
+
+    def _name_no_outputs(self) -> None:
+        """Leave out the columns of the outputs' meaning whose names are not set, because nothing tells it."""
+        self._set(**{name: "" for name in OUTPUT_PARAMS if not self.isSet(name)})
 
     def _require_fitted(self) -> Fitted:
         if self._fitted is None:
@@ -323,7 +332,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         return ModelReader(cls)
 
     @classmethod
-    def load(cls, path: str, *, trust: bool = False) -> TorchModel:
+    def load(cls, path: str, *, trust: bool = False) -> Self:
         """Load a saved model.
 
         Args:
@@ -335,7 +344,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         Raises:
             UntrustedError: the file holds code and nobody trusts it.
         """
-        loaded: TorchModel = ModelReader(cls, trusted=trust).load(path)
+        loaded: Self = ModelReader(cls, trusted=trust).load(path)
         return loaded
 
     @classmethod
@@ -346,7 +355,7 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
         *,
         trust: bool = False,
         spark: SparkSession | None = None,
-    ) -> TorchModel:
+    ) -> Self:
         """Make the model of a run in a store, for example when the program ended before it had saved what `fit` returned.
 
         A finished run gives its model. One that has not finished gives the weights of its newest whole checkpoint, and a

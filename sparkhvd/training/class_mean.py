@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - everyone's name
 
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.types import Loss
 
 __all__ = ["ClassMean"]
@@ -33,8 +34,19 @@ class ClassMean:
     weight: Tensor | None
 
     def __call__(self, output: Tensor, label: Tensor) -> object:
-        """Call the loss."""
-        return self.loss(output, label)
+        """Call the loss.
+
+        Raises:
+            InvalidArgumentError: a label is none of the output's classes; not on a GPU, where torch ends the process.
+        """
+        try:
+            return self.loss(output, label)
+        except IndexError as e:
+            num_classes = output.shape[1] if output.ndim > 1 else output.shape[0]
+            raise InvalidArgumentError(
+                f"loss: {e} The model's output has {num_classes} classes per row, so labels must be whole numbers from 0 to "
+                f"{num_classes - 1}. Give the last layer as many outputs as there are classes, or number the classes from 0."
+            ) from e
 
     @classmethod
     def of(cls, loss: Loss) -> ClassMean | None:

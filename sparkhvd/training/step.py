@@ -292,6 +292,16 @@ class Step:
         self.is_weighted = any(weighted for _, weighted in outcomes)
         return result
 
+    def check_logits(self, index: int, label: Tensor) -> None:
+        """Refuse classes above 1 for one logit, from which BCE-with-logits would learn nonsense without a word."""
+        is_logit = heads.link_of(self.program.losses[index]) == heads.SIGMOID
+        if is_logit and not ((label >= 0) & (label <= 1)).all():
+            raise InvalidArgumentError(
+                f"Label {self.spec.labels.columns[index]!r} is from {float(label.min()):g} to {float(label.max()):g} in the first "
+                "batch, and BCE-with-logits takes labels from 0 to 1. For classes 0, 1, 2, ... give 'cross_entropy', and the "
+                "model one output per class."
+            )
+
     def check_first(self, result: Forward) -> None:
         """Refuse a loss without a gradient, and one that compares a label with its output by broadcasting."""
         if not result.loss.requires_grad:
@@ -300,6 +310,7 @@ class Step:
                 "gradient. Compute it from the output, without detach(), item() or torch.no_grad()."
             )
         for i, (output, label) in enumerate(zip(result.outputs, result.labels, strict=True)):
+            self.check_logits(i, label)
             if output.numel() == label.numel() or not _broadcast(output, label):
                 continue
             # (3,) broadcasts over (3, 3), where three rows happen to be as many as classes. Then as many rows as no

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +18,10 @@ __all__ = [
     "SIGMOID",
     "SOFTMAX",
     "VALUE",
+    "both_classes",
     "known_kinds",
     "link_of",
+    "most_likely",
     "num_classes",
     "outputs_of",
     "prediction",
@@ -102,9 +106,29 @@ def probability(link: str, output: Tensor) -> Tensor | None:
     if link == SOFTMAX:
         return torch.softmax(flat, dim=1)
     if link == SIGMOID:
-        positive = torch.sigmoid(flat)
-        return torch.cat([1 - positive, positive], dim=1) if flat.shape[1] == 1 else positive
+        return both_classes(torch.sigmoid(flat))
     return None
+
+
+def both_classes(positive: Tensor) -> Tensor:
+    """Complete the probability of class 1 to those of both classes; keep several."""
+    return torch.cat([1 - positive, positive], dim=1) if positive.shape[1] == 1 else positive
+
+
+def most_likely(probability: Tensor, thresholds: Sequence[float]) -> Tensor:
+    """Return the class of each row with the largest probability / threshold, as Spark ML does.
+
+    Raises:
+        InvalidArgumentError: there is not one threshold per class.
+    """
+    num_classes = probability.shape[1]
+    if len(thresholds) != num_classes:
+        raise InvalidArgumentError(
+            f"thresholds has {len(thresholds)} numbers and the model {num_classes} classes. Give one per class."
+        )
+    ratio = probability.double() / probability.new_tensor(thresholds, dtype=torch.float64)
+    # A class without probability is not chosen, whatever its threshold: 0 / 0.
+    return ratio.masked_fill(ratio.isnan(), -math.inf).argmax(dim=1)
 
 
 def raw(link: str, output: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pyspark.ml.param import Param, Params
 
@@ -79,9 +79,15 @@ class TorchParams(Params):
 
         def __getattr__(self, name: str) -> Any: ...
 
+    # Defaults of a class that differ from those of the table.
+    _other_defaults: ClassVar[Mapping[str, object]] = {}
+    # Params whose defaults count as if they were set.
+    _as_if_set: ClassVar[frozenset[str]] = frozenset()
+
     def __init__(self) -> None:
         super().__init__()
         defaults = {name: row.default for name, row in rows_of(type(self)).items()}
+        defaults.update(self._other_defaults)
         self._setDefault(**{name: value for name, value in defaults.items() if value is not None})
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -138,7 +144,7 @@ class TorchParams(Params):
             if row.stands_for and self._get(name):
                 target, value = row.stands_for
                 values[target] = value
-        values["explicit"] = frozenset(p.name for p in self._paramMap)
+        values["explicit"] = frozenset(p.name for p in self._paramMap) | self._as_if_set
         return options(**values)
 
     def _set_keywords(self, positional: Sequence[object], keywords: Mapping[str, object]) -> None:

@@ -30,6 +30,7 @@ __all__ = [
     "to_shapes",
     "to_stopping",
     "to_store",
+    "to_thresholds",
     "to_whole",
 ]
 
@@ -92,6 +93,15 @@ def to_whole(value: object) -> int:
     if isinstance(value, bool):
         raise TypeError("expected a whole number")
     return TypeConverters.toInt(value)
+
+
+def to_thresholds(value: object) -> list[float]:
+    """Convert one threshold per class, as Spark ML has them."""
+    thresholds = TypeConverters.toListFloat(value)
+    is_good = len(thresholds) > 1 and all(t >= 0 for t in thresholds) and thresholds.count(0) < 2
+    if not is_good:
+        raise TypeError("expected a number above 0 for each class; one of them may be 0")
+    return thresholds
 
 
 def to_function(value: object) -> Callable[..., Any]:
@@ -175,6 +185,7 @@ ACCEPTED: dict[Converter, str] = {
     to_inputs: "Mapping[str, str | Sequence[str]]",
     to_dtypes: "Sequence[Any] | Mapping[str, Any]",
     to_mapping: "Mapping[str, Any]",
+    to_thresholds: "Sequence[float]",
     to_whole: "int",
     to_function: "Callable[..., Any]",
     to_scheduler: "Callable[..., Any]",
@@ -194,5 +205,6 @@ CONVERTED: dict[Converter, str] = {
     to_stopping: "dict[str, Any]",
     to_optimizer: "Optimizer | Callable[..., Any]",
     to_losses: "Callable[..., Any] | Sequence[Callable[..., Any]]",
+    to_thresholds: "list[float]",
     TypeConverters.toListFloat: "list[float]",
 }

@@ -41,7 +41,7 @@ class TrainParams(
         # The columns in `inputs` are the features where nothing else says so.
         options = self._read_options(FitOptions)
         is_transformed = options.transformation_fn or options.batch_transform_fn
-        if options.feature_cols or not options.inputs or is_transformed:
+        if "feature_cols" in options.explicit or not options.inputs or is_transformed:
             return options
         return replace(options, feature_cols=columns_in(options.inputs))
 

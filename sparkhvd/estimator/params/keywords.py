@@ -37,6 +37,7 @@ class ModelKeywords(TypedDict, total=False):
     predictionCol: str | None
     probabilityCol: str | None
     rawPredictionCol: str | None
+    thresholds: Sequence[float] | None
     store: Store | str | PathLike[str] | None
 
     # cluster
@@ -85,6 +86,7 @@ class EstimatorKeywords(TypedDict, total=False):
     predictionCol: str | None
     probabilityCol: str | None
     rawPredictionCol: str | None
+    thresholds: Sequence[float] | None
     store: Store | str | PathLike[str] | None
     sample_weight_col: str | None
     group_col: str | None

@@ -42,6 +42,7 @@ class PredictOptions:
     predictionCol: str = "prediction"
     probabilityCol: str = "probability"
     rawPredictionCol: str = "rawPrediction"
+    thresholds: list[float] | None = None
     store: Store | str | PathLike[str] | None = None
 
     # cluster

@@ -14,6 +14,7 @@ from sparkhvd.estimator.params.converters import (
     to_mapping,
     to_shapes,
     to_store,
+    to_thresholds,
 )
 from sparkhvd.estimator.params.table import param
 
@@ -91,6 +92,11 @@ class PredictParams(TorchParams):
         TypeConverters.toString,
         "column for the model's output as a vector; '' = none; by default with probabilityCol",
         default="rawPrediction",
+        group="data",
+    )
+    thresholds = param(
+        to_thresholds,
+        "one per class: that with the largest probability / threshold is predicted",
         group="data",
     )
     use_gpu = param(

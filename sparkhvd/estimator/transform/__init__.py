@@ -10,5 +10,6 @@ Each module imports only those above it:
     columns  the DataFrame's columns for those of the training
     binding  the columns of a module that no fit has trained
     outputs  the columns to add
+    single   one row on the driver
     stage    the Spark stage
 """

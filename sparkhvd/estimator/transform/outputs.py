@@ -89,11 +89,18 @@ def _check_meaning(param: str, kind: str, fitted: Fitted, options: PredictOption
             "is meant. Use outputCols."
         )
     has_probability = fitted.links[0] in (heads.SOFTMAX, heads.SIGMOID) or options.output_fn
-    if kind == "probability" and not has_probability:
+    thresholds = options.thresholds if kind == "prediction" else None
+    if (kind == "probability" or thresholds) and not has_probability:
+        asked = f"thresholds is {thresholds}" if thresholds else f"probabilityCol is {name!r}"
         raise InvalidArgumentError(
-            f"probabilityCol is {name!r}, and the loss of the training does not say how probabilities "
+            f"{asked}, and the loss of the training does not say how probabilities "
             "follow from outputs. Set output_fn to a function from an output to (rows, classes) "
             "probabilities."
+        )
+    num_classes = _size(kind, fitted, options)
+    if thresholds and num_classes not in (0, len(thresholds)):
+        raise InvalidArgumentError(
+            f"thresholds has {len(thresholds)} numbers and the model {num_classes} classes. Give one per class."
         )
 
 
@@ -111,6 +118,6 @@ def _known_kinds(fitted: Fitted, options: PredictOptions) -> tuple[str, ...]:
     if len(fitted.widths) > 1:
         return ()
     link = fitted.links[0]
-    # What a function makes of one element per row may be one probability, or a value.
-    is_known = options.output_fn is None or link == heads.SOFTMAX
+    # A function makes probabilities of classes; of a value it may make anything.
+    is_known = options.output_fn is None or link != heads.VALUE
     return heads.known_kinds(link, fitted.widths[0]) if is_known else ()

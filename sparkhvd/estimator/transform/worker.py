@@ -38,7 +38,7 @@ from sparkhvd.training.to_device import Mover
 if TYPE_CHECKING:
     from pyspark import Broadcast
 
-__all__ = ["Output", "PredictSpec", "load_spec", "predict"]
+__all__ = ["Computation", "Output", "PredictSpec", "features", "load_spec", "predict", "run"]
 
 # Rows per call of the model: large enough to hide Python's cost, small enough for the caches.
 MAX_ROWS = 4096
@@ -68,13 +68,11 @@ class Output:
     size: int = 0
 
 
-@dataclass(frozen=True)
-class PredictSpec:
-    """Specification of a transform for its workers.
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """What a model computes of rows, without the model.
 
     Attributes:
-        shell: the module without its weights, see `architecture.dump_shell`.
-        weights: its weights.
         columns: feature columns with the names and shapes of the training data.
         sources: their indices among the columns of the DataFrame.
         names: names of all columns of the DataFrame.
@@ -83,11 +81,9 @@ class PredictSpec:
         outputs: columns to add, in order.
         output_fn: the user's probabilities from an output, or None.
         functions: the user's decoders and collate functions.
-        use_gpu: the Param.
+        thresholds: of the classes, or None.
     """
 
-    shell: bytes = field(repr=False)
-    weights: Weights
     columns: tuple[Column, ...]
     sources: tuple[int, ...]
     names: tuple[str, ...]
@@ -96,6 +92,21 @@ class PredictSpec:
     outputs: tuple[Output, ...]
     output_fn: Callable[[Tensor], Tensor] | None = None
     functions: RowFunctions = field(default_factory=RowFunctions)
+    thresholds: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictSpec(Computation):
+    """Specification of a transform for its workers.
+
+    Attributes:
+        shell: the module without its weights, see `architecture.dump_shell`.
+        weights: its weights.
+        use_gpu: the Param.
+    """
+
+    shell: bytes = field(repr=False)
+    weights: Weights
     use_gpu: bool | None = None
 
 
@@ -172,7 +183,7 @@ def rows_at_once(columns: Sequence[Column]) -> int:
 
 
 def run(
-    spec: PredictSpec, model: nn.Module, columns: dict[str, Values], move: Mover
+    spec: Computation, model: nn.Module, columns: dict[str, Values], move: Mover
 ) -> list[np.ndarray[Any, Any]]:
     """Compute the output columns of some rows: (rows,) for doubles, (rows, width) for vectors; float64."""
     decoded = spec.functions.decode(spec.columns, columns)
@@ -188,27 +199,35 @@ def run(
     return [column_values(spec, column, outputs[column.label]) for column in spec.outputs]
 
 
-def column_values(spec: PredictSpec, column: Output, output: Tensor) -> np.ndarray[Any, Any]:
+def column_values(spec: Computation, column: Output, output: Tensor) -> np.ndarray[Any, Any]:
     """Compute the values of one output column in float64."""
     link = spec.links[column.label]
-    tensor: Tensor | None
     if column.kind == "output":
         tensor = heads.rows(output)
     elif column.kind == "raw":
         tensor = heads.raw(link, output)
-    elif spec.output_fn is not None:
-        rows = heads.rows(spec.output_fn(output))
-        tensor = rows if column.kind == "probability" else heads.prediction(heads.IDENTITY, rows)
     elif column.kind == "probability":
-        tensor = heads.probability(link, output)
+        tensor = _probability(spec, link, output)
+    elif spec.thresholds is not None:
+        tensor = heads.most_likely(_probability(spec, link, output), spec.thresholds)
+    elif spec.output_fn is not None:
+        tensor = heads.prediction(heads.IDENTITY, _probability(spec, link, output))
     else:
         tensor = heads.prediction(link, output)
-    assert tensor is not None  # checked on the driver
     values = tensor.double().cpu().numpy()
     return values.reshape(len(values), -1) if column.is_vector else values.reshape(-1)
 
 
-def features(spec: PredictSpec, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[str, Values]]:
+def _probability(spec: Computation, link: str, output: Tensor) -> Tensor:
+    if spec.output_fn is not None:
+        rows = heads.rows(spec.output_fn(output))
+        return heads.both_classes(rows) if link == heads.SIGMOID else rows
+    found = heads.probability(link, output)
+    assert found is not None  # checked on the driver
+    return found
+
+
+def features(spec: Computation, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, dict[str, Values]]:
     """Leave out the rows that `handle_invalid` skips; return the rest of the batch, and its feature columns by name.
 
     Raises:
@@ -219,6 +238,8 @@ def features(spec: PredictSpec, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, 
     masks = [mask for mask in usable if mask is not None]
     if masks:
         batch = batch.filter(pa.array(np.logical_and.reduce(masks)))
+    if not batch.num_rows:  # of no rows nobody can tell how wide they are
+        return batch, {}
     return batch, {
         c.name: feature(batch.column(source), c, spec.names[source]) for c, source in pairs
     }

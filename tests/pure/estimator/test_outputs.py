@@ -57,7 +57,7 @@ def outputs(
         ("value", 3, {}, ALONE),
         # Only the function knows how many elements it makes.
         ("softmax", 3, {"output_fn": print}, CLASSES),
-        ("sigmoid", 1, {"output_fn": print}, ALONE),
+        ("sigmoid", 1, {"output_fn": print}, CLASSES),
         ("value", 1, {"output_fn": print}, ALONE),
         # A name that is set counts in any case, the default's own too.
         ("identity", 1, {"predictionCol": "prediction"}, VALUE),

@@ -63,6 +63,7 @@ EXAMPLES: dict[str, Any] = {
     "optimizer": torch.optim.SGD,
     "loss": torch.nn.functional.mse_loss,
     "loss_weights": [0.5],
+    "thresholds": [0.4, 0.6],
     "decoders": {"a": len},
     "collate_fn": {"a": max},
     "sparse_cols": ["a"],

@@ -264,3 +264,15 @@ def test_a_first_batch_of_several_labels_that_does_not_fit_stops_all_ranks(store
         case.train(2)
     assert {type(e) for e in failed.value.errors.values()} == {InvalidArgumentError}
     assert "Target 4 is out of bounds" in str(failed.value)
+
+
+@pytest.mark.parametrize("label", [3, -1])
+def test_a_class_that_the_model_lacks_is_named(label: int) -> None:
+    loss = ClassMean.of(nn.CrossEntropyLoss())
+    assert loss is not None
+    with pytest.raises(InvalidArgumentError) as wrong:
+        loss(torch.zeros(2, 3), torch.tensor([0, label]))
+    assert str(wrong.value).startswith(
+        f"loss: Target {label} is out of bounds. The model's output has 3 classes per row, so labels must be whole numbers "
+        "from 0 to 2."
+    )

@@ -288,6 +288,11 @@ class TwoColumns(nn.Module):
             "'nothing' (columns: x (32, ",
         ),
         (
+            linear(),
+            nn.BCEWithLogitsLoss(),
+            "The first batch, on rank 0: Label 'y' is from -",
+        ),
+        (
             linear(outputs=32),  # as many outputs as rows: (32,) would broadcast over (32, 32)
             lambda output, label: (output - label).square().mean(),
             "The first batch, on rank 0: Label 'y' has shape (32,) and the model's output (32, 32): the loss "

@@ -12,13 +12,14 @@ import pyspark
 import pytest
 import torch
 from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.classification import OneVsRest
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import functions as F  # noqa: N812 - everyone's name
 from torch import nn
 
-from sparkhvd import Store, TorchEstimator, TorchModel, trust
+from sparkhvd import Store, TorchClassifier, TorchEstimator, TorchModel, trust
 from tests.spark.estimator.fits import assert_same_weights, estimator, fitted, mlp
 
 if TYPE_CHECKING:
@@ -108,6 +109,22 @@ def test_a_cross_validator_chooses_and_is_saved(
     with trust():
         loaded = CrossValidatorModel.load(str(tmp_path / "chosen"))
     assert predictions(loaded, df) == predictions(chosen, df)
+
+
+def test_a_classifier_and_one_versus_rest(df: DataFrame, store: Store) -> None:
+    assembled = VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(df)
+    rows = assembled.selectExpr("features", "double(a > 0.5) AS label")
+    options = {"optimizer": "adam", "learning_rate": 0.1, "epochs": 8, "num_proc": 1, "verbose": 0}
+    binary = TorchClassifier(
+        model=nn.Linear(2, 1), loss="binary_cross_entropy_with_logits", store=store, **options
+    )
+    trained = binary.fit(rows)
+    assert trained.evaluate(rows).areaUnderROC > 0.9
+    row = trained.transform(rows).first()
+    assert trained.predict(row.features) == row.prediction
+    found = OneVsRest(classifier=binary).fit(rows).transform(rows)
+    assert found.columns[-1] == "prediction"
+    assert found.count() == 24
 
 
 def test_wide_rows_bring_a_warning_with_the_setting_that_bounds_batches(

@@ -28,32 +28,40 @@ PRELUDE = """
 import hashlib, os, time
 import torch
 from torch import nn
-from sparkhvd import Store, TorchEstimator, TorchModel
+from sparkhvd import Store, TorchClassificationModel, TorchEstimator, TorchRegressionModel, TorchRegressor
 
 def digest(module):
     parts = (value.numpy().tobytes() for value in module.state_dict().values())
     return hashlib.sha256(b"".join(parts)).hexdigest()
 """
 
-# Fit, transform, save and load; the weights are the same in every mode.
+# Fit, transform, evaluate, save and load; the weights are the same in every mode.
 PROGRAM = """
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
 rows = [(i, [float(i % 5), float(i % 3)], float(i % 7)) for i in range(40)]
 df = spark.createDataFrame(rows, "id bigint, x array<double>, y double")
-estimator = TorchEstimator(
-    model=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.01), loss=nn.MSELoss(), feature_cols=["x"],
-    label_cols=["y"], batch_size=4, epochs=2, num_proc=2, random_seed=3, validation=0.2,
+estimator = TorchRegressor(
+    model=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.01), featuresCol="x", labelCol="y", batch_size=4, epochs=2, num_proc=2, random_seed=3, validation=0.2,
     store=Store.create(FOLDER + "/store"), max_retries=0)
 model = estimator.fit(df)
 
 # In one partition, as every Python worker that computes rows imports torch.
 def predictions(model):
-    return [row[0] for row in model.transform(df.coalesce(1)).orderBy("id").select("y__output").collect()]
+    return [row[0] for row in model.transform(df.coalesce(1)).orderBy("id").select("prediction").collect()]
 
 model.write().overwrite().save(FOLDER + "/saved")
-loaded = TorchModel.load(FOLDER + "/saved")
-assert predictions(loaded) == predictions(model)
+loaded = TorchRegressionModel.load(FOLDER + "/saved")
+found = predictions(model)
+assert predictions(loaded) == found
+expected = sum((value - row[2]) ** 2 for value, row in zip(found, rows)) / len(rows)
+assert abs(loaded.evaluate(df.coalesce(1)).meanSquaredError - expected) < 1e-9
+weight = torch.tensor([[0.0, 0.0], [1.0, 0.0]])  # class 1 where x[0] is above 0
+net = nn.Linear(2, 2, bias=False)
+net.weight = nn.Parameter(weight)
+classes = TorchClassificationModel.from_module(net, loss="cross_entropy", featuresCol="x", input_shapes=[[-1, 2]])
+summary = classes.evaluate(df.selectExpr("x", "double(x[0] > 0) AS label").coalesce(1))
+assert (summary.accuracy, summary.areaUnderROC) == (1.0, 1.0)
 assert digest(loaded.getModel()) == digest(model.getModel())
 print("LOSSES", [record["val_loss"] for record in model.history])
 print("WEIGHTS", digest(model.getModel()))

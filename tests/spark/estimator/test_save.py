@@ -327,5 +327,5 @@ CONNECT = """
 def test_the_same_works_over_connect(tmp_path: Path) -> None:
     body = CONNECT.format(store=str(tmp_path / "store"), path=str(tmp_path / "saved"))
     out = run_on("local[2]", body, tmp_path, remote=True, timeout_s=400)
-    assert "rows 20 1 ['array<double>', 'int', 'vector', 'double', 'vector']" in out
+    assert "rows 20 1 ['array<double>', 'int', 'vector', 'vector', 'vector', 'double']" in out
     assert "large weights in the store: 1" in out

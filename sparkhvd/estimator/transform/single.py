@@ -1,0 +1,133 @@
+"""Prediction of one row on the driver, without Spark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from pyspark.ml.linalg import Vector, VectorUDT
+from pyspark.sql.types import ArrayType, DataType, DoubleType, StructField, StructType
+
+from sparkhvd.data.columns.schema import Column
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.options import PredictOptions
+from sparkhvd.estimator.transform.binding import bind_module
+from sparkhvd.estimator.transform.columns import functions_of, match_columns, source_names
+from sparkhvd.estimator.transform.worker import Computation, Output, features, run, to_arrow
+from sparkhvd.training.modules.fitted import Fitted
+from sparkhvd.training.to_device import Mover
+
+__all__ = ["Row", "bind_row", "num_features", "predict_one"]
+
+Array = npt.NDArray[np.float64]
+Row: TypeAlias = Vector | Sequence[float] | npt.NDArray[Any]
+
+# Kinds of columns whose row is so many numbers.
+_NUMBERS = ("scalar", "array", "vector", "sparse")
+
+
+def num_features(fitted: Fitted) -> int:
+    """Count the numbers of a row that the model reads; -1 if they are not known, or not all are numbers."""
+    if not fitted.columns or not all(map(_is_numbers, fitted.columns)):
+        return -1
+    return sum(c.num_elements for c in fitted.columns)
+
+
+def bind_row(fitted: Fitted, options: PredictOptions, value: Row) -> tuple[Fitted, PredictOptions]:
+    """Bind a module that no fit has trained to the columns of a row: one vector, or one number each."""
+    names = options.feature_cols or []
+    if fitted.columns:
+        return fitted, options
+    fields = [StructField(name, DoubleType()) for name in names]
+    if len(names) == 1:
+        width = {"ml_attr": {"num_attrs": len(_numbers(value))}}
+        fields = [StructField(names[0], VectorUDT(), metadata=width)]
+    return bind_module(fitted, options, StructType(fields))
+
+
+def predict_one(fitted: Fitted, options: PredictOptions, output: Output, value: Row) -> Array:
+    """Compute an output column for one row, as `transform` does.
+
+    Args:
+        fitted: the trained module with its columns.
+        options: as for `transform`.
+        output: the column.
+        value: the row's numbers; those of several feature columns one after the other, as a VectorAssembler puts them.
+
+    Raises:
+        InvalidArgumentError: it has another number of numbers than the model reads, or one that cannot be used; or the model
+            reads what a vector of numbers cannot stand for.
+    """
+    names = source_names(fitted, options)
+    fields, arrays = [], []
+    for name, column, part in zip(names, fitted.columns, _split(fitted, value), strict=True):
+        kind, array = _typed(column, part)
+        fields.append(StructField(name, kind))
+        arrays.append(array)
+    computation = Computation(
+        columns=fitted.inputs.with_casts(match_columns(fitted, options, StructType(fields))),
+        sources=tuple(range(len(names))),
+        names=tuple(names),
+        inputs=fitted.inputs,
+        links=fitted.links,
+        outputs=(output,),
+        output_fn=options.output_fn,
+        functions=functions_of(fitted, options),
+        thresholds=options.thresholds,
+    )
+    batch = pa.RecordBatch.from_arrays(arrays, names=[f"c{i}" for i in range(len(arrays))])
+    batch, columns = features(computation, batch)
+    if not batch.num_rows:
+        raise InvalidArgumentError(
+            "predict: handle_invalid says to skip this row, which has a number that cannot be used."
+        )
+    with torch.inference_mode():
+        (values,) = run(computation, fitted.module, columns, Mover(torch.device("cpu")))
+    row: Array = values[0]
+    return row
+
+
+def _is_numbers(column: Column) -> bool:
+    has_functions = column.has_decoder or column.is_collated
+    return column.kind in _NUMBERS and column.shape is not None and not has_functions
+
+
+def _numbers(value: Row) -> Array:
+    numbers = value.toArray() if isinstance(value, Vector) else value
+    return np.asarray(numbers, np.float64).reshape(-1)
+
+
+def _split(fitted: Fitted, value: Row) -> list[Array]:
+    """Share the numbers of a row out among the feature columns."""
+    for column in fitted.columns:
+        if not _is_numbers(column):
+            raise InvalidArgumentError(
+                f"predict takes one vector of numbers, and the model reads column {column.name!r} of type {column.source}, "
+                "which a vector cannot stand for. Use transform with a DataFrame of one row."
+            )
+    row = _numbers(value)
+    sizes = [c.num_elements for c in fitted.columns]
+    if len(row) != sum(sizes):
+        parts = ", ".join(f"{c.name!r} {n}" for c, n in zip(fitted.columns, sizes, strict=True))
+        raise InvalidArgumentError(
+            f"predict: the vector has {len(row)} elements, and the model reads {sum(sizes)} ({parts})."
+        )
+    return np.split(row, np.cumsum(sizes)[:-1])
+
+
+def _typed(column: Column, part: Array) -> tuple[DataType, pa.Array]:
+    """Give a column's part of the row the type that a DataFrame would have, in Spark and in Arrow."""
+    shape = column.shape or ()
+    if column.kind == "scalar":
+        return DoubleType(), pa.array(part)
+    if len(shape) == 1:
+        return VectorUDT(), to_arrow(part.reshape(1, math.prod(shape)))
+    kind: DataType = DoubleType()
+    for _ in shape:
+        kind = ArrayType(kind)
+    return kind, pa.array([part.reshape(shape).tolist()])
