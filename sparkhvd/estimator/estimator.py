@@ -235,7 +235,7 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
             model = self._untrained(request, spec, data, widths)
             store_run_model(request.store, spec.run_dir, model, spec.epochs)
             report = self._launch(request, spec)
-        self._complete(model, request, spec, data, report)
+        _complete(model, request, spec, data, report)
         return model, report.results[0].epoch
 
     def fitMultiple(  # noqa: N802 - Spark's name
@@ -327,34 +327,6 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         model._set(store=request.store)
         return model
 
-    def _complete(
-        self,
-        model: TorchModel,
-        request: Request,
-        spec: TrainSpec,
-        data: FitData,
-        report: JobReport[TrainResult],
-    ) -> None:
-        """Give the model the trained weights, and what the ranks have told."""
-        result: TrainResult = report.results[0]
-        checkpoints = Checkpoints(request.store, spec.run_dir)
-        state = checkpoints.load_weights(checkpoints.path(result.epoch))
-        module = copy_with(request.program.model, state)
-        for parameter in module.parameters():
-            parameter.grad = None
-        fitted = model._require_fitted()
-        model._fitted = replace(
-            fitted,
-            module=module.eval(),
-            widths=fitted.widths or result.widths,
-            history=result.history,
-            timings={
-                "materialize": data.seconds,
-                "launch": report.launch_s,
-                "train": report.run_s,
-            },
-        )
-
     # -- save and load ---------------------------------------------------------------------------------
 
     def write(self) -> MLWriter:
@@ -371,3 +343,31 @@ class TorchEstimator(TrainParams, Estimator[TorchModel], MLWritable, MLReadable[
         """Load a saved estimator; `trust` as in `TorchModel.load`."""
         loaded: Self = EstimatorReader(cls, trusted=trust).load(path)
         return loaded
+
+
+def _complete(
+    model: TorchModel,
+    request: Request,
+    spec: TrainSpec,
+    data: FitData,
+    report: JobReport[TrainResult],
+) -> None:
+    """Give the model the trained weights, and what the ranks have told."""
+    result: TrainResult = report.results[0]
+    checkpoints = Checkpoints(request.store, spec.run_dir)
+    state = checkpoints.load_weights(checkpoints.path(result.epoch))
+    module = copy_with(request.program.model, state)
+    for parameter in module.parameters():
+        parameter.grad = None
+    fitted = model._require_fitted()
+    model._fitted = replace(
+        fitted,
+        module=module.eval(),
+        widths=fitted.widths or result.widths,
+        history=result.history,
+        timings={
+            "materialize": data.seconds,
+            "launch": report.launch_s,
+            "train": report.run_s,
+        },
+    )

@@ -19,14 +19,13 @@ from sparkhvd.data.store.default import default_store
 from sparkhvd.data.store.store import Store
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.estimator.params.base import with_signature
-from sparkhvd.estimator.params.converters import to_losses
 from sparkhvd.estimator.params.fit import columns_in
 from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.params.prediction import PredictParams
 from sparkhvd.estimator.saving.persistence import ModelReader, ModelWriter
 from sparkhvd.estimator.saving.run_model import load_run_model
 from sparkhvd.estimator.summary import TrainingSummary, horovod_history
-from sparkhvd.estimator.transform.binding import bind_module, links_of
+from sparkhvd.estimator.transform.binding import bind_module, described
 from sparkhvd.estimator.transform.columns import (
     check_passing,
     functions_of,
@@ -38,7 +37,6 @@ from sparkhvd.estimator.transform.outputs import OUTPUT_PARAMS, output_columns
 from sparkhvd.estimator.transform.stage import add_outputs
 from sparkhvd.estimator.transform.worker import PredictSpec
 from sparkhvd.sessions import active_session, check_dataframe
-from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.modules.architecture import tensors_of
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.output_widths import output_widths
@@ -104,8 +102,12 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
                 )
         if model is not None:
             self.setModel(model)
-            self._describe(
-                loss=loss, loss_constructors=loss_constructors, history=history, run_id=run_id
+            self._fitted = described(
+                self._require_fitted(),
+                loss=loss,
+                loss_constructors=loss_constructors,
+                history=history,
+                run_id=run_id,
             )
         elif any(value is not None for value in (loss, loss_constructors, history, run_id)):
             raise InvalidArgumentError(
@@ -139,29 +141,11 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
             params: `feature_cols`, `label_cols` (or `outputCols`), `input_shapes`, `feature_dtypes`, ... as of `TorchModel`.
         """
         model = cls(**params).setModel(module)
-        model._describe(loss=loss, link=link, history=history, run_id=run_id)
-        model._fitted = replace(model._require_fitted(), widths=tuple(widths))
-        return model
-
-    def _describe(
-        self,
-        *,
-        loss: object = None,
-        loss_constructors: object = None,
-        link: str | Sequence[str] | None = None,
-        history: Sequence[Mapping[str, Any]] | None = None,
-        run_id: str | None = None,
-    ) -> None:
-        """Add what is known of the training of a module that was set."""
-        fitted = self._require_fitted()
-        self._fitted = replace(
-            fitted,
-            links=links_of(
-                construct_losses(to_losses(loss), loss_constructors, fitted.module), link
-            ),
-            history=[dict(record) for record in history or ()],
-            run_id=run_id or "",
+        fitted = described(
+            model._require_fitted(), loss=loss, link=link, history=history, run_id=run_id
         )
+        model._fitted = replace(fitted, widths=tuple(widths))
+        return model
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -374,16 +358,24 @@ class TorchModel(PredictParams, Model, MLWritable, MLReadable["TorchModel"]):
                 its files are damaged.
             UntrustedError: the run holds code and nobody trusts it.
         """
-        if not isinstance(store, (Store, str, PathLike)):
-            raise InvalidArgumentError(
-                f"from_run: store is {store!r:.100}; it must be a Store, or the path or URL of one."
-            )
-        if spark is None:
-            with contextlib.suppress(InvalidArgumentError):
-                spark = active_session()
-        opened = store if isinstance(store, Store) else Store(fspath(store))
-        seen = opened.direct if spark is None else as_seen_by(spark, opened)
+        seen, spark = _opened(store, spark)
         return load_run_model(cls, seen, run_id, trusted=trust, spark=spark)
+
+
+def _opened(
+    store: Store | str | PathLike[str], spark: SparkSession | None
+) -> tuple[Store, SparkSession | None]:
+    """Open the store of `from_run`, as the session sees it if there is one."""
+    if not isinstance(store, (Store, str, PathLike)):
+        raise InvalidArgumentError(
+            f"from_run: store is {store!r:.100}; it must be a Store, or the path or URL of one."
+        )
+    if spark is None:
+        with contextlib.suppress(InvalidArgumentError):
+            spark = active_session()
+    opened = store if isinstance(store, Store) else Store(fspath(store))
+    seen = opened.direct if spark is None else as_seen_by(spark, opened)
+    return seen, spark
 
 
 def _weights(fitted: Fitted, spark: SparkSession, options: PredictOptions) -> Weights:

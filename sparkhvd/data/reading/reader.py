@@ -301,7 +301,8 @@ class Reader:
             if following is not None and self._prepared is None and running.is_nearly_empty:
                 self._prepare(following)
             if isinstance(chunk, BaseException):
-                raise self._explain(chunk, epoch, step) from chunk
+                where = f"rank {self._rank}, epoch {epoch}, step {step}"
+                raise _explained(chunk, self._store, self._manifest, where) from chunk
             length = len(chunk[self._names[0]])
             start = 0
             while start < length:
@@ -320,17 +321,6 @@ class Reader:
 
     def _empty_batch(self, plan: Plan, step: int) -> Batch:
         return Batch({c.name: no_rows(c) for c in self._columns}, 0, plan.rows_per_rank(step), step)
-
-    def _explain(self, error: BaseException, epoch: int, step: int) -> BaseException:
-        where = f"rank {self._rank}, epoch {epoch}, step {step}"
-        if isinstance(error, SparkhvdError):
-            return error
-        if isinstance(error, OSError):
-            reason = self._store.hide(f"{type(error).__name__}: {error}")
-            is_packed = self._manifest.layout == PACKED
-            kind = "materialized data in the store" if is_packed else "Parquet files in"
-            return StoreError(f"Reading the {kind} {self._store.url} failed at {where}: {reason}")
-        return InternalError(f"Reading the data failed at {where}: {type(error).__name__}: {error}")
 
     def _prepare(self, epoch: int, start_step: int = 0) -> None:
         chunks = self._chunks(self._held_plan(epoch), start_step)
@@ -362,3 +352,14 @@ def _check(
         raise InvalidArgumentError(
             f"Reader: shuffle_bytes is {shuffle_bytes} and prefetch_bytes {prefetch_bytes}; both must be positive."
         )
+
+
+def _explained(error: BaseException, store: Store, manifest: Manifest, where: str) -> BaseException:
+    """Return an error of the reading thread as one that says where it was."""
+    if isinstance(error, SparkhvdError):
+        return error
+    if isinstance(error, OSError):
+        reason = store.hide(f"{type(error).__name__}: {error}")
+        kind = "materialized data in the store" if manifest.layout == PACKED else "Parquet files in"
+        return StoreError(f"Reading the {kind} {store.url} failed at {where}: {reason}")
+    return InternalError(f"Reading the data failed at {where}: {type(error).__name__}: {error}")

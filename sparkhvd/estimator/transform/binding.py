@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,9 +18,11 @@ from sparkhvd.data.columns.decoders import RowFunctions
 from sparkhvd.data.columns.schema import Column, DataSchema
 from sparkhvd.data.columns.shapes import row_shape_of
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.estimator.params.converters import to_losses
 from sparkhvd.estimator.params.fit import columns_in
 from sparkhvd.estimator.params.options import PredictOptions
 from sparkhvd.estimator.transform.columns import width_of
+from sparkhvd.training.loss_functions import construct_losses
 from sparkhvd.training.modules.architecture import light_copy
 from sparkhvd.training.modules.fitted import Fitted
 from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
@@ -28,12 +30,12 @@ from sparkhvd.training.modules.output_widths import fitted_widths, output_widths
 if TYPE_CHECKING:
     from pyspark.sql.types import StructField, StructType
 
-__all__ = ["bind_module", "links_of"]
+__all__ = ["bind_module", "described"]
 
 Shape = tuple[int, ...]
 
 
-def links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]:
+def _links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the links from outputs to probabilities: as named, or of the losses; the identity where neither is known.
 
     Raises:
@@ -50,6 +52,24 @@ def links_of(loss: object, link: str | Sequence[str] | None) -> tuple[str, ...]:
             f"of {', '.join(map(repr, heads.LINKS))}."
         )
     return links
+
+
+def described(
+    fitted: Fitted,
+    *,
+    loss: object = None,
+    loss_constructors: object = None,
+    link: str | Sequence[str] | None = None,
+    history: Sequence[Mapping[str, Any]] | None = None,
+    run_id: str | None = None,
+) -> Fitted:
+    """Return a module with facts of its training."""
+    return replace(
+        fitted,
+        links=_links_of(construct_losses(to_losses(loss), loss_constructors, fitted.module), link),
+        history=[dict(record) for record in history or ()],
+        run_id=run_id or "",
+    )
 
 
 def bind_module(
