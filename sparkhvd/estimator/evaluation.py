@@ -1,22 +1,24 @@
-"""Measures of a model's predictions, by the names of Spark ML's summaries."""
+"""Measures of a model's predictions, by the names of Spark ML's summaries.
+
+Measures come from one aggregation over the rows, so that the model sees them once. No DataFrame is cached for that: a Connect server copies
+the session's files then, and tasks that ask for a copy which is gone fail.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pyspark.ml.evaluation import (
-    BinaryClassificationEvaluator,
-    MulticlassClassificationEvaluator,
-    RegressionEvaluator,
-)
+from pyspark.ml.evaluation import BinaryClassificationEvaluator
+from pyspark.sql import functions as F  # noqa: N812 - everyone's name
 
 from sparkhvd.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from pyspark.ml.evaluation import Evaluator
     from pyspark.sql import DataFrame
 
 __all__ = ["ClassificationSummary", "RegressionSummary"]
@@ -24,7 +26,7 @@ __all__ = ["ClassificationSummary", "RegressionSummary"]
 
 @dataclass(frozen=True, eq=False)
 class _Summary:
-    """Measures by Spark ML's evaluators. They are computed when the first is asked for: the model sees the rows once.
+    """Measures, computed when the first is asked for.
 
     Attributes:
         predictions: what `transform` returned.
@@ -36,21 +38,12 @@ class _Summary:
     labelCol: str  # noqa: N815 - Spark's names
     predictionCol: str  # noqa: N815
 
-    def _evaluators(self) -> Mapping[str, Evaluator]:
-        """Make an evaluator for each measure."""
-        raise NotImplementedError
-
-    def _columns(self) -> Sequence[str]:
-        """List the columns that the evaluators read."""
-        return (self.labelCol, self.predictionCol)
-
-    @cached_property
-    def _values(self) -> Mapping[str, float]:
-        kept = self.predictions.select(*self._columns()).persist()
-        try:
-            return {name: each.evaluate(kept) for name, each in self._evaluators().items()}
-        finally:
-            kept.unpersist()
+    @property
+    def _pairs(self) -> DataFrame:
+        """Labels and predictions as doubles."""
+        columns = (("label", self.labelCol), ("prediction", self.predictionCol))
+        chosen = [self.predictions[column].cast("double").alias(name) for name, column in columns]
+        return self.predictions.select(*chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,59 +58,57 @@ class ClassificationSummary(_Summary):
     rawPredictionCol: str  # noqa: N815
     numClasses: int  # noqa: N815
 
-    def _evaluators(self) -> Mapping[str, Evaluator]:
-        names = ("accuracy", "weightedPrecision", "weightedRecall", "weightedFMeasure")
-        made: dict[str, Evaluator] = {name: self._evaluator(name) for name in names}
-        if self.numClasses == 2:
-            for name in ("areaUnderROC", "areaUnderPR"):
-                made[name] = BinaryClassificationEvaluator(
-                    labelCol=self.labelCol,
-                    rawPredictionCol=self.rawPredictionCol,
-                    metricName=name,
-                )
-        return made
+    @cached_property
+    def _counts(self) -> Mapping[tuple[float, float], int]:
+        """Numbers of rows by label and prediction."""
+        rows = self._pairs.groupBy("label", "prediction").count().collect()
+        return {(row.label, row.prediction): row["count"] for row in rows}
 
-    def _evaluator(self, name: str, beta: float = 1.0) -> MulticlassClassificationEvaluator:
-        return MulticlassClassificationEvaluator(
-            labelCol=self.labelCol,
-            predictionCol=self.predictionCol,
-            metricName=name,  # type: ignore[arg-type]  # a literal
-            beta=beta,
-        )
-
-    def _columns(self) -> Sequence[str]:
-        ranked = [self.rawPredictionCol] if self.numClasses == 2 else []
-        return [*super()._columns(), *ranked]
+    def _weighted(self, beta: float | None, *, of_predicted: bool = False) -> float:
+        """Compute the mean over classes, by their shares of the rows, of precision, recall (`beta` None) or the F-measure."""
+        labelled, predicted = Counter[float](), Counter[float]()
+        for (label, prediction), count in self._counts.items():
+            labelled[label] += count
+            predicted[prediction] += count
+        total = 0.0
+        for label, count in labelled.items():
+            hits = self._counts.get((label, label), 0)
+            precision = hits / predicted[label] if predicted[label] else 0.0
+            measure = precision if of_predicted else hits / count
+            if beta is not None:
+                parts = beta**2 * precision + measure
+                measure = (1 + beta**2) * precision * measure / parts if parts else 0.0
+            total += measure * count
+        return total / sum(labelled.values()) if labelled else math.nan
 
     @property
     def accuracy(self) -> float:
         """Share of the rows whose class is predicted."""
-        return self._values["accuracy"]
+        hits = sum(count for (label, found), count in self._counts.items() if label == found)
+        return hits / sum(self._counts.values()) if self._counts else math.nan
 
     @property
     def weightedPrecision(self) -> float:  # noqa: N802
         """Mean precision of the classes, by their shares of the rows."""
-        return self._values["weightedPrecision"]
+        return self._weighted(None, of_predicted=True)
 
     @property
     def weightedRecall(self) -> float:  # noqa: N802
         """Mean recall of the classes, by their shares of the rows."""
-        return self._values["weightedRecall"]
+        return self._weighted(None)
 
     def weightedFMeasure(self, beta: float = 1.0) -> float:  # noqa: N802
-        """Compute the mean F-measure of the classes, by their shares of the rows; another `beta` than 1 reads the rows again."""
-        if beta == 1.0:
-            return self._values["weightedFMeasure"]
-        return self._evaluator("weightedFMeasure", beta).evaluate(self.predictions)
+        """Compute the mean F-measure of the classes, by their shares of the rows."""
+        return self._weighted(beta)
 
-    @property
+    @cached_property
     def areaUnderROC(self) -> float:  # noqa: N802
-        """Area under the receiver operating characteristic, of two classes."""
+        """Area under the receiver operating characteristic, of two classes; a pass over the rows."""
         return self._of_two_classes("areaUnderROC")
 
-    @property
+    @cached_property
     def areaUnderPR(self) -> float:  # noqa: N802
-        """Area under the curve of precision over recall, of two classes."""
+        """Area under the curve of precision over recall, of two classes; a pass over the rows."""
         return self._of_two_classes("areaUnderPR")
 
     def _of_two_classes(self, name: str) -> float:
@@ -125,27 +116,31 @@ class ClassificationSummary(_Summary):
             raise InvalidArgumentError(
                 f"{name} is a measure of two classes, and the model has {self.numClasses}."
             )
-        return self._values[name]
+        return BinaryClassificationEvaluator(
+            labelCol=self.labelCol,
+            rawPredictionCol=self.rawPredictionCol,
+            metricName=name,  # type: ignore[arg-type]  # a literal
+        ).evaluate(self.predictions)
 
 
 @dataclass(frozen=True, eq=False)
 class RegressionSummary(_Summary):
-    """Measures of a regressor."""
+    """Measures of a regressor; NaN without rows."""
 
-    def _evaluators(self) -> Mapping[str, Evaluator]:
-        return {
-            name: RegressionEvaluator(
-                labelCol=self.labelCol,
-                predictionCol=self.predictionCol,
-                metricName=name,
-            )
-            for name in ("rmse", "mse", "mae", "r2")
-        }
+    @cached_property
+    def _values(self) -> Mapping[str, float]:
+        error = F.col("label") - F.col("prediction")
+        (row,) = self._pairs.agg(
+            F.avg(error * error).alias("mse"),
+            F.avg(F.abs(error)).alias("mae"),
+            F.var_pop("label").alias("variance"),
+        ).collect()
+        return {name: math.nan if value is None else value for name, value in row.asDict().items()}
 
     @property
     def rootMeanSquaredError(self) -> float:  # noqa: N802
         """Root of the mean squared error."""
-        return self._values["rmse"]
+        return math.sqrt(self.meanSquaredError)
 
     @property
     def meanSquaredError(self) -> float:  # noqa: N802
@@ -159,5 +154,6 @@ class RegressionSummary(_Summary):
 
     @property
     def r2(self) -> float:
-        """Share of the labels' variance that is explained."""
-        return self._values["r2"]
+        """Share of the labels' variance that is explained; NaN if they do not vary."""
+        variance = self._values["variance"]
+        return 1 - self.meanSquaredError / variance if variance else math.nan

@@ -156,7 +156,9 @@ def test_packed_sequences_move_and_their_lengths_stay() -> None:
 def test_collated_batches_are_on_the_device_in_a_train_step() -> None:
     words = Argument("words", ("w",), "int64", None, False, True)
     labels = types.SimpleNamespace(columns=("y",), apply=lambda columns: [torch.ones(2)])
-    spec = types.SimpleNamespace(inputs=InputBinding((words,)), labels=labels, sample_weight=None)
+    spec = types.SimpleNamespace(
+        inputs=InputBinding((words,)), labels=labels, sample_weight=None, group=None
+    )
     columns = {"w": (np.arange(3), {"offsets": np.arange(2)})}
     batch: Any = batch_tensors(spec, None, columns, torch.device("meta"))  # type: ignore[arg-type]
     tokens, more = batch["words"]

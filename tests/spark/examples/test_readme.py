@@ -34,6 +34,7 @@ def test_readme_examples_run_as_they_stand(spark: SparkSession, tmp_path: Path) 
     check(run_here(spark, "\n".join(BLOCKS), tmp_path))
 
 
+@soak("pure/estimator/test_params: features by inputs; estimator/test_inputs: arguments by name")
 def test_program_for_tabular_data_learns(spark: SparkSession, tmp_path: Path) -> None:
     (program,) = blocks("docs/tabular.md")
     output = run_here(spark, program.replace("/tmp/", f"{tmp_path}/"), tmp_path)
