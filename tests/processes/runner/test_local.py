@@ -30,6 +30,21 @@ def no_trainer_is_left() -> Any:
     assert wait_for_no_trainers() == set()
 
 
+# One nursery for launches of one rank and of two, whose numbers of threads differ by default.
+LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+OF_THREADS = (
+    "test_ranks_know_the_standard_variables_and_their_threads",
+    "test_user_variables_win_and_leave_no_trace",
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.name not in OF_THREADS:
+        for name in LIBRARIES:
+            monkeypatch.setenv(name, "1")
+
+
 def test_values_come_back_by_rank() -> None:
     def place(base: int, *, step: int) -> tuple[int, Any]:
         here = context()
@@ -74,6 +89,7 @@ def _settings_of(variables: dict[int, dict[str, str]]) -> tuple[float, str, int]
     return found.stall_shutdown_s, found.timeline, found.bucket_bytes
 
 
+@pytest.mark.usefixtures("torch_in_the_nursery")
 def test_settings_in_variables_count_wherever_they_were_set(tmp_path: Path) -> None:
     path = str(tmp_path / "timeline.json")
     env = {"SPARKHVD_STALL_SHUTDOWN_S": "20", "HOROVOD_TIMELINE": path}
@@ -139,6 +155,7 @@ if __name__ == "__main__":
     assert last.endswith("'ulimit -v unlimited' in the shell that starts it.")
 
 
+@pytest.mark.usefixtures("torch_in_the_nursery")
 def test_a_forked_child_is_no_rank_and_ends_with_its_own_status() -> None:
     def forks() -> list[int]:
         import sparkhvd.torch as hvd
@@ -320,6 +337,7 @@ def test_output_is_shown_with_its_rank(capfd: pytest.CaptureFixture[str]) -> Non
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.usefixtures("torch_in_the_nursery")
 def test_torch_distributed_starts_unmodified() -> None:
     def sums() -> float:
         import torch

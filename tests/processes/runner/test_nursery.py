@@ -23,7 +23,7 @@ from sparkhvd.runner.processes import Ends
 from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
 from tests.harness.processes import NURSERY, children, find, is_alive, wait_until_gone
-from tests.harness.soak import SOAK
+from tests.harness.soak import SOAK, left_to_soak
 
 FRESH = Settings(nursery="0")
 # Of the job, and not of the process.
@@ -34,7 +34,6 @@ OF_THE_JOB = {"MASTER_PORT"}
 def nursery() -> Iterator[None]:
     """Let a test begin and end without a nursery."""
     of_this_process.forget()
-    of_this_process._useful.clear()  # most of these tests need no torch
     yield
     of_this_process.forget()
     assert wait_until_gone(find(NURSERY) & children(os.getpid())) == set()
@@ -77,7 +76,7 @@ def parents_of(pids: list[int]) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("threads", ["1", "3"])
+@pytest.mark.parametrize("threads", ["3", *left_to_soak("three threads, here", "1")])
 def test_a_fork_is_like_a_fresh_process(
     nursery: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: str
 ) -> None:
@@ -141,6 +140,7 @@ def draw() -> tuple[float, float, float, str]:
     return random.random(), np.random.rand(), torch.rand(1).item(), uuid.uuid4().hex  # noqa: S311, NPY002
 
 
+@pytest.mark.usefixtures("torch_in_the_nursery")
 def test_forks_draw_numbers_as_fresh_processes_do(nursery: None) -> None:
     drawn = [rank for _ in range(2) for rank in run_local(draw, num_proc=2, verbose=0)]
     for kind in range(4):

@@ -1,0 +1,19 @@
+"""What launches of these tests share: most need no torch, whatever earlier ranks have imported."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.runner.nurseries import of_this_process
+
+
+@pytest.fixture(autouse=True)
+def no_useful_modules() -> None:
+    """Let nurseries that a test starts import nothing before its ranks do."""
+    of_this_process._useful.clear()
+
+
+@pytest.fixture
+def torch_in_the_nursery(no_useful_modules: None) -> None:
+    """Let the nursery import torch once, where each rank of a test would."""
+    of_this_process._useful.update(("torch", "sparkhvd.torch"))
