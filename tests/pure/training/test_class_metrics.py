@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score, roc_auc_score
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.class_metrics import F1, Auc
 from sparkhvd.training.metrics import Forward, Totals, resolve_metrics
+from tests.harness.later import Later
+
+reference = Later("sklearn.metrics")
 
 SIZES = (1, 2, 7, 301)
 
@@ -46,7 +48,7 @@ def classes(rows: int, number: int) -> np.ndarray:
 def test_auc_is_the_one_of_scikit_learn(rows: int, ties: bool) -> None:
     z, y = scores(rows, ties=ties), classes(rows, 2)
     with warnings.catch_warnings(action="ignore"):  # one class: NaN
-        expected = pytest.approx(roc_auc_score(y, z), rel=1e-12, nan_ok=True)
+        expected = pytest.approx(reference.roc_auc_score(y, z), rel=1e-12, nan_ok=True)
     pairs = np.stack([np.zeros(rows, np.float32), z], 1)  # two scores rank by their difference
     assert value("auc", z, y.astype(np.float32)) == expected
     assert value("auc", z[:, None], y[:, None], "identity") == expected
@@ -56,14 +58,16 @@ def test_auc_is_the_one_of_scikit_learn(rows: int, ties: bool) -> None:
 
 def test_auc_of_many_batches_and_large_scores() -> None:
     z, y = scores(3001).astype(np.float64) * 1e300, classes(3001, 2)
-    assert value("auc", z, y, batch=1) == pytest.approx(roc_auc_score(y, z), rel=1e-12)
+    assert value("auc", z, y, batch=1) == pytest.approx(reference.roc_auc_score(y, z), rel=1e-12)
     assert value("auc", np.array([-np.inf, 0.0, -0.0, np.inf]), np.array([0, 0, 1, 1])) == 0.875
 
 
 def test_auc_leaves_out_labels_that_are_no_class() -> None:
     z, y = scores(50, 2), classes(50, 3) - 1
     seen = y >= 0
-    expected = pytest.approx(roc_auc_score(y[seen], (z[:, 1] - z[:, 0])[seen]), nan_ok=True)
+    expected = pytest.approx(
+        reference.roc_auc_score(y[seen], (z[:, 1] - z[:, 0])[seen]), nan_ok=True
+    )
     assert value("auc", z, np.where(seen, y, -100), "softmax") == expected
 
 
@@ -78,7 +82,7 @@ def test_auc_of_one_class_of_no_rows_and_of_nan_is_nan() -> None:
 def test_f1_of_two_classes_is_that_of_the_positive_one(rows: int, link: str) -> None:
     z, y = scores(rows), classes(rows, 2)
     threshold = 0.0 if link == "sigmoid" else 0.5
-    expected = pytest.approx(f1_score(y, z > threshold, zero_division=0.0), rel=1e-12)
+    expected = pytest.approx(reference.f1_score(y, z > threshold, zero_division=0.0), rel=1e-12)
     with warnings.catch_warnings(action="ignore"):  # no positive row
         assert value("f1", z, y.astype(np.float32), link) == expected
         assert value("f1", z[:, None], y, link) == expected
@@ -89,14 +93,14 @@ def test_f1_of_two_classes_is_that_of_the_positive_one(rows: int, link: str) -> 
 @pytest.mark.parametrize("rows", SIZES)
 def test_f1_of_more_classes_is_the_mean_of_those_that_occur(rows: int) -> None:
     z, y = scores(rows, 5), classes(rows, 3)  # two classes may be predicted alone
-    expected = pytest.approx(f1_score(y, z.argmax(1), average="macro", zero_division=0.0))
+    expected = pytest.approx(reference.f1_score(y, z.argmax(1), average="macro", zero_division=0.0))
     assert value("f1", z, y, "softmax") == expected
     assert value("f1", z, np.eye(5)[y], "softmax") == expected
     # Of images, and with pixels that the loss ignores.
     pixels, there = scores(rows, 5, 2, 3), classes(rows * 6, 5).reshape(rows, 2, 3)
     seen = there != 4
     expected = pytest.approx(
-        f1_score(there[seen], pixels.argmax(1)[seen], average="macro", zero_division=0.0)
+        reference.f1_score(there[seen], pixels.argmax(1)[seen], average="macro", zero_division=0.0)
     )
     assert value("f1", pixels, np.where(seen, there, -100), "softmax") == expected
 
@@ -104,7 +108,7 @@ def test_f1_of_more_classes_is_the_mean_of_those_that_occur(rows: int) -> None:
 def test_f1_of_several_labels_per_row_is_their_mean() -> None:
     z, y = scores(80, 4), classes(320, 2).reshape(80, 4)
     assert value("f1", z, y.astype(np.float32)) == pytest.approx(
-        f1_score(y, z > 0, average="macro")
+        reference.f1_score(y, z > 0, average="macro")
     )
 
 

@@ -7,12 +7,14 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score, roc_auc_score
 
 from sparkhvd.engine.engine import Engine
 from sparkhvd.torch.context import use_engine
 from sparkhvd.training.class_metrics import F1, Auc
+from tests.harness.later import Later
 from tests.harness.ranks import run_ranks
+
+reference = Later("sklearn.metrics")
 
 
 @pytest.mark.parametrize(
@@ -46,8 +48,8 @@ def test_merged_metrics_are_those_of_all_rows(rows: tuple[int, ...], kind: str) 
     with warnings.catch_warnings(action="ignore"):
         results = run_ranks(len(rows), body, using=use_engine)
         expected = {
-            "f1": f1_score(y, z > 0, zero_division=0.0) if len(y) else np.nan,
-            "auc": roc_auc_score(y, z) if len(set(y.tolist())) == 2 else np.nan,
+            "f1": reference.f1_score(y, z > 0, zero_division=0.0) if len(y) else np.nan,
+            "auc": reference.roc_auc_score(y, z) if len(set(y.tolist())) == 2 else np.nan,
         }
     for result in results:
         assert result == pytest.approx(expected, rel=1e-12, nan_ok=True)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-import torchmetrics
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import functions as F  # noqa: N812
 from torch import nn
@@ -25,10 +24,13 @@ from sparkhvd.data.store.run_lock import hold
 from sparkhvd.estimator import Callback
 from sparkhvd.training.checkpoints.files import Checkpoints
 from tests.harness.by_value import by_value
+from tests.harness.later import Later
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 from tests.harness.waiting import wait_until
 from tests.spark.estimator.fits import assert_same_weights, estimator, mlp, one_process, only_data
+
+torchmetrics = Later("torchmetrics")
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
