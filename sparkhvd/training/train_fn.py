@@ -74,7 +74,7 @@ class Loader:
         self.num_rows = reader.num_rows
 
     def __len__(self) -> int:
-        """Steps of an epoch, equal on every rank."""
+        """Return the number of steps of an epoch, equal on every rank."""
         return self._reader.num_steps
 
     def set_epoch(self, epoch: int) -> None:

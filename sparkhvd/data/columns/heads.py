@@ -75,7 +75,7 @@ def link_of(loss: object) -> str:
 
 
 def known_kinds(link: str, width: int) -> tuple[str, ...]:
-    """List what follows from the only output of a model, with `width` elements per row: "raw", "probability", "prediction"."""
+    """List the columns that follow from the only output of a model, with `width` elements per row: "raw", "probability", "prediction"."""
     if (link == SOFTMAX and width > 1) or (link == SIGMOID and width == 1):
         return ("raw", "probability", "prediction")
     return ("prediction",) if link == VALUE and width == 1 else ()

@@ -274,7 +274,7 @@ def transformed_schema(
 
 
 def bind_transformed(binding: InputBinding, schema: DataSchema) -> InputBinding:
-    """Arguments of one transformed field with several axes keep these: an image stays (B, C, H, W)."""
+    """Bind transformed fields: an argument of one field with several axes keeps these, as an image (B, C, H, W)."""
     shapes = {c.name: c.shape or () for c in schema.features}
 
     def shaped(argument: Any) -> Any:
