@@ -352,7 +352,7 @@ def _complete(
     data: FitData,
     report: JobReport[TrainResult],
 ) -> None:
-    """Give the model the trained weights, and what the ranks have told."""
+    """Give the model the trained weights, history and timings."""
     result: TrainResult = report.results[0]
     checkpoints = Checkpoints(request.store, spec.run_dir)
     state = checkpoints.load_weights(checkpoints.path(result.epoch))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -64,22 +64,17 @@ class ClassificationSummary(_Summary):
         rows = self._pairs.groupBy("label", "prediction").count().collect()
         return {(row.label, row.prediction): row["count"] for row in rows}
 
-    def _weighted(self, beta: float | None, *, of_predicted: bool = False) -> float:
-        """Compute the mean over classes, by their shares of the rows, of precision, recall (`beta` None) or the F-measure."""
+    def _classes(self) -> list[tuple[int, float, float]]:
+        """List rows, precision and recall of each class that occurs in the labels."""
         labelled, predicted = Counter[float](), Counter[float]()
         for (label, prediction), count in self._counts.items():
             labelled[label] += count
             predicted[prediction] += count
-        total = 0.0
+        found = []
         for label, count in labelled.items():
             hits = self._counts.get((label, label), 0)
-            precision = hits / predicted[label] if predicted[label] else 0.0
-            measure = precision if of_predicted else hits / count
-            if beta is not None:
-                parts = beta**2 * precision + measure
-                measure = (1 + beta**2) * precision * measure / parts if parts else 0.0
-            total += measure * count
-        return total / sum(labelled.values()) if labelled else math.nan
+            found.append((count, hits / predicted[label] if hits else 0.0, hits / count))
+        return found
 
     @property
     def accuracy(self) -> float:
@@ -90,16 +85,21 @@ class ClassificationSummary(_Summary):
     @property
     def weightedPrecision(self) -> float:  # noqa: N802
         """Mean precision of the classes, by their shares of the rows."""
-        return self._weighted(None, of_predicted=True)
+        return _mean((rows, precision) for rows, precision, _ in self._classes())
 
     @property
     def weightedRecall(self) -> float:  # noqa: N802
         """Mean recall of the classes, by their shares of the rows."""
-        return self._weighted(None)
+        return _mean((rows, recall) for rows, _, recall in self._classes())
 
     def weightedFMeasure(self, beta: float = 1.0) -> float:  # noqa: N802
         """Compute the mean F-measure of the classes, by their shares of the rows."""
-        return self._weighted(beta)
+
+        def measure(precision: float, recall: float) -> float:
+            parts = beta**2 * precision + recall
+            return (1 + beta**2) * precision * recall / parts if parts else 0.0
+
+        return _mean((rows, measure(p, r)) for rows, p, r in self._classes())
 
     @cached_property
     def areaUnderROC(self) -> float:  # noqa: N802
@@ -121,6 +121,13 @@ class ClassificationSummary(_Summary):
             rawPredictionCol=self.rawPredictionCol,
             metricName=name,  # type: ignore[arg-type]  # a literal
         ).evaluate(self.predictions)
+
+
+def _mean(measured: Iterable[tuple[int, float]]) -> float:
+    """Return the mean of measures by their numbers of rows; NaN without rows."""
+    pairs = list(measured)
+    rows = sum(count for count, _ in pairs)
+    return sum(count * value for count, value in pairs) / rows if rows else math.nan
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What `TorchClassifier` and `TorchRegressor` share: one label, one output whose meaning the class tells, Spark ML's names."""
+"""Bases of `TorchClassifier`, `TorchRegressor` and their models: one label, one output whose meaning the class tells, Spark ML's names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TorchPredictionModel(TorchModel):
             raise InvalidArgumentError(f"{type(self).__name__}: {problem}")
 
     def _name_no_outputs(self) -> None:
-        """Keep the names: the class tells what the output means, whatever the loss and the step."""
+        """Keep the names: the class tells the meaning of the output, with any loss and step."""
 
     @property
     def numFeatures(self) -> int:  # noqa: N802 - Spark's name
@@ -83,7 +83,7 @@ class TorchPredictionModel(TorchModel):
         return name
 
     def _compute(self, kind: str, value: Row) -> npt.NDArray[np.float64]:
-        """Compute what an output column of a kind has for one row."""
+        """Compute the value of an output column of a kind for one row."""
         options = self._read_options(PredictOptions)
         fitted, options = bind_row(self._require_fitted(), options, value)
         self._check_outputs(fitted)
@@ -110,6 +110,7 @@ class TorchPredictor(TorchEstimator, HasWeightCol):
         return super()._train(request)
 
     def _link(self, request: Request) -> str:
+        """Return the link of the model's output; raises where the loss does not tell it."""
         has_function = request.options.output_fn is not None
         return self._model_class._known_link(request.links[0], has_function=has_function)
 

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import warnings
 from collections.abc import Iterable
-from datetime import datetime
 from typing import TextIO
 
 from sparkhvd.errors import InvalidArgumentError
@@ -16,7 +15,6 @@ __all__ = [
     "check_executable",
     "check_hosts",
     "choose_stream",
-    "line_of",
     "warn_of",
     "write_tails",
 ]
@@ -93,12 +91,6 @@ def choose_stream(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None
             stacklevel=3,
         )
     return stdout if stdout is not None else stderr
-
-
-def line_of(text: str, *, timestamp: bool) -> str:
-    """Return a line of a rank's output with its end, and with the local time in front where asked for."""
-    now = f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} " if timestamp else ""
-    return f"{now}{text}\n"
 
 
 def write_tails(stream: TextIO | None, outcomes: Iterable[Outcome]) -> None:

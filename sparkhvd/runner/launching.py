@@ -8,6 +8,7 @@ import pickle
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
@@ -24,6 +25,7 @@ __all__ = [
     "choose_settings",
     "dump_call",
     "job_frame",
+    "line_of",
     "load_result",
     "own_address",
     "preload",
@@ -204,3 +206,9 @@ def reserved_port(address: str) -> Iterator[int]:
 def load_result(data: bytes) -> Any:
     """Unpickle a rank's result, which came through Spark or through this process's own pipe."""
     return pickle.loads(data)  # noqa: S301
+
+
+def line_of(text: str, *, timestamp: bool) -> str:
+    """Return a line of a rank's output with its end, and with the local time in front where asked for."""
+    now = f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} " if timestamp else ""
+    return f"{now}{text}\n"

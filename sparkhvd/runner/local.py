@@ -18,7 +18,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide
-from sparkhvd.runner.horovod_arguments import check_hosts, line_of
+from sparkhvd.runner.horovod_arguments import check_hosts
 from sparkhvd.runner.outcomes import Kind, Outcome, error_of, root_cause
 from sparkhvd.runner.trainer import Trainer, inherited, interrupt
 from sparkhvd.settings import Settings
@@ -73,7 +73,7 @@ def launch_local(
     def log(line: str) -> None:
         if stream is not None or verbose > 0:
             to = sys.stderr if stream is None else stream
-            to.write(line_of(line, timestamp=timestamps))
+            to.write(launching.line_of(line, timestamp=timestamps))
             to.flush()
 
     ended: queue.SimpleQueue[int] = queue.SimpleQueue()

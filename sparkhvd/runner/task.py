@@ -25,7 +25,6 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import gathering, launching, placement, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
-from sparkhvd.runner.horovod_arguments import line_of
 from sparkhvd.runner.interrupts import InterruptWatch
 from sparkhvd.runner.nurseries import of_this_process
 from sparkhvd.runner.outcomes import Kind, Outcome, chunks, describe, embed, refer, root_cause
@@ -327,7 +326,7 @@ def host_of(address: str) -> str:
 
 
 def _log(line: str, *, timestamp: bool = False) -> None:
-    sys.stderr.write(line_of(line, timestamp=timestamp))
+    sys.stderr.write(launching.line_of(line, timestamp=timestamp))
     sys.stderr.flush()
 
 

@@ -23,7 +23,7 @@ from sparkhvd.data.columns import heads
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.training.metric_states import MetricState
 
-__all__ = ["CLASS_METRICS", "F1", "Auc", "classes_of", "positives_of"]
+__all__ = ["CLASS_METRICS", "F1", "Auc", "ClassMetric", "classes_of", "positives_of"]
 
 Array = npt.NDArray[Any]
 # Scores and classes of rows.
@@ -282,4 +282,5 @@ def _ranked(positive: Array, negative: Array) -> Tensor:
     return torch.tensor([rightly, len(positive), len(negative)], dtype=torch.float64)
 
 
-CLASS_METRICS: Mapping[str, type[F1] | type[Auc]] = {"f1": F1, "auc": Auc}
+ClassMetric: TypeAlias = F1 | Auc
+CLASS_METRICS: Mapping[str, type[ClassMetric]] = {"f1": F1, "auc": Auc}

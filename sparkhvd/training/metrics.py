@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.training.class_metrics import CLASS_METRICS, F1, Auc, classes_of, positives_of
+from sparkhvd.training.class_metrics import CLASS_METRICS, ClassMetric, classes_of, positives_of
 from sparkhvd.training.metric_states import (
     MetricState,
     StateMetric,
@@ -98,7 +98,7 @@ class Metric:
         return value.sum() * num_rows / value.numel()
 
 
-AnyMetric: TypeAlias = Metric | StateMetric | F1 | Auc
+AnyMetric: TypeAlias = Metric | StateMetric | ClassMetric
 
 
 def _accuracy(output: Tensor, label: Tensor, link: str) -> Tensor:
@@ -231,10 +231,11 @@ def try_metrics(
     """
     for metric in metrics:
         output, label = outputs[metric.label], labels[metric.label]
-        if isinstance(metric, (F1, Auc)):
+        if isinstance(metric, Metric):
+            if isinstance(metric.function, str):
+                metric.row_sum(output, label)
+        elif not isinstance(metric, StateMetric):
             metric.fresh().update(output, label)
-        elif isinstance(metric, Metric) and isinstance(metric.function, str):
-            metric.row_sum(output, label)
 
 
 class TotalsState(TypedDict):

@@ -201,15 +201,14 @@ class EpochReporter:
 
     def _run(self) -> None:
         began = self._reported
-        with announce_late(
-            f"{self._prefix}waiting for epoch {began + 1}/{self._epochs}", self._verbose
-        ):
-            while not self._stopping.wait(self._poll_s) and self._reported == began:
+        text = f"{self._prefix}waiting for epoch {began + 1}/{self._epochs}"
+        with contextlib.ExitStack() as waiting:
+            waiting.enter_context(announce_late(text, self._verbose))
+            while not self._stopping.wait(self._poll_s):
                 self._read()
                 renew_leases()
-        while not self._stopping.wait(self._poll_s):
-            self._read()
-            renew_leases()
+                if self._reported > began:
+                    waiting.close()
         self._read()
 
     def _read(self) -> None:

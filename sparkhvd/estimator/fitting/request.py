@@ -92,7 +92,7 @@ class Request:
         return is_kept or not is_temporary_store(self.store)
 
     def tells_outputs(self, labels: Sequence[Column]) -> bool:
-        """Return True if `loss` tells what outputs mean: it is what the model is trained with, by labels of whole rows."""
+        """Return True if `loss` tells the meaning of outputs: it trains the model, by labels of whole rows."""
         return not self.program.user.computes_loss and all(map(is_of_row, labels))
 
 

@@ -70,7 +70,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Computation:
-    """What a model computes of rows, without the model.
+    """Computation of output columns from rows, without the model.
 
     Attributes:
         columns: feature columns with the names and shapes of the training data.

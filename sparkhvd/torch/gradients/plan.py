@@ -103,7 +103,7 @@ def _wire_dtype(name: str, param: Tensor, options: ReduceOptions) -> torch.dtype
 
 
 def _check_complex(name: str, param: Tensor, options: ReduceOptions) -> None:
-    """Refuse what cannot be done with pairs of real numbers."""
+    """Refuse reductions, compression and devices that do not take pairs of real numbers."""
     problem = ""
     if options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         problem = (

@@ -14,7 +14,7 @@ import pytest
 
 import sparkhvd
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.runner import horovod_arguments, outcomes
+from sparkhvd.runner import horovod_arguments, launching, outcomes
 
 OF_HOROVOD = (
     "fn args kwargs num_proc start_timeout use_mpi use_gloo extra_mpi_args env stdout stderr verbose nics "
@@ -93,6 +93,6 @@ def test_last_lines_come_by_rank_and_a_broken_stream_is_passed_over() -> None:
 
 
 def test_a_timestamp_is_the_local_time_with_its_zone() -> None:
-    line = horovod_arguments.line_of("[0] x", timestamp=True)
+    line = launching.line_of("[0] x", timestamp=True)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d \[0\] x\n", line)
-    assert horovod_arguments.line_of("[0] x", timestamp=False) == "[0] x\n"
+    assert launching.line_of("[0] x", timestamp=False) == "[0] x\n"
