@@ -1,0 +1,145 @@
+// What many islands cost: the bytes that ranks send, for tensors and for agreement; and that the ways
+// that save them deliver every byte.
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <numeric>
+
+#include "world.h"
+
+namespace sparkhvd::test::islands_test {
+namespace {
+
+using Hosts = std::vector<std::int32_t>;
+using Floats = std::vector<float>;
+
+Hosts alone(int size) {
+  Hosts hosts(static_cast<std::size_t>(size));
+  std::iota(hosts.begin(), hosts.end(), 0);
+  return hosts;
+}
+
+/// Hosts of four ranks each.
+Hosts fours(int size) {
+  Hosts hosts = alone(size);
+  for (auto& host : hosts) host /= 4;
+  return hosts;
+}
+
+/// Bytes that this rank has sent on connections.
+std::uint64_t sent_bytes(TestEngine& engine) {
+  std::string text(sparkhvd_engine_counters(engine.get(), nullptr, 0) + 64, '\0');
+  sparkhvd_engine_counters(engine.get(), text.data(), text.size());
+  const std::string key = "\"sent_bytes\":";
+  const auto begin = text.find(key);
+  if (begin == std::string::npos) throw Failure("no sent_bytes in " + text);
+  return std::stoull(text.substr(begin + key.size()));
+}
+
+/// Numbers that no two places have in common by chance, quickly.
+Floats mixed(unsigned seed, std::size_t count) {
+  Floats numbers(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    numbers[i] = static_cast<float>(((static_cast<unsigned>(i) + seed) * 2654435761U) >> 8);
+  }
+  return numbers;
+}
+
+Status broadcast(TestEngine& engine, std::int32_t root, const Floats& input, Floats& output,
+                 std::int32_t process_set = 0) {
+  Request request(SPARKHVD_BROADCAST, "from " + std::to_string(root));
+  request.tensor(input.data(), output.data(), {static_cast<std::int64_t>(input.size())});
+  request.on(process_set).raw().root_rank = root;
+  return engine.submit(request.raw()).wait();
+}
+
+/// Broadcasts from every root, sizes on both sides of every limit.
+void check_broadcasts(TestEngine& engine, std::int32_t rank, const Hosts& roots,
+                      std::int32_t process_set = 0) {
+  for (const std::int32_t root : roots) {
+    for (const std::size_t count : {0U, 1U, 1000U, 16384U, 16385U, 70003U, 300007U}) {
+      const auto seed = static_cast<unsigned>(root) * 1000 + static_cast<unsigned>(count);
+      const Floats expected = mixed(seed, count);
+      Floats own = rank == root ? expected : Floats(count, -1);
+      Floats other(count, -2);
+      const bool in_place = (static_cast<std::size_t>(root) + count) % 2 == 0;
+      Floats& output = in_place ? own : other;
+      CHECK_EQUAL(broadcast(engine, root, own, output, process_set).message, "");
+      CHECK_MESSAGE(output == expected, std::to_string(count) + " from " + std::to_string(root));
+    }
+  }
+}
+
+}  // namespace
+
+TEST(broadcast_over_islands_of_any_size_delivers_every_byte_from_every_root) {
+  for (const auto& hosts : std::vector<Hosts>{{0, 0, 1},
+                                              {0, 1, 2},
+                                              {0, 1, 0, 1, 1, 2},
+                                              {0, 0, 0, 1, 2, 2},
+                                              {0, 0, 1, 2, 2, 2, 2, 3},
+                                              alone(5)}) {
+    WorldOptions options;
+    options.hosts = hosts;
+    options.streams = hosts.size() == 6 ? 2 : 1;
+    options.slots = hosts.size() > 5 ? 2 : 3;
+    options.slot_bytes = 32 << 10;
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      check_broadcasts(engine, rank, alone(static_cast<int>(hosts.size())));
+    });
+  }
+}
+
+TEST(broadcast_on_a_process_set_of_parts_of_islands) {
+  WorldOptions options;
+  options.hosts = {0, 0, 0, 1, 1, 2, 3, 3};
+  const Hosts members{1, 2, 3, 5, 7};
+  run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+    Request add(SPARKHVD_ADD_PROCESS_SET, "add");
+    add.numbers({members.begin(), members.end()});
+    TestWork work = engine.submit(add.raw());
+    CHECK_EQUAL(work.wait().message, "");
+    const auto set = static_cast<std::int32_t>(result_of(work).rows.at(0));
+    // At the same time on all ranks: what one set's islands are is nothing to the other.
+    Floats all(100003, static_cast<float>(rank));
+    Request request(SPARKHVD_BROADCAST, "all");
+    request.tensor(all.data(), all.data(), {100003});
+    request.raw().root_rank = 4;
+    TestWork other = engine.submit(request.raw());
+    if (std::ranges::count(members, rank) > 0) check_broadcasts(engine, rank, members, set);
+    CHECK_EQUAL(other.wait().message, "");
+    CHECK(all == Floats(100003, 4));
+  });
+}
+
+TEST(the_root_of_a_broadcast_sends_the_tensor_once) {
+  for (const auto& hosts : {alone(2), alone(4), alone(8), alone(16), fours(16)}) {
+    WorldOptions options;
+    options.hosts = hosts;
+    const auto size = static_cast<std::ptrdiff_t>(hosts.size());
+    std::barrier meet(size);
+    constexpr std::int32_t kRoot = 1;
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      const auto bytes_of = [&](std::size_t count) {
+        const Floats expected = mixed(7, count);
+        Floats data = rank == kRoot ? expected : Floats(count);
+        meet.arrive_and_wait();
+        const std::uint64_t before = sent_bytes(engine);
+        CHECK_EQUAL(broadcast(engine, kRoot, data, data).message, "");
+        CHECK(data == expected);
+        return static_cast<double>(sent_bytes(engine) - before) / static_cast<double>(4 * count);
+      };
+      const double large = bytes_of(1 << 20);
+      const double small = bytes_of(4 << 10);
+      if (rank == kRoot) {
+        CHECK_MESSAGE(large < 1.05, std::to_string(large));
+        const int islands = hosts.back() + 1;
+        CHECK_MESSAGE(small < std::log2(islands) + 0.1, std::to_string(small));
+      } else {
+        CHECK_MESSAGE(large < 1.05, std::to_string(large));
+      }
+    });
+  }
+}
+
+}  // namespace sparkhvd::test::islands_test
