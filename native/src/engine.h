@@ -137,6 +137,9 @@ class Engine {
 
   void handle(Link& link, FrameType type, std::span<const std::byte> body);
   void apply(Group& group, Negotiation::Outcome outcome);
+  bool send_to(std::span<const Rank> to, const Bytes& frame);
+  void give_order(Group& group, Execute order);
+  std::optional<Execute> send_order(Execute order, const Team& team);
   Group* find_group(std::int32_t process_set);
   void open_group(std::unique_ptr<Group> group);
   void check_shares(Rank from, const SegmentKey& key, std::size_t outstanding,
@@ -167,7 +170,7 @@ class Engine {
   void pass_over(Group& group, Execute message);
   void check_contributors(const Group& group, const Execute& message) const;
   void check_order(const Group& group, const Operation& operation, const Execute& message) const;
-  void resolve_places(Group& group, Operation& operation, const Execute& message);
+  void resolve_places(Group& group, const Team& team, Operation& operation, const Execute& message);
   void begin(Group& group, Running& running);
   void conclude(Group& group, Running& running);
   void add_group(Group& group, Running& running);
@@ -186,7 +189,7 @@ class Engine {
   void send_device_orders(Group& group);
   void on_unique_id(std::int32_t process_set, const nccl::NcclUniqueId& id);
   void on_order(Rank from, Execute execute);
-  void pass_on(std::span<const Rank> ranks, Execute execute);
+  void pass_on(const Team& team, Execute execute);
   void relay_to(std::int32_t process_set, std::vector<Rank> ranks);
   void on_device_execute(Rank from, Execute message);
   std::shared_ptr<Operation> take_submitted(Group& group, const Execute& message);

@@ -29,8 +29,7 @@ std::string joined_text(const std::string& label, Rank rank, const char* what) {
 }
 
 /// True if the result has bytes of some rank: then it needs a place.
-bool lacks_output(const Operation& operation, const Execute& message, std::size_t members,
-                  std::size_t own) {
+bool lacks_output(const Operation& operation, const Execute& message, std::size_t members) {
   const Descriptor& descriptor = operation.descriptor;
   for (std::size_t i = 0; i < descriptor.shapes.size(); ++i) {
     std::int64_t rows = 0;
@@ -38,7 +37,7 @@ bool lacks_output(const Operation& operation, const Execute& message, std::size_
       if (descriptor.collective == Collective::kAllgather) {
         rows += message.rows[i * members + member];
       } else if (descriptor.collective == Collective::kAlltoall) {
-        rows += message.rows[member * members + own];
+        rows += message.rows[member];
       }
     }
     if (rows == 0 || operation.on_device->tensors[i].output != nullptr) continue;
@@ -114,7 +113,7 @@ void Engine::send_device_orders(Group& group) {
     Execute execute = std::move(orders.waiting.front());
     orders.waiting.pop_front();
     if (rank_ == Rank{0}) {
-      pass_on(group.team.ranks(), std::move(execute));
+      pass_on(group.team, std::move(execute));
       continue;
     }
     const auto mine = group.submitted.find(execute.name);
@@ -174,20 +173,11 @@ void Engine::on_order(Rank from, Execute execute) {
     throw nonsense("an order that only the coordinator of a process set may send, in order");
   }
   ++relay.next;
-  pass_on(relay.ranks, std::move(execute));
+  pass_on(Team(rank_, {relay.ranks}), std::move(execute));
 }
 
-void Engine::pass_on(std::span<const Rank> ranks, Execute execute) {
-  const Bytes frame = encode(execute);
-  bool is_mine = false;
-  for (const Rank to : ranks) {
-    if (to == rank_) {
-      is_mine = true;
-    } else if (world_->link(to).is_open()) {
-      world_->link(to).send(frame);
-    }
-  }
-  if (is_mine) on_device_execute(rank_, std::move(execute));
+void Engine::pass_on(const Team& team, Execute execute) {
+  if (auto mine = send_order(std::move(execute), team)) on_device_execute(rank_, std::move(*mine));
 }
 
 // ---- To the device ---------------------------------------------------------------------------
@@ -248,18 +238,13 @@ void Engine::hand_over(Group& group, const Execute& message, std::shared_ptr<Ope
   }
   nccl::Launch launch;
   if (operation) {
-    if (lacks_output(*operation, message, group.team.size(), group.team.index())) {
+    if (lacks_output(*operation, message, group.team.size())) {
       return fail(SPARKHVD_INVALID_ARGUMENT,
                   label + ": it has no output on " + rank_text(rank_) +
                       ". On a device the caller gives one with room for all rows.");
     }
     operation->rows = message.rows;
-    if (descriptor.collective == Collective::kAlltoall) {
-      operation->rows.clear();  // what came from each rank is the caller's
-      for (std::size_t from = 0; from < group.team.size(); ++from) {
-        operation->rows.push_back(message.rows[from * group.team.size() + group.team.index()]);
-      }
-    }
+    if (descriptor.collective == Collective::kAlltoall) operation->rows.resize(group.team.size());
     operation->trace.algorithm = nccl::algorithm_of(descriptor.collective);
     recorder_.started(*operation);
     operation->on_device->is_with_plane = true;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "engine.h"
+#include "orders.h"
 #include "text.h"
 
 namespace sparkhvd {
@@ -267,26 +268,40 @@ void Engine::apply(Group& group, Negotiation::Outcome outcome) {
       if (has_failed_) return;
       continue;
     }
-    const Bytes frame =
-        std::visit([](const auto& message) { return encode(message); }, decision.message);
-    // Orders go to all members alike; their number keeps those that take different ways in order.
-    const bool is_told = std::holds_alternative<Execute>(decision.message) &&
-                         group.has_control_rings() && group.communicator->tell_members(frame);
-    bool is_mine = is_told;
-    for (const Rank to : is_told ? std::vector<Rank>{} : decision.to) {
-      if (to == rank_) {
-        is_mine = true;
-      } else if (world_->link(to).is_open()) {
-        world_->link(to).send(frame);
-      }
-    }
-    if (!is_mine) continue;
     if (auto* execute = std::get_if<Execute>(&decision.message)) {
-      on_execute(group.coordinator(), std::move(*execute));
-    } else {
-      on_refuse(group.coordinator(), std::get<Refuse>(decision.message));
+      give_order(group, std::move(*execute));
+    } else if (const auto& refuse = std::get<Refuse>(decision.message);
+               send_to(decision.to, encode(refuse))) {
+      on_refuse(group.coordinator(), refuse);
     }
   }
+}
+
+/// Sends a frame to the other ranks among `to`. True if this one is among them.
+bool Engine::send_to(std::span<const Rank> to, const Bytes& frame) {
+  for (const Rank rank : to) {
+    if (rank != rank_ && world_->link(rank).is_open()) world_->link(rank).send(frame);
+  }
+  return std::ranges::count(to, rank_) > 0;
+}
+
+/// The coordinator: all ranks of the set run this next. Through shared memory all read one message, if
+/// it fits; an order's number keeps those that take different ways in order.
+void Engine::give_order(Group& group, Execute order) {
+  const bool is_short = order.splits.size() * sizeof(std::int64_t) <= ControlRing::kMaxFrame;
+  if (is_short && group.has_control_rings() && group.communicator->tell_members(encode(order))) {
+    return on_execute(rank_, std::move(order));
+  }
+  if (auto mine = send_order(std::move(order), group.team)) on_execute(rank_, std::move(*mine));
+}
+
+/// Sends every other rank of the team what it needs of the order; returns what this one needs.
+std::optional<Execute> Engine::send_order(Execute order, const Team& team) {
+  std::optional<Execute> mine;
+  for (auto& part : parts_of(std::move(order), team)) {
+    if (send_to(part.to, encode(part.order))) mine = std::move(part.order);
+  }
+  return mine;
 }
 
 void Engine::on_execute(Rank from, Execute message) {
@@ -308,6 +323,10 @@ void Engine::on_execute(Rank from, Execute message) {
     throw nonsense("an order to run '" + message.name + "', which is unknown here");
   }
   const auto operation = entry->second;
+  if (!message.splits.empty()) {
+    message.rows = alltoall_rows(message, group.team, rank_);
+    message.splits.clear();
+  }
   check_order(group, *operation, message);
   recorder_.agreed(*operation);
   group.submitted.erase(entry);
@@ -317,12 +336,12 @@ void Engine::on_execute(Rank from, Execute message) {
         *operation, SPARKHVD_SHUT_DOWN,
         departure_text(operation->descriptor.collective, operation->name, *group.departed));
   }
-  resolve_places(group, *operation, message);
+  Team team =
+      message.contributors.empty() ? group.team : group.team.restricted(message.contributors);
+  resolve_places(group, team, *operation, message);
   Running running;
   running.operation = operation;
   running.sequence = message.sequence;
-  Team team =
-      message.contributors.empty() ? group.team : group.team.restricted(message.contributors);
   running.context.reset(
       new Context{*group.communicator, kernels_, *operation, std::move(message), std::move(team)});
   group.running.push_back(std::move(running));
@@ -362,40 +381,37 @@ void Engine::check_order(const Group& group, const Operation& operation,
            (i % members != own || message.rows[i] == (shape.empty() ? 1 : shape[0]));
     }
   } else if (descriptor.collective == Collective::kAlltoall) {
-    ok = ok && message.rows.size() == members * members;
-    for (std::size_t i = 0; ok && i < message.rows.size(); ++i) {
-      ok = is_possible(descriptor, 0, message.rows[i]) &&
-           (i / members != own || message.rows[i] == descriptor.numbers[i % members]);
-    }
+    const std::size_t local_size = message.is_on_device ? 0 : group.team.local_size();
+    ok = ok && message.rows.size() == AlltoallRows::count(members, local_size) &&
+         message.rows[own] == descriptor.numbers[own] &&
+         std::ranges::all_of(message.rows,
+                             [&](auto rows) { return is_possible(descriptor, 0, rows); });
   } else if (descriptor.collective == Collective::kJoin) {
     ok = ok && message.rows.size() == 1 &&
          group.team.includes(Rank{static_cast<std::int32_t>(message.rows[0])});
   }
-  const std::size_t contributors =
-      message.contributors.empty() ? members : message.contributors.size();
-  ok = ok && (message.places.empty() || message.places.size() == contributors);
   if (!ok) throw nonsense("impossible numbers for " + operation.label());
 }
 
 /// Places in registered memory as addresses.
-void Engine::resolve_places(Group& group, Operation& operation, const Execute& message) {
+void Engine::resolve_places(Group& group, const Team& team, Operation& operation,
+                            const Execute& message) {
   if (message.places.empty()) return;
-  if (!operation.descriptor.place) throw nonsense("places for an operation that has none");
+  if (!operation.descriptor.place || message.places.size() != team.local_size()) {
+    throw nonsense("impossible places for " + operation.label());
+  }
   const Segment* segment =
       operation.mailbox ? group.communicator->segment() : operation.segment.get();
-  const auto ranks = message.contributors.empty() ? group.team.ranks()
-                                                  : std::span<const Rank>(message.contributors);
-  const auto& island = group.team.island();
   const std::size_t bytes = operation.pieces.bytes();
-  operation.registered.assign(ranks.size(), nullptr);
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
-    if (std::ranges::count(island, ranks[i]) == 0) continue;
-    const Place& place = message.places[i];
+  operation.registered.assign(team.size(), nullptr);
+  for (std::size_t local = 0; local < team.local_size(); ++local) {
+    const Place& place = message.places[local];
+    const Rank rank = team.island()[local];
     if (place.segment != segment->key() || place.offset > segment->bytes() ||
-        bytes > segment->bytes() - place.offset || !segment->has(ranks[i])) {
+        bytes > segment->bytes() - place.offset || !segment->has(rank)) {
       throw nonsense("a place outside of registered memory");
     }
-    operation.registered[i] = segment->data(ranks[i]) + place.offset;
+    operation.registered[team.index_in(rank)] = segment->data(rank) + place.offset;
   }
 }
 

@@ -191,6 +191,7 @@ void write(Writer& writer, const Execute& message) {
       .number(message.sequence)
       .text(message.name)
       .numbers(message.rows)
+      .numbers(message.splits)
       .number(static_cast<std::uint32_t>(message.places.size()));
   for (const auto& place : message.places) write(writer, place);
   writer.numbers(message.contributors).flag(message.descriptor.has_value());
@@ -204,6 +205,7 @@ Execute read_execute(Reader& reader) {
   message.sequence = reader.number<std::uint64_t>();
   message.name = reader.text(kMaxNameBytes);
   message.rows = reader.numbers<std::int64_t>();
+  message.splits = reader.numbers<std::int64_t>();
   const auto places = reader.number<std::uint32_t>();
   for (std::uint32_t i = 0; i < places; ++i) message.places.push_back(read_place(reader));
   message.contributors = reader.numbers<Rank>();

@@ -102,10 +102,10 @@ struct Execute {
   std::int32_t process_set = 0;
   std::uint64_t sequence = 0;
   std::string name;
-  /// allgather: first dimensions [tensor][member]; alltoall: rows [from][to]; join: the last rank.
+  /// allgather: first dimensions [tensor][member]; alltoall: see AlltoallRows; join: the last rank.
   std::vector<std::int64_t> rows;
-  /// By contributor, in rank order: where all of them have their tensors in registered memory; else
-  /// empty.
+  /// By contributor (of the receiver's island, once sent), in rank order: where all of them have their
+  /// tensors in registered memory; else empty.
   std::vector<Place> places = {};
   /// Ranks that take part, if some ranks of the process set have joined; else empty. These learn the
   /// operation from `descriptor`.
@@ -116,6 +116,9 @@ struct Execute {
   bool is_on_device = false;
   /// With the first of a process set: what its communicator is made of (NCCL's unique id).
   std::vector<std::uint8_t> unique_id = {};
+  /// alltoall: rows [from][to], as the coordinator and rank 0 know them. Ranks that read one message
+  /// in shared memory take their own `rows` from it.
+  std::vector<std::int64_t> splits = {};
 };
 
 /// Message that rank 0 passes on to a process set that it does not coordinate.

@@ -216,7 +216,8 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
         throw Error(SPARKHVD_PEER_LOST,
                     "an alltoall with " + std::to_string(descriptor.numbers.size()) + " splits");
       }
-      execute.rows.insert(execute.rows.end(), descriptor.numbers.begin(), descriptor.numbers.end());
+      execute.splits.insert(execute.splits.end(), descriptor.numbers.begin(),
+                            descriptor.numbers.end());
     }
   }
   // Only if all lie in the same registered memory: a mailbox is read, a buffer is written too.

@@ -289,7 +289,8 @@ class RequestReader {
     if (descriptor_.collective == Collective::kAllgather) {
       answer += 8 * members_->size() * descriptor_.shapes.size();
     } else if (descriptor_.collective == Collective::kAlltoall) {
-      answer += 8 * members_->size() * members_->size();
+      // Rank 0 is told everything, and tells everyone his own.
+      answer += 8 * members_->size() * (descriptor_.is_on_device ? members_->size() : 2);
     }
     if (std::max(bytes, answer) <= kMaxControlBytes) return;
     refuse("the description of " + std::to_string(descriptor_.shapes.size()) + " tensors needs " +

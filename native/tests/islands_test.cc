@@ -5,6 +5,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "error.h"
+#include "orders.h"
 #include "world.h"
 
 namespace sparkhvd::test::islands_test {
@@ -138,6 +140,129 @@ TEST(the_root_of_a_broadcast_sends_the_tensor_once) {
       } else {
         CHECK_MESSAGE(large < 1.05, std::to_string(large));
       }
+    });
+  }
+}
+
+TEST(an_order_tells_each_island_its_own_places) {
+  std::vector<std::vector<Rank>> islands;
+  Execute order{0, 5, "x", {}};
+  for (std::int32_t rank = 0; rank < 64; ++rank) {
+    if (rank % 4 == 0) islands.emplace_back();
+    islands.back().push_back(Rank{rank});
+    order.places.push_back({{0, 3}, static_cast<std::uint64_t>(rank)});
+  }
+  const Team team(Rank{0}, islands);
+  auto parts = parts_of(order, team);
+  CHECK_EQUAL(parts.size(), 16U);
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    CHECK(parts[i].to == islands[i]);
+    CHECK_EQUAL(parts[i].order.sequence, 5U);
+    CHECK_EQUAL(parts[i].order.places.size(), 4U);
+    CHECK_EQUAL(parts[i].order.places[1].offset, 4 * i + 1);
+    CHECK(encode(parts[i].order).size() < 200);
+  }
+  // Some have joined: of the first island one, of the second all.
+  order.contributors = {Rank{0}, Rank{2}, Rank{3}, Rank{63}};
+  order.places = {{{0, 3}, 0}, {{0, 3}, 2}, {{0, 3}, 3}, {{0, 3}, 63}};
+  parts = parts_of(order, team);
+  CHECK_EQUAL(parts[0].order.places.size(), 3U);
+  CHECK_EQUAL(parts[1].order.places.size(), 0U);
+  CHECK_EQUAL(parts[15].order.places.at(0).offset, 63U);
+  for (const auto& part : parts) CHECK(part.order.contributors == order.contributors);
+  // Where all share memory, all read the same.
+  CHECK_EQUAL(parts_of(Execute{0, 0, "x", {}}, team).size(), 1U);
+  const Team one(Rank{0}, {{Rank{0}, Rank{1}}});
+  order.contributors.clear();
+  order.places.resize(2);
+  CHECK_EQUAL(parts_of(order, one).at(0).order.places.size(), 2U);
+}
+
+TEST(an_order_of_alltoall_tells_each_rank_what_concerns_it) {
+  Execute order{0, 0, "x", {}};
+  order.splits = {1, 2, 3, 4, 5, 6, 7, 8, 9};  // [from][to]
+  const Team team(Rank{0}, {{Rank{0}, Rank{2}}, {Rank{1}}});
+  const auto parts = parts_of(order, team);
+  CHECK_EQUAL(parts.size(), 3U);
+  using Numbers = std::vector<std::int64_t>;
+  // From everyone; ahead of it in the streams of the island; the longest of these.
+  CHECK(parts[0].order.rows == (Numbers{1, 4, 7, 0, 0, 7}));
+  CHECK(parts[1].order.rows == (Numbers{2, 5, 8, 0, 0}));
+  CHECK(parts[2].order.rows == (Numbers{3, 6, 9, 0, 0, 7}));
+  const Team all(Rank{0}, {{Rank{0}, Rank{1}, Rank{2}}});
+  CHECK(alltoall_rows(order, all, Rank{2}) == (Numbers{3, 6, 9, 2, 4, 0, 15}));
+  order.is_on_device = true;
+  CHECK(alltoall_rows(order, all, Rank{2}) == (Numbers{3, 6, 9, 9}));
+  order.splits[4] = -1;
+  CHECK_THROWS(Error, alltoall_rows(order, all, Rank{0}));
+  order.splits.pop_back();
+  CHECK_THROWS(Error, alltoall_rows(order, all, Rank{0}));
+}
+
+TEST(registered_memory_while_all_ranks_of_an_island_have_joined) {
+  WorldOptions options;
+  options.hosts = {0, 0, 1, 1, 2};
+  run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+    constexpr std::int64_t kCount = 20011;
+    Request add(SPARKHVD_REGISTER, "register");
+    TestWork registration = engine.submit(add.numbers({kCount * 4}).raw());
+    CHECK_EQUAL(registration.wait().message, "");
+    sparkhvd_buffer* buffer = nullptr;
+    CHECK_EQUAL(sparkhvd_work_buffer(registration.get(), &buffer, nullptr, 0), SPARKHVD_OK);
+    auto* shared = static_cast<float*>(sparkhvd_buffer_data(buffer));
+    const auto check_sum = [&](float* data, float expected) {
+      std::fill_n(data, kCount, static_cast<float>(rank));
+      Request request(SPARKHVD_ALLREDUCE, "x");
+      CHECK_EQUAL(engine.submit(request.tensor(data, data, {kCount}).raw()).wait().message, "");
+      CHECK_EQUAL(std::count(data, data + kCount, expected), kCount);
+    };
+    Floats own(kCount);
+    check_sum(shared, 10);
+    for (int round = 0; round < 3 && rank / 2 != 1; ++round) {
+      check_sum(round == 1 ? own.data() : shared, 5);
+    }
+    Request join(SPARKHVD_JOIN, "join");
+    CHECK_EQUAL(engine.submit(join.raw()).wait().message, "");
+    check_sum(own.data(), 10);
+    check_sum(shared, 10);
+    sparkhvd_buffer_release(buffer);
+  });
+}
+
+TEST(control_bytes_of_rank_0_grow_with_what_ranks_must_know) {
+  for (const int size : {16, 32, 64}) {
+    WorldOptions options;
+    options.hosts = fours(size);
+    options.spin_us = 0;
+    std::barrier meet(size);
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      const auto bytes_of = [&](Request& request) {
+        meet.arrive_and_wait();
+        const std::uint64_t before = sent_bytes(engine);
+        CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+        meet.arrive_and_wait();
+        return sent_bytes(engine) - before;
+      };
+      Request add(SPARKHVD_REGISTER, "register");
+      TestWork registration = engine.submit(add.numbers({4}).raw());
+      CHECK_EQUAL(registration.wait().message, "");
+      sparkhvd_buffer* buffer = nullptr;
+      CHECK_EQUAL(sparkhvd_work_buffer(registration.get(), &buffer, nullptr, 0), SPARKHVD_OK);
+      auto* number = static_cast<float*>(sparkhvd_buffer_data(buffer));
+      *number = 1;
+      Request reduce(SPARKHVD_ALLREDUCE, "x");
+      const std::uint64_t reduced = bytes_of(reduce.tensor(number, number, {1}));
+      CHECK_EQUAL(*number, static_cast<float>(size));
+      sparkhvd_buffer_release(buffer);
+      // Without tensor bytes: what is sent is the agreement.
+      Request empty(SPARKHVD_ALLTOALL, "empty");
+      empty.tensor(nullptr, nullptr, {0, 3});
+      const std::uint64_t exchanged =
+          bytes_of(empty.numbers(std::vector<std::int64_t>(static_cast<std::size_t>(size))));
+      if (rank != 0) return;
+      const auto ranks = static_cast<std::uint64_t>(size);
+      CHECK_MESSAGE(reduced < 250 * ranks, std::to_string(reduced));
+      CHECK_MESSAGE(exchanged < ranks * (2 * ranks * 8 + 100), std::to_string(exchanged));
     });
   }
 }

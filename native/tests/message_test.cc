@@ -70,11 +70,12 @@ TEST(messages_survive_the_round_trip) {
   CHECK(execute.sequence == 99);
   CHECK(execute.rows == (std::vector<std::int64_t>{4, 0, 2}));
   Execute full{1, 99, "x", {}, {{{2, 5}, 640}, {{2, 5}, 0}}, {Rank{0}, Rank{3}}};
+  full.splits = {7, 0, 1, 2};
   full.descriptor = example().descriptor;
   full.descriptor->numbers = {1, 2};
   full.descriptor->place = full.places[0];
   const Execute decoded = decode<Execute>(body_of(encode(full)));
-  CHECK(decoded.places == full.places);
+  CHECK(decoded.places == full.places && decoded.splits == full.splits);
   CHECK(decoded.contributors == full.contributors);
   CHECK(decoded.descriptor->numbers == full.descriptor->numbers);
   CHECK(decoded.descriptor->place == full.places[0]);

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.errors import EngineUnavailableError
 
 ABI_VERSION = 4
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 class Status(IntEnum):

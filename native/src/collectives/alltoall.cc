@@ -4,40 +4,41 @@
 #include <memory>
 
 #include "collectives/collectives.h"
+#include "orders.h"
 
 namespace sparkhvd {
 namespace {
 
-/// Bytes between every two ranks, and where they lie in the senders' tensors and in the result.
+/// Bytes from and to this rank, and where they lie in its tensor, in its result, and in the streams in
+/// which the ranks of the island give to each other.
 class Exchange {
  public:
   explicit Exchange(const Context& context)
-      : size_(context.team.size()), me_(context.team.index()), rows_(context.agreed.rows) {
+      : outgoing_(context.operation.descriptor.numbers),
+        rows_(context.agreed.rows, context.team.size()) {
     const Descriptor& descriptor = context.operation.descriptor;
     row_bytes_ =
         row_elements(descriptor.shapes.at(0), descriptor.dtype) * element_size(descriptor.dtype);
   }
-  std::size_t bytes(std::size_t from, std::size_t to) const {
-    return static_cast<std::size_t>(rows(from, to)) * row_bytes_;
-  }
-  std::int64_t rows(std::size_t from, std::size_t to) const { return rows_[from * size_ + to]; }
+  std::span<const std::int64_t> incoming_rows() const { return rows_.incoming; }
   /// In this rank's tensor: what `to` gets.
-  Range outgoing(std::size_t to) const {
-    Range range{0, bytes(me_, to)};
-    for (std::size_t i = 0; i < to; ++i) range.begin += bytes(me_, i);
-    return range;
-  }
-  /// In this rank's result: what `from` gives; `size()` itself lies behind the end.
-  Range incoming(std::size_t from) const {
-    Range range{0, from < size_ ? bytes(from, me_) : 0};
-    for (std::size_t i = 0; i < from; ++i) range.begin += bytes(i, me_);
-    return range;
-  }
+  Range outgoing(std::size_t to) const { return range(outgoing_, to); }
+  /// In this rank's result: what `from` gives; the number of ranks itself lies behind the end.
+  Range incoming(std::size_t from) const { return range(rows_.incoming, from); }
+  /// Where in the stream of the island's rank `local` this rank's part begins.
+  std::size_t stream_begin(std::size_t local) const { return bytes(rows_.before[local]); }
+  std::size_t longest_stream() const { return bytes(rows_.longest); }
 
  private:
-  std::size_t size_;
-  std::size_t me_;
-  std::span<const std::int64_t> rows_;
+  std::size_t bytes(std::int64_t rows) const { return static_cast<std::size_t>(rows) * row_bytes_; }
+  Range range(std::span<const std::int64_t> rows, std::size_t index) const {
+    Range result{0, index < rows.size() ? bytes(rows[index]) : 0};
+    for (const auto before : rows.first(index)) result.begin += bytes(before);
+    return result;
+  }
+
+  std::span<const std::int64_t> outgoing_;
+  AlltoallRows rows_;
   std::size_t row_bytes_;
 };
 
@@ -51,10 +52,7 @@ Task alltoall(Context& context) {
   const Exchange exchange(context);
   operation.output_bytes = exchange.incoming(team.size()).begin;
   operation.output = std::make_unique_for_overwrite<std::byte[]>(operation.output_bytes);
-  operation.rows.clear();
-  for (std::size_t from = 0; from < team.size(); ++from) {
-    operation.rows.push_back(exchange.rows(from, team.index()));
-  }
+  operation.rows.assign(exchange.incoming_rows().begin(), exchange.incoming_rows().end());
   const std::span<std::byte> result(operation.output.get(), operation.output_bytes);
   const auto place = [&](std::size_t from) {
     const Range range = exchange.incoming(from);
@@ -85,17 +83,13 @@ Task alltoall(Context& context) {
     std::size_t begin = 0;  // in the stream of the giver
   };
   std::vector<Wanted> wanted(team.local_size());
-  Passage passage;
   for (std::size_t local = 0; local < team.local_size(); ++local) {
+    if (local == team.local_index()) continue;
     const std::size_t giver = team.index_in(team.island()[local]);
-    std::size_t length = 0;
-    for (std::size_t to = 0; to < team.local_size(); ++to) {
-      if (to == local) continue;
-      if (to == team.local_index()) wanted[local] = {exchange.incoming(giver), length};
-      length += exchange.bytes(giver, team.index_in(team.island()[to]));
-    }
-    passage.chunks = std::max(passage.chunks, (length + chunk_bytes - 1) / chunk_bytes);
+    wanted[local] = {exchange.incoming(giver), exchange.stream_begin(local)};
   }
+  Passage passage;
+  passage.chunks = (exchange.longest_stream() + chunk_bytes - 1) / chunk_bytes;
   RangeList given;  // the stream of this rank, in its tensor
   for (const Rank local_peer : team.island()) {
     if (local_peer != team.self()) given.add(exchange.outgoing(team.index_in(local_peer)));

@@ -172,19 +172,19 @@ class Enqueuer {
 
   void alltoall(std::size_t i) const {
     const Rows shape = rows(i);
-    const auto count = [&](std::size_t from, std::size_t to) {
-      return static_cast<std::size_t>(launch_.rows[from * members() + to]) * shape.row_bytes;
+    const auto bytes_of = [&](std::int64_t rows) {
+      return static_cast<std::size_t>(rows) * shape.row_bytes;
     };
     const std::byte* input = tensors_[i].input;
     std::byte* output = tensors_[i].output;
     for (std::size_t member = 0; member < members(); ++member) {
       const auto peer = static_cast<int>(member);
-      if (const std::size_t bytes = count(launch_.index, member); bytes > 0) {
+      if (const std::size_t bytes = bytes_of(descriptor_.numbers[member]); bytes > 0) {
         check(nccl_.ncclSend(input, bytes, NcclDataType::kUint8, peer, communicator_, stream_),
               "ncclSend");
         input += bytes;
       }
-      if (const std::size_t bytes = count(member, launch_.index); bytes > 0) {
+      if (const std::size_t bytes = bytes_of(launch_.rows[member]); bytes > 0) {
         check(nccl_.ncclRecv(output, bytes, NcclDataType::kUint8, peer, communicator_, stream_),
               "ncclRecv");
         output += bytes;
@@ -224,7 +224,7 @@ bool has_work(const Launch& launch) {
       // What this rank has says nothing of the others' rows.
       const std::size_t members = launch.ranks.size();
       const std::size_t per_tensor =
-          descriptor.collective == Collective::kAllgather ? members : members * members;
+          descriptor.collective == Collective::kAllgather ? members : launch.rows.size();
       const auto first = launch.rows.begin() + static_cast<std::ptrdiff_t>(i * per_tensor);
       const bool has_rows = std::any_of(first, first + static_cast<std::ptrdiff_t>(per_tensor),
                                         [](auto rows) { return rows > 0; });
