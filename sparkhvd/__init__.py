@@ -11,6 +11,7 @@ Each module imports only those above it:
     settings       every setting of engine and launch
     topology       hosts to local and cross ranks
     rank_context   place of a rank, known before `init()`
+    processors     CPUs that a process may use
     rank_settings  settings on their way to a rank
     sessions       sessions of Spark: checks and keys
     spark          a session, classic or Connect, behind one interface

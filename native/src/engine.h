@@ -264,7 +264,7 @@ class Engine {
   bool has_failed_ = false;
   std::uint32_t steps_ = 0;
   bool must_look_ = false;          // at the connections, in this step
-  bool is_crowded_ = false;         // one host, with more ranks than CPUs
+  bool is_crowded_ = false;         // this host has more ranks than CPUs for them
   bool has_cpu_for_plane_ = false;  // besides the one of its caller, on a host with as many ranks
   std::uint32_t max_failed_spins_ = 0;
   std::uint32_t failed_spins_ = 0;  // waiters' spins in a row that ended in sleep

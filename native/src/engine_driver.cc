@@ -46,16 +46,14 @@ void relax(bool lets_others_run) noexcept {
 
 }  // namespace
 
-/// A rank waits according to the ranks that share the CPUs of its host.
+/// A rank waits according to the CPUs that its host's ranks may use.
 void Engine::choose_spinning() {
-  const long cpus = ::sysconf(_SC_NPROCESSORS_ONLN);
-  // Between hosts the wait is the network's, whose work needs the CPU too.
-  const bool is_one_host = world_->team().is_one_island();
-  is_crowded_ = is_one_host && static_cast<long>(world_->team().local_size()) > cpus;
-  has_cpu_for_plane_ = 2 * static_cast<long>(world_->team().local_size()) <= cpus;
+  const auto shares = world_->cpu_shares();
+  is_crowded_ = !have_cpus(shares, 1);
+  has_cpu_for_plane_ = have_cpus(shares, 2);
   if (is_crowded_ && spin_ > Clock::duration::zero())
     spin_ = std::max<Clock::duration>(spin_, kCrowdedSpin);
-  max_failed_spins_ = is_one_host ? kFailedSpins : kFailedSpinsOfNetwork;
+  max_failed_spins_ = world_->team().is_one_island() ? kFailedSpins : kFailedSpinsOfNetwork;
 }
 
 // ---- The driver ------------------------------------------------------------------------------

@@ -15,10 +15,15 @@
 namespace sparkhvd {
 namespace {
 
-// The words of a rank have the first page of its memory to themselves.
-constexpr std::size_t kWordsBytes = World::kMemoryOffset;
+/// What a rank tells its host's ranks: it has the first page of its memory to itself.
+struct Page {
+  SharedWord asleep;
+  CpuShare cpus;
+};
+constexpr std::size_t kPageBytes = World::kMemoryOffset;
+static_assert(sizeof(Page) <= kPageBytes);
 
-SharedWord* sleep_word(std::byte* piece) { return reinterpret_cast<SharedWord*>(piece); }
+Page& page_of(std::byte* piece) { return *reinterpret_cast<Page*>(piece); }
 
 template <class Map>
 std::size_t count_of(const Map& map, Rank from, std::int32_t process_set) {
@@ -50,7 +55,7 @@ World::World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
 }
 
 std::size_t World::memory_bytes() const noexcept {
-  return kWordsBytes + Communicator::memory_bytes(options_);
+  return kPageBytes + Communicator::memory_bytes(options_);
 }
 
 std::vector<Rank> World::ranks_of_host() const {
@@ -86,6 +91,7 @@ std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
     auto segment = std::make_shared<Segment>(SegmentKey{0, kWorldMemory}, memory_bytes());
     // Fresh memory is zero, which is what every word in it starts with.
     segment->add(options_.rank, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
+    page_of(segment->data(options_.rank)).cpus = own_cpus_;
     memory_ = std::move(segment);
     return memory;
   } catch (const Error& error) {
@@ -247,9 +253,9 @@ bool World::map_local_peers(std::vector<std::string>& warnings) {
       return false;
     }
   }
-  bell_->use_word(*sleep_word(memory_->data(options_.rank)));
+  bell_->use_word(page_of(memory_->data(options_.rank)).asleep);
   for (const Rank local_peer : local_peers) {
-    bell_->add_peer(local_peer, *sleep_word(memory_->data(local_peer)),
+    bell_->add_peer(local_peer, page_of(memory_->data(local_peer)).asleep,
                     std::move(mate_event_[static_cast<std::size_t>(index_of(local_peer))]));
   }
   return true;
@@ -275,6 +281,14 @@ void World::form_islands(const std::vector<bool>& mapped) {
   }
   // The bell may point into `memory_`, which therefore stays, also if the island is not used.
   team_ = Team(options_.rank, std::move(islands));
+}
+
+std::vector<CpuShare> World::cpu_shares() const {
+  std::vector<CpuShare> shares{own_cpus_};
+  for (const Rank mate : ranks_of_host()) {
+    shares.push_back(memory() ? page_of(memory_->data(mate)).cpus : own_cpus_);
+  }
+  return shares;
 }
 
 const World::Offer* World::offer(const SegmentKey& key, Rank from) const {

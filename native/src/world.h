@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "clock.h"
+#include "cpus.h"
 #include "message.h"
 #include "segment.h"
 #include "team.h"
@@ -71,6 +72,10 @@ class World {
     return team_.local_size() > 1 ? memory_ : nullptr;
   }
 
+  /// What each rank of this host may run on. A rank that shares no memory with this one has not told:
+  /// it is supposed to have the same.
+  std::vector<CpuShare> cpu_shares() const;
+
   // What arrived for operations that share new memory (see share_memory in collectives.h).
   void arrived(Rank from, const SegmentOffer& message);
   void arrived(Rank from, const SegmentMapped& message);
@@ -103,6 +108,7 @@ class World {
 
   WorldOptions options_;
   Bell* bell_;
+  CpuShare own_cpus_ = own_cpu_share();
   std::vector<Link> links_;
   Team team_;
   std::shared_ptr<Segment> memory_;

@@ -1,49 +1,26 @@
 // Limits of memory, as control groups of both versions tell them.
 #include "transport/memfd.h"
 
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
-
+#include "folder.h"
 #include "test.h"
 
 namespace sparkhvd::test::memfd_test {
 namespace {
 
-/// A folder that looks like /proc/self/cgroup and /sys/fs/cgroup; gone at the end.
-class Folder {
- public:
-  Folder() {
-    std::string name = "/tmp/sparkhvd-memfd-test-XXXXXX";
-    if (::mkdtemp(name.data()) == nullptr) throw test::Failure("mkdtemp");
-    path_ = name;
-  }
-  Folder(const Folder&) = delete;
-  ~Folder() { std::filesystem::remove_all(path_); }
-  void write(const std::string& file, const std::string& text) const {
-    const auto path = path_ / file;
-    std::filesystem::create_directories(path.parent_path());
-    std::ofstream(path) << text;
-  }
-  std::optional<std::string> shortage(std::size_t bytes) const {
-    const auto at = [&](const char* file) { return (path_ / file).string(); };
-    return memory_shortage(bytes, 0, {at("groups"), at("v2"), at("v1"), at("machine")});
-  }
-
- private:
-  std::filesystem::path path_;
-};
+std::optional<std::string> shortage(const Folder& folder, std::size_t bytes) {
+  return memory_shortage(bytes, 0, {folder.control(), folder.at("machine")});
+}
 
 TEST(memory_shortage_reads_version_2_and_the_groups_above) {
   const Folder folder;
   folder.write("groups", "0::/a/b\n");
   folder.write("v2/a/b/memory.max", "max\n");
   folder.write("v2/a/b/memory.current", "700\n");
-  CHECK(!folder.shortage(1 << 30));
+  CHECK(!shortage(folder, 1 << 30));
   folder.write("v2/a/memory.max", "1000\n");
   folder.write("v2/a/memory.current", "900\n");
-  CHECK(!folder.shortage(100));
-  const auto found = folder.shortage(101);
+  CHECK(!shortage(folder, 100));
+  const auto found = shortage(folder, 101);
   CHECK(found.has_value());
   CHECK_MESSAGE(found->ends_with("/v2/a/ allows 1000 bytes, of which 900 are used"), *found);
 }
@@ -54,8 +31,8 @@ TEST(memory_shortage_does_not_count_cached_files) {
   folder.write("v2/memory.max", "1000\n");
   folder.write("v2/memory.current", "990\n");
   folder.write("v2/memory.stat", "anon 90\ninactive_file 900\nactive_file 0\n");
-  CHECK(!folder.shortage(910));
-  CHECK(folder.shortage(911).has_value());
+  CHECK(!shortage(folder, 910));
+  CHECK(shortage(folder, 911).has_value());
 }
 
 TEST(memory_shortage_reads_version_1) {
@@ -65,22 +42,22 @@ TEST(memory_shortage_reads_version_1) {
   folder.write("v1/memory.limit_in_bytes", "1000\n");
   folder.write("v1/memory.usage_in_bytes", "600\n");
   folder.write("v1/memory.stat", "total_inactive_file 100\n");
-  CHECK(!folder.shortage(500));
-  CHECK(folder.shortage(501).has_value());
+  CHECK(!shortage(folder, 500));
+  CHECK(shortage(folder, 501).has_value());
 }
 
 TEST(memory_shortage_asks_what_the_machine_has_left) {
   const Folder folder;
   folder.write("machine", "MemTotal:  4000 kB\nMemFree:  10 kB\nMemAvailable:  100 kB\n");
-  CHECK(!folder.shortage(100 * 1024));
-  const auto found = folder.shortage(100 * 1024 + 1);
+  CHECK(!shortage(folder, 100 * 1024));
+  const auto found = shortage(folder, 100 * 1024 + 1);
   CHECK(found.has_value());
   CHECK_EQUAL(*found, "the machine has only 102400 bytes of memory available");
 }
 
 TEST(memory_shortage_knows_nothing_without_the_files) {
   const Folder folder;
-  CHECK(!folder.shortage(std::size_t{1} << 50));
+  CHECK(!shortage(folder, std::size_t{1} << 50));
 }
 
 }  // namespace

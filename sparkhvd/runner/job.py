@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-import os
 import secrets
 import sys
 import time
@@ -19,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
+from sparkhvd import processors
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError, SparkhvdError
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.runner import launching, placement, preflight, spark_log, task
@@ -389,7 +389,7 @@ def _fixed_threads(options: LaunchOptions, conf: Mapping[str, str], size: int) -
     """Return the threads per rank: the user's number, or on `local[N]` an equal share; None leaves it to the task."""
     if options.threads_per_rank is not None:
         return options.threads_per_rank
-    threads = placement.local_slots(conf.get("spark.master", ""), os.cpu_count() or 1)
+    threads = placement.local_slots(conf.get("spark.master", ""), processors.whole())
     return None if threads is None else max(1, threads // size)
 
 

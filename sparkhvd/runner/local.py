@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TextIO, TypeVar
 
+from sparkhvd import processors
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import launching, placement, preflight
+from sparkhvd.runner import launching, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide
 from sparkhvd.runner.horovod_arguments import check_hosts
@@ -66,9 +67,7 @@ def launch_local(
     )
     preflight.check_address_space(preflight.rank_facts((), needed_bytes=needed))
     job_id, key = secrets.token_hex(8), secrets.token_bytes(32)
-    threads = placement.threads_per_rank(
-        max(1, preflight.affinity() // num_proc), preflight.affinity(), preflight.cgroup_quota()
-    )
+    threads = max(1, int(processors.allowed() / num_proc))
 
     def log(line: str) -> None:
         if stream is not None or verbose > 0:

@@ -89,7 +89,7 @@ def configured_slots(
 
     Args:
         conf: Spark configuration; only `CONF_KEYS` are read.
-        num_cpus: processors of the driver's host, for `local[*]`.
+        num_cpus: processors of the driver, for `local[*]`.
         task_cpus: cores per task from a resource profile; None means `spark.task.cpus`.
         task_gpus: GPUs per task from a resource profile; None means `spark.task.resource.gpu.amount`.
     """
@@ -182,17 +182,13 @@ def choose_num_proc(num_proc: int | None, slots: Slots) -> int:
     return num_proc
 
 
-def threads_per_rank(
-    task_cpus: int, affinity: int, quota: float | None, fixed: int | None = None
-) -> int:
+def threads_per_rank(task_cpus: int, allowed: float, fixed: int | None = None) -> int:
     """Return the threads of one rank: the cores of its task, bounded by the processors of its process.
 
     Args:
         task_cpus: cores of the Spark task.
-        affinity: processors that the process may run on.
-        quota: processors' worth of time of its control group; None when unlimited.
+        allowed: processors' worth of time that the process may use.
         fixed: the driver's decision, which replaces `task_cpus` (on `local[N]`: N // num_proc).
     """
     wanted = task_cpus if fixed is None else fixed
-    bound = affinity if quota is None else min(affinity, math.floor(quota))
-    return max(1, min(wanted, bound))
+    return max(1, min(wanted, math.floor(allowed)))

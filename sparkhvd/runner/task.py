@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd import processors
 from sparkhvd.errors import InternalError, PreflightError, RankError
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
@@ -275,9 +276,7 @@ def _refusal(rank: int, host: str, spec: TaskSpec, message: str) -> Outcome:
 def _prologue(barrier: BarrierTaskContext, spec: TaskSpec, listener: Listener) -> Prologue:
     from pyspark import SparkFiles
 
-    threads = placement.threads_per_rank(
-        barrier.cpus(), preflight.affinity(), preflight.cgroup_quota(), spec.fixed_threads
-    )
+    threads = placement.threads_per_rank(barrier.cpus(), processors.allowed(), spec.fixed_threads)
     settings = JobSettings.from_json(spec.settings).values
     return Prologue(
         env={**task.variables(barrier, spec.gpu_mode), **spec.env},

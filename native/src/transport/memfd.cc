@@ -102,13 +102,6 @@ std::optional<std::uint64_t> read_number(const std::string& path) {
   return value;
 }
 
-struct GroupFiles {
-  std::string root;
-  std::string limit;
-  std::string usage;
-  std::string reclaimable;  // a word in memory.stat
-};
-
 /// Memory that the machine can give without swapping; nothing if the file does not have it.
 std::optional<std::uint64_t> available_bytes(const std::string& path) {
   std::ifstream file(path);
@@ -133,24 +126,16 @@ std::uint64_t reclaimable_bytes(const std::string& path, const std::string& word
   return 0;
 }
 
-/// Checks the group at `path` and those above it: a limit may sit on any of them.
-std::optional<std::string> group_shortage(const GroupFiles& files, std::string path,
-                                          std::uint64_t need) {
-  while (true) {
-    const std::string folder = files.root + (path == "/" ? "" : path) + "/";
-    const auto limit = read_number(folder + files.limit);
-    auto usage = read_number(folder + files.usage);
-    if (limit && usage) {
-      *usage -= std::min(*usage, reclaimable_bytes(folder + "memory.stat", files.reclaimable));
-    }
-    if (limit && usage && (*usage > *limit || *limit - *usage < need)) {
-      return "the control group " + folder + " allows " + std::to_string(*limit) +
-             " bytes, of which " + std::to_string(*usage) + " are used";
-    }
-    const auto slash = path.rfind('/');
-    if (path.empty() || path == "/" || slash == std::string::npos) return std::nullopt;
-    path = slash == 0 ? "/" : path.substr(0, slash);
-  }
+std::optional<std::string> group_shortage(const ControlGroup& group, std::uint64_t need) {
+  const std::string& folder = group.folder;
+  const auto limit = read_number(folder + (group.is_v2 ? "memory.max" : "memory.limit_in_bytes"));
+  auto usage = read_number(folder + (group.is_v2 ? "memory.current" : "memory.usage_in_bytes"));
+  if (!limit || !usage) return std::nullopt;
+  const char* word = group.is_v2 ? "inactive_file" : "total_inactive_file";
+  *usage -= std::min(*usage, reclaimable_bytes(folder + "memory.stat", word));
+  if (*usage <= *limit && *limit - *usage >= need) return std::nullopt;
+  return "the control group " + folder + " allows " + std::to_string(*limit) + " bytes, of which " +
+         std::to_string(*usage) + " are used";
 }
 
 }  // namespace
@@ -172,26 +157,8 @@ std::optional<std::string> memory_shortage(std::size_t reserve_bytes, std::size_
   if (available && *available < reserve_bytes) {
     return "the machine has only " + std::to_string(*available) + " bytes of memory available";
   }
-  // Lines are "0::/path" (v2) or "4:memory,cpu:/path" (v1). In a container the path may lie outside
-  // what is mounted; then the root of the mount is the container's own group.
-  std::ifstream groups(files.groups);
-  for (std::string line; std::getline(groups, line);) {
-    const auto first = line.find(':');
-    const auto second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    std::string controllers = ",";
-    controllers.append(line, first + 1, second - first - 1).append(",");
-    const std::string path = line.substr(second + 1);
-    GroupFiles group;
-    if (controllers == ",,") {
-      group = {files.v2_root, "memory.max", "memory.current", "inactive_file"};
-    } else if (controllers.find(",memory,") != std::string::npos) {
-      group = {files.v1_root, "memory.limit_in_bytes", "memory.usage_in_bytes",
-               "total_inactive_file"};
-    } else {
-      continue;
-    }
-    if (auto shortage = group_shortage(group, path, reserve_bytes)) return shortage;
+  for (const auto& group : control_groups("memory", files.control)) {
+    if (auto shortage = group_shortage(group, reserve_bytes)) return shortage;
   }
   return std::nullopt;
 }

@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 
+#include "control_groups.h"
 #include "transport/fd.h"
 
 namespace sparkhvd {
@@ -43,9 +44,7 @@ void check_memfd(const Fd& memory, std::size_t bytes);
 
 /// Where the kernel tells the limits of memory; a test gives its own.
 struct MemoryFiles {
-  std::string groups = "/proc/self/cgroup";
-  std::string v2_root = "/sys/fs/cgroup";
-  std::string v1_root = "/sys/fs/cgroup/memory";
+  GroupFiles control{.v1_root = "/sys/fs/cgroup/memory"};
   std::string machine = "/proc/meminfo";
 };
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sparkhvd import processors
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import placement
 from sparkhvd.runner.gpu import decide, probe
@@ -116,7 +116,7 @@ def slots_of(
 ) -> placement.Slots:
     """Return the most ranks that the configuration can run at once, each with its share."""
     share = share_of(given) or plan.profile or decide.Share()
-    return placement.configured_slots(conf, os.cpu_count() or 1, share.cpus, share.gpus)
+    return placement.configured_slots(conf, processors.whole(), share.cpus, share.gpus)
 
 
 def default_slots(

@@ -6,7 +6,6 @@ to the same answer from the same facts.
 Each module imports only those above it:
 
     conf           Spark configuration of barrier stages
-    processors     processors that a process may use
     address_space  address space that torch needs
     facts          facts of a rank, and their comparison
     workers        Python of Spark's workers, checked by a small job
@@ -26,7 +25,6 @@ from sparkhvd.runner.preflight.facts import (
     patch_warning,
     rank_facts,
 )
-from sparkhvd.runner.preflight.processors import affinity, cgroup_quota
 from sparkhvd.runner.preflight.shared_files import (
     SharedFiles,
     check_tokens,
@@ -42,8 +40,6 @@ __all__ = [
     "SharedFiles",
     "address_space_limit",
     "address_space_needed",
-    "affinity",
-    "cgroup_quota",
     "check_address_space",
     "check_conf",
     "check_ranks",

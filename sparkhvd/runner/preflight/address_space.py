@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner.preflight.processors import read_text
+from sparkhvd.processors import read_text
 
 __all__ = [
     "SPARKS_LIMIT",

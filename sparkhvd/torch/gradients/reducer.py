@@ -29,7 +29,6 @@ before the pass has ended.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from sparkhvd import processors
 from sparkhvd.engine.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.context import Context
@@ -343,7 +343,7 @@ def _is_worth_overlapping(context: Context, ranks: Sequence[int]) -> bool:
     topology = context.engine.topology
     if len({topology.hosts[rank] for rank in ranks}) > 1:
         return True
-    return len(ranks) * torch.get_num_threads() < len(os.sched_getaffinity(0))
+    return len(ranks) * torch.get_num_threads() < processors.allowed()
 
 
 def _leave(reducer: weakref.ref[Reducer]) -> Callable[[BackwardEnd], None]:

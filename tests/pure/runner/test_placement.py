@@ -92,19 +92,13 @@ def test_num_proc_must_be_a_positive_whole_number(bad: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task_cpus", "affinity", "quota", "fixed", "expected"),
-    [
-        (4, 8, None, None, 4),
-        (4, 2, None, None, 2),
-        (4, 8, 1.5, None, 1),
-        (1, 8, None, 3, 3),
-        (1, 8, 0.2, None, 1),
-    ],
+    ("task_cpus", "allowed", "fixed", "expected"),
+    [(4, 8, None, 4), (4, 2, None, 2), (4, 1.5, None, 1), (1, 8, 3, 3), (1, 0.2, None, 1)],
 )
-def test_threads_are_bounded_by_affinity_and_quota(
-    task_cpus: int, affinity: int, quota: float | None, fixed: int | None, expected: int
+def test_threads_are_bounded_by_the_processors(
+    task_cpus: int, allowed: float, fixed: int | None, expected: int
 ) -> None:
-    assert threads_per_rank(task_cpus, affinity, quota, fixed) == expected
+    assert threads_per_rank(task_cpus, allowed, fixed) == expected
 
 
 def test_local_masters_are_recognised() -> None:

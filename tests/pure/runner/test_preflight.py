@@ -16,7 +16,6 @@ from sparkhvd.errors import PreflightError
 from sparkhvd.runner.preflight import (
     RankFacts,
     address_space_needed,
-    cgroup_quota,
     check_address_space,
     check_conf,
     check_ranks,
@@ -282,24 +281,3 @@ def test_a_store_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert "cannot write runs/a/attempts/0/token-rank-0 in file:///store" in write_token(
         Files(tmp_path), "runs/a", 0, 0, "job"
     )
-
-
-def test_quota_of_cgroup_version_2_counts_the_groups_above(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("0::/a/b\n")
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "cpu.max").write_text("max 100000\n")
-    assert cgroup_quota(tmp_path, own) is None
-    (tmp_path / "a" / "cpu.max").write_text("150000 100000\n")
-    assert cgroup_quota(tmp_path, own) == 1.5
-
-
-def test_quota_of_cgroup_version_1(tmp_path: Path) -> None:
-    own = tmp_path / "cgroup"
-    own.write_text("4:cpu,cpuacct:/a\n")
-    (tmp_path / "cpu" / "a").mkdir(parents=True)
-    (tmp_path / "cpu" / "a" / "cpu.cfs_period_us").write_text("100000")
-    (tmp_path / "cpu" / "a" / "cpu.cfs_quota_us").write_text("-1")
-    assert cgroup_quota(tmp_path, own) is None
-    (tmp_path / "cpu" / "a" / "cpu.cfs_quota_us").write_text("200000")
-    assert cgroup_quota(tmp_path, own) == 2.0

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["affinity", "cgroup_quota", "read_text"]
+__all__ = ["allowed", "cgroup_quota", "read_text", "whole"]
+
+
+def allowed() -> float:
+    """Return the processors' worth of time that this process may use: affinity and quota, with fractions."""
+    quota = cgroup_quota()
+    return affinity() if quota is None else min(affinity(), quota)
+
+
+def whole() -> int:
+    """Return the processors that the JVM counts in this process's place: a fraction is one more."""
+    return max(1, math.ceil(allowed()))
 
 
 def affinity() -> int:

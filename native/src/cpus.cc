@@ -1,0 +1,101 @@
+#include "cpus.h"
+
+#include <sched.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <fstream>
+#include <functional>
+#include <optional>
+
+namespace sparkhvd {
+namespace {
+
+using CpuSet = decltype(CpuShare::allowed);
+
+CpuSet allowed_cpus() {
+  CpuSet allowed{};
+  static_assert(sizeof(std::uint64_t) % sizeof(unsigned long) == 0);
+  if (::sched_getaffinity(0, sizeof(allowed), reinterpret_cast<cpu_set_t*>(allowed.data())) == 0) {
+    return allowed;
+  }
+  const auto cpus = static_cast<std::size_t>(std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN)));
+  for (std::size_t i = 0; i < std::min(cpus, CpuShare::kMaxCpus); ++i) {
+    allowed[i / 64] |= std::uint64_t{1} << (i % 64);
+  }
+  return allowed;
+}
+
+/// "max 100000" (v2) or "-1" (v1) is no quota.
+std::optional<double> quota_of(const ControlGroup& group) {
+  double quota = 0;
+  double period = 0;
+  if (group.is_v2) {
+    std::ifstream(group.folder + "cpu.max") >> quota >> period;
+  } else {
+    std::ifstream(group.folder + "cpu.cfs_quota_us") >> quota;
+    std::ifstream(group.folder + "cpu.cfs_period_us") >> period;
+  }
+  if (!(quota > 0 && period > 0)) return std::nullopt;
+  return quota / period;
+}
+
+/// The number of the group's folder is the kernel's for the group, however it is mounted.
+std::uint64_t identity_of(const ControlGroup& group) {
+  struct stat status{};
+  return ::stat(group.folder.c_str(), &status) == 0 ? status.st_ino : 0;
+}
+
+std::size_t count(const CpuSet& cpus) {
+  std::size_t found = 0;
+  for (const auto word : cpus) found += static_cast<std::size_t>(std::popcount(word));
+  return found;
+}
+
+bool is_subset(const CpuSet& part, const CpuSet& whole) {
+  return std::ranges::equal(part, whole, [](auto one, auto all) { return (one & ~all) == 0; });
+}
+
+/// As many threads as ranks that have nothing but these CPUs, times `threads`, fit on them.
+bool fit_on(const CpuSet& cpus, std::span<const CpuShare> ranks, unsigned threads) {
+  const auto confined = std::ranges::count_if(
+      ranks, [&](const CpuShare& rank) { return is_subset(rank.allowed, cpus); });
+  return static_cast<std::size_t>(confined) * threads <= count(cpus);
+}
+
+bool fit_into(const CpuShare::Quota& quota, std::span<const CpuShare> ranks, unsigned threads) {
+  const auto confined = std::ranges::count_if(ranks, [&](const CpuShare& rank) {
+    return std::ranges::count(rank.quotas, quota.group, &CpuShare::Quota::group) > 0;
+  });
+  return static_cast<double>(confined) * threads <= quota.cpus;
+}
+
+}  // namespace
+
+CpuShare own_cpu_share(const GroupFiles& files) {
+  CpuShare share;
+  share.allowed = allowed_cpus();
+  std::size_t found = 0;
+  for (const auto& group : control_groups("cpu", files)) {
+    const auto cpus = quota_of(group);
+    if (cpus && found < share.quotas.size()) share.quotas[found++] = {identity_of(group), *cpus};
+  }
+  return share;
+}
+
+bool have_cpus(std::span<const CpuShare> ranks, unsigned threads) {
+  CpuSet all{};
+  for (const auto& rank : ranks) {
+    std::ranges::transform(all, rank.allowed, all.begin(), std::bit_or<>());
+    for (const auto& quota : rank.quotas) {
+      if (quota.group != 0 && !fit_into(quota, ranks, threads)) return false;
+    }
+  }
+  return fit_on(all, ranks, threads) && std::ranges::all_of(ranks, [&](const CpuShare& rank) {
+           return fit_on(rank.allowed, ranks, threads);
+         });
+}
+
+}  // namespace sparkhvd
