@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 
 MODULE = "tests.harness.warm_daemon"
 # Of transform, of tasks that launch ranks, and of those that write data.
@@ -19,10 +20,13 @@ USEFUL_MODULES = (
     "sparkhvd.data.materialize",
 )
 
+# Spark has a daemon for each set of variables; workers of RDDs, which only pickle rows, have one without this.
+OF_SQL = "SPARK_SIMPLIFIED_TRACEBACK"
+
 if __name__ == "__main__":
     from pyspark.daemon import manager
 
-    for name in USEFUL_MODULES:
+    for name in USEFUL_MODULES if OF_SQL in os.environ else ():
         with contextlib.suppress(ImportError):  # a test has a Python without this package
             importlib.import_module(name)
     manager()

@@ -14,6 +14,7 @@ from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 
 from sparkhvd.data import ownership, reuse
 from sparkhvd.data.columns.check import check_schema
+from sparkhvd.data.columns.schema import DataSchema
 from sparkhvd.data.manifest import DAMAGED_NAME
 from sparkhvd.data.ownership import release, renew_leases
 from sparkhvd.data.packed import read_packed
@@ -31,16 +32,24 @@ def store(tmp_path: Path) -> Iterator[Store]:
     release()
 
 
-def prepared(df: DataFrame, store: Store, *, app_id: str = "app", **options: Any) -> PreparedData:
-    model_dtype = options.pop("model_dtype", "float32")
-    schema = check_schema(
+def schema_of(df: DataFrame, model_dtype: str = "float32") -> DataSchema:
+    return check_schema(
         df.schema, feature_cols=["id"], label_cols=["label"], model_dtype=model_dtype
     )
+
+
+def prepared(df: DataFrame, store: Store, *, app_id: str = "app", **options: Any) -> PreparedData:
+    schema = schema_of(df, options.pop("model_dtype", "float32"))
     return prepare(df, schema, store, app_id=app_id, **options)
 
 
 def numbers(spark: SparkSession, rows: int = 20) -> DataFrame:
-    return spark.range(rows).select("id", (F.col("id") * 0.5).alias("label"))
+    # In one partition: each costs a Python worker.
+    return spark.range(0, rows, 1, 1).select("id", (F.col("id") * 0.5).alias("label"))
+
+
+def without_a_key(spark: SparkSession, label: float) -> DataFrame:
+    return spark.createDataFrame([(1, label)], "id int, label double").coalesce(1)
 
 
 def test_the_same_plan_is_materialized_once(
@@ -59,16 +68,26 @@ def test_the_same_plan_is_materialized_once(
     assert again.reason == "same plan, files and columns"
 
 
-def test_another_plan_type_or_time_zone_is_another_key(spark: SparkSession, store: Store) -> None:
-    prepared(numbers(spark), store)
-    assert not prepared(numbers(spark, 21), store).reused
-    assert not prepared(numbers(spark), store, model_dtype="float64").reused
-    zone = spark.conf.get("spark.sql.session.timeZone")
+def test_another_plan_type_time_zone_or_data_key_is_another_key(spark: SparkSession) -> None:
+    def key(rows: int = 20, model_dtype: str = "float32", data_key: str | None = None) -> str:
+        df = numbers(spark, rows)
+        found, _ = plan_key(df, schema_of(df, model_dtype), data_key)
+        assert found is not None
+        return found
+
+    keys = [key(), key(21), key(model_dtype="float64")]
+    keys += [
+        key(data_key="mine"),
+        key(data_key="other"),
+        key(data_key="mine", model_dtype="float64"),
+    ]
     spark.conf.set("spark.sql.session.timeZone", "Asia/Tokyo")
     try:
-        assert not prepared(numbers(spark), store).reused
+        keys.append(key())
     finally:
-        spark.conf.set("spark.sql.session.timeZone", str(zone))
+        spark.conf.unset("spark.sql.session.timeZone")
+    assert len(set(keys)) == len(keys) == 7
+    assert key() == keys[0]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +106,7 @@ def test_rows_in_the_plan_that_spark_does_not_tell_apart_have_no_key(
     both = [spark.sql(f"SELECT * FROM VALUES {v} AS t(id, c, label)") for v in (rows, others)]
     assert both[0].semanticHash() == both[1].semanticHash()  # else this test shows nothing
     for df in both:
-        schema = check_schema(df.schema, feature_cols=["id"], label_cols=["label"])
-        key, reason = plan_key(df, schema, None)
+        key, reason = plan_key(df, schema_of(df), None)
         assert key is None
         assert "the plan reads LocalRelation" in reason
 
@@ -132,6 +150,14 @@ def scanned(spark: SparkSession, path: str, schema: str, **options: Any) -> Data
     return spark.read.schema(schema).options(**options).csv(path)
 
 
+@pytest.fixture(scope="module")
+def source(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Parquet files of numbers, which no test changes."""
+    path = str(tmp_path_factory.mktemp("source") / "numbers")
+    numbers(spark).write.parquet(path)
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "one", "other"),
     [
@@ -155,18 +181,16 @@ def scanned(spark: SparkSession, path: str, schema: str, **options: Any) -> Data
     ],
 )
 def test_plans_of_other_rows_have_other_facts(
-    spark: SparkSession, tmp_path: Path, make: Any, one: Any, other: Any
+    spark: SparkSession, source: str, make: Any, one: Any, other: Any
 ) -> None:
-    path = str(tmp_path / "source")
-    numbers(spark).write.parquet(path)
-
     def text(value: Any) -> str:
-        facts = plan_facts(make(spark.read.parquet(path), value))
+        facts = plan_facts(make(spark.read.parquet(source), value))
         assert facts.obstacle == ""
         return facts.plan
 
-    assert text(one) == text(one)
-    assert text(one) != text(other)
+    first = text(one)
+    assert text(one) == first
+    assert text(other) != first
 
 
 def test_options_of_file_formats_are_part_of_the_plan(spark: SparkSession, tmp_path: Path) -> None:
@@ -213,52 +237,37 @@ def test_values_of_partitions_in_a_catalog_are_part_of_the_plan(
     assert len(found) == 2
 
 
-def test_a_source_that_changed_is_read_again(
-    spark: SparkSession, store: Store, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "source")
-    numbers(spark).coalesce(1).write.parquet(path)
-    assert not prepared(spark.read.parquet(path), store).reused
-    assert prepared(spark.read.parquet(path), store).reused
-    # Same plan and same path: only size and time tell.
-    numbers(spark).coalesce(1).withColumn("label", F.lit(9.0)).write.mode("overwrite").parquet(path)
-    changed = prepared(spark.read.parquet(path), store)
-    assert not changed.reused
-    assert set(read_packed(store.full_url(changed.data_dir))["label"]) == {9.0}
+def labels(store: Store, data: PreparedData) -> list[float]:
+    return sorted(read_packed(store.full_url(data.data_dir))["label"].tolist())
 
 
-def test_a_second_preparation_writes_nothing(
+def test_a_source_is_read_again_only_if_it_changed(
     spark: SparkSession, store: Store, tmp_path: Path
 ) -> None:
-    root = tmp_path / "store"
-    numbers(spark).write.parquet(str(tmp_path / "source"))
-    prepared(spark.read.parquet(str(tmp_path / "source")), store)
+    path, root = str(tmp_path / "source"), tmp_path / "store"
 
     def files() -> dict[Path, tuple[int, int]]:
         every = (p for p in root.rglob("*") if p.is_file() and p.name != LEASE_NAME)
         states = ((p, p.stat()) for p in every)
         return {p: (s.st_ino, s.st_mtime_ns) for p, s in states}
 
+    numbers(spark, 4).write.parquet(path)
+    assert not prepared(spark.read.parquet(path), store).reused
     before = files()
-    # Another DataFrame of the same plan.
-    assert prepared(spark.read.parquet(str(tmp_path / "source")), store).reused
+    # Another DataFrame of the same plan writes nothing.
+    assert prepared(spark.read.parquet(path), store).reused
     assert files() == before
 
+    numbers(spark, 2).write.mode("append").parquet(path)
+    longer = prepared(spark.read.parquet(path).coalesce(1), store)
+    assert not longer.reused
+    assert labels(store, longer) == [0, 0, 0.5, 0.5, 1, 1.5]
 
-def labels(store: Store, data: PreparedData) -> list[float]:
-    return sorted(read_packed(store.full_url(data.data_dir))["label"].tolist())
-
-
-def test_rows_that_were_appended_are_read(
-    spark: SparkSession, store: Store, tmp_path: Path
-) -> None:
-    path = str(tmp_path / "source")
-    numbers(spark, 4).coalesce(1).write.parquet(path)
-    prepared(spark.read.parquet(path), store)
-    numbers(spark, 2).coalesce(1).write.mode("append").parquet(path)
-    again = prepared(spark.read.parquet(path), store)
-    assert not again.reused
-    assert labels(store, again) == [0, 0, 0.5, 0.5, 1, 1.5]
+    # Same plan and same path: only size and time tell.
+    numbers(spark, 4).withColumn("label", F.lit(9.0)).write.mode("overwrite").parquet(path)
+    changed = prepared(spark.read.parquet(path), store)
+    assert not changed.reused
+    assert labels(store, changed) == [9, 9, 9, 9]
 
 
 def test_a_file_rewritten_in_place_is_read_again(
@@ -284,7 +293,7 @@ def test_a_file_rewritten_in_place_is_read_again(
 
 def test_a_cached_source_is_its_cache(spark: SparkSession, store: Store, tmp_path: Path) -> None:
     path = str(tmp_path / "source")
-    numbers(spark, 3).coalesce(1).write.parquet(path)
+    numbers(spark, 3).write.parquet(path)
     held = spark.read.parquet(path).cache()
     assert held.count() == 3
     try:
@@ -294,7 +303,7 @@ def test_a_cached_source_is_its_cache(spark: SparkSession, store: Store, tmp_pat
     finally:
         held.unpersist(blocking=True)
     changed = F.lit(9.0).alias("label")
-    numbers(spark, 3).select("id", changed).coalesce(1).write.mode("overwrite").parquet(path)
+    numbers(spark, 3).select("id", changed).write.mode("overwrite").parquet(path)
     held = spark.read.parquet(path).cache()
     try:
         again = prepared(held, store)
@@ -328,7 +337,7 @@ def test_functions_of_spark_ml_are_part_of_the_plan(spark: SparkSession, store: 
     ("make", "why"),
     [
         (
-            lambda s: s.createDataFrame([(1, 2.0)], "id int, label double"),
+            lambda s: without_a_key(s, 2.0),
             "the plan reads LogicalRDD",
         ),
         (from_jdbc, "the plan reads JDBCRelation"),
@@ -351,29 +360,30 @@ def test_functions_of_spark_ml_are_part_of_the_plan(spark: SparkSession, store: 
         ),
     ],
 )
-def test_data_that_no_plan_identifies_are_not_reused(
-    spark: SparkSession, store: Store, make: Any, why: str
+def test_data_that_no_plan_identifies_have_no_key(spark: SparkSession, make: Any, why: str) -> None:
+    df = make(spark)
+    key, reason = plan_key(df, schema_of(df), None)
+    assert key is None
+    assert why in reason
+    assert "data_key= would tell" in reason
+
+
+def test_data_without_a_key_are_reused_by_a_data_key_only(
+    spark: SparkSession, store: Store
 ) -> None:
-    assert not prepared(make(spark), store).reused
-    again = prepared(make(spark), store)
+    df = without_a_key(spark, 2.0)
+    assert not prepared(df, store).reused
+    again = prepared(df, store)
     assert not again.reused
-    assert why in again.reason
-    assert "data_key= would tell" in again.reason
-
-
-def test_data_key_is_the_users_word(spark: SparkSession, store: Store) -> None:
-    df = spark.createDataFrame([(1, 2.0)], "id int, label double")
+    assert "the plan reads LogicalRDD" in again.reason
     assert not prepared(df, store, data_key="mine").reused
     assert prepared(df, store, data_key="mine").reused
-    assert not prepared(df, store, data_key="other").reused
-    assert not prepared(df, store, data_key="mine", model_dtype="float64").reused
 
 
 def test_data_without_a_key_are_shared_in_a_scope_and_go_with_it(
     spark: SparkSession, store: Store
 ) -> None:
-    df = spark.createDataFrame([(1, 2.0)], "id int, label double")
-    other = spark.createDataFrame([(1, 3.0)], "id int, label double")
+    df, other = without_a_key(spark, 2.0), without_a_key(spark, 3.0)
     with Scope() as scope:
         first = prepared(df, store, scope=scope)
         again = prepared(df, store, scope=scope)
@@ -449,14 +459,13 @@ def test_data_that_cannot_be_used_leave_nothing(spark: SparkSession, store: Stor
     assert not any(store == s for s, _ in ownership._owned.directories)
 
 
-def test_a_file_that_went_missing_is_made_again(spark: SparkSession, store: Store) -> None:
+def test_a_file_that_went_missing_or_that_a_reader_found_damaged_is_made_again(
+    spark: SparkSession, store: Store
+) -> None:
     found = prepared(numbers(spark), store)
     store.delete(found.manifest.files[0].path)
-    assert not prepared(numbers(spark), store).reused
-
-
-def test_data_that_a_reader_found_damaged_are_made_again(spark: SparkSession, store: Store) -> None:
     found = prepared(numbers(spark), store)
+    assert not found.reused
     store.write_bytes(f"{found.data_dir}/{DAMAGED_NAME}", b"a flipped bit")
     assert not prepared(numbers(spark), store).reused
     assert prepared(numbers(spark), store).reused

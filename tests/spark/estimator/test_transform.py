@@ -71,7 +71,7 @@ def df(spark: SparkSession) -> DataFrame:
         )
         for i in range(30)
     ]
-    return spark.createDataFrame(rows, schema).repartition(3)
+    return spark.createDataFrame(rows, schema)  # in two partitions: each costs a Python worker
 
 
 def test_outputs_and_other_columns(df: DataFrame) -> None:
@@ -302,7 +302,8 @@ def test_modules_that_no_fit_has_trained(df: DataFrame, tmp_path: Path) -> None:
     """Check numbers, vectors, arrays and decoders in one Pipeline, before and after it was saved."""
     numbers, vectors, table = mlp(2, 2), mlp(2), nn.Embedding(3, 2)
     arrays = nn.Sequential(nn.Flatten(), mlp(4, 3))
-    plain = df.selectExpr("k", "CAST(k AS DOUBLE) / 9 AS z", "x", "'high' AS s")
+    # A worker for each stage and partition.
+    plain = df.coalesce(1).selectExpr("k", "CAST(k AS DOUBLE) / 9 AS z", "x", "'high' AS s")
     plain = plain.withColumn("a", F.array(*[F.col("z") * i for i in range(4)]))
     decoders = {"s": {"low": 0, "high": 2}}
     empty = TorchModel(feature_cols=["a"], label_cols=["a"], input_shapes=[[-1, 2, 2]])

@@ -239,12 +239,16 @@ def sees() -> tuple[str | None, int | None]:
     return os.environ.get("CUDA_VISIBLE_DEVICES"), here.gpu
 
 
+def of_fake_driver(folder: Path) -> Settings:
+    """Return settings of fresh processes: variables of CUDA would make another nursery for each launch."""
+    return Settings(cuda_library=fake_driver(folder), nursery="0")
+
+
 def test_a_local_master_gives_gpus_by_local_rank_without_a_profile(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    settings = Settings(cuda_library=fake_driver(tmp_path))
-    options = {"spark": spark, "num_proc": 2, "settings": settings}
+    options = {"spark": spark, "num_proc": 2, "settings": of_fake_driver(tmp_path)}
     env = {"FAKE_GPUS": "1,2", "CUDA_VISIBLE_DEVICES": "0,1"}
     assert run(sees, env=env, use_gpu=True, **options) == [("0,1", 0), ("0,1", 1)]
     with pytest.raises(PreflightError) as e:
@@ -259,9 +263,8 @@ def test_on_a_local_master_there_are_no_more_ranks_by_default_than_gpus(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    settings = Settings(cuda_library=fake_driver(tmp_path))
-    options = {"spark": spark, "settings": settings, "use_gpu": True}
-    for given, ranks in (("1", 1), ("1,2", 2), ("1,2,3", 2)):
+    options = {"spark": spark, "settings": of_fake_driver(tmp_path), "use_gpu": True}
+    for given, ranks in (("1", 1), ("1,2,3", 2)):
         found = run(sees, env={"FAKE_GPUS": given}, **options)
         assert found == [(None, rank) for rank in range(ranks)]
     with pytest.raises(PreflightError, match="rank 0 on host .* sees no GPU"):

@@ -1,4 +1,4 @@
-"""Ctrl-C in a Spark driver, which gives every rank KeyboardInterrupt and time to save, and a driver's sudden end."""
+"""Ctrl-C in a Spark driver, which gives every rank KeyboardInterrupt and time to save, and the sudden end of driver or JVM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 import pyspark
 import pytest
 
-from tests.harness.processes import TRAINER, find, wait_for_no_trainers, wait_until_gone
+from tests.harness.processes import (
+    TRAINER,
+    children,
+    find,
+    wait_for_no_trainers,
+    wait_until_gone,
+)
+from tests.harness.soak import soak
 from tests.harness.spark import started_script, write_script
 from tests.harness.waiting import wait_until
 
@@ -49,6 +56,22 @@ def saves(name, seconds=0.0):
                     raise
 """
 
+_STAYS = """
+import sparkhvd
+
+def stays():
+    import subprocess
+    subprocess.Popen(["sleep", "300"])
+    open(os.path.join(FOLDER, f"stays-ready{os.environ['RANK']}"), "w").close()
+    time.sleep(300)
+
+try:
+    run(stays, num_proc=2, spark=spark)
+except sparkhvd.SparkhvdError as e:
+    print("FOUND", type(e).__name__, e, flush=True)
+os._exit(0)  # pyspark's own handlers of the exit ask the JVM
+"""
+
 _RUNS = (
     _SAVES
     + """
@@ -58,15 +81,8 @@ for name, seconds in (("group", 3.5), ("stubborn", 0.0)):
     except KeyboardInterrupt:
         print("ENDED", name)
         open(os.path.join(FOLDER, f"{name}-ended"), "w").close()
-
-def stays():
-    import subprocess
-    subprocess.Popen(["sleep", "300"])
-    open(os.path.join(FOLDER, f"stays-ready{os.environ['RANK']}"), "w").close()
-    time.sleep(300)
-
-run(stays, num_proc=2, spark=spark)
 """
+    + _STAYS
 )
 
 _SUBMITTED = (
@@ -92,7 +108,7 @@ def _wait_for(folder: Path, name: str, driver: subprocess.Popen[str], ranks: int
 def test_ranks_save_and_nothing_is_left(tmp_path: Path) -> None:
     """Interrupt the driver's process group as a terminal does, then the driver alone, with ranks that end only at the second.
 
-    At last kill the driver.
+    At last kill the driver's JVM.
     """
     script = write_script(tmp_path / "driver.py", _RUNS, master="local[2]")
     with started_script(script) as driver:
@@ -109,17 +125,34 @@ def test_ranks_save_and_nothing_is_left(tmp_path: Path) -> None:
         assert wait_until_gone(ranks) == set()
         assert time.monotonic() - began < 1.5  # sooner than Spark kills its workers
         _wait_for(tmp_path, "stays-ready", driver)
-        assert len(find(TRAINER)) == 2
         # Of the ranks before, none is left.
         assert len(find("sleep 300")) == 2
-        os.kill(driver.pid, signal.SIGKILL)
-        assert wait_for_no_trainers(20) == set()
-        # Killed with its trainer, but on a busy machine the kernel may end it a moment later.
-        assert wait_until_gone(find("sleep 300"), 10) == set()
+        (jvm,) = find("org.apache.spark.deploy.SparkSubmit") & children(driver.pid)
+        _dies(jvm)
         output, _ = driver.communicate(timeout=120)
     assert wait_until_gone(find("sleep")) == set()
     for name in ("group", "stubborn"):
         assert all((tmp_path / f"{name}-saved{rank}").exists() for rank in range(2)), output
+    found = "FOUND SparkhvdError Spark's JVM has died while it ran 'sparkhvd: 2 ranks, attempt 1'"
+    assert found in output, output
+
+
+def _dies(pid: int) -> None:
+    """Kill a process, with which ranks and what they have started end."""
+    assert len(find(TRAINER)) == 2
+    os.kill(pid, signal.SIGKILL)
+    assert wait_for_no_trainers(20) == set()
+    # Killed with its trainer, but on a busy machine the kernel may end it a moment later.
+    assert wait_until_gone(find("sleep 300"), 10) == set()
+
+
+@soak("the JVM, here, which ends with its driver, and the ranks with it")
+def test_ranks_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    body = f"from sparkhvd.runner import run\nFOLDER = {str(tmp_path)!r}\n{_STAYS}"
+    script = write_script(tmp_path / "driver.py", body, master="local[2]")
+    with started_script(script) as driver:
+        _wait_for(tmp_path, "stays-ready", driver)
+        _dies(driver.pid)
 
 
 def test_ranks_save_although_the_jvm_ends_at_once(tmp_path: Path) -> None:

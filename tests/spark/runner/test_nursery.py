@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 def parent() -> tuple[int, str]:
     """Return the number and the command line of this process's parent."""
-    import torch  # noqa: F401 - what a nursery is for
-
     return os.getppid(), Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")
 
 

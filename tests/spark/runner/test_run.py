@@ -27,7 +27,6 @@ from tests.harness import faults
 from tests.harness.by_value import by_value
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
-from tests.harness.spark import run_on
 from tests.harness.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -74,6 +73,7 @@ class FilesOfOneProcess(Files):
         return super().read_bytes(f"{os.getpid()}/{path}")
 
 
+@pytest.mark.usefixtures("threads_by_default")
 def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
     spark: SparkSession,
 ) -> None:
@@ -94,6 +94,7 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
 
     conf = {"spark.sparkhvd.slots": "5", "spark.sparkhvd.stall_shutdown_s": "9"}
     env = {"STALE": "1", "CUDA_VISIBLE_DEVICES": "none", "SPARKHVD_STALL_SHUTDOWN_S": "20"}
+    env["SPARKHVD_NURSERY"] = "0"  # a variable of CUDA would make another one
     for key, value in conf.items():
         spark.conf.set(key, value)
     output = io.StringIO()
@@ -119,72 +120,21 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
         assert [of_rank[4] for of_rank in ranks] == [b"\0" * (3 << 20), b"\1" * (3 << 20)]
 
 
-def test_one_rank_gets_all_threads_of_local(spark: SparkSession) -> None:
-    def threads() -> tuple[str, int]:
-        return os.environ["OMP_NUM_THREADS"], len(os.sched_getaffinity(0))
-
-    ((told, processors),) = run(threads, num_proc=1, spark=spark)
-    assert told == str(min(2, processors))
-
-
-def test_the_session_of_this_thread_is_the_default(spark: SparkSession) -> None:
-    assert run(lambda: "x", num_proc=1) == ["x"]
-
-
-def test_a_large_argument_brings_no_key_to_a_disk_and_leaves_no_file(spark: SparkSession) -> None:
-    folder = Path(spark.sparkContext._temp_dir)  # type: ignore[attr-defined]  # it has no public name
+@pytest.mark.usefixtures("threads_by_default")
+def test_one_rank_of_the_active_session_and_what_its_launch_leaves(spark: SparkSession) -> None:
+    """Launch a rank with a large argument, under the user's description of jobs: it has all threads of `local`."""
+    context = spark.sparkContext
+    folder = Path(context._temp_dir)  # type: ignore[attr-defined]  # it has no public name
     before = set(folder.iterdir())
 
-    def files(data: bytes) -> list[bytes]:
-        return [file.read_bytes() for file in set(folder.iterdir()) - before]
+    def found(data: bytes) -> tuple[str, int, list[bytes]]:
+        files = [file.read_bytes() for file in set(folder.iterdir()) - before]
+        return os.environ["OMP_NUM_THREADS"], len(os.sched_getaffinity(0)), files
 
-    ((program,),) = run(files, args=(os.urandom(2 << 20),), num_proc=1, spark=spark)
-    assert len(program) > 2 << 20
-    assert b'"job_id"' not in program  # of the JSON that holds the key
-    assert set(folder.iterdir()) == before
-
-
-DIES = """
-    import os, signal, threading
-    import sparkhvd
-    from sparkhvd.runner import run
-    from tests.harness.waiting import wait_until
-
-    jvm = int(spark._jvm.java.lang.ProcessHandle.current().pid())
-    began = {began!r}
-
-    def wait():
-        open(began, "w").close()
-        time.sleep(60)
-
-    def kill():
-        wait_until(lambda: os.path.exists(began), "the rank runs", within_s=100)
-        os.kill(jvm, signal.SIGKILL)
-
-    threading.Thread(target=kill).start()
-    try:
-        run(wait, num_proc=1)
-    except sparkhvd.SparkhvdError as e:
-        print("FOUND", type(e).__name__, e, flush=True)
-    os._exit(0)  # pyspark's own handlers of the exit ask the JVM
-"""
-
-
-@pytest.mark.leaks("a rank whose executor is the JVM outlives it for a moment")
-def test_a_jvm_that_was_killed_is_named(tmp_path: Path) -> None:
-    out = run_on("local[1]", DIES.format(began=str(tmp_path / "began")), tmp_path)
-    assert (
-        "FOUND SparkhvdError Spark's JVM has died while it ran 'sparkhvd: 1 ranks, attempt 1'"
-        in out
-    )
-
-
-def test_jobs_have_a_description_beside_the_users(spark: SparkSession) -> None:
-    context = spark.sparkContext
     context.setJobDescription("nightly")
     try:
+        ((told, processors, (program,)),) = run(found, args=(os.urandom(2 << 20),), num_proc=1)
         tracker = context._jsc.sc().statusStore()  # type: ignore[union-attr]  # classic
-        run(int, num_proc=1, spark=spark)
 
         def described() -> bool:
             jobs = tracker.jobsList(None)
@@ -197,6 +147,10 @@ def test_jobs_have_a_description_beside_the_users(spark: SparkSession) -> None:
         assert context.getLocalProperty("spark.job.description") == "nightly"
     finally:
         context.setJobDescription(None)  # type: ignore[arg-type]  # None clears
+    assert told == str(min(2, processors))
+    assert len(program) > 2 << 20
+    assert b'"job_id"' not in program  # of the JSON that holds the key
+    assert set(folder.iterdir()) == before
 
 
 def test_modules_added_to_spark_import_and_spark_files_resolve(
@@ -216,7 +170,7 @@ def test_modules_added_to_spark_import_and_spark_files_resolve(
         text = Path(SparkFiles.get("data.txt")).read_text()
         return importlib.import_module(module).answer(), text
 
-    assert run(uses, (name,), num_proc=2, spark=spark) == [(42, "contents")] * 2
+    assert run(uses, (name,), num_proc=1, spark=spark) == [(42, "contents")]
 
 
 def test_an_exception_names_its_rank_and_the_next_run_works(
@@ -246,23 +200,6 @@ def test_an_exception_names_its_rank_and_the_next_run_works(
     assert e.value.log_tail == "before it failed"
     assert "org.apache.spark" not in str(e.value)
     assert run(lambda: 1, num_proc=2, spark=spark) == [1, 1]
-
-
-def test_an_exception_on_every_rank_names_the_lowest(spark: SparkSession, tmp_path: Path) -> None:
-    def fails() -> None:
-        raise ValueError("everywhere")
-
-    options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a")
-    with pytest.raises(RankError, match="raised ValueError: everywhere"):
-        job.launch(SparkShim(spark), fails, (), {}, 2, options)
-
-
-def test_a_result_that_cannot_travel_is_explained(spark: SparkSession) -> None:
-    def gives_a_lock() -> Any:
-        return threading.Lock()
-
-    with pytest.raises(RankError, match="the function returned a _thread.lock, which cannot be"):
-        run(gives_a_lock, num_proc=1, spark=spark)
 
 
 def test_arguments_that_cannot_travel_are_refused_at_once(spark: SparkSession) -> None:
@@ -315,7 +252,7 @@ def test_silent_workers_that_spark_would_kill_are_refused(spark: SparkSession) -
 def test_a_module_that_the_workers_lack_is_named_with_their_python(spark: SparkSession) -> None:
     options = job.LaunchOptions(requirements=("surely_no_such_module",))
     with pytest.raises(PreflightError) as e:
-        job.launch(SparkShim(spark), print, (), {}, 2, options)
+        job.launch(SparkShim(spark), print, (), {}, 1, options)
     assert re.fullmatch(
         r"The workers run \S+python\S* \(rank 0 on host \S+\), which has no surely_no_such_module. Set "
         r"PYSPARK_PYTHON \(spark.pyspark.python\) to a Python that has it, or install it there.",
@@ -345,14 +282,34 @@ def test_workers_without_the_package_are_named_with_their_python(
     # As if the session had been started with spark.pyspark.python.
     monkeypatch.setattr(spark.sparkContext, "pythonExec", str(wrapper))
     with pytest.raises(PreflightError, match="The workers run .*which has no module sparkhvd"):
-        run(print, num_proc=2, spark=spark)
+        run(print, num_proc=1, spark=spark)
 
 
-def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -> None:
+def test_outcomes_are_stored_and_reported_and_a_call_is_made_before_a_process_knows_its_rank(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    def early(number: int, count: int) -> None:
+        import sys
+
+        from sparkhvd.runner import context
+
+        os.environ["EARLY"] = f"{'torch' in sys.modules} {context()} {number} of {count}"
+        raise RuntimeError("only a head start")
+
+    def body() -> str:
+        print(f"rank {os.environ['RANK']}")
+        return os.environ["EARLY"]
+
     files = Files(str(tmp_path))
-    options = job.LaunchOptions(shared=files, run_dir="runs/a")
-    report = job.launch(SparkShim(spark), lambda: here_and_print(), (), {}, 2, options)
-    assert report.results == [0, 1]
+    options = job.LaunchOptions(
+        shared=files,
+        run_dir="runs/a",
+        early=early,
+        requirements=("torch",),
+        env={"SPARKHVD_NURSERY": "0"},  # a fork has torch from its nursery
+    )
+    report = job.launch(SparkShim(spark), body, (), {}, 2, options)
+    assert report.results == ["False None 0 of 2", "False None 1 of 2"]
     assert report.attempts == 1
     assert 0 < report.launch_s < 60
     for rank, outcome in enumerate(report.outcomes):
@@ -366,10 +323,15 @@ def test_outcomes_are_stored_and_reported(spark: SparkSession, tmp_path: Path) -
 def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
     spark: SparkSession, tmp_path: Path
 ) -> None:
-    """Ignore outcomes of the first launch among those of the second."""
+    """Ignore outcomes of the first launch, of whose ranks the lowest is named, among those of the second."""
+
+    def fails() -> None:
+        raise ValueError("everywhere")
+
     options = job.LaunchOptions(shared=Files(str(tmp_path)), run_dir="runs/a", max_retries=0)
-    with pytest.raises(RankError, match="ZeroDivisionError"):
-        job.launch(SparkShim(spark), lambda: 1 // int(os.environ["RANK"]), (), {}, 2, options)
+    with pytest.raises(RankError, match="raised ValueError: everywhere") as both:
+        job.launch(SparkShim(spark), fails, (), {}, 2, options)
+    assert both.value.rank == 0
 
     def lose_rank_1(ended: Path) -> None:
         if os.environ["RANK"] == "1":
@@ -382,12 +344,6 @@ def test_a_run_id_can_be_used_again_after_a_failure_that_was_fixed(
     (tmp_path / "ended").touch()
     # What `is_retryable` calls a loss: with retries it would have been launched again.
     assert (raised.value.rank, raised.value.exit) == (1, "signal SIGKILL")
-
-
-def here_and_print() -> int:
-    rank = int(os.environ["RANK"])
-    print(f"rank {rank}")
-    return rank
 
 
 def test_a_store_that_is_not_shared_is_refused(spark: SparkSession, tmp_path: Path) -> None:
@@ -530,6 +486,7 @@ def test_random_jobs_at_once_end_each_in_its_own_way(spark: SparkSession, tmp_pa
         assert left == []
 
 
+@soak("jobs run side by side, here: one of them is cancelled")
 def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path) -> None:
     def stays(folder: str) -> None:
         Path(folder, os.environ["RANK"]).touch()
@@ -550,21 +507,6 @@ def test_a_cancelled_job_ends_with_its_ranks(spark: SparkSession, tmp_path: Path
     thread.join(20)
     assert not thread.is_alive()
     assert [e.exit for e in raised if isinstance(e, RankError)] == ["cancelled"]
-
-
-def test_a_call_is_made_before_a_process_knows_its_rank(spark: SparkSession) -> None:
-    def early(number: int, count: int) -> None:
-        import sys
-
-        from sparkhvd.runner import context
-
-        os.environ["EARLY"] = f"{'torch' in sys.modules} {context()} {number} of {count}"
-        raise RuntimeError("only a head start")
-
-    # A fork has torch from its nursery.
-    options = job.LaunchOptions(early=early, requirements=("torch",), env={"SPARKHVD_NURSERY": "0"})
-    report = job.launch(SparkShim(spark), lambda: os.environ["EARLY"], (), {}, 2, options)
-    assert report.results == ["False None 0 of 2", "False None 1 of 2"]
 
 
 def test_options_are_data() -> None:
