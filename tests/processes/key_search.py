@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.harness.meeting import meet
+
 
 def forms_of(key: bytes) -> list[bytes]:
     """Return forms in which the key could be written down."""
@@ -40,15 +42,12 @@ def places_in_proc(key: bytes) -> tuple[list[str], int]:
 
 def hunt() -> dict[str, Any]:
     """Search while every rank lives; return the places, and the key backwards, for the search in the logs."""
-    import torch
-
-    import sparkhvd.torch as hvd
     from sparkhvd.rendezvous import SocketRendezvous, current
 
     meeting = current()
     assert isinstance(meeting, SocketRendezvous)
     key = meeting.job.key
-    hvd.init()
+    engine = meet()
     print("a rank with a key prints", meeting.job, meeting, vars(meeting.settings.__class__).keys())
     # A key that was put where it must not be is found there.
     bait = secrets.token_bytes(32)
@@ -61,8 +60,8 @@ def hunt() -> dict[str, Any]:
         baits, _ = places_in_proc(bait)
         child.kill()
     found, read = places_in_proc(key)
-    hvd.allreduce(torch.ones(1), name="until all have looked")
-    hvd.shutdown()
+    engine.barrier(name="until all have looked").wait()
+    engine.shutdown()
     return {"found": found, "read": read, "baits": len(baits), "yek": key.hex()[::-1]}
 
 

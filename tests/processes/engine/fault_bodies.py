@@ -20,6 +20,8 @@ from sparkhvd import rendezvous
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError
 from sparkhvd.rendezvous import sockets
+from tests.harness import faults
+from tests.harness.meeting import meet
 from tests.harness.rank_process import Talk
 from tests.ranks.engine.arrays import allgather, allreduce, broadcast
 
@@ -164,40 +166,30 @@ def stop_inside_a_reduce(engine: Engine, talk: Talk) -> Any:
 
 def limited(limit: str) -> list[float]:
     """Run a job under a limit of this process; called by run_local."""
-    import torch
-
-    import sparkhvd.torch as hvd
-
     if limit == "memlock 0, 64 descriptors":
         drop_capabilities()  # root may lock whatever the limit says
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     elif limit.startswith("group "):
         Path(limit.removeprefix("group "), "cgroup.procs").write_text(str(os.getpid()))
-    hvd.init()
-    shared = "memfd:sparkhvd" in Path("/proc/self/maps").read_text()
-    results = [
-        float(shared),
-        float(hvd.allreduce(torch.full((300_001,), hvd.rank() + 1.0), op=hvd.Sum).sum()),
-        float(hvd.allgather(torch.full((hvd.rank() + 1, 7), hvd.rank() + 1.0)).sum()),
-        float(hvd.broadcast(torch.full((100_000,), hvd.rank() + 1.0), 1).sum()),
-    ]
-    hvd.shutdown()
-    return results
+    with meet() as engine:
+        shared = "memfd:sparkhvd" in Path("/proc/self/maps").read_text()
+        mine = engine.rank + 1.0
+        return [
+            float(shared),
+            float(allreduce(engine, "sum", np.full(300_001, mine)).sum()),
+            float(allgather(engine, "rows", np.full((engine.rank + 1, 7), mine))[0].sum()),
+            float(broadcast(engine, "copy", np.full(100_000, mine), 1).sum()),
+        ]
 
 
 def killed_in_the_middle() -> None:
     """Kill the last rank while the memory of the host is mapped and in use."""
-    import torch
-
-    import sparkhvd.torch as hvd
-    from tests.harness import faults
-
-    hvd.init()
+    engine = meet()
     for step in range(100):
-        if step == 5 and hvd.rank() == hvd.size() - 1:
+        if step == 5 and engine.rank == engine.size - 1:
             faults.kill_self()
-        hvd.allreduce(torch.ones(300_000), name="x")
+        allreduce(engine, f"step {step}", np.ones(300_000))
 
 
 def drop_capabilities() -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness.cluster import Cluster, Unseen, hiding, run_client, shared_cluster
-from tests.harness.soak import soak
 from tests.harness.spark import connect_server, run_on, with_folder
 
 
@@ -42,16 +41,7 @@ _LOCAL_CLUSTER = "local-cluster[2,1,1024]"
 
 
 @pytest.fixture(
-    params=[
-        "standalone",
-        "connect",
-        pytest.param("local-cluster", marks=soak("standalone, here")),
-        pytest.param("connect-local-cluster", marks=soak("connect, here")),
-        pytest.param(
-            "connect-unseen",
-            marks=soak("test_unseen_store: a client trains on files that only executors see"),
-        ),
-    ]
+    params=["standalone", "connect", "local-cluster", "connect-local-cluster", "connect-unseen"]
 )
 def spark_mode(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str, Path], str]:
     """Runs a program with `spark` in each mode, two slots each: `spark_mode(body, folder)` gives what it printed.

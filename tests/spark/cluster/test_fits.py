@@ -35,7 +35,7 @@ def digest(module):
     return hashlib.sha256(b"".join(parts)).hexdigest()
 """
 
-# Fit, transform, evaluate, save and load; the weights are the same in every mode.
+# Fit, transform, save, load and evaluate; the weights are the same in every mode.
 PROGRAM = """
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -45,33 +45,26 @@ estimator = TorchRegressor(
     model=net, optimizer=torch.optim.Adam(net.parameters(), lr=0.01), featuresCol="x", labelCol="y", batch_size=4, epochs=2, num_proc=2, random_seed=3, validation=0.2,
     store=Store.create(FOLDER + "/store"), max_retries=0)
 model = estimator.fit(df)
-
-# In one partition, as every Python worker that computes rows imports torch.
-def predictions(model):
-    return [row[0] for row in model.transform(df.coalesce(1)).orderBy("id").select("prediction").collect()]
-
 model.write().overwrite().save(FOLDER + "/saved")
 loaded = TorchRegressionModel.load(FOLDER + "/saved")
-found = predictions(model)
-assert predictions(loaded) == found
+# In one partition, as every Python worker that computes rows imports torch.
+found = [row[0] for row in model.transform(df.coalesce(1)).orderBy("id").select("prediction").collect()]
 expected = sum((value - row[2]) ** 2 for value, row in zip(found, rows)) / len(rows)
 assert abs(loaded.evaluate(df.coalesce(1)).meanSquaredError - expected) < 1e-9
+assert digest(loaded.getModel()) == digest(model.getModel())
+print("LOSSES", [record["val_loss"] for record in model.history])
+print("WEIGHTS", digest(model.getModel()))
+"""
+
+# A summary of classes, of a model that no fit has trained.
+CLASSES = """
 weight = torch.tensor([[0.0, 0.0], [1.0, 0.0]])  # class 1 where x[0] is above 0
 net = nn.Linear(2, 2, bias=False)
 net.weight = nn.Parameter(weight)
 classes = TorchClassificationModel.from_module(net, loss="cross_entropy", featuresCol="x", input_shapes=[[-1, 2]])
 summary = classes.evaluate(df.selectExpr("x", "double(x[0] > 0) AS label").coalesce(1))
 assert (summary.accuracy, summary.areaUnderROC) == (1.0, 1.0)
-assert digest(loaded.getModel()) == digest(model.getModel())
-print("LOSSES", [record["val_loss"] for record in model.history])
-print("WEIGHTS", digest(model.getModel()))
 """
-
-
-@pytest.fixture(scope="module")
-def local(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Output of the program on the shared `local[2]` session."""
-    return run_here(spark, PRELUDE + PROGRAM, tmp_path_factory.mktemp("local"))
 
 
 def said(output: str) -> list[str]:
@@ -89,16 +82,32 @@ def check(output: str) -> None:
     assert wait_for_no_trainers() == set()
 
 
-def test_fit_transform_save_and_load_on_a_local_master(local: str) -> None:
-    check(local)
-
-
-def test_fit_transform_save_and_load_are_the_same_in_every_mode(
-    spark_mode: Callable[[str, Path], str], local: str, tmp_path: Path
+def test_fit_transform_save_and_load_are_the_same_in_classic_and_connect(
+    cluster: Cluster, tmp_path: Path
 ) -> None:
-    output = spark_mode(PRELUDE + PROGRAM, tmp_path)
+    folders = [tmp_path / mode for mode in ("classic", "connect")]
+    for folder in folders:
+        folder.mkdir()
+    classic = cluster.run(with_folder(PRELUDE + PROGRAM, folders[0]), timeout_s=600)
+    program = with_folder(PRELUDE + PROGRAM + CLASSES, folders[1])
+    connect = run_client(cluster.remote, program, folders[1], timeout_s=600)
+    assert said(classic) == said(connect)
+    for output in (classic, connect):
+        check(output)
+
+
+@soak("classic and Connect on a standalone cluster, here; a local master: estimator/test_fit")
+def test_fit_transform_save_and_load_are_the_same_in_every_mode(
+    spark_mode: Callable[[str, Path], str], spark: SparkSession, tmp_path: Path
+) -> None:
+    folders = [tmp_path / mode for mode in ("local", "other")]
+    for folder in folders:
+        folder.mkdir()
+    local = run_here(spark, PRELUDE + PROGRAM + CLASSES, folders[0])
+    output = spark_mode(PRELUDE + PROGRAM + CLASSES, folders[1])
     assert said(output) == said(local)
-    check(output)
+    for printed in (local, output):
+        check(printed)
 
 
 # Rank 1 kills its executor's JVM in the middle of the first epoch, once.

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from sparkhvd import Settings, rendezvous
-from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import RankError
 from sparkhvd.runner import context, job, run, run_local
 from sparkhvd.spark import SparkShim
 from tests.harness import faults
 from tests.harness.by_value import by_value
+from tests.harness.meeting import meet
 from tests.harness.processes import wait_for_no_trainers
 from tests.harness.soak import soak
 
@@ -32,13 +31,6 @@ LIMIT_S = 10
 def no_trainer_is_left() -> Iterator[None]:
     yield
     assert wait_for_no_trainers() == set()
-
-
-def meet() -> Engine:
-    """Connect the ranks as `hvd.init()` does, without the import of torch, which takes longest."""
-    met = rendezvous.current()
-    assert met is not None
-    return Engine(met.connect(), Settings())
 
 
 def before_init() -> None:

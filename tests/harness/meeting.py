@@ -1,0 +1,13 @@
+"""Ranks that meet without torch, whose import takes longer than most of what tests ask of them."""
+
+from __future__ import annotations
+
+from sparkhvd import rendezvous
+from sparkhvd.engine.engine import Engine
+
+
+def meet() -> Engine:
+    """Connect this rank with the others, as `hvd.init()` does."""
+    met = rendezvous.current()
+    assert met is not None
+    return Engine(met.connect(), met.settings)
