@@ -8,6 +8,7 @@ import os
 import select
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +97,37 @@ def initialize_and_shut_down(engine: Engine, talk: Talk) -> Any:
 
     import sparkhvd.torch as hvd
 
+    def once() -> None:
+        hvd.init()
+        assert float(hvd.allreduce(torch.ones(3), op=hvd.Sum)[0]) == hvd.size()
+        hvd.shutdown()
+
     (meeting,) = sockets._open_rendezvous
     engine.shutdown()
     del engine
     rendezvous.install(meeting)
-    count = talk.hear()
+    found = watched(once, talk.hear())
+    rendezvous.install(None)
+    return found
+
+
+def meet_and_leave(engine: Engine, talk: Talk) -> Any:
+    """Do the same without torch."""
+    (meeting,) = sockets._open_rendezvous
+    engine.shutdown()
+    del engine
+    return watched(lambda: one_generation(meeting, stop=False), talk.hear())
+
+
+def watched(once: Callable[[], object], count: int) -> dict[str, Any]:
+    """Call often; return the resources before and after."""
     before, after = Least(), Least()
     for number in range(count + WARM_UP):
-        hvd.init()
-        assert float(hvd.allreduce(torch.ones(3), op=hvd.Sum)[0]) == hvd.size()
-        hvd.shutdown()
+        once()
         if number < WARM_UP <= number + LOOKS:  # whatever is made once is there
             before.look()
         if number + LOOKS >= count + WARM_UP:
             after.look()
-    rendezvous.install(None)
     return {"generations": count, "before": before.held, "after": after.held}
 
 

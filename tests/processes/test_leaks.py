@@ -29,9 +29,10 @@ def check(before: dict[str, int], after: dict[str, int], limit: int = 4 * MIB) -
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("tcp_only", [False, True])
 def test_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
-    """hvd.init() and hvd.shutdown() with a real rendezvous each time; a leak of 4 KiB per generation shows."""
+    """Meet with a real rendezvous each time, by hvd.init(), and over TCP as engines; a leak of 4 KiB per generation shows."""
     settings = Settings(connect_timeout_s=60, stall_shutdown_s=60)
-    body = "tests.processes.generations:initialize_and_shut_down"
+    body = "meet_and_leave" if tcp_only else "initialize_and_shut_down"
+    body = f"tests.processes.generations:{body}"
     count = amount(150, 10_000)
     with rank_processes(body, 2, tcp_only=tcp_only, settings=settings) as ranks:
         for rank in ranks:

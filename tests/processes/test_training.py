@@ -1,4 +1,4 @@
-"""The torch API in real processes, as a user's script meets it: all of it in one start of three, which costs seconds."""
+"""The torch API in real processes, as a user's script meets it: all of it in one start of two, which costs seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.harness.inductor import lean_inductor
 from tests.ranks.torch import test_sync_batch_norm as batch_norm
 from tests.ranks.torch.exact import BOUNDS, MLP, STEPS, distance, mine, values
 
-# Three processes that compile models before the first test.
+# Two processes that compile models before the first test.
 pytestmark = pytest.mark.timeout(400)
 
 DOUBLES = {
@@ -25,7 +25,7 @@ DOUBLES = {
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
 }
 
-BATCH_NORM_SIZES = (5, 2, 1)
+BATCH_NORM_SIZES = (6, 2)
 
 SHARDED: dict[str, dict[str, Any]] = {
     "sharded": {"sharded": True},
@@ -123,22 +123,22 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Any]]:
-    return run_local(everything, num_proc=3, verbose=0)
+    return run_local(everything, num_proc=2, verbose=0)
 
 
 def test_collectives_between_processes(reports: list[dict[str, Any]]) -> None:
     for rank, report in enumerate(reports):
-        assert report["topology"] == (3, rank, 3, 1)
-        assert report["objects"] == [{"rank": r, "pad": "x" * r} for r in range(3)]
-        assert report["gather"] == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
-        assert report["sum"] == 3 * 1_000_003
-        assert report["broadcast"] == 2.0
+        assert report["topology"] == (2, rank, 2, 1)
+        assert report["objects"] == [{"rank": r, "pad": "x" * r} for r in range(2)]
+        assert report["gather"] == [[0, 0], [1, 1], [1, 1]]
+        assert report["sum"] == 2 * 1_000_003
+        assert report["broadcast"] == 1.0
         assert "odd" in report["mismatch"]
 
 
 def test_forked_children_do_no_harm(reports: list[dict[str, Any]]) -> None:
     for report in reports:
-        assert sum(report["loader"]) == 3 * sum(range(100))
+        assert sum(report["loader"]) == 2 * sum(range(100))
         assert report["fork"] == 0
 
 
@@ -159,7 +159,7 @@ def test_training_equals_one_process_in_float32(reports: list[dict[str, Any]]) -
 
 
 def test_the_same_ranks_meet_again_after_shutdown(reports: list[dict[str, Any]]) -> None:
-    assert [report["again"] for report in reports] == [3, 3, 3]
+    assert [report["again"] for report in reports] == [1, 1]
 
 
 class Tagger(nn.Module):
@@ -221,7 +221,7 @@ def compiled_weights(hvd: Any = None) -> list[float]:
     if hvd:
         if hvd.rank() == 0:  # the others find in its cache what it compiles
             first = torch.compile(copy.deepcopy(model))
-            nn.functional.mse_loss(first(x.flatten(1)[:8]), y[:8]).backward()
+            nn.functional.mse_loss(first(x.flatten(1)[:12]), y[:12]).backward()
         hvd.barrier()
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         fast = torch.compile(model)

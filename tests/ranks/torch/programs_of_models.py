@@ -16,6 +16,7 @@ import sparkhvd.torch as hvd
 from tests.ranks.torch.ways import (
     ANYHOW,
     BEHAVIOURS,
+    LATER,
     STEPS,
     Batch,
     Behaviour,
@@ -127,7 +128,7 @@ def thawing_frozen_parameters(way: Way) -> Result:
     model[0].requires_grad_(False)
     net, optimizer = way.pair(model, sgd)
     for step in range(STEPS):
-        if step == 8:
+        if step == LATER:
             model[0].requires_grad_(True)
             net = way.model(model)
             way.at_start.pop()
@@ -144,7 +145,7 @@ def freezing_parameters_later(way: Way) -> Result:
     net, optimizer = way.pair(model, sgd)
     for step in range(STEPS):
         optimizer.zero_grad()
-        if step == 8:
+        if step == LATER:
             model[0].requires_grad_(False)
             net = way.model(model)
             way.at_start.pop()

@@ -15,6 +15,7 @@ from torch.optim import lr_scheduler, swa_utils
 from tests.ranks.torch.ways import (
     ANYHOW,
     BEHAVIOURS,
+    LATER,
     STEPS,
     Batch,
     Behaviour,
@@ -396,7 +397,7 @@ def a_group_added_later(way: Way) -> Result:
     net = way.model(model)
     optimizer = way.optimizer(sgd(model[2].parameters()), model[2])
     for step in range(STEPS):
-        if step == 7:
+        if step == LATER:
             optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.02})
         net.zero_grad()  # DDP reduces what the optimizer does not have yet
         way.backward(lambda rows: mean_squares(net, rows), way.share(vectors(step)))
@@ -516,7 +517,7 @@ def stochastic_weight_averaging(way: Way) -> Result:
         optimizer.zero_grad()
         way.backward(lambda rows: mean_squares(net, rows), way.share(vectors(step)))
         optimizer.step()
-        if step >= 10:
+        if step >= LATER:
             averaged.update_parameters(model)
             schedule.step()
     return model, averaged.module
@@ -527,7 +528,7 @@ def saving_and_loading_in_the_middle(way: Way) -> Result:
     model = mlp()
     net, optimizer = way.pair(model, OPTIMIZERS["adam"])
     for step in range(STEPS):
-        if step == 9:
+        if step == LATER:
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
             model = mlp(seed=5)
             model.load_state_dict(saved[0])

@@ -28,7 +28,8 @@ from torch.nn.utils import clip_grad_norm_
 import sparkhvd.torch as hvd
 from tests.harness.soak import amount
 
-STEPS = amount(12, 20)
+STEPS = amount(8, 20)
+LATER = 5  # the step at which a program changes something
 ROWS = 12
 
 Batch = tuple[Tensor, ...]
