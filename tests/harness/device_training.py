@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from tests.harness.device_bodies import Gpu
 
+STEPS = 4  # momentum keeps what is wrong in the first
 ROWS = 12  # shares of 2, 3 and 4 ranks are equal
 Change = Callable[[torch.optim.Optimizer, nn.Module], None]
 
@@ -70,7 +71,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def alone(
     *,
     make: Callable[[Any], torch.optim.Optimizer] = sgd,
-    steps: int = 6,
+    steps: int = STEPS,
     dtype: torch.dtype = torch.float64,
     passes: int = 1,
     change: Change | None = None,
@@ -99,7 +100,7 @@ def together(
     gpu: Gpu,
     *,
     make: Callable[[Any], torch.optim.Optimizer] = sgd,
-    steps: int = 6,
+    steps: int = STEPS,
     dtype: torch.dtype = torch.float64,
     passes: int = 1,
     set_to_none: bool = True,

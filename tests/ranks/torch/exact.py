@@ -22,7 +22,7 @@ from tests.harness.soak import amount
 from tests.ranks.torch.on_ranks import on_ranks
 
 ROWS = 12  # shares of 2, 3 and 4 ranks are equal
-STEPS = amount(14, 20)
+STEPS = amount(11, 20)
 # Of the largest weight.
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 # Several buckets even for tiny models.

@@ -18,7 +18,7 @@ from tests.ranks.torch.test_error_feedback import loss_of, mine, network, pictur
 pytestmark = pytest.mark.usefixtures("fake_gpus")
 
 SMALL = Settings(bucket_bytes=6000, device_bucket_bytes=6000)
-STEPS = 5
+STEPS = 4
 
 
 class Cpu:
@@ -92,12 +92,13 @@ def test_it_is_that_of_the_cpu(fake_gpus: Driver, name: str, delay_us: int) -> N
         return train(gpu, made[0], **options), train(Cpu(), made[1], **options)
 
     results = on_gpus(2, body, settings=SMALL)
-    plain = on_gpus(2, lambda _: train(Cpu(), hvd.Compression.none, **options), settings=SMALL)
     for found, expected in results:
         assert torch.equal(found, results[0][0])
         assert bool(found.isfinite().all())
         assert float((found - expected).abs().max()) < 1e-9
-    assert float((results[0][0] - plain[0]).abs().max()) > 1e-6  # it does compress
+    if name == "plain" and delay_us:
+        plain = on_gpus(2, lambda _: train(Cpu(), hvd.Compression.none), settings=SMALL)
+        assert float((results[0][0] - plain[0]).abs().max()) > 1e-6  # it does compress
 
 
 def test_a_layer_that_some_ranks_use() -> None:

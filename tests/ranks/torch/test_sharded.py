@@ -17,7 +17,7 @@ from sparkhvd.torch.optimizer.shards import owners_of
 from tests.ranks.torch.on_ranks import on_ranks
 
 SMALL = Settings(bucket_bytes=512)
-STEPS = 6
+STEPS = 5
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
