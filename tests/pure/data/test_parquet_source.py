@@ -105,7 +105,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(case=cases())
 @settings(
-    max_examples=amount(60, 2_000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=amount(30, 2_000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 def test_every_row_comes_once_whatever_the_files_and_ranks(folder: Path, case: Case) -> None:
     place = folder / "sharded"
@@ -140,7 +140,7 @@ def test_every_row_comes_once_whatever_the_files_and_ranks(folder: Path, case: C
 
 
 @given(data=st.data())
-@settings(max_examples=amount(40, 1_000), deadline=None)
+@settings(max_examples=amount(20, 1_000), deadline=None)
 def test_any_rows_in_any_sequence_of_reads_are_those_of_the_files(
     folder: Path, data: st.DataObject
 ) -> None:

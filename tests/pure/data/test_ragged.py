@@ -82,7 +82,7 @@ def test_rows_are_taken_sliced_and_padded_like_lists() -> None:
     start=st.integers(0, 8),
     large=st.booleans(),
 )
-@settings(max_examples=amount(100, 2000), deadline=None)
+@settings(max_examples=amount(50, 2000), deadline=None)
 def test_lists_of_any_length_are_what_arrow_has(
     rows: list[list[int]], start: int, large: bool
 ) -> None:
@@ -94,7 +94,7 @@ def test_lists_of_any_length_are_what_arrow_has(
 
 
 @given(rows=st.lists(st.binary(max_size=5), max_size=8), start=st.integers(0, 8))
-@settings(max_examples=amount(100, 2000), deadline=None)
+@settings(max_examples=amount(50, 2000), deadline=None)
 def test_bytes_are_what_arrow_has(rows: list[bytes], start: int) -> None:
     for kind in (pa.binary(), pa.large_binary()):
         column = Column("b", "binary", "uint8", (-1,), "binary", "float32", has_decoder=True)
@@ -300,7 +300,7 @@ def check(found: dict[str, Any], rows: dict[str, list[Any]], numbers: list[int])
 
 @given(table=tables())
 @settings(
-    max_examples=amount(100, 3000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=amount(50, 3000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 def test_every_kind_of_row_comes_back_from_files(
     shared_store: Store, table: dict[str, Any]

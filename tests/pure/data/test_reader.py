@@ -121,7 +121,7 @@ def shared_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @given(case=cases())
 @settings(
-    max_examples=amount(150, 10_000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=amount(75, 10_000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 def test_every_row_is_seen_exactly_once_whatever_the_files_and_ranks(
     shared_store: Store, case: Case
