@@ -120,7 +120,7 @@ class Settings:
         1,
         env="SPARKHVD_STREAMS",
         unit="count",
-        doc="TCP connections per pair of ranks on different hosts; tensors are spread over them.",
+        doc="Connections for tensors per pair of ranks, beside the one for control frames; tensors are spread over them.",
         limit=(lambda value: 1 <= value <= 64, "from 1 to 64"),
     )
     stall_warning_s: float = knob(

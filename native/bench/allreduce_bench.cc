@@ -66,17 +66,21 @@ void check(std::int32_t status, const char* error) {
 /// One of the two processes: does what it is told, and keeps its tensors from order to order.
 class Process {
  public:
-  Process(int rank, int socket, const Options& options, bare::Shared& shared)
+  Process(int rank, int socket, int data_socket, const Options& options, bare::Shared& shared)
       : bare_(shared, rank) {
     const std::int32_t hosts[] = {0, 0};
     std::int32_t sockets[] = {-1, -1};
+    std::int32_t data_sockets[] = {-1, -1};
     sockets[1 - rank] = socket;
+    data_sockets[1 - rank] = data_socket;
     sparkhvd_engine_options engine{};
     engine.struct_size = sizeof(engine);
     engine.rank = rank;
     engine.size = 2;
     engine.hosts = hosts;
     engine.sockets = sockets;
+    engine.streams = 1;
+    engine.stream_sockets = data_sockets;
     engine.spin_us = 30;
     engine.stall_shutdown_s = 60;
     engine.host_loss_s = 15;
@@ -278,8 +282,10 @@ int run(const Options& options) {
   if (memory == MAP_FAILED) throw std::runtime_error("mmap failed");
   auto& times = *static_cast<Times*>(memory);
   int engines[2];
+  int tensors[2];
   int orders[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM, 0, engines) != 0 ||
+      ::socketpair(AF_UNIX, SOCK_STREAM, 0, tensors) != 0 ||
       ::socketpair(AF_UNIX, SOCK_STREAM, 0, orders) != 0) {
     throw std::runtime_error("socketpair failed");
   }
@@ -287,6 +293,7 @@ int run(const Options& options) {
   if (child < 0) throw std::runtime_error("fork failed");
   const std::size_t rank = child == 0 ? 1 : 0;
   ::close(engines[1 - rank]);
+  ::close(tensors[1 - rank]);
   ::close(orders[1 - rank]);
   if (options.pin) {
     cpu_set_t cpus;
@@ -294,7 +301,7 @@ int run(const Options& options) {
     CPU_SET(rank, &cpus);
     ::sched_setaffinity(0, sizeof(cpus), &cpus);
   }
-  Process process(static_cast<int>(rank), engines[rank], options, shared);
+  Process process(static_cast<int>(rank), engines[rank], tensors[rank], options, shared);
   if (rank == 1) {
     follow(process, orders[1], times);
     return 0;

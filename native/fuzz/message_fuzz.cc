@@ -17,7 +17,8 @@
 
 #include "error.h"
 #include "message.h"
-#include "transport/link.h"
+#include "transport/control_link.h"
+#include "transport/data_link.h"
 
 namespace sparkhvd {
 namespace {
@@ -48,24 +49,12 @@ void decode_everything(Input body) {
   try_decode<Abort>(body);
   try_decode<SegmentOffer>(body);
   try_decode<SegmentMapped>(body);
+  try_decode<Credit>(body);
 }
 
-/// The input as what a peer sends, cut where the input says, with a receiver that wants tensor bytes
-/// of two process sets. Every byte of a frame is handed over once, or the link says what is wrong.
-void read_from_link(Input input) {
-  int ends[2];
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) return;
-  Fd peer(ends[0]);
-  Link link(Rank{1}, Fd(ends[1]));
-  std::vector<std::byte> tensors(3000);
-  link.receive_data(0, std::span(tensors).first(1000));
-  link.receive_data(1, std::span(tensors).subspan(1000, 500));
-  link.receive_data(0, std::span(tensors).subspan(1500));
-  std::size_t handed_over = 0;
-  const auto handler = [&](FrameType, Input body) {
-    handed_over += body.size();
-    return handed_over % 7 != 3;  // sometimes "stop reading for now"
-  };
+/// The input as what a peer sends, cut where the input says. Returns how much of it was taken.
+template <class L, class Read>
+std::size_t feed(L& link, Fd peer, Input input, const Read& read) {
   std::size_t sent = 0;
   std::size_t step = 1 + input.size() / 3;
   while (sent < input.size()) {
@@ -73,15 +62,46 @@ void read_from_link(Input input) {
     const auto written = ::send(peer.get(), part.data(), part.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
     if (written <= 0) break;  // the link has stopped reading
     sent += static_cast<std::size_t>(written);
-    step = 1 + (step * 7 + handed_over) % 5000;
-    for (int i = 0; i < 3; ++i) link.read(handler, 1 << 20);
+    step = 1 + step * 7 % 5000;
+    for (int i = 0; i < 3; ++i) read();
   }
-  if (handed_over > sent) std::abort();
-  link.cancel_lent();
   peer.reset();
-  for (int i = 0; i < 1000 && link.state() == Link::State::kOpen; ++i) link.read(handler, 1 << 20);
+  for (int i = 0; i < 1000 && link.state() == Link::State::kOpen; ++i) read();
   if (link.state() == Link::State::kOpen) std::abort();
   if (link.state() == Link::State::kBroken && link.trouble().empty()) std::abort();
+  return sent;
+}
+
+/// Every byte of a frame is handed over once, or the link says what is wrong.
+void read_control(Input input) {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) return;
+  ControlLink link(Rank{1}, Fd(ends[1]));
+  std::size_t handed_over = 0;
+  const auto handler = [&](FrameType, Input body) {
+    handed_over += body.size();
+    return handed_over % 7 != 3;  // sometimes "stop reading for now"
+  };
+  const auto sent = feed(link, Fd(ends[0]), input, [&] { link.read(handler, 1 << 20); });
+  if (handed_over > sent) std::abort();
+}
+
+/// With a receiver that wants tensor bytes of two process sets.
+void read_data(Input input) {
+  int ends[2];
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) return;
+  std::vector<std::byte> tensors(3000);
+  DataLink link(Rank{1}, Fd(ends[1]));
+  link.receive_data(0, std::span(tensors).first(1000));
+  link.receive_data(1, std::span(tensors).subspan(1000, 500));
+  link.receive_data(0, std::span(tensors).subspan(1500));
+  int reads = 0;
+  feed(link, Fd(ends[0]), input, [&] {
+    link.read(1 << 20);
+    if (++reads == 5) link.cancel_lent(1);
+    if (const auto bytes = link.take_credit(0)) link.grant(0, *bytes);
+  });
+  link.cancel_lent();
 }
 
 void write_corpus(const std::filesystem::path& folder) {
@@ -121,8 +141,10 @@ void write_corpus(const std::filesystem::path& folder) {
   frames.push_back(encode(SegmentOffer{{}, true}));
   frames.push_back(encode(SegmentMapped{{}, true}));
   frames.push_back(encode(Abort{SPARKHVD_PEER_LOST, "rank 2 is lost"}));
+  frames.push_back(encode(Credit{1, 0, 1 << 20}));
   for (const std::int32_t stream : {0, 1}) {
-    Bytes data = encode_data_header(stream, 700);
+    const auto header = encode_data_header(stream, 700);
+    Bytes data(header.begin(), header.end());
     data.resize(data.size() + 700, std::byte{1});
     frames.push_back(data);
   }
@@ -162,6 +184,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     sparkhvd::decode_everything(input.subspan(sparkhvd::kFrameHeaderBytes));
   }
   sparkhvd::decode_everything(input);
-  sparkhvd::read_from_link(input);
+  sparkhvd::read_control(input);
+  sparkhvd::read_data(input);
   return 0;
 }

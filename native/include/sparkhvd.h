@@ -25,9 +25,9 @@ extern "C" {
 #define SPARKHVD_API __attribute__((visibility("default")))
 
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
-#define SPARKHVD_ABI_VERSION 4
+#define SPARKHVD_ABI_VERSION 5
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
-#define SPARKHVD_WIRE_VERSION 7
+#define SPARKHVD_WIRE_VERSION 8
 
 /* Status of a call or of a finished operation. */
 #define SPARKHVD_OK 0
@@ -109,23 +109,23 @@ typedef struct sparkhvd_engine_options {
   int32_t size;
   /* [size] index of the host of each rank: ranks with the same index can map each other's memory. */
   const int32_t* hosts;
-  /* [size] one connected, authenticated stream socket per peer, -1 at `rank`. AF_UNIX between ranks of one
-   * host (descriptors are passed over it), TCP otherwise. The engine owns them from the call on, also when
+  /* [size] one connected, authenticated stream socket per peer for control frames, -1 at `rank`. AF_UNIX between
+   * ranks of one host (descriptors are passed over it), TCP otherwise. The engine owns them from the call on, also when
    * the call fails. */
   const int32_t* sockets;
   int32_t isa;             /* SPARKHVD_ISA_*; one that the CPU lacks is SPARKHVD_UNSUPPORTED */
   int32_t spin_us;         /* how long a waiter spins before it sleeps */
   double stall_warning_s;  /* a rank that is waited for longer is named on stderr; 0 = never */
   double stall_shutdown_s; /* ... and after this long the operation fails with TIMEOUT; 0 = never */
-  double host_loss_s;      /* TCP_USER_TIMEOUT of connections between hosts */
+  double host_loss_s; /* a host whose kernel answers nothing for this long is gone; at least 3 */
   double connect_timeout_s;   /* longest wait for the peers inside sparkhvd_engine_create */
   uint64_t slot_bytes;        /* staging memory of one pipeline slot in shared memory */
   uint32_t slots;             /* pipeline slots per rank, at least 2 */
   uint32_t use_shared_memory; /* 0: sockets only, also inside a host */
-  /* Connections per pair of ranks that tensors are spread over; 0 means 1. */
+  /* Connections per pair of ranks that tensors are spread over, from 1 to 64. */
   uint32_t streams;
   uint32_t reserved; /* 0 */
-  /* [(streams - 1) * size] the further ones, stream after stream, each as `sockets`. */
+  /* [streams * size] these, stream after stream, each as `sockets`. */
   const int32_t* stream_sockets;
   /* Signal whose handler writes the stacks of this process to `stack_pipe` (Python's faulthandler), and the
    * pipe's reading end, both ends non-blocking; the engine copies it. When a coordinator waits for this rank,

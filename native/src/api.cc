@@ -87,15 +87,17 @@ sparkhvd::EngineOptions read_options(const sparkhvd_engine_options* given) {
   defaults.slot_bytes = 256 << 10;
   defaults.slots = 4;
   defaults.use_shared_memory = 1;
+  defaults.streams = 1;
   const auto raw = read_struct(given, defaults, "options");
   sparkhvd::EngineOptions options;
   // The sockets are the engine's from the call on, also when the call fails.
   if (raw.sockets != nullptr && raw.size > 0) {
     for (std::int32_t i = 0; i < raw.size; ++i) options.sockets.emplace_back(raw.sockets[i]);
-    const std::uint32_t further = raw.streams > 1 && raw.stream_sockets != nullptr
-                                      ? (raw.streams - 1) * static_cast<std::uint32_t>(raw.size)
-                                      : 0;
-    for (std::uint32_t i = 0; i < further; ++i) options.sockets.emplace_back(raw.stream_sockets[i]);
+    const bool has_data = raw.stream_sockets != nullptr && raw.streams <= kMaxStreams;
+    const std::uint32_t num_data =
+        has_data ? raw.streams * static_cast<std::uint32_t>(raw.size) : 0;
+    for (std::uint32_t i = 0; i < num_data; ++i)
+      options.sockets.emplace_back(raw.stream_sockets[i]);
   }
   if (raw.size < 1 || raw.rank < 0 || raw.rank >= raw.size) {
     invalid("rank " + std::to_string(raw.rank) + " of size " + std::to_string(raw.size) +
@@ -103,10 +105,10 @@ sparkhvd::EngineOptions read_options(const sparkhvd_engine_options* given) {
   }
   if (raw.hosts == nullptr || raw.sockets == nullptr)
     invalid("hosts and sockets must not be NULL.");
-  if (raw.streams > kMaxStreams) {
-    invalid("streams must be at most " + std::to_string(kMaxStreams) + ".");
+  if (raw.streams < 1 || raw.streams > kMaxStreams) {
+    invalid("streams must be from 1 to " + std::to_string(kMaxStreams) + ".");
   }
-  if (raw.streams > 1 && raw.stream_sockets == nullptr) invalid("stream_sockets must not be NULL.");
+  if (raw.stream_sockets == nullptr) invalid("stream_sockets must not be NULL.");
   for (std::size_t i = 0; i < options.sockets.size(); ++i) {
     const auto peer = static_cast<std::int32_t>(i % static_cast<std::size_t>(raw.size));
     if (options.sockets[i].valid() == (peer == raw.rank)) {
@@ -125,7 +127,7 @@ sparkhvd::EngineOptions read_options(const sparkhvd_engine_options* given) {
   options.world.slots = raw.slots;
   options.world.use_shared_memory = raw.use_shared_memory != 0;
   options.world.connect_timeout_s = raw.connect_timeout_s;
-  options.world.streams = std::max<std::uint32_t>(1, raw.streams);
+  options.world.streams = raw.streams;
   options.isa = raw.isa;
   options.spin_us = raw.spin_us;
   options.stall_warning_s = raw.stall_warning_s;

@@ -165,7 +165,7 @@ void Communicator::restart_streams() {
 void Transfers::send(Rank to, std::span<const std::byte> payload) {
   while (!payload.empty()) {
     const auto part = communicator_->next_send(to, payload.size());
-    Link& link = communicator_->world().link(to, part.stream);
+    DataLink& link = communicator_->world().data_link(to, part.stream);
     const auto ticket = link.send_data(communicator_->process_set(), payload.first(part.bytes));
     sends_.push_back({to, part.stream, ticket});
     payload = payload.subspan(part.bytes);
@@ -175,15 +175,21 @@ void Transfers::send(Rank to, std::span<const std::byte> payload) {
 void Transfers::receive(Rank from, std::span<std::byte> target) {
   while (!target.empty()) {
     const auto part = communicator_->next_receive(from, target.size());
-    Link& link = communicator_->world().link(from, part.stream);
-    const auto ticket = link.receive_data(communicator_->process_set(), target.first(part.bytes));
+    World& world = communicator_->world();
+    const std::int32_t process_set = communicator_->process_set();
+    DataLink& link = world.data_link(from, part.stream);
+    const auto ticket = link.receive_data(process_set, target.first(part.bytes));
     receives_.push_back({from, part.stream, ticket});
     target = target.subspan(part.bytes);
+    if (const auto bytes = link.take_credit(process_set)) {
+      const auto connection = static_cast<std::uint32_t>(part.stream);
+      world.link(from).send(encode(Credit{process_set, connection, *bytes}));
+    }
   }
 }
 
 bool Transfers::Done::is_done(const Entry& entry) const {
-  const Link& link = world_->link(entry.peer, entry.stream);
+  const DataLink& link = world_->data_link(entry.peer, entry.stream);
   return is_send_ ? link.sent(entry.ticket) : link.received(entry.ticket);
 }
 

@@ -21,7 +21,7 @@
 #include "team.h"
 #include "transport/bell.h"
 #include "transport/control_ring.h"
-#include "transport/link.h"
+#include "transport/data_link.h"
 #include "types.h"
 #include "world.h"
 
@@ -212,7 +212,7 @@ class Transfers {
     struct Entry {
       Rank peer;
       std::size_t stream;
-      Link::Ticket ticket;
+      DataLink::Ticket ticket;
     };
     Done(World& world, const std::vector<Entry>& entries, bool is_send)
         : world_(&world), entries_(&entries), is_send_(is_send) {}

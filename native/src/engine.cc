@@ -35,7 +35,8 @@ Engine::Engine(EngineOptions options)
       timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
       stall_warning_s_(options.stall_warning_s),
       watched_(options.sockets.size()),
-      said_goodbye_(size_, false) {
+      said_goodbye_(size_, false),
+      loss_watch_(options.host_loss_s) {
   if (!control_.valid()) throw_errno("eventfd");
   if (!timer_.valid()) throw_errno("timerfd_create");
   for (const auto& socket : options.sockets) {
@@ -54,10 +55,12 @@ Engine::Engine(EngineOptions options)
   outer_poller_.add(control_.get(), EPOLLIN, kControlKey);
   outer_poller_.add(timer_.get(), EPOLLIN, kTimerKey);
   bell_.count(recorder_.activity().wakeups);
-  for (auto& link : world_->links()) {
+  const auto start = [this](auto& link) {
     link.count(recorder_.activity().sockets);
     if (link.is_open()) watch(link);
-  }
+  };
+  std::ranges::for_each(world_->links(), start);
+  std::ranges::for_each(world_->data_links(), start);
   // What arrived behind the handshake is already buffered and would not wake the thread.
   bell_.ring_self();
   thread_ = std::jthread([this] { run_progress_thread(); });
@@ -162,7 +165,7 @@ void Engine::shutdown() {
   } catch (const std::exception& error) {
     // Leaving must succeed: the peers see the connection end.
     warn(rank_text(rank_) + " could not say goodbye: " + error.what());
-    for (auto& link : world_->links()) link.close();
+    world_->close_descriptors();
   }
   stop_device();
   const std::uint64_t one = 1;
@@ -203,7 +206,7 @@ void Engine::finish(Operation& operation, std::int32_t status, std::string messa
 
 void Engine::fail_all(std::int32_t status, const std::string& message) {
   // Links first: nothing may be written to a tensor once its operation is finished.
-  for (auto& link : world_->links()) link.cancel_lent();
+  for (auto& link : world_->data_links()) link.cancel_lent();
   for (auto& [id, group] : groups_) {
     group->running.clear();
     group->submitted.clear();
@@ -232,11 +235,14 @@ void Engine::fail(std::int32_t status, const std::string& message) {
   abort_device();
   const bool is_abort = status == SPARKHVD_SHUT_DOWN;
   const Bytes frame = encode(Abort{is_abort ? SPARKHVD_PEER_LOST : status, message});
-  for (auto& link : world_->control_links()) {
-    if (link.is_open()) link.send(frame);
-  }
   for (auto& link : world_->links()) {
-    if (link.is_open()) part_with(link);
+    if (!link.is_open()) continue;
+    link.send(frame);
+    part_with(link);
+  }
+  for (auto& link : world_->data_links()) {
+    link.close_write();
+    unwatch(link, index_of_link(link));
   }
 }
 

@@ -38,6 +38,7 @@
 #include "recorder.h"
 #include "stacks.h"
 #include "transport/bell.h"
+#include "transport/loss_watch.h"
 #include "transport/poller.h"
 #include "world.h"
 
@@ -97,7 +98,8 @@ class Engine {
 
  private:
   enum class Work { kControl, kAll };
-  // What `poller_` tells of: the bell, or a connection by its index.
+  // What `poller_` tells of: the bell, or a connection by its index: those for control frames by rank,
+  // then those for tensors.
   static constexpr std::uint64_t kBellKey = UINT64_MAX;
   // What the progress thread waits for.
   static constexpr std::uint64_t kNestedKey = 0;
@@ -124,10 +126,16 @@ class Engine {
   bool announce_sleep();
   bool take_inbox();
   bool poll_links(int timeout_ms, bool& interrupted);
-  bool read_link(Link& link);
+  bool read_link(ControlLink& link);
+  bool read_data(DataLink& link);
+  bool flush(ControlLink& link);
   bool flush_links();
-  void watch(Link& link);
-  void unwatch(Link& link);
+  void watch(ControlLink& link);
+  void watch(DataLink& link);
+  void watch(const Link& link, std::size_t index, std::uint32_t events);
+  void unwatch(const Link& link, std::size_t index);
+  std::size_t index_of_link(const ControlLink& link) const;
+  std::size_t index_of_link(const DataLink& link) const;
   bool run_operations();
   bool run_first(Group& group);
   bool is_running() const;
@@ -135,7 +143,8 @@ class Engine {
   bool check_time(Group& group, TimePoint now);
   TimePoint next_deadline() const;
 
-  void handle(Link& link, FrameType type, std::span<const std::byte> body);
+  void handle(ControlLink& link, FrameType type, std::span<const std::byte> body);
+  void on_credit(Rank from, const Credit& message);
   void apply(Group& group, Negotiation::Outcome outcome);
   bool send_to(std::span<const Rank> to, const Bytes& frame);
   void give_order(Group& group, Execute order);
@@ -151,7 +160,9 @@ class Engine {
   void on_execute(Rank from, Execute message);
   void on_refuse(Rank from, const Refuse& message);
   void on_goodbye(Rank from, const Goodbye& message);
-  void on_link_end(Link& link);
+  void on_link_end(ControlLink& link);
+  void on_data_end(DataLink& link);
+  void look_for_losses(TimePoint now);
   void lose(Rank peer, const std::string& why);
   bool receive_shared();
   bool hear_next(Group& group, ControlReader& reader);
@@ -212,9 +223,10 @@ class Engine {
   void finish(Operation& operation, std::int32_t status, std::string message);
   void fail(std::int32_t status, const std::string& message);
   void fail_all(std::int32_t status, const std::string& message);
-  void part_with(Link& link);
+  void part_with(ControlLink& link);
   void warn(const std::string& text) const;
   void say_goodbye();
+  bool part_with_all();
 
   const Rank rank_;
   const std::size_t size_;
@@ -259,6 +271,13 @@ class Engine {
   std::vector<std::weak_ptr<Segment>> buffers_;        // registered by this rank
   std::vector<std::optional<std::uint32_t>> watched_;  // epoll events by connection
   std::vector<bool> said_goodbye_;
+  LossWatch loss_watch_;
+  /// A peer whose connection for tensors has ended, and that must say why until then.
+  struct Suspect {
+    TimePoint until;
+    std::string trouble;
+  };
+  std::map<Rank, Suspect> suspects_;
   enum class StackUse : std::uint8_t { kWarning, kSignOfLife };
   std::map<Rank, std::deque<StackUse>> stack_requests_;  // not answered yet
   bool has_failed_ = false;

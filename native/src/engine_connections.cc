@@ -1,5 +1,6 @@
 // The driver and the connections: what is read and written when, and how they end (see engine.h).
-#include <poll.h>
+#include <chrono>
+#include <thread>
 
 #include "engine.h"
 #include "text.h"
@@ -9,8 +10,9 @@ namespace {
 
 // Bytes from one connection before the others get their turn.
 constexpr std::size_t kReadBudget = 1 << 20;
-// How long shutdown waits for peers to read the goodbye. Live peers take microseconds.
+// How long shutdown waits for the peers' hosts to take the last bytes. Live hosts take microseconds.
 constexpr auto kGoodbyeTime = std::chrono::seconds(1);
+constexpr auto kGoodbyePause = std::chrono::microseconds(200);
 
 bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
 
@@ -18,7 +20,7 @@ bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
 
 bool Engine::poll_links(int timeout_ms, bool& interrupted) {
   bool moved = false;
-  // Bytes that were read together with earlier ones make no event.
+  // Frames that were read together with earlier ones make no event.
   for (auto& link : world_->links()) {
     if (!has_failed_ && link.is_open() && link.has_buffered()) {
       moved |= read_link(link);
@@ -34,22 +36,32 @@ bool Engine::poll_links(int timeout_ms, bool& interrupted) {
       moved = true;
       continue;
     }
-    Link& link = world_->links()[event.data.u64];
+    const bool is_writable = (event.events & EPOLLOUT) != 0;
+    const bool is_readable = (event.events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0;
+    if (event.data.u64 >= size_) {
+      DataLink& link = world_->data_links()[event.data.u64 - size_];
+      if (has_failed_ || !link.is_open()) continue;
+      if (is_writable) moved |= link.flush();
+      if (is_readable) moved |= read_data(link);
+      if (link.is_open()) watch(link);
+      continue;
+    }
+    ControlLink& link = world_->links()[event.data.u64];
     if (!link.is_open()) continue;
     if (has_failed_) {
       moved |= link.read(ignore_frame, kReadBudget);
       part_with(link);
       continue;
     }
-    if ((event.events & EPOLLOUT) != 0) moved |= link.flush();
-    if ((event.events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) moved |= read_link(link);
+    if (is_writable) moved |= flush(link);
+    if (is_readable) moved |= read_link(link);
     if (has_failed_) return true;
     if (link.is_open()) watch(link);
   }
   return moved;
 }
 
-bool Engine::read_link(Link& link) {
+bool Engine::read_link(ControlLink& link) {
   const bool moved = link.read(
       [this, &link](FrameType type, std::span<const std::byte> body) {
         handle(link, type, body);
@@ -62,8 +74,21 @@ bool Engine::read_link(Link& link) {
     return true;
   }
   // An answer goes out at once, so that a connection that takes it needs no other epoll events.
-  link.flush();
+  flush(link);
   watch(link);
+  return moved;
+}
+
+bool Engine::read_data(DataLink& link) {
+  const bool moved = link.read(kReadBudget);
+  if (link.state() == Link::State::kOpen) return moved;
+  on_data_end(link);
+  return true;
+}
+
+bool Engine::flush(ControlLink& link) {
+  const bool moved = link.flush();
+  if (moved && link.is_tcp()) loss_watch_.start();
   return moved;
 }
 
@@ -71,30 +96,44 @@ bool Engine::flush_links() {
   bool moved = false;
   for (auto& link : world_->links()) {
     if (!link.is_open() || !link.wants_write()) continue;
+    moved |= flush(link);
+    watch(link);
+  }
+  for (auto& link : world_->data_links()) {
+    if (!link.is_open() || !link.wants_write()) continue;
     moved |= link.flush();
     watch(link);
   }
   return moved;
 }
 
-void Engine::watch(Link& link) {
-  const auto index = static_cast<std::size_t>(&link - world_->links().data());
-  std::uint32_t wanted = 0;
-  if (link.wants_read()) wanted |= EPOLLIN;
-  if (link.wants_write()) wanted |= EPOLLOUT;
-  // The end of a connection is reported even to those who ask for nothing, over and over.
-  if (wanted == 0) return unwatch(link);
-  if (watched_[index] == wanted) return;
-  if (watched_[index].has_value()) {
-    poller_.modify(link.fd(), wanted, index);
-  } else {
-    poller_.add(link.fd(), wanted, index);
-  }
-  watched_[index] = wanted;
+std::size_t Engine::index_of_link(const ControlLink& link) const {
+  return static_cast<std::size_t>(index_of(link.peer()));
 }
 
-void Engine::unwatch(Link& link) {
-  const auto index = static_cast<std::size_t>(&link - world_->links().data());
+std::size_t Engine::index_of_link(const DataLink& link) const {
+  return size_ + static_cast<std::size_t>(&link - world_->data_links().data());
+}
+
+void Engine::watch(ControlLink& link) {
+  watch(link, index_of_link(link), EPOLLIN | (link.wants_write() ? EPOLLOUT : 0U));
+}
+
+void Engine::watch(DataLink& link) {
+  watch(link, index_of_link(link), EPOLLIN | (link.wants_write() ? EPOLLOUT : 0U));
+}
+
+void Engine::watch(const Link& link, std::size_t index, std::uint32_t events) {
+  if (watched_[index] == events) return;
+  if (watched_[index].has_value()) {
+    poller_.modify(link.fd(), events, index);
+  } else {
+    poller_.add(link.fd(), events, index);
+  }
+  watched_[index] = events;
+}
+
+void Engine::unwatch(const Link& link, std::size_t index) {
   if (watched_[index].has_value()) poller_.remove(link.fd());
   watched_[index].reset();
 }
@@ -103,11 +142,11 @@ void Engine::unwatch(Link& link) {
 /// this rank for it, however long the peer needs to make room. Meanwhile what the peer sends is read
 /// and dropped, because it may need room too. The socket stays open for reading: closing it with
 /// unread bytes would reset it and lose the message.
-void Engine::part_with(Link& link) {
-  link.flush();
+void Engine::part_with(ControlLink& link) {
+  flush(link);
   if (link.wants_write() && link.state() == Link::State::kOpen) return watch(link);
   link.close_write();
-  unwatch(link);
+  unwatch(link, index_of_link(link));
 }
 
 void Engine::say_goodbye() {
@@ -119,35 +158,45 @@ void Engine::say_goodbye() {
     for (const auto& [id, group] : groups_) {
       goodbye.sets.push_back({id, group->executed, group->device.finished});
     }
-    for (auto& link : world_->control_links()) {
+    for (auto& link : world_->links()) {
       if (link.is_open()) link.send(encode(goodbye));
     }
     // What has ended here may need this rank's communicators on the others for a moment.
     if (!on_plane_.empty()) abort_device();
   }
+  for (auto& link : world_->data_links()) link.close_write();
   const TimePoint deadline = Clock::now() + kGoodbyeTime;
-  // A connection is closed when the peer has nothing more to say: closing earlier could destroy
-  // what it has not read yet, be it the goodbye or the cause of a failure.
-  while (true) {
-    std::vector<pollfd> polls;
-    for (auto& link : world_->links()) {
-      if (!link.is_open()) continue;
-      const bool had_output = link.wants_write();
-      link.flush();
-      if (had_output && !link.wants_write()) link.close_write();
-      link.read(ignore_frame, kReadBudget);
-      if (link.state() != Link::State::kOpen) {
-        unwatch(link);
-        link.close();
-        continue;
-      }
-      const short out = link.wants_write() ? POLLOUT : short{0};
-      polls.push_back({link.fd(), static_cast<short>(POLLIN | out), 0});
-    }
-    if (polls.empty() || Clock::now() >= deadline) break;
-    ::poll(polls.data(), polls.size(), milliseconds_until(deadline));
+  while (!part_with_all() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(kGoodbyePause);
   }
-  for (auto& link : world_->links()) link.close();
+  world_->close_descriptors();
+}
+
+/// Closes every connection whose bytes have reached the peer's host: closing earlier could destroy them,
+/// be it tensors, the goodbye or the cause of a failure. True if none is left.
+bool Engine::part_with_all() {
+  bool is_done = true;
+  const auto part = [&](Link& link) {
+    const bool is_over = link.state() != Link::State::kOpen || link.is_delivered();
+    if (is_over) link.close();
+    is_done = is_done && is_over;
+  };
+  for (auto& link : world_->data_links()) {
+    if (link.is_open()) part(link);
+  }
+  for (auto& link : world_->links()) {
+    if (!link.is_open()) continue;
+    const bool had_output = link.wants_write();
+    link.flush();
+    if (had_output && !link.wants_write()) link.close_write();
+    link.read(ignore_frame, kReadBudget);  // the peer may need room
+    if (link.wants_write() && link.state() == Link::State::kOpen) {
+      is_done = false;
+    } else {
+      part(link);
+    }
+  }
+  return is_done;
 }
 
 }  // namespace sparkhvd

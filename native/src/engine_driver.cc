@@ -344,7 +344,7 @@ bool Engine::try_step(Work work) noexcept {
     // Out of memory while failing: the operations stay pending, and the peers see the connection
     // end.
     has_failed_ = true;
-    for (auto& link : world_->links()) link.close();
+    world_->close_descriptors();
   }
   return true;
 }
@@ -384,6 +384,7 @@ bool Engine::run_operations() {
     while (!group.running.empty() && !has_failed_ && run_first(group)) moved = true;
     if (group.is_removed && group.running.empty() && is_device_done(group)) {
       if (auto* device = plane()) device->remove(group.id);
+      for (auto& link : world_->data_links()) link.forget(group.id);
       broken_.erase(group.id);
       entry = groups_.erase(entry);
     } else {
@@ -399,7 +400,8 @@ bool Engine::is_running() const {
 }
 
 TimePoint Engine::next_deadline() const {
-  TimePoint next = next_device_deadline();
+  TimePoint next = std::min(next_device_deadline(), loss_watch_.next());
+  for (const auto& [rank, suspect] : suspects_) next = std::min(next, suspect.until);
   for (const auto& [id, group] : groups_) {
     if (group->negotiation) next = std::min(next, group->negotiation->next_deadline());
     if (!group->running.empty()) next = std::min(next, group->running.front().deadline);
@@ -415,8 +417,9 @@ bool Engine::check_time() {
   if (deadline == kNever) return false;
   const auto now = Clock::now();
   if (now < deadline) return false;
+  look_for_losses(now);
   for (auto& [id, group] : groups_) {
-    if (!check_time(*group, now)) break;
+    if (has_failed_ || !check_time(*group, now)) break;
   }
   return true;
 }

@@ -38,9 +38,6 @@ void Engine::open_group(std::unique_ptr<Group> group) {
   }
   const std::int32_t id = group->id;
   groups_.insert_or_assign(id, std::move(group));
-  if (groups_.size() == 1) return;
-  // Process sets do not wait for each other, so neither may their bytes on a connection.
-  for (auto& link : world_->links()) link.keep_early_data();
 }
 
 void Engine::announce(const Team& team, std::int32_t process_set) {
@@ -179,12 +176,11 @@ bool Engine::listens() const {
                              [](const auto& entry) { return entry.second->has_control_rings(); });
 }
 
-void Engine::handle(Link& link, FrameType type, std::span<const std::byte> body) {
+void Engine::handle(ControlLink& link, FrameType type, std::span<const std::byte> body) {
   const Rank from = link.peer();
   // Messages of the peer through shared memory are older.
   receive_shared();
   if (has_failed_) return;
-  if (&link != &world_->link(from)) throw nonsense("a control frame beside its connection");
   switch (type) {
     case FrameType::kReady:
       return on_ready(from, decode<Ready>(body));
@@ -209,12 +205,22 @@ void Engine::handle(Link& link, FrameType type, std::span<const std::byte> body)
       return on_offer(from, decode<SegmentOffer>(body));
     case FrameType::kSegmentMapped:
       return on_mapped(from, decode<SegmentMapped>(body));
+    case FrameType::kCredit:
+      return on_credit(from, decode<Credit>(body));
     case FrameType::kHello:
     case FrameType::kMapped:
     case FrameType::kData:
       break;
   }
   throw nonsense("a frame out of turn");
+}
+
+void Engine::on_credit(Rank from, const Credit& message) {
+  const bool is_removed =
+      message.process_set < next_process_set_ && groups_.count(message.process_set) == 0;
+  if (is_removed) return;  // its operations ended here before the peer's last receive was posted
+  if (message.connection >= world_->options().streams) throw nonsense("credit for no connection");
+  world_->data_link(from, message.connection).grant(message.process_set, message.bytes);
 }
 
 /// Throws unless a rank may have sent this about new memory by now: a process set makes one piece at a

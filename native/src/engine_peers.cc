@@ -1,5 +1,6 @@
 // Ranks that keep others waiting, that leave, or are lost. Called by the driver (see engine.h).
 #include <algorithm>
+#include <cstdio>
 
 #include "engine.h"
 #include "text.h"
@@ -9,6 +10,8 @@ namespace {
 
 // Ranks whose stacks one warning asks for: what keeps all of them is usually the same.
 constexpr std::size_t kMaxStacks = 8;
+// What a live peer, or its kernel, needs to tell why it has ended.
+constexpr auto kLastWordsTime = std::chrono::seconds(2);
 
 }  // namespace
 
@@ -23,7 +26,7 @@ void Engine::ask_for_stacks(const std::vector<Rank>& ranks) {
       on_stack(rank, {stacks_.take()});
       continue;
     }
-    Link& link = world_->link(rank);
+    ControlLink& link = world_->link(rank);
     if (!link.is_open() || said_goodbye_[static_cast<std::size_t>(index_of(rank))]) continue;
     auto& requests = stack_requests_[rank];
     if (std::ranges::count(requests, StackUse::kWarning) > 0) {
@@ -46,7 +49,7 @@ bool Engine::asks_for_life(const Group& group, Operation& operation, TimePoint n
   }
   operation.has_asked_for_life = true;
   operation.give_up_at = deadline_after(now, operation.coordinator_patience_s());
-  Link& link = world_->link(group.coordinator());
+  ControlLink& link = world_->link(group.coordinator());
   if (!link.is_open()) return true;
   stack_requests_[group.coordinator()].push_back(StackUse::kSignOfLife);
   link.send(encode(StackRequest{}));
@@ -80,6 +83,7 @@ void Engine::on_stack(Rank from, const Stack& message) {
 
 void Engine::on_goodbye(Rank from, const Goodbye& message) {
   said_goodbye_[static_cast<std::size_t>(index_of(from))] = true;
+  suspects_.erase(from);
   {
     const std::scoped_lock lock(mutex_);
     departed_.push_back(from);
@@ -110,7 +114,7 @@ void Engine::depart(Group& group, Rank rank, std::uint64_t executed) {
     // Only an operation that has started lends memory; an earlier one may be in the middle of its
     // transfers.
     if (last.is_started) {
-      for (auto& link : world_->links()) link.cancel_lent(group.id);
+      for (auto& link : world_->data_links()) link.cancel_lent(group.id);
     }
     last.task = {};
     if (!last.operation) continue;
@@ -149,21 +153,34 @@ void Engine::refuse_after_coordinator(Group& group) {
   });
 }
 
-void Engine::on_link_end(Link& link) {
+void Engine::on_link_end(ControlLink& link) {
   const Rank peer = link.peer();
-  const bool is_further_stream = &link != &world_->link(peer);
-  if (said_goodbye_[static_cast<std::size_t>(index_of(peer))] ||
-      (is_further_stream && link.state() == Link::State::kEnded)) {
-    // The end of a rank is seen, with its last words, on the connection of the control frames.
-    unwatch(link);
-    link.close();
-    return;
+  if (!said_goodbye_[static_cast<std::size_t>(index_of(peer))]) return lose(peer, link.trouble());
+  unwatch(link, index_of_link(link));
+  link.close();
+}
+
+/// The end of a rank is seen, with its last words, on the connection for control frames; if that says
+/// nothing, this connection alone has broken.
+void Engine::on_data_end(DataLink& link) {
+  const Rank peer = link.peer();
+  if (!said_goodbye_[static_cast<std::size_t>(index_of(peer))]) {
+    suspects_.try_emplace(peer, Suspect{Clock::now() + kLastWordsTime, link.trouble()});
   }
-  const std::string why =
-      link.state() == Link::State::kEnded
-          ? "its connection closed without a goodbye (its process ended or was killed)"
-          : link.trouble();
-  lose(peer, why);
+  unwatch(link, index_of_link(link));
+  link.close();
+}
+
+void Engine::look_for_losses(TimePoint now) {
+  if (const auto peer = loss_watch_.look(world_->links(), now)) {
+    char seconds[32];
+    std::snprintf(seconds, sizeof(seconds), "%.3g", loss_watch_.limit_s());
+    return lose(*peer, std::string("its host has not answered for ") + seconds +
+                           " s (host_loss_s): it is down, or the network is cut");
+  }
+  for (const auto& [peer, suspect] : suspects_) {
+    if (now >= suspect.until) return lose(peer, suspect.trouble);
+  }
 }
 
 void Engine::lose(Rank peer, const std::string& why) {

@@ -313,10 +313,21 @@ Bytes encode(const SegmentMapped& message) {
   return writer.flag(message.ok).finish();
 }
 
-Bytes encode_data_header(std::int32_t stream, std::size_t payload_bytes) {
-  Bytes header = Writer(FrameType::kData).number(stream).finish();
+Bytes encode(const Credit& message) {
+  return Writer(FrameType::kCredit)
+      .number(message.process_set)
+      .number(message.connection)
+      .number(message.bytes)
+      .finish();
+}
+
+std::array<std::byte, kDataHeaderBytes> encode_data_header(std::int32_t stream,
+                                                           std::size_t payload_bytes) {
+  std::array<std::byte, kDataHeaderBytes> header{};
   const auto length = static_cast<std::uint32_t>(payload_bytes + sizeof(stream));
   std::memcpy(header.data(), &length, sizeof(length));
+  header[4] = static_cast<std::byte>(FrameType::kData);
+  std::memcpy(header.data() + kFrameHeaderBytes, &stream, sizeof(stream));
   return header;
 }
 
@@ -326,7 +337,7 @@ FrameHeader decode_header(std::span<const std::byte> header) {
   result.body_bytes = reader.number<std::uint32_t>();
   const auto type = reader.number<std::uint8_t>();
   if (type < static_cast<std::uint8_t>(FrameType::kHello) ||
-      type > static_cast<std::uint8_t>(FrameType::kOrder)) {
+      type > static_cast<std::uint8_t>(FrameType::kCredit)) {
     malformed("a frame of unknown type " + std::to_string(type));
   }
   result.type = static_cast<FrameType>(type);
@@ -461,6 +472,17 @@ SegmentMapped decode<SegmentMapped>(std::span<const std::byte> body) {
   SegmentMapped message;
   message.key = read_key(reader);
   message.ok = reader.flag();
+  reader.end();
+  return message;
+}
+
+template <>
+Credit decode<Credit>(std::span<const std::byte> body) {
+  Reader reader(body);
+  Credit message;
+  message.process_set = reader.number<std::int32_t>();
+  message.connection = reader.number<std::uint32_t>();
+  message.bytes = reader.number<std::uint64_t>();
   reader.end();
   return message;
 }

@@ -3,6 +3,7 @@
 // crash.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -20,7 +21,7 @@ namespace sparkhvd {
 
 /// Type of a frame. The numbers are on the wire.
 enum class FrameType : std::uint8_t {
-  kHello = 1,           // first on every connection; carries the shared memory's descriptors
+  kHello = 1,           // first of control frames; carries the shared memory's descriptors
   kMapped = 2,          // "I could (not) map the memory of my host"
   kReady = 3,           // to the coordinator: this rank has submitted an operation
   kExecute = 4,         // from the coordinator: run it now, as number `sequence`
@@ -32,7 +33,8 @@ enum class FrameType : std::uint8_t {
   kStack = 10,          // the answer: stacks of the Python threads
   kSegmentOffer = 11,   // new memory for the ranks of this host, with its descriptor
   kSegmentMapped = 12,  // "I could (not) map what was offered"
-  kOrder = 13,  // from a coordinator to rank 0: this operation on devices is next of its set
+  kOrder = 13,   // from a coordinator to rank 0: this operation on devices is next of its set
+  kCredit = 14,  // "I take so many tensor bytes"
 };
 
 /// Before every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.
@@ -156,6 +158,14 @@ struct SegmentMapped {
   bool ok = false;
 };
 
+/// How many bytes of a process set its sender may have sent in all on one of the pair's connections
+/// for tensors.
+struct Credit {
+  std::int32_t process_set = 0;
+  std::uint32_t connection = 0;
+  std::uint64_t bytes = 0;
+};
+
 struct StackRequest {};
 
 struct Stack {
@@ -180,11 +190,13 @@ Bytes encode(const StackRequest& message);
 Bytes encode(const Stack& message);
 Bytes encode(const SegmentOffer& message);
 Bytes encode(const SegmentMapped& message);
+Bytes encode(const Credit& message);
 
 /// The header of a data frame; the body follows from the tensor's own memory. `stream` is the
 /// process set.
 inline constexpr std::size_t kDataHeaderBytes = kFrameHeaderBytes + 4;
-Bytes encode_data_header(std::int32_t stream, std::size_t payload_bytes);
+std::array<std::byte, kDataHeaderBytes> encode_data_header(std::int32_t stream,
+                                                           std::size_t payload_bytes);
 
 /// Throws Error with a sentence fragment ("a frame of unknown type 77").
 FrameHeader decode_header(std::span<const std::byte> header);
@@ -216,5 +228,7 @@ template <>
 SegmentOffer decode<SegmentOffer>(std::span<const std::byte> body);
 template <>
 SegmentMapped decode<SegmentMapped>(std::span<const std::byte> body);
+template <>
+Credit decode<Credit>(std::span<const std::byte> body);
 
 }  // namespace sparkhvd

@@ -32,13 +32,6 @@ std::size_t count_of(const Map& map, Rank from, std::int32_t process_set) {
   }));
 }
 
-bool is_unix_socket(int fd) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof(address);
-  return ::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) == 0 &&
-         address.ss_family == AF_UNIX;
-}
-
 }  // namespace
 
 World::World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
@@ -47,7 +40,12 @@ World::World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
   // A whole number of pages, so that slots never share a cache line.
   options_.slot_bytes = (options_.slot_bytes + 4095) / 4096 * 4096;
   for (std::size_t i = 0; i < sockets.size(); ++i) {
-    links_.emplace_back(Rank{static_cast<std::int32_t>(i % size())}, std::move(sockets[i]));
+    const Rank peer{static_cast<std::int32_t>(i % size())};
+    if (i < size()) {
+      links_.emplace_back(peer, std::move(sockets[i]));
+    } else {
+      data_links_.emplace_back(peer, std::move(sockets[i]));
+    }
   }
   mate_memory_.resize(size());
   mate_event_.resize(size());
@@ -76,7 +74,7 @@ std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
       rank_text(options_.rank) + ": no shared memory with the ranks of this host, because ";
   const std::string suffix = ". Their tensors go through sockets, which is slower.";
   for (const Rank local_peer : local_peers) {
-    if (!is_unix_socket(link(local_peer).fd())) {
+    if (link(local_peer).is_tcp()) {
       warnings.push_back(prefix + "the connection to " + rank_text(local_peer) +
                          " cannot carry descriptors" + suffix);
       return std::nullopt;
@@ -146,7 +144,7 @@ void World::receive_one(FrameType type, TimePoint deadline, Handle handle) {
   while (true) {
     std::vector<pollfd> polls;
     std::vector<Rank> missing;
-    for (auto& link : control_links()) {
+    for (auto& link : links_) {
       const auto index = static_cast<std::size_t>(index_of(link.peer()));
       if (!link.is_open()) continue;
       link.flush();
@@ -198,7 +196,7 @@ void World::exchange(std::vector<std::string>& warnings) {
   const auto memory = create_memory(warnings);
   const auto local_peers = ranks_of_host();
   const Bytes hello = encode(own_hello());
-  for (auto& link : control_links()) {
+  for (auto& link : links_) {
     if (!link.is_open()) continue;
     if (memory && std::ranges::count(local_peers, link.peer()) > 0) {
       const int fds[] = {memory->get(), bell_->fd()};
@@ -225,7 +223,7 @@ void World::exchange(std::vector<std::string>& warnings) {
     // Between hosts there is nothing to give.
     if (std::ranges::count(local_peers, link.peer()) == 0) link.refuse_fds();
   }
-  for (auto& link : control_links()) {
+  for (auto& link : links_) {
     if (link.is_open()) link.send(encode(Mapped{ok}));
   }
   std::vector<bool> mapped(size(), false);
@@ -334,6 +332,7 @@ void World::forget(const SegmentKey& key) {
 
 void World::close_descriptors() noexcept {
   for (auto& link : links_) link.close();
+  for (auto& link : data_links_) link.close();
 }
 
 }  // namespace sparkhvd

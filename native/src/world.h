@@ -20,7 +20,8 @@
 #include "segment.h"
 #include "team.h"
 #include "transport/bell.h"
-#include "transport/link.h"
+#include "transport/control_link.h"
+#include "transport/data_link.h"
 #include "transport/memfd.h"
 #include "types.h"
 
@@ -31,7 +32,7 @@ struct WorldOptions {
   std::vector<std::int32_t> hosts;  // by rank
   std::uint64_t slot_bytes = 0;
   std::uint32_t slots = 0;
-  std::uint32_t streams = 1;  // connections per pair of ranks
+  std::uint32_t streams = 1;  // connections for tensors per pair of ranks
   bool use_shared_memory = true;
   double connect_timeout_s = 0;
 };
@@ -44,23 +45,25 @@ class World {
   static constexpr std::uint64_t kWorldMemory = UINT64_MAX;
 
   /// Exchanges what the ranks must know of each other and maps the memory of this host's ranks.
-  /// Collective. `sockets`: by rank, once per stream. `warnings` receives what the user should
-  /// read.
+  /// Collective. `sockets`: by rank, first those for control frames, then those for tensors, once per
+  /// stream. `warnings` receives what the user should read.
   World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
         std::vector<std::string>& warnings);
 
   const WorldOptions& options() const noexcept { return options_; }
   Rank rank() const noexcept { return options_.rank; }
   std::size_t size() const noexcept { return options_.hosts.size(); }
-  /// The connection for control frames and the first for tensors.
-  Link& link(Rank peer) { return links_[static_cast<std::size_t>(index_of(peer))]; }
-  Link& link(Rank peer, std::size_t stream) {
-    return links_[stream * size() + static_cast<std::size_t>(index_of(peer))];
+  /// The connection for control frames.
+  ControlLink& link(Rank peer) { return links_[static_cast<std::size_t>(index_of(peer))]; }
+  /// A connection for tensors.
+  DataLink& data_link(Rank peer, std::size_t stream) {
+    return data_links_[stream * size() + static_cast<std::size_t>(index_of(peer))];
   }
-  /// All of them, first those of stream 0 by rank.
-  std::span<Link> links() noexcept { return links_; }
-  std::span<Link> control_links() noexcept { return std::span(links_).first(size()); }
-  std::size_t num_streams() const noexcept { return options_.streams; }
+  /// By rank.
+  std::span<ControlLink> links() noexcept { return links_; }
+  /// By stream and rank.
+  std::span<DataLink> data_links() noexcept { return data_links_; }
+  std::span<const DataLink> data_links() const noexcept { return data_links_; }
   Bell& bell() noexcept { return *bell_; }
 
   /// All ranks.
@@ -109,7 +112,8 @@ class World {
   WorldOptions options_;
   Bell* bell_;
   CpuShare own_cpus_ = own_cpu_share();
-  std::vector<Link> links_;
+  std::vector<ControlLink> links_;
+  std::vector<DataLink> data_links_;
   Team team_;
   std::shared_ptr<Segment> memory_;
   std::vector<Fd> mate_memory_;  // by rank, until mapped

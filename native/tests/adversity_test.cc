@@ -643,49 +643,6 @@ TEST(offers_of_memory_that_nobody_asked_for_end_the_connection) {
   check_is_named(receive({encode(SegmentMapped{{7, 0}, true})}, submit_join));
 }
 
-// ---- Connections
-
-TEST(streams_of_a_link_do_not_wait_for_each_other) {
-  int pair[2];
-  CHECK(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0);
-  Link near(Rank{1}, Fd(pair[0]));
-  Link far(Rank{0}, Fd(pair[1]));
-  const auto ignore = [](FrameType, std::span<const std::byte>) { return true; };
-  std::vector<std::byte> sent(200000, std::byte{7});
-  std::vector<std::byte> first(sent.size());
-  std::vector<std::byte> second(sent.size());
-  const auto move = [&] {
-    for (int i = 0; i < 100; ++i) {
-      near.flush();
-      far.read(ignore, 1 << 20);
-    }
-  };
-  const auto waiting = far.receive_data(1, first);
-  const auto ready = far.receive_data(2, second);
-  near.send_data(2, sent);
-  move();
-  CHECK(far.received(ready) && !far.received(waiting));
-  CHECK(second == sent);
-  // What nobody asked for waits in the socket, or is kept aside.
-  std::vector<std::byte> third(sent.size());
-  near.send_data(3, sent);
-  near.send_data(1, sent);
-  move();
-  CHECK(!far.received(waiting) && !far.wants_read());
-  far.keep_early_data();
-  move();
-  CHECK(far.received(waiting) && first == sent);
-  // Asked for in pieces, and mixed with what still comes.
-  near.send_data(3, sent);
-  const auto head = far.receive_data(3, std::span(third).first(50000));
-  const auto tail = far.receive_data(3, std::span(third).subspan(50000));
-  const auto next = far.receive_data(3, first);
-  CHECK(far.received(head) && far.received(tail) && third == sent);
-  std::ranges::fill(first, std::byte{0});
-  move();
-  CHECK(far.received(next) && first == sent);
-}
-
 // ---- Everything at once
 
 TEST(everything_at_once_on_overlapping_process_sets) {

@@ -489,9 +489,7 @@ TEST(a_killed_process_is_named_on_every_other_rank) {
     // A process of its own, forked while there is one thread: it takes part twice and dies.
     const pid_t child = ::fork();
     if (child == 0) {
-      for (std::size_t i = 0; i + 1 < size; ++i) {
-        for (const int socket : sockets[i]) ::close(socket);
-      }
+      for (std::size_t i = 0; i + 1 < size; ++i) close_all(sockets[i]);
       TestEngine engine(options, victim, sockets.back());
       Floats data(50000, 1);
       try_allreduce(engine, "0", data);
@@ -499,7 +497,7 @@ TEST(a_killed_process_is_named_on_every_other_rank) {
       ::kill(::getpid(), SIGKILL);
     }
     CHECK(child > 0);
-    for (const int socket : sockets.back()) ::close(socket);
+    close_all(sockets.back());
     std::vector<std::string> problems(size);
     {
       std::vector<std::jthread> threads;
@@ -542,7 +540,7 @@ TEST(a_process_stopped_inside_an_operation_is_named_after_the_timeout) {
   auto sockets = connect_all(2);
   const pid_t child = ::fork();
   if (child == 0) {
-    ::close(sockets[0][1]);
+    close_all(sockets[0]);
     TestEngine engine(options, 1, sockets[1]);
     Floats data(16 << 20, 1);
     Floats small(10, 1);
@@ -555,7 +553,7 @@ TEST(a_process_stopped_inside_an_operation_is_named_after_the_timeout) {
     ::_exit(0);
   }
   CHECK(child > 0);
-  ::close(sockets[1][0]);
+  close_all(sockets[1]);
   {
     TestEngine engine(options, 0, sockets[0]);
     Floats data(16 << 20, 1);
@@ -660,7 +658,7 @@ TEST(a_rank_that_never_starts_is_named) {
   options.connect_timeout_s = 0.1;
   auto sockets = connect_all(2);
   const TestEngine engine(options, 0, sockets[0]);
-  ::close(sockets[1][0]);
+  close_all(sockets[1]);
   CHECK_EQUAL(engine.created().code, SPARKHVD_TIMEOUT);
   CHECK_MESSAGE(engine.created().message.starts_with("rank 1 did not start an engine within"),
                 engine.created().message);
@@ -670,7 +668,7 @@ TEST(a_rank_that_dies_while_starting_is_named) {
   WorldOptions options;
   options.hosts = one_host(2);
   auto sockets = connect_all(2);
-  ::close(sockets[1][0]);
+  close_all(sockets[1]);
   const TestEngine engine(options, 0, sockets[0]);
   CHECK_EQUAL(engine.created().code, SPARKHVD_PEER_LOST);
   CHECK_MESSAGE(engine.created().message.starts_with("rank 1 is lost"), engine.created().message);

@@ -57,6 +57,8 @@ int main() {
   options.size = 1;
   options.hosts = hosts;
   options.sockets = sockets;
+  options.streams = 1;
+  options.stream_sockets = sockets;
   options.spin_us = 20;
   options.stall_shutdown_s = 10;
   options.host_loss_s = 15;

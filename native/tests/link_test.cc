@@ -1,31 +1,33 @@
-// One connection: framing, lent memory, back pressure, and how it ends.
-#include "transport/link.h"
-
+// Connections of two ranks: framing, lent memory, credit, and how they end.
 #include <sys/socket.h>
 
 #include <random>
 
 #include "error.h"
 #include "test.h"
+#include "transport/control_link.h"
+#include "transport/data_link.h"
 #include "transport/memfd.h"
 
 namespace sparkhvd::test::link_test {
 namespace {
 
+template <class L>
 struct Pair {
-  Link a;
-  Link b;
+  L a;
+  L b;
 };
 
 /// With small socket buffers, so that every transfer is cut into many pieces.
-Pair connect() {
+template <class L>
+Pair<L> connect() {
   int fds[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, fds) != 0) throw_errno("socketpair");
   const int bytes = 4096;
   for (const int fd : fds) {
     ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
   }
-  return {Link(Rank{1}, Fd(fds[0])), Link(Rank{0}, Fd(fds[1]))};
+  return {L(Rank{1}, Fd(fds[0])), L(Rank{0}, Fd(fds[1]))};
 }
 
 bool no_frames(FrameType, std::span<const std::byte>) {
@@ -39,125 +41,124 @@ Bytes pattern(std::size_t size, unsigned seed) {
   return bytes;
 }
 
+/// Moves what can move, with the credit that the receiver gives for `streams`.
+void move(DataLink& from, DataLink& to, std::initializer_list<std::int32_t> streams = {0}) {
+  for (int idle = 0; idle < 2; ++idle) {
+    for (const auto stream : streams) {
+      if (const auto bytes = to.take_credit(stream)) from.grant(stream, *bytes);
+    }
+    while (from.flush() | to.read(5000)) idle = 0;
+  }
+}
+
 }  // namespace
 
-TEST(tensor_bytes_and_frames_arrive_in_order_through_tiny_buffers) {
-  auto [a, b] = connect();
+TEST(tensor_bytes_arrive_in_order_through_tiny_buffers) {
+  auto [a, b] = connect<DataLink>();
   const Bytes first = pattern(3 << 20, 1);
   const Bytes second = pattern(12345, 2);
   Bytes received(first.size());
   Bytes tail(second.size());
   a.send_data(0, first);
-  a.send(encode(Goodbye{{{0, 1}}}));
+  a.send_data(0, {});
   const auto sent = a.send_data(0, second);
   // Receives need not be cut like sends.
   b.receive_data(0, std::span(received).first(1000));
   b.receive_data(0, std::span(received).subspan(1000));
-  const auto done = b.receive_data(0, tail);
-  int frames = 0;
-  for (int round = 0; round < 100000 && !b.received(done); ++round) {
-    a.flush();
-    b.read(
-        [&](FrameType type, std::span<const std::byte>) {
-          CHECK(type == FrameType::kGoodbye);
-          ++frames;
-          return true;
-        },
-        5000);
-  }
+  CHECK(!b.received(b.receive_data(0, std::span(tail).first(1))));
+  const auto done = b.receive_data(0, std::span(tail).subspan(1));
+  move(a, b);
   CHECK(b.received(done));
   CHECK(a.sent(sent));
-  CHECK(frames == 1);
   CHECK(received == first);
   CHECK(tail == second);
 }
 
-TEST(a_link_waits_until_somebody_asks_for_the_tensor) {
-  auto [a, b] = connect();
-  const Bytes data = pattern(100, 3);
-  Bytes target(100);
-  a.send_data(0, data);
-  a.flush();
-  b.read(no_frames, 1 << 20);
-  CHECK(!b.wants_read());
-  const auto ticket = b.receive_data(0, target);
-  CHECK(b.wants_read() && b.has_buffered());
-  b.read(no_frames, 1 << 20);
-  CHECK(b.received(ticket));
+TEST(a_sender_runs_ahead_by_a_limited_number_of_bytes) {
+  auto [a, b] = connect<DataLink>();
+  const Bytes data = pattern(3'000'000, 3);
+  Traffic traffic;
+  b.count(traffic);
+  const auto sent = a.send_data(0, data);
+  move(a, b);
+  CHECK(!a.sent(sent));
+  CHECK(traffic.received.value() >= DataLink::kUnasked);
+  CHECK(traffic.received.value() < DataLink::kUnasked + 1000);
+  // What came early is taken in order, by receives of any size.
+  Bytes target(data.size());
+  CHECK(b.received(b.receive_data(0, std::span(target).first(1000))));
+  CHECK(b.received(b.receive_data(0, std::span(target).subspan(1000, 50000))));
+  const auto rest = b.receive_data(0, std::span(target).subspan(51000));
+  CHECK(!b.received(rest));
+  move(a, b);
+  CHECK(a.sent(sent) && b.received(rest));
   CHECK(target == data);
 }
 
-TEST(streams_overtake_each_other_once_early_bytes_are_kept) {
-  auto [a, b] = connect();
+TEST(streams_overtake_each_other) {
+  auto [a, b] = connect<DataLink>();
   const Bytes first = pattern(3'000'000, 3);
-  const Bytes second = pattern(50'000, 4);
-  Bytes head(1'000'000);
-  Bytes tail(2'000'000);
+  const Bytes second = pattern(1'000'000, 4);
   Bytes target(second.size());
-  std::size_t frames = 0;
-  const auto count = [&](FrameType, std::span<const std::byte>) { return ++frames > 0; };
-  a.send_data(0, first);
-  a.send_data(7, second);
-  a.send(encode(Mapped{true}));
-  const auto head_ticket = b.receive_data(5, std::span(head).first(1));  // never comes
+  const auto waiting = a.send_data(0, first);
+  const auto sent = a.send_data(7, second);
+  const auto never = b.receive_data(5, std::span(target).first(1));
   const auto ticket = b.receive_data(7, target);
-  for (int i = 0; i < 100; ++i) {
-    a.flush();
-    b.read(count, 1 << 20);
-  }
-  CHECK(!b.received(ticket) && frames == 0);
-  b.keep_early_data();
-  for (int i = 0; i < 10000 && frames == 0; ++i) {
-    a.flush();
-    b.read(count, 1 << 20);
-  }
-  CHECK_EQUAL(frames, 1U);
-  CHECK(b.received(ticket) && !b.received(head_ticket));
+  move(a, b, {0, 5, 7});
+  CHECK(a.sent(sent) && !a.sent(waiting));
+  CHECK(b.received(ticket) && !b.received(never));
   CHECK(target == second);
-  // What came early is taken in order, by receives of any size, and nothing else is read for it.
-  const auto tickets = {b.receive_data(0, head), b.receive_data(0, tail)};
-  for (const auto posted : tickets) CHECK(b.received(posted));
-  CHECK(std::equal(head.begin(), head.end(), first.begin()));
-  CHECK(std::equal(tail.begin(), tail.end(), first.begin() + 1'000'000));
-  // A stream that is cancelled forgets what came early.
-  Bytes forgotten(100);
-  a.send_data(3, std::span(first).first(100));
-  a.flush();
-  b.read(count, 1 << 20);
-  b.cancel_lent(3);
-  CHECK(!b.received(b.receive_data(3, forgotten)));
+  // A stream that is cancelled forgets what came early, and takes no more.
+  b.cancel_lent(0);
+  Bytes rest(100);
+  CHECK(!b.received(b.receive_data(5, rest)));
+  a.send_data(5, std::span(second).first(101));
+  move(a, b, {5});
+  CHECK(b.received(never));
+  CHECK(rest == Bytes(second.begin() + 1, second.begin() + 101));
 }
 
 TEST(cancelled_memory_is_never_touched_again_and_frames_stay_whole) {
-  auto [a, b] = connect();
+  auto [a, b] = connect<DataLink>();
   Bytes target(1 << 20);
   {
     const Bytes data = pattern(1 << 20, 4);
-    a.send_data(0, data);
+    a.send_data(3, data);
     a.flush();  // part of it: the socket buffer is small
-    a.cancel_lent();
+    a.cancel_lent(3);
   }
-  a.send(encode(Goodbye{{{0, 5}}}));
-  b.receive_data(0, target);
-  b.read(no_frames, 1000);
-  b.cancel_lent();
+  const Bytes after = pattern(1000, 5);
+  a.send_data(4, after);
+  const auto cancelled = b.receive_data(3, target);
+  b.read(1000);
+  b.cancel_lent(3);
+  CHECK(b.received(cancelled));
   const Bytes before = target;
-  std::uint64_t executed = 0;
-  for (int round = 0; round < 10000 && executed == 0; ++round) {
-    a.flush();
-    b.read(
-        [&](FrameType, std::span<const std::byte> body) {
-          executed = decode<Goodbye>(body).sets.at(0).executed;
-          return true;
-        },
-        1 << 20);
-  }
-  CHECK(executed == 5);
+  Bytes second(after.size());
+  const auto done = b.receive_data(4, second);
+  move(a, b, {4});
+  CHECK(b.received(done) && second == after);
   CHECK(target == before);
+  // All streams at once: nothing moves any more.
+  Bytes lent = pattern(1 << 20, 6);
+  const auto sent = a.send_data(4, lent);
+  a.cancel_lent();
+  CHECK(a.sent(sent) && !a.wants_write());
+}
+
+TEST(more_tensor_bytes_than_were_asked_for_break_a_link) {
+  auto [a, b] = connect<DataLink>();
+  a.grant(0, 1 << 20);  // which the other side has not said
+  const Bytes data = pattern(1 << 20, 7);
+  a.send_data(0, data);
+  while (a.flush() | b.read(1 << 20)) {
+  }
+  CHECK(b.state() == Link::State::kBroken);
+  CHECK(b.trouble() == "it sent tensor bytes that nobody asked for");
 }
 
 TEST(last_words_are_read_before_the_end_is_seen) {
-  auto [a, b] = connect();
+  auto [a, b] = connect<ControlLink>();
   a.send(encode(Abort{5, "the cause"}));
   a.flush();
   a.close();
@@ -177,7 +178,7 @@ TEST(last_words_are_read_before_the_end_is_seen) {
 }
 
 TEST(nonsense_breaks_a_link_with_a_sentence) {
-  auto [a, b] = connect();
+  auto [a, b] = connect<ControlLink>();
   const unsigned char nonsense[] = {0, 0, 0, 0, 200, 0, 0, 0};
   CHECK(::send(a.fd(), nonsense, sizeof(nonsense), 0) == sizeof(nonsense));
   b.read(no_frames, 1 << 20);

@@ -129,7 +129,7 @@ TEST(frames_have_the_documented_bytes) {
                                     8,  7, 6, 5, 4, 3, 2, 1, 9, 0, 0, 0, 0, 0, 0, 0};
   CHECK(goodbye.size() == sizeof(expected));
   CHECK(std::memcmp(goodbye.data(), expected, sizeof(expected)) == 0);
-  const Bytes data = encode_data_header(2, 256);
+  const auto data = encode_data_header(2, 256);
   const unsigned char header[] = {4, 1, 0, 0, 6, 0, 0, 0, 2, 0, 0, 0};
   CHECK(data.size() == sizeof(header));
   CHECK(std::memcmp(data.data(), header, sizeof(header)) == 0);
@@ -153,7 +153,7 @@ TEST(impossible_headers_and_shapes_are_refused) {
     return bytes;
   };
   CHECK_THROWS(Error, decode_header(header(0, 0)));
-  CHECK_THROWS(Error, decode_header(header(0, 14)));
+  CHECK_THROWS(Error, decode_header(header(0, 15)));
   CHECK_THROWS(Error, decode_header(header(0xffffffff, 3)));
   CHECK_THROWS(Error, decode_header(header(3, 6)));
   CHECK_THROWS(Error, decode_header(header(kMaxDataBytes + 5, 6)));

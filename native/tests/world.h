@@ -54,23 +54,34 @@ inline void connect_tcp(int pair[2]) {
   ::close(listener);
 }
 
-/// The sockets of every rank; [i][j] is rank i's end of the connection to rank j.
+/// The sockets of every rank; [i][j] is rank i's end of the connection to rank j for control frames, and
+/// [i][(1 + stream) * size + j] of one for tensors.
 inline std::vector<std::vector<std::int32_t>> connect_all(
-    std::size_t size, const std::function<bool(std::size_t, std::size_t)>& use_tcp = {}) {
-  std::vector<std::vector<std::int32_t>> sockets(size, std::vector<std::int32_t>(size, -1));
+    std::size_t size, const std::function<bool(std::size_t, std::size_t)>& use_tcp = {},
+    std::size_t streams = 1) {
+  std::vector<std::vector<std::int32_t>> sockets(
+      size, std::vector<std::int32_t>((1 + streams) * size, -1));
   for (std::size_t i = 0; i < size; ++i) {
     for (std::size_t j = 0; j < i; ++j) {
-      int pair[2];
-      if (use_tcp && use_tcp(i, j)) {
-        connect_tcp(pair);
-      } else if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) {
-        throw std::runtime_error("socketpair");
+      for (std::size_t first = 0; first < (1 + streams) * size; first += size) {
+        int pair[2];
+        if (use_tcp && use_tcp(i, j)) {
+          connect_tcp(pair);
+        } else if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) != 0) {
+          throw std::runtime_error("socketpair");
+        }
+        sockets[i][first + j] = pair[0];
+        sockets[j][first + i] = pair[1];
       }
-      sockets[i][j] = pair[0];
-      sockets[j][i] = pair[1];
     }
   }
   return sockets;
+}
+
+inline void close_all(const std::vector<std::int32_t>& sockets) {
+  for (const auto socket : sockets) {
+    if (socket >= 0) ::close(socket);
+  }
 }
 
 struct Status {
@@ -240,13 +251,7 @@ inline void run_ranks(const WorldOptions& options,
   const auto use_tcp = [&](std::size_t i, std::size_t j) {
     return options.use_tcp && options.hosts[i] != options.hosts[j];
   };
-  auto sockets = connect_all(size, use_tcp);
-  for (std::uint32_t stream = 1; stream < options.streams; ++stream) {
-    const auto further = connect_all(size, use_tcp);
-    for (std::size_t i = 0; i < size; ++i) {
-      sockets[i].insert(sockets[i].end(), further[i].begin(), further[i].end());
-    }
-  }
+  const auto sockets = connect_all(size, use_tcp, options.streams);
   std::vector<std::string> problems(size);
   {
     std::vector<std::jthread> threads;

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import EngineUnavailableError
 
-ABI_VERSION = 4
-WIRE_VERSION = 7
+ABI_VERSION = 5
+WIRE_VERSION = 8
 
 
 class Status(IntEnum):

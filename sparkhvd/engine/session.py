@@ -221,7 +221,7 @@ def _create(library: Library, connections: Connections, settings: Settings) -> i
         slot_bytes=settings.slot_bytes,
         slots=settings.slots,
         use_shared_memory=int(settings.shared_memory),
-        streams=1 + len(further) // size,
+        streams=len(further) // size,
         stream_sockets=(ctypes.c_int32 * len(further))(*further),
         stack_signal=stack_signal,
         stack_pipe=stack_pipe,

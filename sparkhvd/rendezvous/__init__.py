@@ -9,7 +9,7 @@ oldest is closed first), and nothing that they send disturbs the job. Proofs are
 role, both ranks, both fresh nonces, the job, attempt, generation, byte order and versions, so they can be
 neither reflected nor replayed. Later data are not encrypted.
 
-Streams: with `Settings.streams` above 1 the meeting goes on, one turn for each further connection of every pair.
+Streams: the first connection of every pair carries control frames; the meeting goes on with one turn for each connection for tensors (`Settings.streams`).
 A turn is a meeting of its own, with hellos and proofs that carry its number, so nothing shown for one stream
 opens another.
 

@@ -12,14 +12,15 @@ from sparkhvd.settings import Settings
 
 @dataclass
 class Connections:
-    """Connected, authenticated sockets, one per peer and stream, as `Engine` takes them.
+    """Connected, authenticated sockets, one per peer for control frames and one per peer and stream, as `Engine` takes them.
 
     Attributes:
         rank: this rank.
         size: number of ranks.
         hosts: index of the host of each rank; equal on all ranks. Ranks with the same index share memory.
-        sockets: descriptor per peer, -1 for this rank; not inheritable. Owned by the holder of this object.
-        stream_sockets: the further connections, `(streams - 1) * size` descriptors, stream after stream, each
+        sockets: descriptor per peer, -1 for this rank, for control frames; not inheritable. Owned by the holder
+            of this object.
+        stream_sockets: the connections for tensors, `streams * size` descriptors, stream after stream, each
             as `sockets`.
     """
 

@@ -18,8 +18,8 @@ from sparkhvd.rendezvous.endpoints import Job
 from sparkhvd.rendezvous.loop import Wait, read, send
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
-ABI_VERSION = 4
-WIRE_VERSION = 7
+ABI_VERSION = 5
+WIRE_VERSION = 8
 
 NONCE_BYTES = 32
 MAC_BYTES = 32
@@ -30,14 +30,14 @@ _REPLY = struct.Struct(f"!{NONCE_BYTES}s{MAC_BYTES}s")
 # A notice: magic, the rank that reports, generation, news, the rank it is about, proof. Longer than a hello.
 NOTICE = struct.Struct(f"!8sIIBI{MAC_BYTES}s")
 NOTICE_MAGIC = b"sparkhvn"
-# Before the row: one of the next three, and the rank it is about; of MET the number of further streams.
+# Before the row: one of the next three, and the rank it is about; of MET `Settings.streams` - 1.
 NEWS = struct.Struct("!BI")
 NEWS_MET = 0
 NEWS_LOST = 1
 NEWS_LATE = 2
 PHASE_MESH = 0
 PHASE_TCP = 1  # replaces Unix links inside a host whose ranks turned out not to share memory
-PHASE_STREAM = 2  # the first further connection of every pair; each later phase is one more
+PHASE_STREAM = 2  # the first connection for tensors of every pair; each later phase is one more
 # Ends the handshake of a stream, where no later message would show that the proofs were right. The accepting
 # side sends it first; the connecting side tries again until it has received it, and sends it back.
 WELCOME = b"\1"

@@ -21,7 +21,7 @@ class SingleRendezvous:
 
     def connect(self) -> Connections:
         """Return no connections."""
-        return Connections(0, 1, (0,), [-1], [-1] * (self.settings.streams - 1))
+        return Connections(0, 1, (0,), [-1], [-1] * self.settings.streams)
 
 
 _Row = list[socket.socket | None]
@@ -34,7 +34,7 @@ class _Hall:
         self.hosts = hosts
         self.streams = streams
         self._lock = threading.Lock()
-        # By generation and rank: the peers' sockets of every stream.
+        # By generation and rank: the peers' sockets for control frames, then those of every stream.
         self._rows: dict[tuple[int, int], list[_Row]] = {}
 
     def take(self, generation: int, rank: int) -> Connections:
@@ -46,7 +46,7 @@ class _Hall:
         return Connections(rank, len(self.hosts), self.hosts, sockets, joined(further))
 
     def _make(self, generation: int) -> None:
-        streams = [self._stream() for _ in range(self.streams)]
+        streams = [self._stream() for _ in range(1 + self.streams)]
         for rank in range(len(self.hosts)):
             self._rows[generation, rank] = [rows[rank] for rows in streams]
 

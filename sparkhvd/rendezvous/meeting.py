@@ -62,7 +62,7 @@ class Meeting:
         self.notices = notices  # of this and of later generations
         self.loop = Loop()
         self.links: dict[int, Link] = {}  # of this turn
-        self.met: list[dict[int, Link]] = []  # of earlier turns, by stream
+        self.met: list[dict[int, Link]] = []  # of earlier turns: for control frames, then by stream
         self.serving: dict[int, Task] = {}
         self.peers: frozenset[int] = frozenset(r for r in range(job.size) if r != job.rank)
         self.last_error: dict[int, OSError | str] = {}
@@ -169,16 +169,15 @@ class Meeting:
         self.links = mesh
 
     def _open_streams(self, hosts: tuple[int, ...]) -> None:
-        """Open the further connections of every pair, one turn for each: MAX_UNAUTHENTICATED counts for all."""
+        """Open the connections for tensors of every pair, one turn for each: MAX_UNAUTHENTICATED counts for all."""
         everybody = frozenset(self.links)
-        if self.streams > 1:
-            self.dialer.unix_peers = frozenset(
-                peer for peer in everybody if hosts[peer] == hosts[self.job.rank]
-            )
-            self.suspects.watch(self.links)
-        for stream in range(1, self.streams):
+        self.dialer.unix_peers = frozenset(
+            peer for peer in everybody if hosts[peer] == hosts[self.job.rank]
+        )
+        self.suspects.watch(self.links)
+        for stream in range(self.streams):
             self.met.append(self.links)
-            self.turn = Turn(self.turn.generation, PHASE_STREAM + stream - 1)
+            self.turn = Turn(self.turn.generation, PHASE_STREAM + stream)
             self._meet(everybody)
         self.met.append(self.links)
 

@@ -37,7 +37,7 @@ from tests.ranks.engine.arrays import allreduce, dtype_of, start_allreduce, star
 
 HEADER = struct.Struct("<IB3x")  # length of the body, type
 # The few types that this file treats in a special way; a test holds them against the header of the engine.
-HELLO, MAPPED, REFUSE, ABORT = 1, 2, 5, 8
+HELLO, MAPPED, REFUSE, DATA, ABORT = 1, 2, 5, 6, 8
 STALL_S = 0.1
 # A coordinator that is silent, or that sends unrequested bytes, is given up 5 s after stall_shutdown_s; most
 # sessions end by an abort before that.
@@ -149,17 +149,18 @@ def record(size: int, hosts: tuple[int, ...]) -> Recording:
     """Let honest ranks work, quarrel and leave, once in order and once by an abort."""
     frames: defaultdict[tuple[int, int], list[bytes]] = defaultdict(list)
     for is_aborted in (False, True):
-        taps = {(a, b): Tap() for b in range(size) for a in range(b)}
+        # Of every pair, one for control frames and one for tensors.
+        taps = {(a, b, kind): Tap() for b in range(size) for a in range(b) for kind in range(2)}
 
         def body(rank: int, taps: Any = taps, is_aborted: bool = is_aborted) -> None:
-            sockets = [-1] * size
-            for (a, b), tap in taps.items():
+            sockets = [[-1] * size for _ in range(2)]
+            for (a, b, kind), tap in taps.items():
                 if rank == a:
-                    sockets[b] = tap.first.detach()
+                    sockets[kind][b] = tap.first.detach()
                 elif rank == b:
-                    sockets[a] = tap.second.detach()
+                    sockets[kind][a] = tap.second.detach()
             settings = Settings(connect_timeout_s=20, stall_shutdown_s=20)
-            with Engine(Connections(rank, size, hosts, sockets), settings) as engine:
+            with Engine(Connections(rank, size, hosts, *sockets), settings) as engine:
                 for work in start_everything(engine):
                     with contextlib.suppress(MismatchError):
                         work.wait()
@@ -171,7 +172,7 @@ def record(size: int, hosts: tuple[int, ...]) -> Recording:
         for outcome in run_threads([lambda r=r: body(r) for r in range(size)]):
             if isinstance(outcome, BaseException) and not is_aborted:
                 raise outcome
-        for (a, b), tap in taps.items():
+        for (a, b, _), tap in taps.items():
             tap.close()
             for pair, sent in zip(((a, b), (b, a)), tap.sent, strict=True):
                 new = split_frames(bytes(sent))
@@ -272,15 +273,18 @@ def attack(recording: Recording, dice: random.Random, patience_s: float = PATIEN
     size = recording.size
     victim = dice.randrange(size)
     pool = recording.pool()
-    ours: list[socket.socket] = []
-    sockets = [-1] * size
+    ours: dict[int, list[socket.socket]] = {}  # by peer: for control frames, for tensors
+    sockets = [[-1] * size for _ in range(2)]
     spoils_handshake = dice.random() < 0.1
     for peer in range(size):
         if peer == victim:
             continue
-        mine, theirs = tcp_pair() if dice.random() < 0.3 else socket.socketpair()
-        sockets[peer] = theirs.detach()
-        ours.append(mine)
+        is_tcp = dice.random() < 0.3
+        pairs = [tcp_pair() if is_tcp else socket.socketpair() for _ in range(2)]
+        ours[peer] = [mine for mine, _ in pairs]
+        for row, (_, theirs) in zip(sockets, pairs, strict=True):
+            row[peer] = theirs.detach()
+        mine = ours[peer][0]
         greeting = recording.handshake(peer, victim)
         if spoils_handshake:
             greeting = [mutate(frame, dice, pool) for frame in greeting]
@@ -292,17 +296,22 @@ def attack(recording: Recording, dice: random.Random, patience_s: float = PATIEN
             mine.shutdown(socket.SHUT_WR)
     began = time.monotonic()
     try:
-        engine = Engine(Connections(victim, size, recording.hosts, sockets), SETTINGS)
+        engine = Engine(Connections(victim, size, recording.hosts, *sockets), SETTINGS)
     except SparkhvdError as error:
         judge(session, error)
     else:
         work_off(engine, ours, victim, recording, dice, session, patience_s)
     finally:
-        for mine in ours:
-            mine.close()
+        close_all(ours)
     if time.monotonic() - began > patience_s + LIMIT_S:
         session.problems.append(f"took {time.monotonic() - began:.2f} s")
     return session
+
+
+def close_all(ours: dict[int, list[socket.socket]]) -> None:
+    for ends in ours.values():
+        for end in ends:
+            end.close()
 
 
 def has_ended(work: Work) -> bool:
@@ -314,7 +323,7 @@ def has_ended(work: Work) -> bool:
 
 def work_off(
     engine: Engine,
-    ours: list[socket.socket],
+    ours: dict[int, list[socket.socket]],
     victim: int,
     recording: Recording,
     dice: random.Random,
@@ -328,11 +337,10 @@ def work_off(
             works = start_everything(engine)
         except SparkhvdError as error:  # the first frames of the malicious peer were enough
             judge(session, error)
-    for index, mine in enumerate(ours):
-        lie(mine, index if index < victim else index + 1, victim, recording, dice, session)
+    for peer, ends in ours.items():
+        lie(ends, peer, victim, recording, dice, session)
     await_ends(engine, works, session, patience_s)
-    for mine in ours:
-        mine.close()
+    close_all(ours)
     started = time.monotonic()
     engine.shutdown()
     if time.monotonic() - started > 1.5:
@@ -340,7 +348,7 @@ def work_off(
 
 
 def lie(
-    mine: socket.socket,
+    ends: list[socket.socket],
     peer: int,
     victim: int,
     recording: Recording,
@@ -357,15 +365,20 @@ def lie(
     ]
     session.frames += len(honest) + len(lies)
     session.kinds |= {type_of(f) for f in honest + lies if len(f) > 4}
-    data = b"".join(honest + lies)
-    if dice.random() < 0.2:  # half a frame at the end
-        data = data[: -dice.randint(1, 9)]
-    send_all(mine, data, dice)
-    if dice.random() < 0.95:
-        with contextlib.suppress(OSError):
-            mine.shutdown(socket.SHUT_WR)
-    if dice.random() < 0.5:
-        mine.close()
+    # Each on its connection, tensors before the frames that need them or behind; sometimes on the other.
+    swaps = dice.random() < 0.05
+    for kind in dice.choice(((0, 1), (1, 0))):
+        is_data = bool(kind) != swaps
+        data = b"".join(f for f in honest + lies if (f[4:5] == bytes([DATA])) == is_data)
+        if dice.random() < 0.2:  # half a frame at the end
+            data = data[: -dice.randint(1, 9)]
+        send_all(ends[kind], data, dice)
+    for mine in ends:
+        if dice.random() < 0.95:
+            with contextlib.suppress(OSError):
+                mine.shutdown(socket.SHUT_WR)
+        if dice.random() < 0.5:
+            mine.close()
 
 
 def await_ends(engine: Engine, works: list[Work], session: Session, patience_s: float) -> None:
@@ -430,10 +443,11 @@ class Bystanders:
         self.errors: list[str] = []
         self._stop = threading.Event()
 
-    def _work(self, rank: int, end: socket.socket) -> None:
+    def _work(self, rank: int, ends: tuple[socket.socket, socket.socket]) -> None:
         try:
             settings = Settings(stall_shutdown_s=30, slot_bytes=4096)
-            with Engine(Connections(rank, 2, (0, 0), self._sockets(rank, end)), settings) as engine:
+            sockets = [self._sockets(rank, end) for end in ends]
+            with Engine(Connections(rank, 2, (0, 0), *sockets), settings) as engine:
                 while True:
                     number = self.operations
                     result = allreduce(engine, "x", np.full(3000, rank + 1.0))
@@ -453,10 +467,10 @@ class Bystanders:
         return sockets
 
     def __enter__(self) -> Bystanders:
-        ends = socket.socketpair()
+        pairs = zip(socket.socketpair(), socket.socketpair(), strict=True)
         self._threads = [
-            threading.Thread(target=self._work, args=(rank, end), name=f"bystander-{rank}")
-            for rank, end in enumerate(ends)
+            threading.Thread(target=self._work, args=(rank, ends), name=f"bystander-{rank}")
+            for rank, ends in enumerate(pairs)
         ]
         for thread in self._threads:
             thread.start()

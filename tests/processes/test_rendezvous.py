@@ -636,7 +636,7 @@ def test_job_with_a_bad_key_or_rank_is_refused() -> None:
 
 
 def test_single_rendezvous_connects_alone() -> None:
-    assert SingleRendezvous(Settings()).connect() == Connections(0, 1, (0,), [-1])
+    assert SingleRendezvous(Settings()).connect() == Connections(0, 1, (0,), [-1], [-1])
 
 
 def test_in_process_ranks_meet_in_every_generation() -> None:

@@ -65,9 +65,9 @@ def assert_connected(met: list[Any], streams: int) -> None:
     for outcome in met:
         if isinstance(outcome, BaseException):
             raise outcome
-        assert len(outcome.stream_sockets) == (streams - 1) * outcome.size
+        assert len(outcome.stream_sockets) == streams * outcome.size
     everything = {d for mine in met for _, _, d in links_of(mine)}
-    assert len(everything) == streams * len(met) * (len(met) - 1)
+    assert len(everything) == (1 + streams) * len(met) * (len(met) - 1)
     try:
         for mine in met:
             for stream, peer, descriptor in links_of(mine):
@@ -399,7 +399,7 @@ def test_in_process_ranks_have_streams_in_every_generation() -> None:
 
 
 def test_single_rank_has_no_connection_in_any_stream() -> None:
-    assert SingleRendezvous(THREE).connect() == Connections(0, 1, (0,), [-1], [-1, -1])
+    assert SingleRendezvous(THREE).connect() == Connections(0, 1, (0,), [-1], [-1, -1, -1])
 
 
 @pytest.mark.parametrize("streams", [0, 65, -1])

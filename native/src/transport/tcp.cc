@@ -47,9 +47,16 @@ void tune_tcp(int fd, double host_loss_s) {
   set(IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, loss_s / 3));
   set(IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, loss_s / 3));
   set(IPPROTO_TCP, TCP_KEEPCNT, 2);
-  // The kernel counts from the first retransmission, which comes 0.2 s after what is lost, later on
-  // a busy host.
-  set(IPPROTO_TCP, TCP_USER_TIMEOUT, loss_s * 1000 - 500);
+  // No TCP_USER_TIMEOUT: it ends connections to processes that live and do not read. See LossWatch.
+}
+
+std::optional<TcpSilence> tcp_silence(int fd) {
+  tcp_info info{};
+  socklen_t size = sizeof(info);
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return std::nullopt;
+  // Bytes that wait for the peer's window are not on their way: the kernel asks for room again and
+  // again, more and more rarely, and any answer shows that the host lives.
+  return TcpSilence{info.tcpi_unacked > 0, std::chrono::milliseconds(info.tcpi_last_ack_recv)};
 }
 
 }  // namespace sparkhvd

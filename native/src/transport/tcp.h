@@ -1,10 +1,22 @@
 // Options of TCP between hosts.
 #pragma once
 
+#include <chrono>
+#include <optional>
+
 namespace sparkhvd {
 
-/// For connections of the engine: bytes leave at once, and a host that is gone is noticed after
-/// `host_loss_s`. Nothing happens to other sockets; errors are ignored, because the connection works without.
+/// For connections of the engine: bytes leave at once, and on an idle connection a host that is gone is
+/// noticed after `host_loss_s`. Nothing happens to other sockets; errors are ignored, because the
+/// connection works without.
 void tune_tcp(int fd, double host_loss_s);
+
+/// Bytes on their way, for which the peer's kernel owes an answer.
+struct TcpSilence {
+  bool is_owed = false;
+  std::chrono::milliseconds since_answer{};
+};
+/// Nothing for other sockets.
+std::optional<TcpSilence> tcp_silence(int fd);
 
 }  // namespace sparkhvd

@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from sparkhvd import rendezvous
-from sparkhvd.engine.engine import Engine
+from sparkhvd.engine.engine import Collective, Engine, ReduceOp, Reduction
 from sparkhvd.errors import CollectiveError
 from sparkhvd.rendezvous import sockets
 from tests.harness import faults
 from tests.harness.meeting import meet
 from tests.harness.rank_process import Talk
-from tests.ranks.engine.arrays import allgather, allreduce, broadcast
+from tests.ranks.engine.arrays import allgather, allreduce, broadcast, dtype_of, view
 
 
 def one_round(engine: Engine, number: int) -> None:
@@ -49,7 +49,50 @@ def work_until_lost(engine: Engine, talk: Talk) -> Any:
         number += 1
 
 
-def work_until_told(engine: Engine, talk: Talk) -> Any:
+def large_round(engine: Engine, number: int) -> None:
+    """Run all that moves whole tensors, 24 MiB each, in the world and in a process set at the same time."""
+    size, rank = engine.size, engine.rank
+    added = engine.add_process_set(range(size))
+    added.wait()
+    values = np.full((size, 1 << 20), rank + 1.0)
+    root = number % size
+    copies, parts = (
+        [np.empty_like(values) for _ in range(2)],
+        [np.empty((1, 1 << 20)) for _ in range(2)],
+    )
+    works = []
+    for place, process_set in enumerate((0, added.output().rows[0])):
+        for collective, views, numbers in (
+            (Collective.BROADCAST, [view(values, copies[place])], ()),
+            (Collective.ALLGATHER, [view(values)], ()),
+            (Collective.ALLTOALL, [view(values)], (1,) * size),
+            (Collective.REDUCESCATTER, [view(values, parts[place])], ()),
+        ):
+            call = engine.prepare(
+                collective,
+                views,
+                dtype_of(values),
+                Reduction(ReduceOp.SUM),
+                process_set,
+                root,
+                numbers,
+            )
+            works.append(engine.start(call, f"{collective.name} {number}", (values, copies, parts)))
+    for work in works:
+        work.wait()
+    assert all((copy == root + 1).all() for copy in copies)
+    assert all((part == size * (size + 1) / 2).all() for part in parts)
+    engine.remove_process_set(added.output().rows[0]).wait()
+
+
+def move_large_tensors(engine: Engine, talk: Talk) -> Any:
+    """Round after round with large tensors; otherwise as `work_until_told`."""
+    return work_until_told(engine, talk, large_round)
+
+
+def work_until_told(
+    engine: Engine, talk: Talk, one_round: Callable[[Engine, int], None] = one_round
+) -> Any:
     """Round after round until rank 0 is told to stop; says how many, and the longest."""
     talk.say("running")
     told = threading.Event()
@@ -71,9 +114,9 @@ def connections() -> Iterator[socket.socket]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as sock:
-                    sock.getpeername()
-                    yield sock
+                sock = socket.socket(fileno=os.dup(int(name)))
+                sock.getpeername()
+                yield sock
 
 
 def lose_a_connection(engine: Engine, talk: Talk) -> Any:
@@ -81,10 +124,7 @@ def lose_a_connection(engine: Engine, talk: Talk) -> Any:
     if engine.rank == 1:
 
         def cut() -> None:
-            time.sleep(0.2)
-            for sock in connections():
-                sock.shutdown(socket.SHUT_RDWR)
-                return
+            list(connections())[talk.hear()].shutdown(socket.SHUT_RDWR)
 
         threading.Thread(target=cut, daemon=True).start()
     return work_until_lost(engine, talk)

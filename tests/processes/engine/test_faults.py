@@ -57,18 +57,25 @@ def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
 
 
 def test_stopped_rank_is_waited_for_and_goes_on() -> None:
-    """5 s are neither a loss nor a stall. Both ways of a job, at the same time."""
+    """A host whose kernel answers is there, however long its process has not read; 5 s are no stall. Three jobs at a time."""
+    settings = Settings(connect_timeout_s=30, host_loss_s=3)
     with ExitStack() as stack:
         jobs = [
-            stack.enter_context(rank_processes(f"{BODIES}:work_until_told", 3, tcp_only=tcp_only))
-            for tcp_only in (False, True)
+            stack.enter_context(
+                rank_processes(f"{BODIES}:{body}", 3, tcp_only=tcp_only, settings=settings)
+            )
+            for body, tcp_only in (
+                ("work_until_told", False),
+                ("work_until_told", True),
+                ("move_large_tensors", True),
+            )
         ]
         for ranks in jobs:
             assert [rank.expect() for rank in ranks] == ["running"] * 3
         time.sleep(0.3)
         for ranks in jobs:
             ranks[1].kill(signal.SIGSTOP)
-        time.sleep(5)
+        time.sleep(amount(5, 20))
         for ranks in jobs:
             ranks[1].kill(signal.SIGCONT)
         time.sleep(0.3)
@@ -76,18 +83,25 @@ def test_stopped_rank_is_waited_for_and_goes_on() -> None:
             ranks[0].tell("stop")
             reports = [rank.expect() for rank in ranks]
             assert len({report["rounds"] for report in reports}) == 1
-            assert reports[0]["rounds"] > 2
-            assert 4.5 < reports[0]["longest_s"] < 10
+            assert reports[0]["rounds"] > 0
+            assert amount(4.5, 19.5) < reports[0]["longest_s"] < amount(10, 30)
 
 
-@pytest.mark.parametrize("tcp_only", [False, True])
-def test_broken_connection_ends_every_rank_and_names_its_ends(tcp_only: bool) -> None:
+@pytest.mark.parametrize(
+    ("tcp_only", "place", "within_s"),
+    # The last one is for tensors: the peer has some time to say why it ends.
+    [(False, 0, WITHIN_S), (True, 0, WITHIN_S), (True, -1, 2 * WITHIN_S)],
+)
+def test_broken_connection_ends_every_rank_and_names_its_ends(
+    tcp_only: bool, place: int, within_s: float
+) -> None:
     with rank_processes(f"{BODIES}:lose_a_connection", 3, tcp_only=tcp_only) as ranks:
         for rank in ranks:
             assert rank.expect() == "running"
+        ranks[1].tell(place)
         began = time.monotonic()
         errors = [ending(rank) for rank in ranks]
-        assert time.monotonic() - began < 0.2 + WITHIN_S
+        assert time.monotonic() - began < 0.2 + within_s
         for error in errors:
             assert error["kind"] == "PeerLostError", error
             assert "is lost: its connection" in error["text"], error

@@ -68,35 +68,40 @@ class Wire:
             end.close()
 
 
+Wires = dict[tuple[int, int, str], Wire]  # by both ranks, for control frames and for tensors
+PAIRS = ((0, 1), (0, 2), (1, 2))
+
+
 class Ends:
     """`Connections` of one rank over the wires; every rank is a host of its own."""
 
-    def __init__(self, rank: int, wires: dict[tuple[int, int], Wire]) -> None:
+    def __init__(self, rank: int, wires: Wires) -> None:
         self.rank, self.size = rank, 3
         self.hosts = (0, 1, 2)
         self.sockets = [-1] * self.size
-        self.stream_sockets: list[int] = []
-        for (first, second), wire in wires.items():
+        self.stream_sockets = [-1] * self.size
+        for (first, second, kind), wire in wires.items():
+            sockets = self.stream_sockets if kind == "data" else self.sockets
             if rank == first:
-                self.sockets[second] = wire.first.detach()
+                sockets[second] = wire.first.detach()
             elif rank == second:
-                self.sockets[first] = wire.second.detach()
+                sockets[first] = wire.second.detach()
 
     def close(self) -> None:
-        for fd in self.sockets:
+        for fd in (*self.sockets, *self.stream_sockets):
             if fd >= 0:
                 os.close(fd)
 
 
 @pytest.fixture
 def wires() -> Any:
-    made = {pair: Wire() for pair in ((0, 1), (0, 2), (1, 2))}
+    made = {(*pair, kind): Wire() for pair in PAIRS for kind in ("control", "data")}
     yield made
     for wire in made.values():
         wire.close()
 
 
-def start(wires: dict[tuple[int, int], Wire]) -> list[Engine]:
+def start(wires: Wires) -> list[Engine]:
     settings = Settings(connect_timeout_s=20)
     ends = [Ends(rank, wires) for rank in range(3)]
     engines = run_threads([lambda e=e: Engine(e, settings) for e in ends])
@@ -109,11 +114,11 @@ def wait_until_done(work: Work) -> None:
 
 
 def test_operation_in_the_middle_is_not_cut_short_when_a_rank_leaves_before_the_next_one(
-    wires: dict[tuple[int, int], Wire],
+    wires: Wires,
 ) -> None:
     """Rank 1 has finished A and leaves; rank 2 is still receiving A, and B is agreed on behind it."""
     engines = start(wires)
-    wires[0, 2].may_pass.clear()
+    wires[0, 2, "data"].may_pass.clear()
     values = np.arange(BIG, dtype=np.float32)
     works: dict[int, tuple[Work, np.ndarray, Work]] = {}
     for rank in (1, 2, 0):  # rank 0 last: both orders to run go out before A's bytes
@@ -125,7 +130,7 @@ def test_operation_in_the_middle_is_not_cut_short_when_a_rank_leaves_before_the_
     engines[1].shutdown()
     time.sleep(0.2)
     assert not works[2][0].done()
-    wires[0, 2].may_pass.set()
+    wires[0, 2, "data"].may_pass.set()
     works[2][0].wait(10)
     np.testing.assert_array_equal(works[2][1], values)
     with pytest.raises(CollectiveError, match="rank 1 shut down before it"):
@@ -134,26 +139,24 @@ def test_operation_in_the_middle_is_not_cut_short_when_a_rank_leaves_before_the_
         engine.shutdown()
 
 
-def test_cause_of_a_failure_travels_behind_bytes_that_wait_for_room(
-    wires: dict[tuple[int, int], Wire],
+def test_cause_of_a_failure_passes_tensors_that_wait_for_room(
+    wires: Wires,
 ) -> None:
-    """Rank 2 hears of rank 1's death from rank 0 only, whose connection to it is full when it fails."""
+    """Rank 2 hears of rank 1's death from rank 0 only, whose tensors for it have no room when it fails."""
     engines = start(wires)
-    wires[0, 2].may_pass.clear()
-    wires[1, 2].hold_after = 0  # rank 1 says nothing any more
-    wires[1, 2].may_pass.clear()
+    wires[0, 2, "data"].may_pass.clear()
+    wires[1, 2, "control"].hold_after = 0  # rank 1 says nothing any more
+    wires[1, 2, "control"].may_pass.clear()
     works = [start_broadcast(engine, "A", np.ones(BIG, np.float32), 0)[0] for engine in engines]
-    wire = wires[0, 2]
+    wire = wires[0, 2, "data"]
     wait_until(lambda: wire.passed > wire.hold_after, "the wire is full")
     time.sleep(0.3)  # and what comes behind it fills the sockets
-    wires[0, 1].cut()
-    with pytest.raises(PeerLostError, match="rank 1 is lost"):
-        works[0].wait(5)
-    time.sleep(0.1)
     assert not works[2].done()
-    wires[0, 2].may_pass.set()
-    with pytest.raises(PeerLostError, match="rank 1 is lost"):
-        works[2].wait(5)
+    wires[0, 1, "control"].cut()
+    for rank in (0, 2):
+        with pytest.raises(PeerLostError, match="rank 1 is lost"):
+            works[rank].wait(2)
+    assert not wire.may_pass.is_set()
     for engine in engines:
         engine.shutdown()
 

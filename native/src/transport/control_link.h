@@ -1,0 +1,62 @@
+// The connection for the control frames of two ranks: always read, so that nothing waits behind
+// tensor bytes, and where the loss of a peer is seen.
+//
+// **Ownership.** Frames are copied in. Descriptors that come with frames belong to the link until they
+// are taken.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "message.h"
+#include "transport/link.h"
+
+namespace sparkhvd {
+
+class ControlLink : public Link {
+ public:
+  /// Called with each frame; returns false to stop reading for now.
+  using Handler = std::function<bool(FrameType type, std::span<const std::byte> body)>;
+
+  using Link::Link;
+
+  /// Queues a frame; `flush` writes it.
+  void send(Bytes frame);
+  /// Queues a frame whose first byte carries descriptors (AF_UNIX only); they are copied.
+  void send_with_fds(Bytes frame, std::span<const int> fds);
+  /// Writes what the socket takes. True if bytes moved.
+  bool flush();
+  bool wants_write() const noexcept { return !outgoing_.empty() && can_write(); }
+
+  /// Reads what is there, at most about `budget` bytes. True if bytes moved.
+  bool read(const Handler& handler, std::size_t budget);
+  /// True if `read` has something to do although the socket may have nothing new.
+  bool has_buffered() const noexcept { return resume_; }
+  /// The next `count` descriptors that came, in the order of the frames that carried them; fewer if
+  /// the peer sent fewer. Call it from the handler of such a frame.
+  std::vector<Fd> take_fds(std::size_t count);
+  /// From now on descriptors are neither expected nor accepted.
+  void refuse_fds() noexcept { accept_fds_ = false; }
+
+ private:
+  struct Outgoing {
+    Bytes frame;
+    std::size_t written = 0;
+    std::vector<Fd> fds;  // go with the first byte
+  };
+
+  bool parse(const Handler& handler);
+
+  std::deque<Outgoing> outgoing_;
+  Bytes buffer_;
+  std::size_t begin_ = 0;  // unparsed bytes of buffer_
+  std::size_t end_ = 0;
+  bool resume_ = false;
+  bool accept_fds_ = true;
+  std::deque<Fd> fds_;
+};
+
+}  // namespace sparkhvd

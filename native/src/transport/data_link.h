@@ -1,0 +1,142 @@
+// A connection for the tensor bytes of two ranks: a stream of bytes per process set, in order; streams
+// overtake each other.
+//
+// **Credit.** A stream's receiver says how far the sender may go: as far as receives are posted, and
+// kUnasked bytes beyond. So a connection is always read, early bytes need little memory, and a large
+// transfer starts when the receiver is there.
+//
+// **Ownership.** Bytes are sent from, and received into, memory that the caller lends until `sent` or
+// `received` says it is done, or `cancel_lent` is called.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <optional>
+#include <span>
+
+#include "message.h"
+#include "transport/link.h"
+
+namespace sparkhvd {
+
+class DataLink : public Link {
+ public:
+  /// A place in the order of lent sends (or receives) of this link.
+  using Ticket = std::uint64_t;
+  /// So far a stream's sender may run ahead of its receiver.
+  static constexpr std::uint64_t kUnasked = 256 << 10;
+
+  using Link::Link;
+
+  /// Queues bytes of `stream`. `payload` is lent until `sent(ticket)`.
+  Ticket send_data(std::int32_t stream, std::span<const std::byte> payload);
+  bool sent(Ticket ticket) const noexcept { return sends_.is_done(ticket); }
+  /// The peer takes the first `bytes` of `stream`.
+  void grant(std::int32_t stream, std::uint64_t bytes);
+
+  /// Receives the next bytes of `stream` into `target`, which is lent until `received(ticket)`.
+  Ticket receive_data(std::int32_t stream, std::span<std::byte> target);
+  bool received(Ticket ticket) const noexcept { return receives_.is_done(ticket); }
+  /// What the peer has to be told after new receives: how many bytes of `stream` it may send; nothing
+  /// if it can go on for a while.
+  std::optional<std::uint64_t> take_credit(std::int32_t stream);
+
+  /// Writes what the socket takes. True if bytes moved.
+  bool flush();
+  bool wants_write() const noexcept { return !frames_.empty() && can_write(); }
+  /// Reads what is there, at most about `budget` bytes. True if bytes moved.
+  bool read(std::size_t budget);
+
+  /// Forgets all lent memory; nothing is sent or received any more.
+  void cancel_lent();
+  /// The same for one stream. Frames stay whole, and bytes of it that still come are dropped.
+  void cancel_lent(std::int32_t stream);
+  /// Forgets a stream whose last byte has been sent and received.
+  void forget(std::int32_t stream);
+
+ private:
+  struct Send {
+    std::int32_t stream = 0;
+    std::span<const std::byte> left;  // not in a frame yet
+    bool done = false;
+  };
+  struct Receive {
+    std::int32_t stream = 0;
+    std::span<std::byte> left;
+    bool done = false;
+  };
+  /// Transfers in the order of their tickets, without those at the head that are done.
+  template <class Transfer>
+  struct Queue {
+    std::deque<Transfer> transfers;
+    Ticket first = 1;  // ticket of the first transfer
+
+    Ticket push(Transfer transfer) {
+      transfers.push_back(transfer);
+      const Ticket ticket = first + transfers.size() - 1;
+      pop_done();
+      return ticket;
+    }
+    Transfer& at(Ticket ticket) { return transfers[ticket - first]; }
+    bool is_done(Ticket ticket) const noexcept {
+      return ticket < first || transfers[ticket - first].done;
+    }
+    void finish(Ticket ticket) {
+      at(ticket).done = true;
+      pop_done();
+    }
+    void pop_done() {
+      for (; !transfers.empty() && transfers.front().done; ++first) transfers.pop_front();
+    }
+    void finish_all() {
+      first += transfers.size();
+      transfers.clear();
+    }
+  };
+  struct Frame {
+    std::array<std::byte, kDataHeaderBytes> header{};
+    std::span<const std::byte> payload;
+    std::size_t written = 0;
+    std::int32_t stream = 0;
+    Ticket completes = 0;  // the send whose last bytes it has; 0: none
+    Bytes owned = {};      // the payload of a cancelled send
+    std::size_t size() const noexcept { return header.size() + payload.size(); }
+  };
+  struct Stream {
+    bool is_cancelled = false;
+    std::deque<Ticket> sends;  // that have bytes without a frame
+    std::uint64_t framed = 0;
+    std::uint64_t granted = kUnasked;  // by the peer
+    std::deque<Ticket> receives;       // that are not full
+    std::uint64_t posted = 0;
+    std::uint64_t told = kUnasked;  // to the peer
+    std::uint64_t arrived = 0;
+    Bytes early;  // bytes that came before they were asked for, from `taken`
+    std::size_t taken = 0;
+  };
+
+  void make_frames(std::int32_t stream, Stream& state);
+  void count_written(std::size_t bytes);
+  void parse();
+  void begin_frame(std::span<const std::byte> header);
+  void deliver(std::span<const std::byte> bytes);
+  /// `bytes` of the current frame are in the memory of its stream's first receive.
+  void advance(Stream& stream, std::size_t bytes);
+  void take_early(Stream& stream);
+
+  std::map<std::int32_t, Stream> streams_;
+  Queue<Send> sends_;
+  std::deque<Frame> frames_;
+  Queue<Receive> receives_;
+  Bytes buffer_;
+  std::size_t begin_ = 0;  // unparsed bytes of buffer_
+  std::size_t end_ = 0;
+  Stream* current_ = nullptr;  // of the frame that is being read
+  std::size_t data_left_ = 0;  // its bytes that have not been delivered
+  bool is_cancelled_ = false;
+};
+
+}  // namespace sparkhvd
