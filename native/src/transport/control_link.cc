@@ -10,14 +10,6 @@
 #include "error.h"
 
 namespace sparkhvd {
-namespace {
-
-// Holds several frames.
-constexpr std::size_t kBufferBytes = 16 << 10;
-constexpr std::size_t kMaxVectors = 16;
-constexpr std::size_t kMaxFds = 4;
-
-}  // namespace
 
 void ControlLink::send(Bytes frame) {
   if (can_write()) outgoing_.push_back({std::move(frame), 0, {}});

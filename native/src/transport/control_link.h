@@ -42,6 +42,7 @@ class ControlLink : public Link {
   void refuse_fds() noexcept { accept_fds_ = false; }
 
  private:
+  static constexpr std::size_t kBufferBytes = 16 << 10;  // holds several frames
   struct Outgoing {
     Bytes frame;
     std::size_t written = 0;

@@ -7,15 +7,6 @@
 #include "error.h"
 
 namespace sparkhvd {
-namespace {
-
-// Holds several small frames; large ones go past it.
-constexpr std::size_t kBufferBytes = 64 << 10;
-constexpr std::size_t kMaxVectors = 16;
-// A peer that names more process sets than this is not what it seems.
-constexpr std::size_t kMaxStreams = 1 << 16;
-
-}  // namespace
 
 // ---- Sending ---------------------------------------------------------------------------------
 

@@ -58,6 +58,10 @@ class DataLink : public Link {
   void forget(std::int32_t stream);
 
  private:
+  // Holds several small frames; large ones go past it.
+  static constexpr std::size_t kBufferBytes = 64 << 10;
+  // A peer that names more process sets than this is not what it seems.
+  static constexpr std::size_t kMaxStreams = 1 << 16;
   struct Send {
     std::int32_t stream = 0;
     std::span<const std::byte> left;  // not in a frame yet

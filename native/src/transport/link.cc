@@ -14,8 +14,6 @@
 namespace sparkhvd {
 namespace {
 
-constexpr std::size_t kMaxFds = 4;
-
 bool is_internet(int fd) noexcept {
   sockaddr_storage address{};
   socklen_t size = sizeof(address);

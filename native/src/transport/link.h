@@ -51,6 +51,10 @@ class Link {
   void close() noexcept { socket_.reset(); }
 
  protected:
+  static constexpr std::size_t kMaxFds = 4;
+  /// Of one call that writes.
+  static constexpr std::size_t kMaxVectors = 16;
+
   /// Bytes that the socket took; nothing if it takes none now. An error only stops the writing: the
   /// peer's last words may still be unread, and they tell the cause.
   std::optional<std::size_t> write_some(std::span<iovec> vectors, std::span<const Fd> fds = {});
