@@ -242,28 +242,55 @@ class SharedBuffer {
   std::byte* data_ = nullptr;
 };
 
+/// Allreduces of every type and reduction.
+void check_allreduces(TestEngine& engine, std::int32_t rank, std::int32_t size,
+                      const std::vector<std::size_t>& counts) {
+  for (const std::int32_t dtype : kDTypes) {
+    for (const std::int32_t op : kOps) {
+      if (dtype == SPARKHVD_BOOL && op == SPARKHVD_AVERAGE) continue;
+      for (const std::size_t count : counts) {
+        const std::string what = label(dtype, op, count);
+        Tensor input(dtype, values_of(rank, count, dtype));
+        Tensor output(dtype, Numbers(count));
+        const bool in_place = count % 2 == 0 || op == SPARKHVD_MAX;
+        Request request(SPARKHVD_ALLREDUCE, what, dtype);
+        request.tensor(input.data(), in_place ? input.data() : output.data(),
+                       {static_cast<std::int64_t>(count)});
+        request.raw().reduce_op = op;
+        CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+        check_close((in_place ? input : output).values(), expected_of(size, count, dtype, op),
+                    dtype, what);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 TEST(allreduce_of_every_type_and_reduction_on_every_layout) {
   on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
-    for (const std::int32_t dtype : kDTypes) {
-      for (const std::int32_t op : kOps) {
-        if (dtype == SPARKHVD_BOOL && op == SPARKHVD_AVERAGE) continue;
-        // Mailbox, symmetric, one chunk, several chunks of 4096 bytes.
-        for (const std::size_t count : {std::size_t{1}, std::size_t{1301}, std::size_t{20011}}) {
-          const std::string what = label(dtype, op, count);
-          Tensor input(dtype, values_of(rank, count, dtype));
-          Tensor output(dtype, Numbers(count));
-          const bool in_place = count % 2 == 0 || op == SPARKHVD_MAX;
-          Request request(SPARKHVD_ALLREDUCE, what, dtype);
-          request.tensor(input.data(), in_place ? input.data() : output.data(),
-                         {static_cast<std::int64_t>(count)});
-          request.raw().reduce_op = op;
-          CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
-          check_close((in_place ? input : output).values(), expected_of(size, count, dtype, op),
-                      dtype, what);
-        }
-      }
+    // Mailbox, symmetric, one chunk, several chunks of 4096 bytes.
+    check_allreduces(engine, rank, size, {1, 1301, 20011});
+  });
+}
+
+TEST(allreduce_of_every_type_and_reduction_through_a_ring) {
+  on_layouts([](TestEngine& engine, std::int32_t rank, std::int32_t size) {
+    Request configure(SPARKHVD_CONFIGURE, "a ring of any number of islands");
+    CHECK_EQUAL(engine.submit(configure.numbers({0, 0, 0, 1}).raw()).wait().message, "");
+    check_allreduces(engine, rank, size, {0, 7, 20011});
+    // More chunks than are on their way at once, in private and in registered memory.
+    constexpr std::size_t kCount = 600011;
+    const SharedBuffer buffer(engine, kCount * sizeof(float));
+    Tensor tensor(SPARKHVD_FLOAT32, values_of(rank, kCount, SPARKHVD_FLOAT32));
+    std::memcpy(buffer.data(), tensor.data(), kCount * sizeof(float));
+    const Tensor expected(SPARKHVD_FLOAT32,
+                          expected_of(size, kCount, SPARKHVD_FLOAT32, SPARKHVD_SUM));
+    for (std::byte* data : {tensor.data(), buffer.data()}) {
+      Request request(SPARKHVD_ALLREDUCE, "large");
+      request.tensor(data, data, {kCount});
+      CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+      CHECK(std::memcmp(data, expected.bytes().data(), kCount * sizeof(float)) == 0);
     }
   });
 }

@@ -1,16 +1,20 @@
-// Allreduce over several islands. Chunks of the tensors pass through a pipeline:
-//   copy in   this rank's input of the slices that its island peers reduce, into its slot
-//   reduce    its own slice from its tensor and the island peers' slots: a partial result
-//   exchange  with the ranks of the other islands that have the same slice (island_exchange.h); the
+// Allreduce over several islands. Chunks of the tensors pass through a
+// pipeline:
+//   copy in   this rank's input of the slices that its island peers reduce,
+//   into its slot reduce    its own slice from its tensor and the island peers'
+//   slots: a partial result exchange  with the ranks of the other islands that
+//   have the same slice (island_exchange.h); the
 //             result of the slice is then in this rank's tensor
 //   hand on   the slice through the slot to the island peers
 //   copy out  the other slices of the result, from the island peers' slots
-// There are as many slices as the smallest island has ranks; further ranks of larger islands only
-// copy in and out. A rank that is alone in its island has only the exchange to do. Where the tensors
-// lie in registered memory, the island peers' buffers are read and written instead of slots.
+// There are as many slices as the smallest island has ranks; further ranks of
+// larger islands only copy in and out. A rank that is alone in its island has
+// only the exchange to do. Where the tensors lie in registered memory, the
+// island peers' buffers are read and written instead of slots.
 //
-// Slots: step s fills number 2s with input and 2s + 1 with results, so that many chunks can be on
-// the way between islands while a few slots are enough inside.
+// Slots: step s fills number 2s with input and 2s + 1 with results, so that
+// many chunks can be on the way between islands while a few slots are enough
+// inside.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -21,21 +25,27 @@
 namespace sparkhvd {
 namespace {
 
-// Chunks whose parts are on their way while one is added up: a connection should never be without
-// work in either direction.
+// Chunks whose parts are on their way while one is added up: a connection
+// should never be without work in either direction.
 constexpr std::uint64_t kPartsAhead = 3;
-// Where the results are handed on inside the island: chunks whose results are on their way before
-// the oldest is waited for.
+// Where the results are handed on inside the island: chunks whose results are
+// on their way before the oldest is waited for.
 constexpr std::uint64_t kResultsAhead = 1;
-// Of what one rank sends to another at once where slots do not limit it. More on the way is slower:
-// over loopback 16 MiB took 7.5 ms with 128 KiB, 11.7 with 256 and 15.4 with 512, because what waits
-// in the buffers of the sockets and of the exchange falls out of the cache.
+// Of what one rank sends to another at once where slots do not limit it. More
+// on the way is slower: over loopback 16 MiB took 7.5 ms with 128 KiB, 11.7
+// with 256 and 15.4 with 512, because what waits in the buffers of the sockets
+// and of the exchange falls out of the cache.
 constexpr std::size_t kMinPartBytes = 32 << 10;
 constexpr std::size_t kMaxPartBytes = 128 << 10;
-constexpr std::size_t kRingPartBytes = 64 << 10;
+// The same of a ring: several chunks are on their way by turns, at least so
+// many, and more where slots make parts short. More at once costs memory, P
+// parts for each.
+constexpr std::size_t kRingChunks = 4;
+constexpr std::size_t kRingBytesAhead = 512 << 10;
+constexpr std::size_t kMaxRingPartBytes = 256 << 10;
 
-/// Cut of the tensors, and the steps in which they pass. Equal on all ranks of the team, and of an
-/// island also on those that have joined.
+/// Cut of the tensors, and the steps in which they pass. Equal on all ranks of
+/// the team, and of an island also on those that have joined.
 struct Plan {
   Plan(const Communicator& communicator, const Team& team, const Descriptor& descriptor,
        const Execute& agreed)
@@ -43,7 +53,6 @@ struct Plan {
     is_ring = team.islands().size() > communicator.knobs().direct_ranks;
     is_registered = !agreed.places.empty();
     has_slots = !is_registered && !team.is_all_alone();
-    parts_ahead = is_ring ? 0 : kPartsAhead;
     results_ahead = is_ring || team.is_all_alone() ? 0 : kResultsAhead;
     // With 2 slots a slot must be emptied before the next one can be filled.
     slot_lag = has_slots && communicator.num_slots() > 2 ? 1 : 0;
@@ -54,11 +63,19 @@ struct Plan {
       // With more islands each connection has less to do at a time.
       const std::size_t most = std::max(2 * kMaxPartBytes / team.islands().size(), kMinPartBytes);
       const std::size_t part_bytes =
-          is_ring ? kRingPartBytes
+          is_ring ? std::clamp(bytes / parts / kRingChunks, kMinPartBytes, kMaxRingPartBytes)
                   : std::clamp(bytes / parts / (2 * kPartsAhead), kMinPartBytes, most);
       chunk_bytes = part_bytes / 64 * 64 * parts;
     }
     chunks = (bytes + chunk_bytes - 1) / chunk_bytes;
+    parts_ahead = kPartsAhead;
+    if (is_ring) {
+      const std::size_t part_bytes = chunk_bytes / (team.num_lanes() * team.islands().size());
+      const std::size_t needed = RingExchange::steps(team.islands().size());
+      const std::size_t most = std::max(kRingChunks, kRingBytesAhead / std::max(part_bytes, 1UL));
+      ring_steps = chunks <= most ? 1 : (needed + most - 1) / most;
+      parts_ahead = (needed + ring_steps - 1) / ring_steps - 1;
+    }
     steps = chunks + parts_ahead + results_ahead + 2 * slot_lag;
   }
 
@@ -68,6 +85,7 @@ struct Plan {
   bool is_registered;
   bool has_slots;
   std::uint64_t parts_ahead;
+  std::size_t ring_steps = 0;  // of each chunk on its way, between the starts of two chunks
   std::uint64_t results_ahead;
   std::uint64_t slot_lag;
   std::size_t chunk_bytes;
@@ -199,7 +217,8 @@ class Inside {
   std::vector<const void*> sources_;
 };
 
-/// Registered memory: every rank of the island has stored its slices to all buffers.
+/// Registered memory: every rank of the island has stored its slices to all
+/// buffers.
 Task wait_for_local_peers(Context& context) {
   const TaggedCount done(
       context.communicator.claim(context.team.island()[0], context.agreed.sequence).done,
@@ -231,7 +250,7 @@ Task island_allreduce(Context& context) {
   }
 
   // One more than the chunks between the first and the last step of one.
-  const std::uint64_t window = plan.parts_ahead + plan.results_ahead + 1;
+  const std::uint64_t window = std::min(plan.parts_ahead + plan.results_ahead + 1, plan.chunks);
   const std::size_t slice_elements = inside.largest_slice();
   const std::size_t partial_bytes =
       slice_elements * element_size(accumulation_type(context.operation.descriptor.dtype));
@@ -240,7 +259,10 @@ Task island_allreduce(Context& context) {
     partials = std::make_unique_for_overwrite<std::byte[]>(window * partial_bytes);
   }
   std::unique_ptr<DirectExchange> direct;
-  if (inside.has_lane() && !plan.is_ring) {
+  std::unique_ptr<RingExchange> ring;
+  if (inside.has_lane() && plan.is_ring) {
+    ring = std::make_unique<RingExchange>(context, window, slice_elements);
+  } else if (inside.has_lane()) {
     direct = std::make_unique<DirectExchange>(context, window, slice_elements,
                                               context.team.is_all_alone());
   }
@@ -266,21 +288,24 @@ Task island_allreduce(Context& context) {
         co_await direct->results_received(chunk - window);
         co_await direct->results_sent(chunk - window);
       }
+      if (ring && chunk >= window) co_await ring->sent(chunk - window);
       if (partials) inside.reduce(chunk, number, partial(chunk));
+      if (ring) ring->start(chunk, inside.own_slice(chunk), partial(chunk));
       if (direct) direct->send_parts(chunk, inside.own_slice(chunk), partial(chunk));
     }
     if (uses_slots && step >= lag) {
       communicator.publish(Stage::kCopiedOut, inside.input_number(step - lag) + 1);
     }
-    lag += plan.parts_ahead;
-    if (exists(step, lag) && inside.has_lane()) {
-      const std::uint64_t chunk = step - lag;
-      if (direct) {
-        co_await direct->parts_received(chunk);
-        direct->combine(chunk);
-      } else {
-        co_await ring_exchange(context, inside.own_slice(chunk), partial(chunk));
+    for (std::size_t turn = 0; ring && turn < plan.ring_steps; ++turn) {
+      for (std::uint64_t chunk = ring->oldest(); chunk < ring->end(); ++chunk) {
+        co_await ring->arrived(chunk);
+        ring->advance(chunk);
       }
+    }
+    lag += plan.parts_ahead;
+    if (direct && exists(step, lag)) {
+      co_await direct->parts_received(step - lag);
+      direct->combine(step - lag);
     }
     lag += plan.results_ahead;
     if (exists(step, lag)) {
@@ -303,8 +328,9 @@ Task island_allreduce(Context& context) {
     }
   }
   if (uses_slots) publish_all(communicator);
-  for (std::uint64_t chunk = plan.chunks - std::min(plan.chunks, window);
-       direct && chunk < plan.chunks; ++chunk) {
+  for (std::uint64_t chunk = plan.chunks - window; chunk < plan.chunks; ++chunk) {
+    if (ring) co_await ring->sent(chunk);
+    if (!direct) continue;
     co_await direct->parts_sent(chunk);
     co_await direct->results_received(chunk);
     co_await direct->results_sent(chunk);

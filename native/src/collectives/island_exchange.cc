@@ -94,8 +94,8 @@ void DirectExchange::combine(std::uint64_t chunk) {
     pieces_.for_range(own.begin, own.size, [&](const Pieces::Part& piece) {
       now.results.send(ranks_[i], {piece.output, piece.bytes});
     });
-    // In place this overwrites input that is on its way to the owner: its result comes only after
-    // it has received all of that input.
+    // In place this overwrites input that is on its way to the owner: its
+    // result comes only after it has received all of that input.
     const Range theirs = part(now, i);
     pieces_.for_range(theirs.begin, theirs.size, [&](const Pieces::Part& piece) {
       now.results.receive(ranks_[i], {piece.output, piece.bytes});
@@ -111,55 +111,100 @@ Transfers::Done DirectExchange::results_sent(std::uint64_t chunk) const {
   return flight(chunk).results.all_sent();
 }
 
-Task ring_exchange(Context& context, Range slice, std::byte* partial) {
-  const DType dtype = context.operation.descriptor.dtype;
-  const DType wide = accumulation_type(dtype);
-  const std::size_t element = element_size(dtype);
-  const Pieces& pieces = context.operation.pieces;
-  const std::vector<Rank> ranks = lane_of(context.team);
-  const std::size_t size = ranks.size();
-  const std::size_t me = context.team.island_index();
-  const Rank next = ranks[(me + 1) % size];
-  const Rank previous = ranks[(me + size - 1) % size];
-  const auto part = [&](std::size_t index) {
-    return part_of_slice(slice, size, index % size, element);
-  };
-  const auto partial_of = [&](std::size_t index) -> std::span<std::byte> {
-    const Range range = part(index);
-    return {partial + (range.begin - slice.begin) / element * element_size(wide),
-            range.size / element * element_size(wide)};
-  };
-  const auto incoming = std::make_unique_for_overwrite<std::byte[]>(partial_of(0).size());
-  for (std::size_t step = 0; step + 1 < size; ++step) {
-    Transfers transfers(context.communicator);
-    const auto own = partial_of(me + 2 * size - step - 1);
-    transfers.receive(previous, {incoming.get(), own.size()});
-    transfers.send(next, partial_of(me + 2 * size - step));
-    co_await transfers.all_received();
-    const void* sources[] = {incoming.get(), own.data()};
-    context.kernels.reduce(wide, kernel_op(context), own.data(), sources,
-                           own.size() / element_size(wide), Scaling{});
-    co_await transfers.all_sent();
+RingExchange::RingExchange(Context& context, std::size_t window, std::size_t slice_elements)
+    : context_(context),
+      pieces_(context.operation.pieces),
+      dtype_(context.operation.descriptor.dtype),
+      wide_(accumulation_type(dtype_)),
+      element_(element_size(dtype_)),
+      size_(context.team.islands().size()),
+      me_(context.team.island_index()),
+      next_(context.team.islands()[(me_ + 1) % size_][context.team.local_index()]),
+      previous_(context.team.islands()[(me_ + size_ - 1) % size_][context.team.local_index()]),
+      part_bytes_(part_of(slice_elements, size_, 0, element_).size * element_size(wide_)),
+      incoming_(std::make_unique_for_overwrite<std::byte[]>(window * part_bytes_)),
+      flights_(window, Flight{Transfers(context.communicator), Transfers(context.communicator),
+                              Range{}, nullptr, 0}) {}
+
+Range RingExchange::part(const Flight& flight, std::size_t index) const noexcept {
+  return part_of_slice(flight.slice, size_, index % size_, element_);
+}
+
+std::span<std::byte> RingExchange::partial_of(const Flight& flight,
+                                              std::size_t index) const noexcept {
+  const Range range = part(flight, index);
+  const std::size_t wide = element_size(wide_);
+  return {flight.partial + (range.begin - flight.slice.begin) / element_ * wide,
+          range.size / element_ * wide};
+}
+
+void RingExchange::start(std::uint64_t chunk, Range slice, std::byte* partial) {
+  flight(chunk) = {Transfers(context_.communicator), Transfers(context_.communicator), slice,
+                   partial, 0};
+  end_ = chunk + 1;
+  exchange(chunk);
+}
+
+Transfers::Done RingExchange::arrived(std::uint64_t chunk) const {
+  return flight(chunk).arriving.all_received();
+}
+
+Transfers::Done RingExchange::sent(std::uint64_t chunk) const {
+  return flight(chunk).leaving.all_sent();
+}
+
+void RingExchange::advance(std::uint64_t chunk) {
+  Flight& now = flight(chunk);
+  if (now.step + 1 < size_) add(chunk);
+  if (now.step + 2 == size_) finish(now);
+  if (++now.step < steps(size_)) {
+    exchange(chunk);
+  } else {
+    oldest_ = chunk + 1;
   }
-  const std::size_t owned = me + 1;
-  pieces.for_range(part(owned).begin, part(owned).size, [&](const Pieces::Part& piece) {
-    const void* total[] = {partial_of(owned).data() + piece.offset / element * element_size(wide)};
-    context.kernels.finish(dtype, kernel_op(context), piece.output, total, piece.bytes / element,
-                           scaling_of(context));
+}
+
+/// What goes to the next neighbour in this step, and comes from the one before:
+/// first sums of parts, one more addend at each rank, then results.
+void RingExchange::exchange(std::uint64_t chunk) {
+  Flight& now = flight(chunk);
+  now.arriving = Transfers(context_.communicator);
+  const std::size_t sums = size_ - 1;
+  if (now.step < sums) {
+    const std::size_t leaving = me_ + size_ - now.step;
+    now.arriving.receive(previous_, {incoming(chunk), partial_of(now, leaving - 1).size()});
+    now.leaving.send(next_, partial_of(now, leaving));
+    return;
+  }
+  const std::size_t arriving = me_ + size_ - (now.step - sums);
+  const Range here = part(now, arriving);
+  pieces_.for_range(here.begin, here.size, [&](const Pieces::Part& piece) {
+    now.arriving.receive(previous_, {piece.output, piece.bytes});
   });
-  for (std::size_t step = 0; step + 1 < size; ++step) {
-    Transfers transfers(context.communicator);
-    const Range arriving = part(me + 2 * size - step);
-    pieces.for_range(arriving.begin, arriving.size, [&](const Pieces::Part& piece) {
-      transfers.receive(previous, {piece.output, piece.bytes});
-    });
-    const Range leaving = part(owned + 2 * size - step);
-    pieces.for_range(leaving.begin, leaving.size, [&](const Pieces::Part& piece) {
-      transfers.send(next, {piece.output, piece.bytes});
-    });
-    co_await transfers.all_received();
-    co_await transfers.all_sent();
-  }
+  const Range there = part(now, arriving + 1);
+  pieces_.for_range(there.begin, there.size, [&](const Pieces::Part& piece) {
+    now.leaving.send(next_, {piece.output, piece.bytes});
+  });
+}
+
+void RingExchange::add(std::uint64_t chunk) {
+  const Flight& now = flight(chunk);
+  const auto own = partial_of(now, me_ + size_ - now.step - 1);
+  const void* sources[] = {incoming(chunk), own.data()};
+  context_.kernels.reduce(wide_, kernel_op(context_), own.data(), sources,
+                          own.size() / element_size(wide_), Scaling{});
+}
+
+/// The part that has all addends now.
+void RingExchange::finish(const Flight& flight) const {
+  const std::size_t owned = me_ + 1;
+  const Range range = part(flight, owned);
+  pieces_.for_range(range.begin, range.size, [&](const Pieces::Part& piece) {
+    const void* total[] = {partial_of(flight, owned).data() +
+                           piece.offset / element_ * element_size(wide_)};
+    context_.kernels.finish(dtype_, kernel_op(context_), piece.output, total,
+                            piece.bytes / element_, scaling_of(context_));
+  });
 }
 
 }  // namespace sparkhvd
