@@ -165,7 +165,8 @@ void Engine::add_group(Group& group, Running& running) {
   if (!team.includes(rank_)) return;
   open_group(std::make_unique<Group>(id, team));
   running.context->team = std::move(team);
-  running.task = share_memory(*running.context, Communicator::memory_bytes(world_->options()));
+  running.task = share_memory(*running.context, Communicator::memory_bytes(world_->options()),
+                              Segment::Kind::kWorkspace);
 }
 
 /// Ranks that have left out each other's orders would disagree on what still runs, so the set's

@@ -30,7 +30,9 @@ struct Place {
 /// operation.
 class Segment {
  public:
-  enum class Kind { kPieceEach, kOnePiece };
+  /// A workspace, of a process set, is a piece each that forked children do not have: their copies of
+  /// tensors are theirs, but what they wrote here the ranks would read.
+  enum class Kind { kPieceEach, kOnePiece, kWorkspace };
 
   Segment(SegmentKey key, std::size_t bytes, Kind kind = Kind::kPieceEach)
       : key_(key), bytes_(bytes), kind_(kind) {}
@@ -38,7 +40,10 @@ class Segment {
   const SegmentKey& key() const noexcept { return key_; }
   /// Of each rank's piece.
   std::size_t bytes() const noexcept { return bytes_; }
-  void add(Rank rank, Mapping mapping) { pieces_.insert_or_assign(rank, std::move(mapping)); }
+  void add(Rank rank, Mapping mapping) {
+    if (kind_ == Kind::kWorkspace) mapping.hide_from_children();
+    pieces_.insert_or_assign(rank, std::move(mapping));
+  }
   bool is_one_piece() const noexcept { return kind_ == Kind::kOnePiece; }
   bool has(Rank rank) const noexcept {
     return is_one_piece() ? !pieces_.empty() : pieces_.contains(rank);

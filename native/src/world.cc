@@ -86,7 +86,8 @@ std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
   }
   try {
     Fd memory = create_memfd(memory_bytes());
-    auto segment = std::make_shared<Segment>(SegmentKey{0, kWorldMemory}, memory_bytes());
+    auto segment = std::make_shared<Segment>(SegmentKey{0, kWorldMemory}, memory_bytes(),
+                                             Segment::Kind::kWorkspace);
     // Fresh memory is zero, which is what every word in it starts with.
     segment->add(options_.rank, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
     page_of(segment->data(options_.rank)).cpus = own_cpus_;

@@ -59,6 +59,10 @@ Mapping& Mapping::operator=(Mapping&& other) noexcept {
 
 Mapping::~Mapping() { unmap(); }
 
+void Mapping::hide_from_children() const noexcept {
+  [[maybe_unused]] const int result = ::madvise(data_, bytes_, MADV_DONTFORK);
+}
+
 void Mapping::unmap() noexcept {
   if (data_ != nullptr) ::munmap(data_, bytes_ + kGap);
   data_ = nullptr;

@@ -25,6 +25,10 @@ class Mapping {
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping();
 
+  /// Processes that are forked from now on do not have it: a write there ends them with a signal, and
+  /// disturbs nobody else.
+  void hide_from_children() const noexcept;
+
   std::byte* data() const noexcept { return data_; }
   std::size_t size() const noexcept { return bytes_; }
 
