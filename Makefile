@@ -250,6 +250,7 @@ bench: env
 	@$(WITH_JAVA) $(PY) benchmarks/materialize.py
 	@$(PY) benchmarks/reader.py
 	@$(PY) benchmarks/allreduce.py
+	@$(PY) benchmarks/isolated.py
 	@$(PY) benchmarks/timeline.py
 	@$(PY) benchmarks/device_overhead.py
 	@$(PY) benchmarks/network.py
