@@ -92,7 +92,7 @@ LAZY_PACKAGES = {
         21,
         "ranks and workers start without it; some names are of one version, or of Connect",
     ),
-    "resource": (2, "Unix only"),
+    "resource": (3, "Unix only"),
     "sys": (1, "the function of a barrier task, pickled by value"),
     "torch": (1, "the driver and readers of NumPy arrays start without it"),
 }

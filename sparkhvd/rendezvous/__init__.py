@@ -36,6 +36,7 @@ Each module imports only those above it:
     reception    incoming connections
     suspects     peers that seem to be gone
     meeting      one rank's part in one generation
+    descriptors  room for the connections of a job
     sockets      a process's rendezvous over sockets: one meeting per generation
     in_process   ranks that are threads of one process
 """

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 
 from sparkhvd.rendezvous.connections import Connections
+from sparkhvd.rendezvous.descriptors import make_room
 from sparkhvd.rendezvous.endpoints import Job
 from sparkhvd.rendezvous.handshake import Notice
 from sparkhvd.rendezvous.links import Parked
@@ -54,6 +55,7 @@ class SocketRendezvous:
         """Meet every other rank; see `Rendezvous.connect`."""
         if self._ask is not None:
             self.settings = self._ask()
+        make_room(self.size, self.settings.streams)
         generation = self._generation
         self._generation += 1
         for parked in [p for p in self._parked if p.turn.generation < generation]:

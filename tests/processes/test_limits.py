@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import textwrap
@@ -12,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from sparkhvd.engine.engine import Engine
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
-from tests.harness.rank_process import rank_processes
+from tests.harness.rank_process import Talk, rank_processes
 from tests.processes.engine.fault_bodies import limited
 
 RESULTS = [3.0 * 300_001, 7.0 * (1 + 4), 200_000.0]  # of two ranks
@@ -55,6 +57,27 @@ def test_every_shortage_of_descriptors_ends_in_a_result_or_in_a_reason(tcp_only:
     assert failed >= 4, "no shortage was made"
     # In at most one of them rank 1 hears of its own trouble from others first.
     assert reasons >= failed - 1, reports[1]
+
+
+def test_job_with_more_connections_than_the_soft_limit_of_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 40
+    settings = Settings(connect_timeout_s=20, streams=64)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        with rank_processes(f"{__name__}:room", 4, settings=settings) as ranks:
+            rooms = [rank.expect() for rank in ranks]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for connections, limit in rooms:
+        assert connections >= 3 * 64 > few, (connections, few)
+        assert limit == hard
+
+
+def room(engine: Engine, talk: Talk) -> tuple[int, int]:
+    """Return the number of descriptors that are open, and how many may be."""
+    engine.barrier(name="all have met").wait()
+    return len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 # --- Mounts of one's own ---
