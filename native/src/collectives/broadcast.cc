@@ -19,8 +19,8 @@ constexpr std::size_t kTreeBytes = 64 << 10;
 constexpr std::size_t kTreeBytesPerIsland = 8 << 10;
 // Of what the root sends to one rank in a step. There should be several steps, because what arrives
 // in one is passed on while the next is on its way.
-constexpr std::size_t kMinStepBytes = 32 << 10;
-constexpr std::size_t kMaxStepBytes = 512 << 10;
+constexpr std::size_t kMinScatteredBytes = 32 << 10;
+constexpr std::size_t kMaxScatteredBytes = 512 << 10;
 constexpr std::size_t kSteps = 8;
 // Parts are passed on so many steps before they are shared inside the island, so that no island
 // waits for the slots of another.
@@ -94,7 +94,7 @@ class Scattering {
       for (const Rank rank : team.islands()[i]) owners_.push_back({rank, i});
     }
     const std::size_t part =
-        std::clamp(bytes / owners_.size() / kSteps, kMinStepBytes, kMaxStepBytes);
+        std::clamp(bytes / owners_.size() / kSteps, kMinScatteredBytes, kMaxScatteredBytes);
     step_bytes_ = part / 64 * 64 * owners_.size();
   }
 
