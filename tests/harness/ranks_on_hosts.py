@@ -41,6 +41,7 @@ class HostRank(RankProcess):
             text=True,
             bufsize=1,
             cwd=ROOT,
+            start_new_session=True,  # it is ended as a group
         )
         self._said: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name=f"test-reader-{rank}")

@@ -5,7 +5,10 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string_view>
 
 namespace sparkhvd {
@@ -51,12 +54,24 @@ void tune_tcp(int fd, double host_loss_s) {
 }
 
 std::optional<TcpSilence> tcp_silence(int fd) {
-  tcp_info info{};
-  socklen_t size = sizeof(info);
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return std::nullopt;
+  // Linux's struct tcp_info, of which glibc knows the first half; older kernels fill in less.
+  std::array<std::byte, 232> info{};
+  socklen_t size = info.size();
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, info.data(), &size) != 0) return std::nullopt;
+  const auto number_at = [&](std::size_t offset) {
+    std::uint32_t value = 0;
+    std::memcpy(&value, info.data() + offset, sizeof(value));
+    return value;
+  };
+  const auto unacked = number_at(24);
+  const auto last_ack_recv_ms = number_at(56);
+  const auto notsent_bytes = number_at(144);
+  const auto snd_wnd = number_at(228);
   // Bytes that wait for the peer's window are not on their way: the kernel asks for room again and
-  // again, more and more rarely, and any answer shows that the host lives.
-  return TcpSilence{info.tcpi_unacked > 0, std::chrono::milliseconds(info.tcpi_last_ack_recv)};
+  // again, more and more rarely, and any answer shows that the host lives. Bytes that have room and do
+  // not leave have no way: the device is down, or the route is gone.
+  const bool has_no_way = notsent_bytes > 0 && snd_wnd >= notsent_bytes;
+  return TcpSilence{unacked > 0 || has_no_way, std::chrono::milliseconds(last_ack_recv_ms)};
 }
 
 }  // namespace sparkhvd
