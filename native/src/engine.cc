@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <future>
 
 #include "text.h"
 #include "transport/tcp.h"
@@ -34,6 +35,8 @@ Engine::Engine(EngineOptions options)
       control_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
       stall_warning_s_(options.stall_warning_s),
+      out_of_memory_(SPARKHVD_INTERNAL,
+                     rank_text(rank_) + " is out of memory, and its engine failed."),
       watched_(options.sockets.size()),
       said_goodbye_(size_, false),
       loss_watch_(options.host_loss_s) {
@@ -63,7 +66,14 @@ Engine::Engine(EngineOptions options)
   std::ranges::for_each(world_->data_links(), start);
   // What arrived behind the handshake is already buffered and would not wake the thread.
   bell_.ring_self();
-  thread_ = std::jthread([this] { run_progress_thread(); });
+  std::promise<void> held;
+  const auto is_held = held.get_future();
+  thread_ = std::jthread([this, held = std::move(held)]() mutable {
+    const auto life = world_->hold_life();
+    held.set_value();
+    run_progress_thread();
+  });
+  is_held.wait();
 }
 
 Engine::~Engine() { shutdown(); }
@@ -160,22 +170,36 @@ void Engine::shutdown() {
   lock.unlock();
   // The reason for an abort must not be lost to a shutdown right behind it.
   if (is_aborted) try_step(Work::kControl);
-  try {
-    say_goodbye();
-  } catch (const std::exception& error) {
-    // Leaving must succeed: the peers see the connection end.
-    warn(rank_text(rank_) + " could not say goodbye: " + error.what());
-    world_->close_descriptors();
-  }
-  stop_device();
+  leave();
+  // Nothing may keep the thread from being joined, least of all what has no memory to say so.
+  const auto attempt = [this](auto body) noexcept {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "sparkhvd warning: rank %d, shutting down: %s\n", index_of(rank_),
+                   error.what());
+    }
+  };
+  attempt([this] { stop_device(); });
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto written = ::write(control_.get(), &one, sizeof(one));
   thread_.join();
-  recorder_.stop_timeline();
+  attempt([this] { recorder_.stop_timeline(); });
   lock.lock();
   has_driver_ = false;
   is_shut_down_ = true;
   changed_.notify_all();
+}
+
+/// Leaving must succeed: else the peers see the connections end.
+void Engine::leave() noexcept {
+  try {
+    say_goodbye();
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "sparkhvd warning: rank %d could not say goodbye: %s\n", index_of(rank_),
+                 error.what());
+    fail_without_memory();
+  }
 }
 
 void Engine::after_fork() noexcept {
@@ -227,9 +251,17 @@ void Engine::fail_all(std::int32_t status, const std::string& message) {
   }
 }
 
-void Engine::fail(std::int32_t status, const std::string& message) {
+void Engine::fail(std::int32_t status, const std::string& message) noexcept {
   if (has_failed_) return;
   has_failed_ = true;
+  try {
+    fail_and_tell(status, message);
+  } catch (const std::exception&) {
+    fail_without_memory();
+  }
+}
+
+void Engine::fail_and_tell(std::int32_t status, const std::string& message) {
   for (auto& [id, group] : groups_) group->negotiation.reset();
   fail_all(status, message);
   abort_device();
@@ -244,6 +276,38 @@ void Engine::fail(std::int32_t status, const std::string& message) {
     link.close_write();
     unwatch(link, index_of_link(link));
   }
+}
+
+/// The last resort, when failing itself fails: every operation ends without a new byte of memory, and the
+/// peers see the connections end.
+void Engine::fail_without_memory() noexcept {
+  has_failed_ = true;
+  // What is closed reads and writes nothing that was lent to it.
+  world_->close_descriptors();
+  for (auto& [id, group] : groups_) {
+    group->running.clear();
+    group->submitted.clear();
+    group->negotiation.reset();
+  }
+  try {
+    abort_device();
+  } catch (const std::exception&) {
+    // Its operations end with its deadline.
+  }
+  const std::scoped_lock lock(mutex_);
+  if (!failure_) failure_.emplace(std::move(out_of_memory_));
+  std::erase_if(in_flight_, [this](const auto& entry) {
+    Operation& operation = *entry.second;
+    if (operation.on_device && operation.on_device->is_with_plane) return false;
+    end_without_memory(operation);
+    return true;
+  });
+  inbox_.clear();
+  changed_.notify_all();
+}
+
+void Engine::end_without_memory(Operation& operation) noexcept {
+  operation.status.store(failure_->status(), std::memory_order_release);
 }
 
 void Engine::warn(const std::string& text) const {

@@ -116,7 +116,7 @@ class Engine {
   void stop_driving(const std::unique_lock<std::mutex>& lock);
   void start_timer(const std::unique_lock<std::mutex>& lock);
   void run_progress_thread();
-  bool progress_until_idle();
+  bool progress_until_idle(bool is_called);
 
   // Everything below is called by the driver.
   bool step(Work work);
@@ -129,7 +129,7 @@ class Engine {
   bool read_link(ControlLink& link);
   bool read_data(DataLink& link);
   bool flush(ControlLink& link);
-  bool flush_links();
+  bool flush_links(Work work = Work::kAll);
   void watch(ControlLink& link);
   void watch(DataLink& link);
   void watch(const Link& link, std::size_t index, std::uint32_t events);
@@ -142,6 +142,8 @@ class Engine {
   bool check_time();
   bool check_time(Group& group, TimePoint now);
   TimePoint next_deadline() const;
+  TimePoint next_look() const;
+  bool look_for_ended();
 
   void handle(ControlLink& link, FrameType type, std::span<const std::byte> body);
   void on_credit(Rank from, const Credit& message);
@@ -210,7 +212,7 @@ class Engine {
   void on_device_done(const nccl::News::Done& done);
   void on_broken(const nccl::News::Broken& broken);
   void mark_for_abort(Group& group);
-  void end_on_plane();
+  void end_on_plane() noexcept;
   void abort_device();
   void stop_device();
   void depart_on_device(Group& group, Rank rank, std::uint64_t executed);
@@ -221,11 +223,17 @@ class Engine {
   bool is_device_done(const Group& group) const;
 
   void finish(Operation& operation, std::int32_t status, std::string message);
-  void fail(std::int32_t status, const std::string& message);
+  void fail(std::int32_t status, const std::string& message) noexcept;
+  void fail_and_tell(std::int32_t status, const std::string& message);
   void fail_all(std::int32_t status, const std::string& message);
   void part_with(ControlLink& link);
   void warn(const std::string& text) const;
   void say_goodbye();
+  void leave() noexcept;
+  void fail_without_memory() noexcept;
+  void end_without_memory(Operation& operation) noexcept;
+  template <class Body>
+  bool protect(Body body) noexcept;
   bool part_with_all();
 
   const Rank rank_;
@@ -241,6 +249,7 @@ class Engine {
   Fd control_;           // wakes the progress thread itself
   Fd timer_;             // wakes it when a caller has stopped driving and does not come back
   const double stall_warning_s_;
+  Error out_of_memory_;  // there when nothing can be made any more
   std::optional<World> world_;
 
   mutable std::mutex mutex_;

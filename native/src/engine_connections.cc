@@ -92,13 +92,16 @@ bool Engine::flush(ControlLink& link) {
   return moved;
 }
 
-bool Engine::flush_links() {
+/// A submission writes control frames only: a peer that reads on could hold it, and Python's lock, for a whole
+/// tensor.
+bool Engine::flush_links(Work work) {
   bool moved = false;
   for (auto& link : world_->links()) {
     if (!link.is_open() || !link.wants_write()) continue;
     moved |= flush(link);
     watch(link);
   }
+  if (work == Work::kControl) return moved;
   for (auto& link : world_->data_links()) {
     if (!link.is_open() || !link.wants_write()) continue;
     moved |= link.flush();

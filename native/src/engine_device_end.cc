@@ -169,15 +169,18 @@ void Engine::abort_device() {
 }
 
 /// The communicators have ended, or had their time: what was on them ends with the engine's error.
-void Engine::end_on_plane() {
-  while (!on_plane_.empty()) {
-    const auto operation = on_plane_.front().operation;
-    on_plane_.pop_front();
+void Engine::end_on_plane() noexcept {
+  for (; !on_plane_.empty(); on_plane_.pop_front()) {
+    const auto& operation = on_plane_.front().operation;
     if (!operation) continue;
     operation->on_device->is_with_plane = false;
-    const std::string label = operation->label() + ": ";
-    const std::string text = failure_->what();
-    finish(*operation, failure_->status(), text.starts_with(label) ? text : label + text);
+    try {
+      const std::string label = operation->label() + ": ";
+      const std::string text = failure_->what();
+      finish(*operation, failure_->status(), text.starts_with(label) ? text : label + text);
+    } catch (const std::exception&) {
+      end_without_memory(*operation);
+    }
   }
 }
 

@@ -95,7 +95,9 @@ void Engine::run_progress_thread() {
   while (true) {
     bool interrupted = false;
     bool is_timer = false;
-    for (const auto& event : outer_poller_.wait(milliseconds_until(deadline), interrupted)) {
+    const auto& events = outer_poller_.wait(milliseconds_until(deadline), interrupted);
+    const bool is_called = !events.empty();
+    for (const auto& event : events) {
       std::uint64_t count = 0;
       if (event.data.u64 != kTimerKey) continue;
       [[maybe_unused]] const auto result = ::read(timer_.get(), &count, sizeof(count));
@@ -114,10 +116,11 @@ void Engine::run_progress_thread() {
     has_driver_ = true;
     bell_.set_awake();
     lock.unlock();
-    const bool is_idle = progress_until_idle();
+    const bool is_idle = progress_until_idle(is_called);
+    const TimePoint wake_up = std::min(next_deadline(), next_look());
     lock.lock();
     if (is_idle && inbox_.empty() && !abort_request_ && !is_stopping_) {
-      deadline = next_deadline();
+      deadline = wake_up;
       has_driver_ = false;
       if (!is_watching_) outer_poller_.modify(poller_.fd(), EPOLLIN, kNestedKey);
       is_watching_ = true;
@@ -128,10 +131,12 @@ void Engine::run_progress_thread() {
   }
 }
 
-/// Drives until there is nothing to do (true) or a caller wants to drive (false).
-bool Engine::progress_until_idle() {
-  TimePoint spin_end = Clock::now() + spin_;
+/// Drives until there is nothing to do (true) or a caller wants to drive (false). `is_called`: something
+/// has happened.
+bool Engine::progress_until_idle(bool is_called) {
+  TimePoint spin_end = Clock::now() + (is_called ? spin_ : Clock::duration::zero());
   must_look_ = true;  // what woke this thread may be a connection
+  protect([this] { return look_for_ended(); });
   while (!hand_over_.load(std::memory_order_relaxed)) {
     if (try_step(Work::kAll)) {
       spin_end = Clock::now() + spin_;
@@ -271,14 +276,17 @@ bool Engine::sleep_until(TimePoint deadline) {
   }
   recorder_.activity().waits.add();
   bool interrupted = false;
-  bool moved = false;
-  try {
-    moved = poll_links(milliseconds_until(std::min(deadline, next_deadline())), interrupted);
+  const bool moved = protect([&] {
+    const TimePoint end = std::min(deadline, next_deadline());
+    bool has_moved = false;
+    do {
+      has_moved = poll_links(milliseconds_until(std::min(end, next_look())), interrupted);
+      if (!has_failed_) has_moved |= look_for_ended();
+    } while (!has_moved && !interrupted && !has_failed_ && Clock::now() < end);
     // The caller may have got what it waits for, and not step again.
     if (!has_failed_) flush_links();
-  } catch (const std::exception& error) {
-    fail(SPARKHVD_INTERNAL, error.what());
-  }
+    return has_moved;
+  });
   {
     std::unique_lock lock(mutex_);
     driver_sleeps_ = false;
@@ -324,16 +332,17 @@ bool Engine::step(Work work) {
     }
   }
   if (has_failed_) return true;
-  moved |= flush_links();
+  moved |= flush_links(work);
   moved |= check_time();
   return moved;
 }
 
 /// Door of the driver: whatever goes wrong inside fails the engine, and every operation with it.
-bool Engine::try_step(Work work) noexcept {
+template <class Body>
+bool Engine::protect(Body body) noexcept {
   try {
     try {
-      return step(work);
+      return body();
     } catch (const Error& error) {
       fail(error.status(), error.what());
     } catch (const std::exception& error) {
@@ -341,12 +350,13 @@ bool Engine::try_step(Work work) noexcept {
            rank_text(rank_) + " failed inside the engine: " + error.what() + ".");
     }
   } catch (...) {
-    // Out of memory while failing: the operations stay pending, and the peers see the connection
-    // end.
-    has_failed_ = true;
-    world_->close_descriptors();
+    fail_without_memory();
   }
   return true;
+}
+
+bool Engine::try_step(Work work) noexcept {
+  return protect([&] { return step(work); });
 }
 
 bool Engine::take_inbox() {

@@ -18,6 +18,7 @@ namespace {
 /// What a rank tells its host's ranks: it has the first page of its memory to itself.
 struct Page {
   SharedWord asleep;
+  alignas(64) LifeWord life;
   CpuShare cpus;
 };
 constexpr std::size_t kPageBytes = World::kMemoryOffset;
@@ -90,7 +91,9 @@ std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
                                              Segment::Kind::kWorkspace);
     // Fresh memory is zero, which is what every word in it starts with.
     segment->add(options_.rank, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
-    page_of(segment->data(options_.rank)).cpus = own_cpus_;
+    Page& page = page_of(segment->data(options_.rank));
+    page.cpus = own_cpus_;
+    page.life.open();
     memory_ = std::move(segment);
     return memory;
   } catch (const Error& error) {
@@ -288,6 +291,19 @@ std::vector<CpuShare> World::cpu_shares() const {
     shares.push_back(memory() ? page_of(memory_->data(mate)).cpus : own_cpus_);
   }
   return shares;
+}
+
+World::Life World::hold_life() const {
+  return Life(memory_ ? &page_of(memory_->data(options_.rank)).life : nullptr);
+}
+
+std::vector<Rank> World::ended_mates() const {
+  std::vector<Rank> ended;
+  if (!memory()) return ended;
+  for (const Rank mate : team_.island()) {
+    if (page_of(memory_->data(mate)).life.has_ended()) ended.push_back(mate);
+  }
+  return ended;
 }
 
 const World::Offer* World::offer(const SegmentKey& key, Rank from) const {

@@ -22,6 +22,7 @@
 #include "transport/bell.h"
 #include "transport/control_link.h"
 #include "transport/data_link.h"
+#include "transport/life_word.h"
 #include "transport/memfd.h"
 #include "types.h"
 
@@ -78,6 +79,24 @@ class World {
   /// What each rank of this host may run on. A rank that shares no memory with this one has not told:
   /// it is supposed to have the same.
   std::vector<CpuShare> cpu_shares() const;
+
+  /// Tells this host's ranks, as long as it lives, that the calling thread's process does.
+  class Life {
+   public:
+    explicit Life(LifeWord* word) : word_(word) {
+      if (word_ != nullptr) word_->hold();
+    }
+    Life(const Life&) = delete;
+    ~Life() {
+      if (word_ != nullptr) word_->release();
+    }
+
+   private:
+    LifeWord* word_;
+  };
+  Life hold_life() const;
+  /// Ranks of this host whose process has ended without having let go.
+  std::vector<Rank> ended_mates() const;
 
   // What arrived for operations that share new memory (see share_memory in collectives.h).
   void arrived(Rank from, const SegmentOffer& message);
