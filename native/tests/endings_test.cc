@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <new>
 
@@ -134,6 +135,45 @@ TEST(a_killed_process_is_seen_by_who_waits_for_nothing) {
     for (int ms = 0; ms < 5000 && work.poll() == SPARKHVD_PENDING; ++ms) ::usleep(1000);
     CHECK_EQUAL(work.poll(), SPARKHVD_PEER_LOST);
   });
+}
+
+/// Rank 1 stops after an allreduce; when it goes on it finds that rank 0 has left.
+int stop_and_go_on(const WorldOptions& options, const std::vector<std::int32_t>& sockets) {
+  TestEngine engine(options, 1, sockets);
+  Tensor tensor;
+  if (engine.submit(tensor.request.raw()).wait().code != SPARKHVD_OK) return 2;
+  ::raise(SIGSTOP);
+  Status status;
+  TestWork work = engine.submit(tensor.request.raw(), &status);
+  if (status.code == SPARKHVD_OK) status = work.wait();
+  const bool is_told = status.message.find("rank 0 shut down") != std::string::npos;
+  return status.code == SPARKHVD_SHUT_DOWN && is_told ? 0 : 1;
+}
+
+TEST(a_rank_that_leaves_waits_for_no_stopped_peer_which_hears_of_it_later) {
+  for (const bool is_tcp : {false, true}) {
+    WorldOptions options;
+    options.hosts = is_tcp ? std::vector<std::int32_t>{0, 1} : one_host(2);
+    const auto sockets = connect_all(2, [&](std::size_t, std::size_t) { return is_tcp; });
+    const pid_t child = ::fork();
+    if (child == 0) {
+      close_all(sockets[0]);
+      ::_exit(stop_and_go_on(options, sockets[1]));
+    }
+    close_all(sockets[1]);
+    TestEngine engine(options, 0, sockets[0]);
+    Tensor tensor;
+    CHECK_EQUAL(engine.submit(tensor.request.raw()).wait().message, "");
+    int status = 0;
+    CHECK(::waitpid(child, &status, WUNTRACED) == child && WIFSTOPPED(status));
+    const auto start = std::chrono::steady_clock::now();
+    engine.shutdown();
+    engine.destroy();
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::milliseconds(500));
+    ::kill(child, SIGCONT);
+    CHECK(::waitpid(child, &status, 0) == child && WIFEXITED(status));
+    CHECK_EQUAL(WEXITSTATUS(status), 0);
+  }
 }
 
 TEST(an_impossible_number_of_streams_is_refused_before_their_sockets_are_read) {

@@ -16,7 +16,7 @@ from sparkhvd.errors import CollectiveTimeoutError, NotInitializedError
 __all__ = ["WAIT_SLICE_MS", "Buffer", "GatherOutput", "Work"]
 
 # Longest time in native code without a look at pending signals.
-WAIT_SLICE_S = 0.05
+WAIT_SLICE_S = 0.1
 WAIT_SLICE_MS = round(WAIT_SLICE_S * 1000)
 
 

@@ -64,6 +64,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_2() -> None:
     assert done.stdout == ""
 
 
+@soak("a suite that fails and one that hangs: the tests of programs, here")
 @needs_stand_in
 @pytest.mark.timeout(300)
 def test_a_check_that_goes_wrong_says_how_and_the_next_one_runs(

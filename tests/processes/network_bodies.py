@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp
+from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp
 from sparkhvd.errors import PeerLostError
 from tests.harness.rank_process import Talk
 from tests.ranks.engine.arrays import (
@@ -19,6 +19,7 @@ from tests.ranks.engine.arrays import (
     dtype_of,
     expected,
     random_array,
+    view,
 )
 
 # One element, less and more than a part of the exchange (256 KiB), and several parts with a rest.
@@ -64,6 +65,21 @@ def keep_busy(engine: Engine, talk: Talk) -> Any:
             allreduce(engine, f"step {step}", np.ones(300_000, np.float32))
 
     return until_a_rank_is_lost(engine, talk, run)
+
+
+def exchange_on_a_slow_path(engine: Engine, talk: Talk) -> Any:
+    """Wait for an allreduce that is behind an alltoall of some MB; returns how long that took."""
+    rows = np.full((engine.size, talk.hear() << 17), engine.rank + 1.0)
+    engine.barrier(name="start").wait()
+    began = time.monotonic()
+    call = engine.prepare(
+        Collective.ALLTOALL, [view(rows)], dtype_of(rows), numbers=(1,) * engine.size
+    )
+    exchange = engine.start(call, "exchange", rows)
+    total = allreduce(engine, "behind it", np.full(1000, engine.rank + 1.0))
+    exchange.wait()
+    assert (total == engine.size * (engine.size + 1) / 2).all()
+    return time.monotonic() - began
 
 
 def wait_in_silence(engine: Engine, talk: Talk) -> Any:

@@ -20,9 +20,9 @@ SECONDS = amount(2, 60)
 WINDOWS = 5
 MAX_IDLE = 0.002  # of one core
 MAX_IDLE_WAKES = 10  # a second
-# A wait comes back to Python twenty times a second, so that Ctrl-C works, and looks 67 times a second whether a rank of
-# its host has died: 0.6 % and 0.3 % of a core in a virtual machine.
-MAX_WAITING = 0.02
+# A wait comes back to Python ten times a second, so that Ctrl-C works, and looks 67 times a second whether a rank of
+# its host has died: 0.3 % of a core each in a virtual machine.
+MAX_WAITING = 0.01
 
 
 def resting_cost(seconds: float) -> dict[str, float]:

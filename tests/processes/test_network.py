@@ -11,7 +11,7 @@ import pytest
 from sparkhvd.settings import Settings
 from tests.harness.netns import two_hosts, why_not
 from tests.harness.ranks_on_hosts import ranks_on
-from tests.harness.soak import amount
+from tests.harness.soak import amount, soak
 
 BODIES = "tests.processes.network_bodies"
 HOST_LOSS_S = 3.0
@@ -63,6 +63,18 @@ def test_pulled_cable_is_an_error_on_both_sides(body: str, per_host: int, pause_
                     rank.rank,
                     lost,
                 )
+
+
+@soak("a process that does not read for longer than host_loss_s: processes/engine/test_faults")
+def test_slow_path_is_no_loss() -> None:
+    """29 s of an alltoall over 10 MB/s, and an operation that waits behind it, at the default of host_loss_s."""
+    with two_hosts() as (a, b):
+        for host in (a, b):
+            host.shape("80mbit")
+        with ranks_on([a, b, b], f"{BODIES}:exchange_on_a_slow_path") as ranks:
+            for rank in ranks:
+                rank.tell(140)
+            assert max(rank.expect(120) for rank in ranks) > Settings().host_loss_s + 5
 
 
 def lost_rank(text: str) -> int:

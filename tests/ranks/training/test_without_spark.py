@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.paths import ROOT
+from tests.harness.soak import soak
 
 PROGRAM = """
 import sys
@@ -22,6 +23,9 @@ if __name__ == "__main__":
 """
 
 
+@soak(
+    "a worker of transform without pyspark: pure/estimator/test_transform_worker; training without a session: ranks/training"
+)
 @pytest.mark.timeout(200)
 def test_ranks_train_where_pyspark_is_not_installed(tmp_path: Path) -> None:
     for name in ("pyspark", "py4j", "pytest"):

@@ -152,6 +152,7 @@ def refused(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("REFUSED")]
 
 
+@soak("a client of Connect: test_fits; files in Parquet: estimator/test_fit_on_parquet")
 def test_a_client_trains_on_files_that_only_executors_see(printed: dict[str, str]) -> None:
     output = printed["parquet"]
     assert "ROWS 40" in output
@@ -160,6 +161,7 @@ def test_a_client_trains_on_files_that_only_executors_see(printed: dict[str, str
     assert "names column 'z'" in second
 
 
+@soak("pure/data/test_store_places; a client that saves and loads: test_fits")
 def test_a_client_reaches_all_of_a_store_that_it_does_not_see(printed: dict[str, str]) -> None:
     output = printed["store"]
     said = refused(output)
@@ -169,6 +171,9 @@ def test_a_client_reaches_all_of_a_store_that_it_does_not_see(printed: dict[str,
     assert "Store.create was called before the Spark Connect session" in output
 
 
+@soak(
+    "credentials in no file and no message: spark/estimator/test_stores, processes/data/test_store_servers"
+)
 def test_credentials_are_not_in_the_log_of_the_server(
     unseen_store: Unseen, printed: dict[str, str]
 ) -> None:

@@ -32,6 +32,7 @@ import sparkhvd.torch as hvd
 from sparkhvd.runner import run_local
 from sparkhvd.settings import Settings
 from tests.harness.processes import wait_for_no_trainers
+from tests.harness.soak import soak
 from tests.harness.spark import ROOT, run_script
 
 pytestmark = pytest.mark.timeout(100)
@@ -514,6 +515,7 @@ def test_imagenet_learns_warms_up_and_resumes(job: Job) -> None:
     assert numbers(r"lr ([\d.]+)", first + again) == pytest.approx(rates, abs=1e-4)
 
 
+@soak("on one rank: test_scripts_run_on_one_rank_as_they_are; start.py: the job, here")
 def test_benchmark_prints_rates_and_their_total_when_started_by_the_command_line() -> None:
     arguments = (*BENCHMARK, "--use-adasum", "--fp16-allreduce")
     result = run_script(

@@ -155,6 +155,9 @@ def test_ranks_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
         _dies(driver.pid)
 
 
+@soak(
+    "interrupts of all and of the driver alone, and the death of its JVM: test_ranks_save_and_nothing_is_left"
+)
 def test_ranks_save_although_the_jvm_ends_at_once(tmp_path: Path) -> None:
     """Interrupt also the JVM of spark-submit, as a terminal does, which ends Spark's Python workers."""
     script = write_script(tmp_path / "driver.py", _SUBMITTED, master="local[2]")
