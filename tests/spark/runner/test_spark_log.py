@@ -33,19 +33,23 @@ class Log:
             layout, None, self._written, "test", False, True
         )
         self._appender.start()
+        # Tasks of an earlier test may still be on their way to their end, and log that.
+        wait_until(lambda: not self._running(), "no task runs")
         self._config.getRootLogger().addAppender(self._appender, None, None)
 
     def close(self) -> None:
         self._config.getRootLogger().removeAppender("test")
 
+    def _running(self) -> int:
+        return sum(executor.numRunningTasks() for executor in self._tracker.getExecutorInfos())
+
     def text(self, *awaited: str) -> str:
         """Return the messages, when no task runs, no filter is left and these texts are there."""
 
         def is_over() -> bool:
-            running = [e.numRunningTasks() for e in self._tracker.getExecutorInfos()]
             written = str(self._written.toString())
             is_there = all(text in written for text in awaited)
-            return is_there and not any(running) and self._config.getFilter() is None
+            return is_there and not self._running() and self._config.getFilter() is None
 
         wait_until(is_over, f"{awaited} logged, and filters gone", within_s=20)
         return str(self._written.toString())
