@@ -2,7 +2,7 @@
 
 Threads: any number of Python threads may use one engine. Calls that cannot block keep the GIL
 (`ctypes.PyDLL`), so they cost no switch of threads; only waits, create and shutdown release it
-(`ctypes.CDLL`). A wait comes back to Python every 50 ms, so Ctrl-C works. Nothing here takes a lock (see
+(`ctypes.CDLL`). A wait comes back to Python every 100 ms, so Ctrl-C works. Nothing here takes a lock (see
 `state.py`).
 
 Shutdown: `shutdown()` stops the native thread and closes its descriptors; memory is freed when the last
