@@ -77,7 +77,9 @@ def test_job_with_more_connections_than_the_soft_limit_of_descriptors() -> None:
 def room(engine: Engine, talk: Talk) -> tuple[int, int]:
     """Return the number of descriptors that are open, and how many may be."""
     engine.barrier(name="all have met").wait()
-    return len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    found = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    engine.barrier(name="all have looked").wait()  # who leaves closes connections
+    return found
 
 
 # --- Mounts of one's own ---
