@@ -130,8 +130,10 @@ class Engine {
   bool read_data(DataLink& link);
   bool flush(ControlLink& link);
   bool flush_links(Work work = Work::kAll);
-  void watch(ControlLink& link);
-  void watch(DataLink& link);
+  template <class AnyLink>
+  void watch(const AnyLink& link) {
+    watch(link, index_of_link(link), EPOLLIN | (link.wants_write() ? EPOLLOUT : 0U));
+  }
   void watch(const Link& link, std::size_t index, std::uint32_t events);
   void unwatch(const Link& link, std::size_t index);
   std::size_t index_of_link(const ControlLink& link) const;

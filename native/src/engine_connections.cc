@@ -118,14 +118,6 @@ std::size_t Engine::index_of_link(const DataLink& link) const {
   return size_ + static_cast<std::size_t>(&link - world_->data_links().data());
 }
 
-void Engine::watch(ControlLink& link) {
-  watch(link, index_of_link(link), EPOLLIN | (link.wants_write() ? EPOLLOUT : 0U));
-}
-
-void Engine::watch(DataLink& link) {
-  watch(link, index_of_link(link), EPOLLIN | (link.wants_write() ? EPOLLOUT : 0U));
-}
-
 void Engine::watch(const Link& link, std::size_t index, std::uint32_t events) {
   if (watched_[index] == events) return;
   if (watched_[index].has_value()) {

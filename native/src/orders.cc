@@ -43,13 +43,12 @@ std::vector<std::int64_t> alltoall_rows(const Execute& order, const Team& team, 
       for (std::size_t to = 0; to < members; ++to) longest = std::max(longest, rows(from, to));
     }
   } else {
-    const auto island = std::ranges::find_if(
-        team.islands(), [&](const auto& ranks) { return std::ranges::count(ranks, rank) > 0; });
-    for (const Rank mate : *island) {
+    const auto& island = team.islands()[team.island_index_of(rank)];
+    for (const Rank mate : island) {
       const std::size_t from = team.index_in(mate);
       std::int64_t length = 0;
       std::int64_t before = 0;
-      for (const Rank other : *island) {
+      for (const Rank other : island) {
         if (other == mate) continue;
         if (other == rank) before = length;
         length += rows(from, team.index_in(other));

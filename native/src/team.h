@@ -53,6 +53,13 @@ class Team {
 
   const std::vector<std::vector<Rank>>& islands() const noexcept { return islands_; }
   std::size_t island_index() const noexcept { return island_; }
+  /// Index of a member's island.
+  std::size_t island_index_of(Rank rank) const {
+    return static_cast<std::size_t>(
+        std::ranges::find_if(
+            islands_, [&](const auto& island) { return std::ranges::count(island, rank) > 0; }) -
+        islands_.begin());
+  }
   const std::vector<Rank>& island() const noexcept { return islands_[island_]; }
   std::size_t local_index() const noexcept { return local_; }
   std::size_t local_size() const noexcept { return island().size(); }

@@ -35,13 +35,6 @@ Pieces outputs_of(const Pieces& pieces) {
   return outputs;
 }
 
-/// Index of the island that has the rank.
-std::size_t island_of(const Team& team, Rank rank) {
-  const auto has_rank = [&](const auto& island) { return std::ranges::count(island, rank) > 0; };
-  return static_cast<std::size_t>(std::ranges::find_if(team.islands(), has_rank) -
-                                  team.islands().begin());
-}
-
 std::size_t place_in(const std::vector<Rank>& island, Rank rank) {
   return static_cast<std::size_t>(std::ranges::find(island, rank) - island.begin());
 }
@@ -63,7 +56,7 @@ Task go_down_tree(Context& context, const Pieces& tensors) {
   const Team& team = context.team;
   const Rank root = context.operation.descriptor.root;
   const std::size_t size = team.islands().size();
-  const std::size_t first = island_of(team, root);
+  const std::size_t first = team.island_index_of(root);
   const auto head = [&](std::size_t number) {
     return number == 0 ? root : team.islands()[(first + number) % size][0];
   };
@@ -88,7 +81,7 @@ Task go_down_tree(Context& context, const Pieces& tensors) {
 class Scattering {
  public:
   Scattering(const Team& team, Rank root, std::size_t bytes)
-      : team_(team), bytes_(bytes), root_island_(island_of(team, root)) {
+      : team_(team), bytes_(bytes), root_island_(team.island_index_of(root)) {
     for (std::size_t i = 0; i < team.islands().size(); ++i) {
       if (i == root_island_) continue;
       for (const Rank rank : team.islands()[i]) owners_.push_back({rank, i});
