@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "collectives/spec.h"
 #include "engine.h"
 #include "nccl/device_collectives.h"
 #include "text.h"
@@ -31,16 +32,11 @@ std::string joined_text(const std::string& label, Rank rank, const char* what) {
 /// True if the result has bytes of some rank: then it needs a place.
 bool lacks_output(const Operation& operation, const Execute& message, std::size_t members) {
   const Descriptor& descriptor = operation.descriptor;
+  if (spec_of(descriptor.collective).result != Result::kAgreed) return false;
   for (std::size_t i = 0; i < descriptor.shapes.size(); ++i) {
-    std::int64_t rows = 0;
-    for (std::size_t member = 0; member < members; ++member) {
-      if (descriptor.collective == Collective::kAllgather) {
-        rows += message.rows[i * members + member];
-      } else if (descriptor.collective == Collective::kAlltoall) {
-        rows += message.rows[member];
-      }
-    }
-    if (rows == 0 || operation.on_device->tensors[i].output != nullptr) continue;
+    const auto rows = std::span(message.rows).subspan(i * members, members);
+    const bool is_empty = std::ranges::all_of(rows, [](auto count) { return count == 0; });
+    if (is_empty || operation.on_device->tensors[i].output != nullptr) continue;
     if (row_elements(descriptor.shapes[i], descriptor.dtype) > 0) return true;
   }
   return false;
@@ -230,7 +226,8 @@ void Engine::hand_over(Group& group, const Execute& message, std::shared_ptr<Ope
   if (!operation && !message.descriptor) throw nonsense("an order without a description");
   const Descriptor& descriptor = operation ? operation->descriptor : *message.descriptor;
   const std::string label = operation_label(descriptor.collective, message.name);
-  if (*nccl::algorithm_of(descriptor.collective) == '\0') throw nonsense("no device runs " + label);
+  const CollectiveSpec& spec = spec_of(descriptor.collective);
+  if (*spec.device_algorithm == '\0') throw nonsense("no device runs " + label);
   auto* open = plane();
   if (open == nullptr) {
     return fail(SPARKHVD_INVALID_ARGUMENT,
@@ -244,8 +241,10 @@ void Engine::hand_over(Group& group, const Execute& message, std::shared_ptr<Ope
                       ". On a device the caller gives one with room for all rows.");
     }
     operation->rows = message.rows;
-    if (descriptor.collective == Collective::kAlltoall) operation->rows.resize(group.team.size());
-    operation->trace.algorithm = nccl::algorithm_of(descriptor.collective);
+    // Of an alltoall more than the caller reads.
+    operation->rows.resize(
+        std::min(message.rows.size(), group.team.size() * descriptor.shapes.size()));
+    operation->trace.algorithm = spec.device_algorithm;
     recorder_.started(*operation);
     operation->on_device->is_with_plane = true;
   } else {

@@ -2,6 +2,7 @@
 // the messages between ranks that this takes. Called by the driver (see engine.h).
 #include <algorithm>
 
+#include "collectives/spec.h"
 #include "engine.h"
 #include "orders.h"
 #include "text.h"
@@ -11,14 +12,6 @@ namespace {
 
 std::int32_t status_of(const Refuse& message) {
   return message.status > SPARKHVD_PENDING ? message.status : SPARKHVD_INTERNAL;
-}
-
-/// Rows that no tensor can have would overflow later.
-bool is_possible(const Descriptor& descriptor, std::size_t tensor, std::int64_t rows) {
-  std::vector<std::int64_t> shape = descriptor.shapes.at(tensor);
-  if (shape.empty()) return rows == 1;
-  shape[0] = rows;
-  return count_elements(shape, descriptor.dtype).has_value();
 }
 
 }  // namespace
@@ -367,7 +360,7 @@ void Engine::check_contributors(const Group& group, const Execute& message) cons
   const auto& ranks = message.contributors;
   if (ranks.empty()) return;
   bool ok = std::ranges::adjacent_find(ranks, std::ranges::greater_equal()) == ranks.end() &&
-            message.descriptor && message.descriptor->collective == Collective::kAllreduce;
+            message.descriptor && spec_of(message.descriptor->collective).goes_on_without_joined;
   for (const Rank rank : ranks) ok = ok && group.team.includes(rank);
   if (!ok) throw nonsense("impossible contributors to '" + message.name + "'");
 }
@@ -375,27 +368,10 @@ void Engine::check_contributors(const Group& group, const Execute& message) cons
 /// Throws if the coordinator's numbers cannot be: they become sizes of memory.
 void Engine::check_order(const Group& group, const Operation& operation,
                          const Execute& message) const {
-  const Descriptor& descriptor = operation.descriptor;
-  const std::size_t members = group.team.size();
-  const std::size_t own = group.team.index();
-  bool ok = message.contributors.empty() || descriptor.collective == Collective::kAllreduce;
-  if (descriptor.collective == Collective::kAllgather) {
-    ok = ok && message.rows.size() == members * descriptor.shapes.size();
-    for (std::size_t i = 0; ok && i < message.rows.size(); ++i) {
-      const auto& shape = descriptor.shapes[i / members];
-      ok = is_possible(descriptor, i / members, message.rows[i]) &&
-           (i % members != own || message.rows[i] == (shape.empty() ? 1 : shape[0]));
-    }
-  } else if (descriptor.collective == Collective::kAlltoall) {
-    const std::size_t local_size = message.is_on_device ? 0 : group.team.local_size();
-    ok = ok && message.rows.size() == AlltoallRows::count(members, local_size) &&
-         message.rows[own] == descriptor.numbers[own] &&
-         std::ranges::all_of(message.rows,
-                             [&](auto rows) { return is_possible(descriptor, 0, rows); });
-  } else if (descriptor.collective == Collective::kJoin) {
-    ok = ok && message.rows.size() == 1 &&
-         group.team.includes(Rank{static_cast<std::int32_t>(message.rows[0])});
-  }
+  const CollectiveSpec& spec = spec_of(operation.descriptor.collective);
+  const bool ok = (message.contributors.empty() || spec.goes_on_without_joined) &&
+                  (spec.are_rows_possible == nullptr ||
+                   spec.are_rows_possible({operation.descriptor, message, group.team}));
   if (!ok) throw nonsense("impossible numbers for " + operation.label());
 }
 

@@ -2,6 +2,7 @@
 // the driver (see engine.h).
 #include <algorithm>
 
+#include "collectives/spec.h"
 #include "engine.h"
 #include "text.h"
 
@@ -87,21 +88,15 @@ void Engine::begin(Group& group, Running& running) {
       return remove_group(running);
     case Collective::kConfigure:
       return configure(group, *running.operation);
-    case Collective::kRegister: {
-      const bool is_one_piece = descriptor.numbers.size() > 1 && descriptor.numbers[1] == 1;
-      running.task =
-          share_memory(*running.context, static_cast<std::size_t>(descriptor.numbers.at(0)),
-                       is_one_piece ? Segment::Kind::kOnePiece : Segment::Kind::kPieceEach);
-      return;
-    }
-    case Collective::kAllreduce:
-    case Collective::kAllgather:
-    case Collective::kAllgatherInto:
-    case Collective::kBroadcast:
-    case Collective::kAlltoall:
-    case Collective::kReducescatter:
-      running.task = run_collective(*running.context);
+    default:
+      break;
   }
+  const auto run = spec_of(descriptor.collective).run;
+  if (run == nullptr) {
+    throw Error(SPARKHVD_INTERNAL, "a collective without an implementation was agreed on.");
+  }
+  running.operation->trace.algorithm = name_of(descriptor.collective).data();
+  running.task = run(*running.context);
 }
 
 /// The operation has run: what it leaves behind.

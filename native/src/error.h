@@ -39,4 +39,8 @@ inline std::string errno_text(int code) {
   throw Error(SPARKHVD_INTERNAL, std::string(call) + " failed: " + errno_text(code) + ".");
 }
 
+[[noreturn]] inline void invalid(const std::string& text) {
+  throw Error(SPARKHVD_INVALID_ARGUMENT, text);
+}
+
 }  // namespace sparkhvd

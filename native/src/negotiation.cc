@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "collectives/spec.h"
 #include "error.h"
 #include "text.h"
 
@@ -41,32 +42,9 @@ std::string disagree(const std::string& name, const Submission& first, const Sub
          sides + advice;
 }
 
-/// True if the shapes may differ in the first dimension only.
-bool is_uneven(Collective collective) {
-  return collective == Collective::kAllgather || collective == Collective::kAlltoall;
-}
-
-/// True if every rank must bring the same numbers.
-bool agrees_on_numbers(Collective collective) { return collective != Collective::kAlltoall; }
-
-const char* numbers_name(Collective collective) {
-  switch (collective) {
-    case Collective::kAddProcessSet:
-      return "the ranks of the process set";
-    case Collective::kRemoveProcessSet:
-      return "the process set to remove";
-    case Collective::kRegister:
-      return "the bytes to register";
-    case Collective::kConfigure:
-      return "the settings";
-    default:
-      return "the tensors of the group (by a digest of all of them)";
-  }
-}
-
 bool shapes_match(Collective collective, const std::vector<std::int64_t>& a,
                   const std::vector<std::int64_t>& b) {
-  if (!is_uneven(collective)) return a == b;
+  if (!spec_of(collective).is_uneven) return a == b;
   return a.size() == b.size() && (a.empty() || std::equal(a.begin() + 1, a.end(), b.begin() + 1));
 }
 
@@ -119,14 +97,15 @@ std::optional<std::string> difference(const std::string& name, const Submission&
         "same sizes after the first, or use different names.";
     return differ(what, shape_text(a.shapes[i]) + " " + std::string(name_of(a.dtype)),
                   shape_text(b.shapes[i]) + " " + std::string(name_of(b.dtype)),
-                  shape_differs && is_uneven(a.collective) ? any_rows : kBuildSame);
+                  shape_differs && spec_of(a.collective).is_uneven ? any_rows : kBuildSame);
   }
   if (a.dtype != b.dtype) {
     return differ("dtype", std::string(name_of(a.dtype)), std::string(name_of(b.dtype)),
                   kBuildSame);
   }
-  if (agrees_on_numbers(a.collective) && a.numbers != b.numbers) {
-    return differ(numbers_name(a.collective), numbers_text(a.numbers), numbers_text(b.numbers),
+  const char* same_numbers = spec_of(a.collective).same_numbers;
+  if (same_numbers != nullptr && a.numbers != b.numbers) {
+    return differ(same_numbers, numbers_text(a.numbers), numbers_text(b.numbers),
                   "Give the same on every rank.");
   }
   if (a.reduce_op != b.reduce_op) {
@@ -185,10 +164,11 @@ std::optional<std::string> Negotiation::disagreement(const std::string& name,
   if (pending.arrived.size() == options_.members.size()) return std::nullopt;
   // The missing ones have joined: they add nothing, which only a sum is indifferent to.
   const bool is_sum = first.reduce_op == ReduceOp::kSum || first.reduce_op == ReduceOp::kAverage;
-  if (first.collective == Collective::kAllreduce && is_sum) return std::nullopt;
-  const std::string what = first.collective == Collective::kAllreduce
-                               ? "allreduce with " + std::string(name_of(first.reduce_op))
-                               : std::string(name_of(first.collective));
+  const bool reduces = spec_of(first.collective).goes_on_without_joined;
+  if (reduces && is_sum) return std::nullopt;
+  const std::string what = reduces ? std::string(name_of(first.collective)) + " with " +
+                                         std::string(name_of(first.reduce_op))
+                                   : std::string(name_of(first.collective));
   return operation_label(first.collective, name) + ": " + rank_list(missing(pending)) +
          (missing(pending).size() == 1 ? " has" : " have") + " joined, and " + what +
          " needs every rank. After join() only allreduce with Sum or Average goes on without a "
@@ -202,23 +182,10 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
   execute.is_on_device = first.is_on_device;
   execute.sequence = first.is_on_device ? next_device_sequence_++ : next_sequence_++;
   execute.name = name;
-  if (first.collective == Collective::kAllgather) {
-    for (std::size_t i = 0; i < first.shapes.size(); ++i) {
-      for (const auto& [rank, descriptor] : pending.arrived) {
-        const auto& shape = descriptor.shapes[i];
-        execute.rows.push_back(shape.empty() ? 1 : shape[0]);
-      }
-    }
-  }
-  if (first.collective == Collective::kAlltoall) {
-    for (const auto& [rank, descriptor] : pending.arrived) {
-      if (descriptor.numbers.size() != options_.members.size()) {
-        throw Error(SPARKHVD_PEER_LOST,
-                    "an alltoall with " + std::to_string(descriptor.numbers.size()) + " splits");
-      }
-      execute.splits.insert(execute.splits.end(), descriptor.numbers.begin(),
-                            descriptor.numbers.end());
-    }
+  if (const auto write_rows = spec_of(first.collective).write_rows) {
+    std::vector<const Descriptor*> by_member;
+    for (const auto& [rank, descriptor] : pending.arrived) by_member.push_back(&descriptor);
+    write_rows(by_member, execute);
   }
   // Only if all lie in the same registered memory: a mailbox is read, a buffer is written too.
   const auto is_same = [&](const auto& entry) {

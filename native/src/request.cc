@@ -4,38 +4,12 @@
 #include <cmath>
 #include <vector>
 
-#include "nccl/device_collectives.h"
+#include "collectives/spec.h"
+#include "nccl/calls.h"
 #include "text.h"
 
 namespace sparkhvd {
 namespace {
-
-/// Fields of a request that a collective takes.
-struct Form {
-  bool has_tensors = true;
-  bool has_dtype = true;
-  bool reduces = false;
-  std::uint32_t min_tensors = 1;
-  std::uint32_t max_tensors = 1;
-};
-
-Form form_of(Collective collective) {
-  constexpr std::uint32_t kAny = UINT32_MAX;
-  switch (collective) {
-    case Collective::kAllreduce:
-      return {.reduces = true, .min_tensors = 0, .max_tensors = kAny};
-    case Collective::kReducescatter:
-      return {.reduces = true, .max_tensors = kAny};
-    case Collective::kAllgather:
-    case Collective::kAllgatherInto:
-      return {.max_tensors = kAny};
-    case Collective::kBroadcast:
-    case Collective::kAlltoall:
-      return {};
-    default:
-      return {.has_tensors = false, .has_dtype = false, .min_tensors = 0, .max_tensors = 0};
-  }
-}
 
 std::shared_ptr<const std::vector<Rank>> members_of(const Engine& engine, std::int32_t process_set,
                                                     const std::string& label) {
@@ -55,13 +29,13 @@ class RequestReader {
         operation_(operation),
         descriptor_(operation.descriptor),
         label_(operation.label()),
-        form_(form_of(operation.descriptor.collective)),
+        spec_(spec_of(operation.descriptor.collective)),
         members_(members_of(engine, raw.process_set, label_)) {}
 
   void read() {
     read_options();
-    if (form_.reduces) read_reduction();
-    if (descriptor_.collective == Collective::kBroadcast) read_root();
+    if (spec_.reduces) read_reduction();
+    if (spec_.has_root) read_root();
     read_tensors();
     read_numbers();
     check_message_size();
@@ -77,7 +51,7 @@ class RequestReader {
              " bytes; it must have 1 to " + std::to_string(kMaxNameBytes) + ".");
     }
     if (raw_.device != SPARKHVD_DEVICE_CPU) read_device();
-    if (form_.has_dtype) {
+    if (spec_.max_tensors > 0) {
       const auto dtype = to_dtype(raw_.dtype);
       if (!dtype) refuse("dtype " + std::to_string(raw_.dtype) + " does not exist.");
       descriptor_.dtype = *dtype;
@@ -95,8 +69,10 @@ class RequestReader {
              (device ? ", which has opened device " + std::to_string(device->ordinal()) : "") +
              ". Open it first, or move the tensor to the CPU.");
     }
-    if (*nccl::algorithm_of(descriptor_.collective) == '\0') {
-      refuse("it takes no device: it has no tensors. Leave the device at -1, the CPU.");
+    if (*spec_.device_algorithm == '\0') {
+      refuse(spec_.max_tensors == 0
+                 ? "it takes no device: it has no tensors. Leave the device at -1, the CPU."
+                 : "no device runs it. Move the tensor to the CPU, and leave the device at -1.");
     }
     operation_.on_device = std::make_shared<nccl::OnDevice>(device);
     descriptor_.is_on_device = true;
@@ -118,7 +94,7 @@ class RequestReader {
 
   /// Work that the caller's stream has up to now comes before the operation, and nothing later does.
   void record_ready() {
-    if (!operation_.on_device || descriptor_.collective == Collective::kRegister) return;
+    if (!operation_.on_device || spec_.max_tensors == 0) return;
     auto& on_device = *operation_.on_device;
     const nccl::Device& device = *on_device.device;
     const auto stream = reinterpret_cast<nccl::CUstream>(raw_.stream);
@@ -179,10 +155,10 @@ class RequestReader {
   }
 
   void read_tensors() {
-    if (raw_.num_tensors < form_.min_tensors || raw_.num_tensors > form_.max_tensors) {
+    if (raw_.num_tensors < spec_.min_tensors || raw_.num_tensors > spec_.max_tensors) {
       refuse("num_tensors is " + std::to_string(raw_.num_tensors) + ", but must be " +
-             (form_.max_tensors > form_.min_tensors ? "at least " : "") +
-             std::to_string(form_.min_tensors) + ".");
+             (spec_.max_tensors > spec_.min_tensors ? "at least " : "") +
+             std::to_string(spec_.min_tensors) + ".");
     }
     if (raw_.num_tensors > 0 && raw_.tensors == nullptr) refuse("tensors is NULL.");
     for (std::uint32_t i = 0; i < raw_.num_tensors; ++i) read_tensor(i);
@@ -208,31 +184,48 @@ class RequestReader {
       operation_.on_device->tensors.push_back(
           {static_cast<const std::byte*>(tensor.input), static_cast<std::byte*>(tensor.output)});
     }
-    const bool is_divided = descriptor_.collective == Collective::kReducescatter ||
-                            descriptor_.collective == Collective::kAllgatherInto;
-    if (is_divided && shape.empty()) {
+    if (spec_.divides_rows && shape.empty()) {
       invalid(which + " is a scalar, and " + std::string(name_of(descriptor_.collective)) +
               " divides the first dimension. Give it one.");
     }
-    if (descriptor_.collective == Collective::kReducescatter) {
-      const std::uint64_t own =
-          own_rows(shape[0]) * (shape[0] > 0 ? bytes / static_cast<std::uint64_t>(shape[0]) : 0);
-      if (own > 0 && tensor.output == nullptr) invalid(which + " has no output.");
-      operation_.pieces.add(tensor.input, nullptr, bytes);
-      operation_.results.add(tensor.output, tensor.output, own);
-    } else {
-      const bool needs_output = descriptor_.collective == Collective::kAllreduce ||
-                                descriptor_.collective == Collective::kAllgatherInto ||
-                                descriptor_.collective == Collective::kBroadcast;
-      if (bytes > 0 && needs_output && tensor.output == nullptr) {
-        invalid(which + " has no output.");
-      }
-      if (descriptor_.collective == Collective::kAllgatherInto && tensor.input != tensor.output) {
-        invalid(which + " has an output that is not its input; allgather_into works in place.");
-      }
-      operation_.pieces.add(tensor.input, tensor.output, bytes);
-    }
+    add_pieces(tensor, shape, bytes, which);
     descriptor_.shapes.push_back(std::move(shape));
+  }
+
+  void add_pieces(const sparkhvd_tensor& tensor, const std::vector<std::int64_t>& shape,
+                  std::uint64_t bytes, const std::string& which) {
+    const auto need_output = [&](std::uint64_t size) {
+      if (size > 0 && tensor.output == nullptr) invalid(which + " has no output.");
+    };
+    switch (spec_.result) {
+      case Result::kInPlace:
+        need_output(bytes);
+        if (tensor.input != tensor.output) {
+          invalid(which + " has an output that is not its input; " +
+                  std::string(name_of(descriptor_.collective)) + " works in place.");
+        }
+        break;
+      case Result::kSameShape:
+        need_output(bytes);
+        break;
+      case Result::kOwnRows: {
+        const std::uint64_t own =
+            own_rows(shape[0]) * (shape[0] > 0 ? bytes / static_cast<std::uint64_t>(shape[0]) : 0);
+        need_output(own);
+        operation_.results.add(tensor.output, tensor.output, own);
+        return operation_.pieces.add(tensor.input, nullptr, bytes);
+      }
+      case Result::kOfRoot:
+        if (descriptor_.root != engine_.rank()) {
+          return operation_.pieces.add(tensor.input, nullptr, bytes);
+        }
+        need_output(bytes);
+        break;
+      case Result::kNone:
+      case Result::kAgreed:
+        break;
+    }
+    operation_.pieces.add(tensor.input, tensor.output, bytes);
   }
 
   /// Of `rows`, for this rank: the first ones get one more.
@@ -246,51 +239,25 @@ class RequestReader {
     if (raw_.num_splits > 0 && raw_.splits == nullptr) refuse("splits is NULL.");
     auto& numbers = descriptor_.numbers;
     if (raw_.num_splits > 0) numbers.assign(raw_.splits, raw_.splits + raw_.num_splits);
-    switch (descriptor_.collective) {
-      case Collective::kAlltoall:
-        return check_splits();
-      case Collective::kAddProcessSet:
-        return check_ranks();
-      case Collective::kRemoveProcessSet:
-        if (numbers.size() != 1 || numbers[0] < 1 || numbers[0] > INT32_MAX) {
-          refuse("give the id of a process set that was added; 0, all ranks, stays.");
-        }
-        return check_is_global();
-      case Collective::kRegister:
-        if (numbers.empty() || numbers.size() > 2 || numbers[0] < 1 ||
-            static_cast<std::uint64_t>(numbers[0]) > kMaxTensorBytes) {
-          refuse("give a number of bytes from 1 to 64 TiB.");
-        }
-        if (numbers.size() == 2 && numbers[1] != 0 && numbers[1] != 1) {
-          refuse("the second number is 1 for one piece per host, or 0.");
-        }
-        if (operation_.on_device && numbers.size() == 2 && numbers[1] == 1) {
-          refuse("the ranks of a host have no common piece of their devices' memory.");
-        }
-        return;
-      case Collective::kConfigure:
-        return check_knobs();
-      case Collective::kAllreduce:
-      case Collective::kAllgather:
-      case Collective::kAllgatherInto:
-      case Collective::kReducescatter:
-        if (numbers.size() > 1) refuse("it takes one number, the digest of a group, or none.");
-        return;
-      default:
-        if (!numbers.empty()) refuse("it takes no splits.");
-    }
+    const auto& options = engine_.world_options();
+    spec_.check({.descriptor = descriptor_,
+                 .process_set = raw_.process_set,
+                 .members = *members_,
+                 .self = engine_.rank(),
+                 .world_size = engine_.size(),
+                 .slot_bytes = options.slot_bytes,
+                 .streams = options.streams,
+                 .has_numbers = raw_.splits != nullptr,
+                 .label = label_});
   }
 
-  /// What is agreed on travels in one frame: this description, and of allgather all ranks' rows.
+  /// What is agreed on travels in one frame: this description, and rows.
   void check_message_size() const {
     std::size_t bytes = operation_.name.size() + 1024 + 8 * descriptor_.numbers.size();
     for (const auto& shape : descriptor_.shapes) bytes += 4 + 8 * shape.size();
     std::size_t answer = 32 * members_->size() + bytes;
-    if (descriptor_.collective == Collective::kAllgather) {
-      answer += 8 * members_->size() * descriptor_.shapes.size();
-    } else if (descriptor_.collective == Collective::kAlltoall) {
-      // Rank 0 is told everything, and tells everyone his own.
-      answer += 8 * members_->size() * (descriptor_.is_on_device ? members_->size() : 2);
+    if (spec_.count_rows != nullptr) {
+      answer += 8 * spec_.count_rows(descriptor_, members_->size());
     }
     if (std::max(bytes, answer) <= kMaxControlBytes) return;
     refuse("the description of " + std::to_string(descriptor_.shapes.size()) + " tensors needs " +
@@ -298,79 +265,12 @@ class RequestReader {
            std::to_string(kMaxControlBytes) + ". Submit fewer tensors at once.");
   }
 
-  void check_is_global() const {
-    if (raw_.process_set != 0) refuse("all ranks call it, so process_set must be 0.");
-  }
-
-  void check_splits() {
-    const auto& shape = descriptor_.shapes[0];
-    const std::size_t size = members_->size();
-    if (shape.empty()) refuse("the tensor is a scalar; alltoall divides the first dimension.");
-    auto& numbers = descriptor_.numbers;
-    if (raw_.splits == nullptr) {
-      const auto parts = static_cast<std::int64_t>(size);
-      if (shape[0] % parts != 0) {
-        refuse("the first dimension is " + std::to_string(shape[0]) +
-               " and cannot be divided among " + std::to_string(size) +
-               " ranks equally. Give splits.");
-      }
-      numbers.assign(size, shape[0] / parts);
-      return;
-    }
-    if (numbers.size() != size) {
-      refuse(std::to_string(numbers.size()) + " splits were given for " + std::to_string(size) +
-             " ranks. Give one per rank of the process set.");
-    }
-    std::int64_t left = shape[0];
-    for (const auto rows : numbers) {
-      if (rows < 0 || rows > left) {
-        refuse("the splits are " + numbers_text(numbers) +
-               "; they must be 0 or more, and their sum at most the first dimension, " +
-               std::to_string(shape[0]) + ".");
-      }
-      left -= rows;
-    }
-  }
-
-  void check_ranks() const {
-    check_is_global();
-    const auto& numbers = descriptor_.numbers;
-    if (numbers.empty()) refuse("a process set has at least one rank.");
-    for (std::size_t i = 0; i < numbers.size(); ++i) {
-      if (numbers[i] < 0 || static_cast<std::size_t>(numbers[i]) >= engine_.size()) {
-        refuse("rank " + std::to_string(numbers[i]) + " does not exist; ranks are 0 to " +
-               std::to_string(engine_.size() - 1) + ".");
-      }
-      if (i > 0 && numbers[i] <= numbers[i - 1]) refuse("the ranks must be ascending, each once.");
-    }
-  }
-
-  void check_knobs() const {
-    const auto& numbers = descriptor_.numbers;
-    if (numbers.size() != SPARKHVD_NUM_KNOBS) {
-      refuse(std::to_string(numbers.size()) + " knobs were given; there are " +
-             std::to_string(SPARKHVD_NUM_KNOBS) + ".");
-    }
-    const auto& options = engine_.world_options();
-    const auto check = [&](std::size_t knob, const char* name, std::uint64_t low,
-                           std::uint64_t high) {
-      const auto value = static_cast<std::uint64_t>(numbers[knob]);
-      if (numbers[knob] == 0 || (numbers[knob] > 0 && value >= low && value <= high)) return;
-      refuse(std::string(name) + " is " + std::to_string(numbers[knob]) + "; it must be from " +
-             std::to_string(low) + " to " + std::to_string(high) + ", or 0 to leave it.");
-    };
-    check(SPARKHVD_KNOB_CHUNK_BYTES, "chunk_bytes", 4096, options.slot_bytes);
-    check(SPARKHVD_KNOB_STREAMS, "streams", 1, options.streams);
-    check(SPARKHVD_KNOB_SYMMETRIC_BYTES, "symmetric_bytes", 1, options.slot_bytes);
-    check(SPARKHVD_KNOB_DIRECT_RANKS, "direct_ranks", 1, 1024);
-  }
-
   const sparkhvd_request& raw_;
   const Engine& engine_;
   Operation& operation_;
   Descriptor& descriptor_;
   const std::string label_;
-  const Form form_;
+  const CollectiveSpec& spec_;
   const std::shared_ptr<const std::vector<Rank>> members_;
   std::uint64_t total_ = 0;
 };

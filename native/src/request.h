@@ -13,10 +13,6 @@
 
 namespace sparkhvd {
 
-[[noreturn]] inline void invalid(const std::string& text) {
-  throw Error(SPARKHVD_INVALID_ARGUMENT, text);
-}
-
 /// The caller's structure, with what an older caller does not know set to `defaults`.
 template <class Struct>
 Struct read_struct(const Struct* given, Struct defaults, const char* what) {

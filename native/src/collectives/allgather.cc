@@ -1,8 +1,11 @@
 // Allgather with unequal first dimensions, of one or several tensors: every block goes once over
 // the network to one rank of each other island, and from there through shared memory to the rest.
 #include <memory>
+#include <numeric>
 
 #include "collectives/collectives.h"
+#include "collectives/spec.h"
+#include "nccl/calls.h"
 
 namespace sparkhvd {
 namespace {
@@ -79,5 +82,38 @@ Task allgather(Context& context) {
   co_await share_in_island(context, whole, contributions);
   co_await transfers.all_sent();
 }
+
+namespace {
+
+std::int64_t rows_of_allgather(const Descriptor&, const Execute& order, std::size_t tensor,
+                               std::size_t members, std::size_t) {
+  const auto rows = std::span(order.rows).subspan(tensor * members, members);
+  return std::reduce(rows.begin(), rows.end());
+}
+
+void enqueue_allgather(const nccl::Calls& calls, std::size_t tensor) {
+  nccl::Rows rows = calls.shape(tensor);
+  for (std::size_t member = 0; member < calls.members(); ++member) {
+    rows.counts.push_back(
+        static_cast<std::size_t>(calls.rows()[tensor * calls.members() + member]));
+  }
+  calls.gather_to_all(rows, calls.input(tensor), calls.output(tensor));
+}
+
+}  // namespace
+
+extern const CollectiveSpec kAllgatherSpec = {.collective = Collective::kAllgather,
+                                              .min_tensors = 1,
+                                              .max_tensors = UINT32_MAX,
+                                              .result = Result::kAgreed,
+                                              .is_uneven = true,
+                                              .check = take_digest,
+                                              .write_rows = write_first_dimensions,
+                                              .count_rows = count_first_dimensions,
+                                              .are_rows_possible = are_first_dimensions_possible,
+                                              .rows_of_result = rows_of_allgather,
+                                              .run = allgather,
+                                              .device_algorithm = "nccl_allgather",
+                                              .enqueue = enqueue_allgather};
 
 }  // namespace sparkhvd

@@ -2,6 +2,8 @@
 // As in allgather every block goes once over the network to one rank of each other island, and from
 // there through shared memory to the rest; but nothing is allocated, and nothing copied that is there.
 #include "collectives/collectives.h"
+#include "collectives/spec.h"
+#include "nccl/calls.h"
 
 namespace sparkhvd {
 
@@ -46,5 +48,25 @@ Task allgather_into(Context& context) {
   co_await share_in_island(context, tensors, contributions);
   co_await transfers.all_sent();
 }
+
+namespace {
+
+void enqueue_allgather_into(const nccl::Calls& calls, std::size_t tensor) {
+  const nccl::Rows rows = calls.divided_rows(tensor);
+  std::byte* output = calls.output(tensor);
+  calls.gather_to_all(rows, output + rows.offset(calls.index()), output);
+}
+
+}  // namespace
+
+extern const CollectiveSpec kAllgatherIntoSpec = {.collective = Collective::kAllgatherInto,
+                                                  .min_tensors = 1,
+                                                  .max_tensors = UINT32_MAX,
+                                                  .result = Result::kInPlace,
+                                                  .divides_rows = true,
+                                                  .check = take_digest,
+                                                  .run = allgather_into,
+                                                  .device_algorithm = "nccl_allgather_into",
+                                                  .enqueue = enqueue_allgather_into};
 
 }  // namespace sparkhvd

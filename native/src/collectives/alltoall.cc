@@ -4,7 +4,11 @@
 #include <memory>
 
 #include "collectives/collectives.h"
+#include "collectives/spec.h"
+#include "error.h"
+#include "nccl/calls.h"
 #include "orders.h"
+#include "text.h"
 
 namespace sparkhvd {
 namespace {
@@ -116,5 +120,102 @@ Task alltoall(Context& context) {
   co_await transfers.all_received();
   co_await transfers.all_sent();
 }
+
+namespace {
+
+void check_splits_of_alltoall(const Submitted& submitted) {
+  const auto& shape = submitted.descriptor.shapes[0];
+  const std::size_t size = submitted.members.size();
+  if (shape.empty()) {
+    submitted.refuse("the tensor is a scalar; alltoall divides the first dimension.");
+  }
+  auto& numbers = submitted.descriptor.numbers;
+  if (!submitted.has_numbers) {
+    const auto parts = static_cast<std::int64_t>(size);
+    if (shape[0] % parts != 0) {
+      submitted.refuse("the first dimension is " + std::to_string(shape[0]) +
+                       " and cannot be divided among " + std::to_string(size) +
+                       " ranks equally. Give splits.");
+    }
+    numbers.assign(size, shape[0] / parts);
+    return;
+  }
+  if (numbers.size() != size) {
+    submitted.refuse(std::to_string(numbers.size()) + " splits were given for " +
+                     std::to_string(size) + " ranks. Give one per rank of the process set.");
+  }
+  std::int64_t left = shape[0];
+  for (const auto rows : numbers) {
+    if (rows < 0 || rows > left) {
+      submitted.refuse("the splits are " + numbers_text(numbers) +
+                       "; they must be 0 or more, and their sum at most the first dimension, " +
+                       std::to_string(shape[0]) + ".");
+    }
+    left -= rows;
+  }
+}
+
+void write_splits(std::span<const Descriptor* const> by_member, Execute& order) {
+  for (const Descriptor* descriptor : by_member) {
+    const auto& numbers = descriptor->numbers;
+    if (numbers.size() != by_member.size()) {
+      throw Error(SPARKHVD_PEER_LOST,
+                  "an alltoall with " + std::to_string(numbers.size()) + " splits");
+    }
+    order.splits.insert(order.splits.end(), numbers.begin(), numbers.end());
+  }
+}
+
+std::size_t count_splits(const Descriptor& descriptor, std::size_t members) {
+  // Rank 0 is told everything about devices, and tells everyone his own.
+  return members * (descriptor.is_on_device ? members : 2);
+}
+
+bool are_alltoall_rows_possible(const Received& received) {
+  const auto& [descriptor, order, team] = received;
+  const std::size_t local_size = order.is_on_device ? 0 : team.local_size();
+  return order.rows.size() == AlltoallRows::count(team.size(), local_size) &&
+         order.rows[team.index()] == descriptor.numbers[team.index()] &&
+         std::ranges::all_of(order.rows,
+                             [&](auto rows) { return is_possible(descriptor, 0, rows); });
+}
+
+std::int64_t rows_of_alltoall(const Descriptor&, const Execute& order, std::size_t,
+                              std::size_t members, std::size_t member) {
+  std::int64_t rows = 0;
+  for (std::size_t from = 0; from < members; ++from) rows += order.splits[from * members + member];
+  return rows;
+}
+
+void enqueue_alltoall(const nccl::Calls& calls, std::size_t tensor) {
+  const std::size_t row_bytes = calls.shape(tensor).row_bytes;
+  const std::byte* input = calls.input(tensor);
+  std::byte* output = calls.output(tensor);
+  for (std::size_t member = 0; member < calls.members(); ++member) {
+    const auto sent = static_cast<std::size_t>(calls.descriptor().numbers[member]) * row_bytes;
+    calls.send(input, sent, member);
+    input += sent;
+    const auto received = static_cast<std::size_t>(calls.rows()[member]) * row_bytes;
+    calls.receive(output, received, member);
+    output += received;
+  }
+}
+
+}  // namespace
+
+extern const CollectiveSpec kAlltoallSpec = {.collective = Collective::kAlltoall,
+                                             .min_tensors = 1,
+                                             .max_tensors = 1,
+                                             .result = Result::kAgreed,
+                                             .is_uneven = true,
+                                             .same_numbers = nullptr,
+                                             .check = check_splits_of_alltoall,
+                                             .write_rows = write_splits,
+                                             .count_rows = count_splits,
+                                             .are_rows_possible = are_alltoall_rows_possible,
+                                             .rows_of_result = rows_of_alltoall,
+                                             .run = alltoall,
+                                             .device_algorithm = "nccl_alltoall",
+                                             .enqueue = enqueue_alltoall};
 
 }  // namespace sparkhvd

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "collectives/collectives.h"
+#include "collectives/spec.h"
+#include "nccl/calls.h"
 
 namespace sparkhvd {
 namespace {
@@ -210,5 +212,26 @@ Task broadcast(Context& context) {
     co_await pass_on(context, tensors, scattering);
   }
 }
+
+namespace {
+
+void enqueue_broadcast(const nccl::Calls& calls, std::size_t tensor) {
+  const Descriptor& descriptor = calls.descriptor();
+  calls.broadcast(calls.input(tensor), calls.output(tensor),
+                  calls.elements(tensor) * element_size(descriptor.dtype),
+                  calls.index_of(descriptor.root));
+}
+
+}  // namespace
+
+extern const CollectiveSpec kBroadcastSpec = {.collective = Collective::kBroadcast,
+                                              .min_tensors = 1,
+                                              .max_tensors = 1,
+                                              .has_root = true,
+                                              .result = Result::kSameShape,
+                                              .check = take_no_numbers,
+                                              .run = broadcast,
+                                              .device_algorithm = "nccl_broadcast",
+                                              .enqueue = enqueue_broadcast};
 
 }  // namespace sparkhvd

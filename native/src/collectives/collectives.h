@@ -42,9 +42,6 @@ struct Context {
   std::vector<std::string> warnings = {};
 };
 
-/// Runs the operation that the ranks have agreed on; picks the algorithm.
-Task run_collective(Context& context);
-
 /// allreduce: which algorithm depends on where the ranks and the tensors are. Adasum needs a team
 /// whose size is a power of two.
 Task allreduce(Context& context);

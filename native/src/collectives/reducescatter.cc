@@ -7,6 +7,8 @@
 #include <memory>
 
 #include "collectives/collectives.h"
+#include "collectives/spec.h"
+#include "nccl/calls.h"
 
 namespace sparkhvd {
 namespace {
@@ -276,5 +278,33 @@ Task reducescatter(Context& context) {
   }
   co_await sends.all_sent();
 }
+
+namespace {
+
+void enqueue_reducescatter(const nccl::Calls& calls, std::size_t tensor) {
+  const nccl::Rows rows = calls.divided_rows(tensor);
+  const std::byte* input = calls.input(tensor);
+  if (rows.is_even()) {
+    return calls.reduce_scatter(input, calls.output(tensor), rows.counts[0] * rows.row_elements);
+  }
+  for (std::size_t member = 0; member < calls.members(); ++member) {
+    calls.reduce(input + rows.offset(member),
+                 member == calls.index() ? calls.output(tensor) : nullptr,
+                 rows.counts[member] * rows.row_elements, member);
+  }
+}
+
+}  // namespace
+
+extern const CollectiveSpec kReducescatterSpec = {.collective = Collective::kReducescatter,
+                                                  .min_tensors = 1,
+                                                  .max_tensors = UINT32_MAX,
+                                                  .reduces = true,
+                                                  .result = Result::kOwnRows,
+                                                  .divides_rows = true,
+                                                  .check = take_digest,
+                                                  .run = reducescatter,
+                                                  .device_algorithm = "nccl_reducescatter",
+                                                  .enqueue = enqueue_reducescatter};
 
 }  // namespace sparkhvd

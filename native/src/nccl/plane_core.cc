@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "collectives/spec.h"
+
 namespace sparkhvd::nccl {
 namespace {
 
@@ -272,12 +274,12 @@ void DevicePlane::Core::run_on_device(const Launch& launch) {
   } else {
     scratch = scratch_of(scratch_bytes(launch.descriptor()));
   }
-  const char* call = algorithm_of(launch.descriptor().collective);
+  const char* call = spec_of(launch.descriptor().collective).device_algorithm;
   const Doing doing(*this, call);
   check_abort();
   nccl().check(nccl().ncclGroupStart(), "ncclGroupStart");
   try {
-    enqueue(nccl(), communicator.handle, device->stream(), launch, tensors, scratch);
+    enqueue({nccl(), communicator.handle, device->stream(), launch, tensors, scratch});
   } catch (...) {
     nccl().ncclGroupEnd();
     throw;
