@@ -20,6 +20,7 @@ __all__ = [
     "PeerLostError",
     "PreflightError",
     "RankError",
+    "ResultMemoryError",
     "SparkhvdError",
     "StoreError",
     "UntrustedError",
@@ -54,6 +55,13 @@ class CollectiveError(SparkhvdError, RuntimeError):
 
     The contents of every buffer that was in flight are undefined, and the engine is unusable until it is
     initialised again.
+    """
+
+
+class ResultMemoryError(SparkhvdError, MemoryError):
+    """A rank has no memory for the result of a collective.
+
+    Raised on every participating rank, before a byte has moved; the engine stays usable. Never retried.
     """
 
 

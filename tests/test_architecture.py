@@ -424,6 +424,27 @@ def test_header_and_python_agree_on_the_abi_version() -> None:
     assert re.search(rf"ABI_VERSION\w*\s*(:\s*\w+\s*)?=\s*{found[1]}\b", engine)
 
 
+def test_a_collective_takes_the_files_that_its_recipe_names() -> None:
+    recipe = (ROOT / "native" / "README.md").read_text().split("## How to add a collective")[1]
+    steps = re.findall(r"^\d\. `([^`]+)`", recipe, flags=re.MULTILINE)
+    named = {
+        step.replace("<name>", "scatter")
+        if step.startswith("sparkhvd/")
+        else f"native/{step.replace('<name>', 'scatter')}"
+        for step in steps
+    }
+    sources = [
+        *(ROOT / "native" / "include").rglob("*.h"),
+        *(ROOT / "native" / "src").rglob("*.h"),
+        *(ROOT / "native" / "src").rglob("*.cc"),
+        *(PACKAGE / "engine").rglob("*.py"),
+    ]
+    mentions = re.compile(r"kScatter|\bSCATTER\b|SPARKHVD_SCATTER")
+    found = {relative(path) for path in sources if mentions.search(path.read_text())}
+    assert found == named
+    assert len(named) == 5
+
+
 def test_no_unfinished_marks_in_what_ships() -> None:
     # Spelt so that this file does not find itself.
     marks = re.compile(

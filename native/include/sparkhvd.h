@@ -25,9 +25,9 @@ extern "C" {
 #define SPARKHVD_API __attribute__((visibility("default")))
 
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
-#define SPARKHVD_ABI_VERSION 5
+#define SPARKHVD_ABI_VERSION 6
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
-#define SPARKHVD_WIRE_VERSION 8
+#define SPARKHVD_WIRE_VERSION 9
 
 /* Status of a call or of a finished operation. */
 #define SPARKHVD_OK 0
@@ -39,6 +39,7 @@ extern "C" {
 #define SPARKHVD_SHUT_DOWN 6   /* the engine was shut down, here or by the peer named */
 #define SPARKHVD_UNSUPPORTED 7 /* this build or this machine cannot do what was asked */
 #define SPARKHVD_INTERNAL 8    /* a defect of sparkhvd */
+#define SPARKHVD_NO_MEMORY 9 /* for a result on some rank, told on each; the engine stays usable */
 
 /* Element types. Halves are accumulated in float32. */
 #define SPARKHVD_UINT8 0
@@ -81,6 +82,13 @@ extern "C" {
 #define SPARKHVD_CONFIGURE 10 /* `splits`: SPARKHVD_NUM_KNOBS values, 0 = unchanged */
 /* The inverse of reducescatter, in place: every rank has its rows of every tensor, and gets the others'. */
 #define SPARKHVD_ALLGATHER_INTO 11
+/* With a root: */
+#define SPARKHVD_REDUCE 12
+/* Tensors may differ in their first dimension; only the root has a result. */
+#define SPARKHVD_GATHER 13
+/* `splits`: the root's, rows for each rank of the set (NULL = equal parts); the others bring a tensor of 0 rows. */
+#define SPARKHVD_SCATTER 14
+#define SPARKHVD_NUM_COLLECTIVES 15
 
 /* Places in `splits` of SPARKHVD_CONFIGURE. The first two never change a bit of a result. */
 #define SPARKHVD_KNOB_CHUNK_BYTES 0 /* of a pipeline step in shared memory, at most slot_bytes */
@@ -151,12 +159,15 @@ typedef struct sparkhvd_device_options {
 typedef struct sparkhvd_tensor {
   const void* input; /* read until the operation is finished */
   void*
-      output; /* written; may equal `input`; NULL where the engine allocates (allgather, alltoall).
-                   reducescatter: this rank's rows; may be where these are in `input`: of d rows,
-                   the first d % n ranks of n get one more than d / n. allgather_into: `input` */
+      output; /* written; may equal `input` where both have one size. reducescatter: this rank's rows; may be where these
+                   are in `input`: of d rows, the first d % n ranks of n get one more than d / n. allgather_into:
+                   `input`. reduce: the root's. allgather, alltoall, gather, scatter: NULL = the engine allocates the
+                   result (see sparkhvd_output); on a device it must be given */
   const int64_t* shape; /* [num_dims], copied at submission */
   uint32_t num_dims;
   uint32_t reserved; /* 0 */
+  uint64_t
+      output_bytes; /* allgather, alltoall, gather, scatter on the CPU: room at `output`; at least the result */
 } sparkhvd_tensor;
 
 /* One operation, submitted asynchronously and matched across ranks by (process_set, name). */
@@ -167,10 +178,10 @@ typedef struct sparkhvd_request {
                           device it is free again when sparkhvd_wait_stream can return */
   int32_t process_set; /* 0 = all ranks; this rank must be in it */
   int32_t dtype;       /* SPARKHVD_FLOAT32, ... */
-  int32_t reduce_op;   /* SPARKHVD_SUM, ...; allreduce and reducescatter */
-  int32_t root_rank;   /* broadcast: global rank */
-  double prescale;  /* allreduce, reducescatter: factor of every input, in the accumulation type */
-  double postscale; /* allreduce, reducescatter: factor of the result; an average of floating-point
+  int32_t reduce_op;   /* SPARKHVD_SUM, ...; allreduce, reducescatter and reduce */
+  int32_t root_rank;   /* broadcast, reduce, gather, scatter: global rank */
+  double prescale;     /* reductions: factor of every input, in the accumulation type */
+  double postscale;    /* reductions: factor of the result; an average of floating-point
                        numbers is the sum divided once, by size / postscale */
   /* SPARKHVD_DEVICE_CPU, or the device that was opened: the tensors lie there, and NCCL runs the
    * operation. Then reductions are Sum, Min, Max or Product without scales and not of 16-bit integers;
@@ -179,12 +190,12 @@ typedef struct sparkhvd_request {
   int32_t device;
   uint32_t
       num_tensors; /* allreduce: any number, reduced as one ("gather list"); allgather, reducescatter,
-                      allgather_into: at least 1; broadcast, alltoall: 1; others: 0 */
+                      allgather_into, reduce: at least 1; broadcast, alltoall, gather, scatter: 1; others: 0 */
   const sparkhvd_tensor* tensors; /* [num_tensors], copied at submission */
   uint64_t stream; /* on a device: the CUstream whose work up to here the operation waits for */
   const int64_t*
       splits; /* allreduce, allgather(_into), reducescatter: nothing, or one number that must be equal on all
-                 ranks: the digest of a group that is several operations. alltoall: [num_splits] rows for each rank of the set; NULL = equal parts.
+                 ranks: the digest of a group that is several operations. alltoall, scatter's root: [num_splits] rows for each rank of the set; NULL = equal parts.
                             Others: see the collective */
   uint32_t num_splits;
   uint32_t reserved; /* 0 */
@@ -195,9 +206,9 @@ typedef struct sparkhvd_request {
 typedef struct sparkhvd_output {
   uint32_t struct_size;
   uint32_t num_rows; /* length of `rows` */
-  void* data;        /* row-major, ordered by rank */
+  void* data;        /* row-major, ordered by rank; NULL if the caller gave the memory */
   uint64_t num_bytes;
-  /* [num_rows] allgather: first dimensions, [tensor][rank of the set] (`data`: tensor after tensor);
+  /* [num_rows] allgather, gather: first dimensions, [tensor][rank of the set] (`data`: tensor after tensor); scatter: own;
    * alltoall: rows that came from each rank of the set; join: the rank that joined last;
    * ADD_PROCESS_SET: the id. */
   const int64_t* rows;

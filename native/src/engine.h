@@ -140,6 +140,7 @@ class Engine {
   std::size_t index_of_link(const DataLink& link) const;
   bool run_operations();
   bool run_first(Group& group);
+  bool go_on(Running& running);
   bool is_running() const;
   bool check_time();
   bool check_time(Group& group, TimePoint now);

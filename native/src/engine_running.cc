@@ -58,8 +58,8 @@ bool Engine::run_first(Group& group) {
       }
       running.is_started = true;
       begin(group, running);
-      if (!running.task.done()) running.task.resume();
-    } else if (!running.task.resume()) {
+      if (!running.task.done()) go_on(running);
+    } else if (!go_on(running)) {
       return false;
     }
     running.deadline = deadline_after(Clock::now(), running.operation->descriptor.timeout_s);
@@ -73,6 +73,17 @@ bool Engine::run_first(Group& group) {
   }
   if (done.operation) conclude(group, done);
   return true;
+}
+
+/// Resumes an operation's task. False if it has to wait.
+bool Engine::go_on(Running& running) {
+  try {
+    return running.task.resume();
+  } catch (const OperationFailed& failure) {
+    running.failure = failure;
+    running.task = {};
+    return true;
+  }
 }
 
 void Engine::begin(Group& group, Running& running) {
@@ -103,6 +114,10 @@ void Engine::begin(Group& group, Running& running) {
 void Engine::conclude(Group& group, Running& running) {
   Operation& operation = *running.operation;
   Context& context = *running.context;
+  if (running.failure) {
+    operation.output.reset();
+    return finish(operation, running.failure->status(), running.failure->what());
+  }
   switch (operation.descriptor.collective) {
     case Collective::kJoin:
       operation.rows = context.agreed.rows;

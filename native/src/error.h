@@ -25,6 +25,13 @@ class Error : public std::exception {
   std::string message_;
 };
 
+/// One operation ends with this, on every rank that runs it, and the engine goes on. Thrown where all ranks know it,
+/// before any of them has moved a byte.
+class OperationFailed : public Error {
+ public:
+  using Error::Error;
+};
+
 /// Invalid data from a peer; the reader of the connection adds the peer.
 inline Error nonsense(const std::string& what) { return {SPARKHVD_PEER_LOST, what}; }
 

@@ -12,6 +12,7 @@
 
 #include "collectives/collectives.h"
 #include "communicator.h"
+#include "error.h"
 #include "negotiation.h"
 #include "operation.h"
 
@@ -25,6 +26,7 @@ struct Running {
   std::uint64_t sequence = 0;
   std::unique_ptr<Execute> passed_over;  // what a rank that has joined counts along with
   bool is_started = false;
+  std::optional<OperationFailed> failure;  // then it has ended
   bool has_looked = false;      // removal of a process set: at everything that has come for it
   TimePoint deadline = kNever;  // moves on with every step
 };

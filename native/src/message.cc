@@ -1,5 +1,6 @@
 #include "message.h"
 
+#include <algorithm>
 #include <bit>
 
 #include "error.h"
@@ -141,7 +142,7 @@ Place read_place(Reader& reader) {
 /// A failure: who believed OK or PENDING here would take garbage for a result, or wait for ever.
 std::int32_t read_failure(Reader& reader) {
   const auto status = reader.number<std::int32_t>();
-  if (status <= SPARKHVD_PENDING || status > SPARKHVD_INTERNAL) {
+  if (status <= SPARKHVD_PENDING || status > SPARKHVD_NO_MEMORY) {
     malformed("a failure of unknown status " + std::to_string(status));
   }
   return status;
@@ -157,7 +158,7 @@ void write(Writer& writer, const Descriptor& descriptor) {
       .number(descriptor.timeout_s)
       .number(static_cast<std::uint32_t>(descriptor.shapes.size()));
   for (const auto& shape : descriptor.shapes) writer.numbers(shape);
-  writer.numbers(descriptor.numbers).flag(descriptor.place.has_value());
+  writer.numbers(descriptor.numbers).numbers(descriptor.room).flag(descriptor.place.has_value());
   if (descriptor.place) write(writer, *descriptor.place);
   writer.flag(descriptor.is_on_device);
 }
@@ -181,6 +182,10 @@ Descriptor read_descriptor(Reader& reader) {
     if (!count_elements(shape, descriptor.dtype)) malformed("a tensor of an impossible shape");
   }
   descriptor.numbers = reader.numbers<std::int64_t>();
+  descriptor.room = reader.numbers<std::int64_t>();
+  const bool has_room = descriptor.room.size() == tensors &&
+                        std::ranges::all_of(descriptor.room, [](auto bytes) { return bytes >= 0; });
+  if (!has_room && !descriptor.room.empty()) malformed("impossible room for results");
   if (reader.flag()) descriptor.place = read_place(reader);
   descriptor.is_on_device = reader.flag();
   return descriptor;
@@ -196,7 +201,7 @@ void write(Writer& writer, const Execute& message) {
   for (const auto& place : message.places) write(writer, place);
   writer.numbers(message.contributors).flag(message.descriptor.has_value());
   if (message.descriptor) write(writer, *message.descriptor);
-  writer.flag(message.is_on_device).numbers(message.unique_id);
+  writer.flag(message.is_on_device).numbers(message.unique_id).flag(message.asks_for_memory);
 }
 
 Execute read_execute(Reader& reader) {
@@ -212,6 +217,7 @@ Execute read_execute(Reader& reader) {
   if (reader.flag()) message.descriptor = read_descriptor(reader);
   message.is_on_device = reader.flag();
   message.unique_id = reader.numbers<std::uint8_t>();
+  message.asks_for_memory = reader.flag();
   const std::size_t id = message.unique_id.size();
   if (id != 0 && (id != kUniqueIdBytes || !message.is_on_device)) malformed("an id out of place");
   if (message.is_on_device && !message.places.empty()) malformed("places on a device");
@@ -222,6 +228,10 @@ Execute read_execute(Reader& reader) {
 }
 
 }  // namespace
+
+std::size_t row_elements(std::span<const std::int64_t> shape, DType dtype) {
+  return *count_elements(shape.empty() ? shape : shape.subspan(1), dtype);
+}
 
 std::optional<std::uint64_t> count_elements(std::span<const std::int64_t> shape,
                                             DType dtype) noexcept {

@@ -60,6 +60,8 @@ using Bytes = std::vector<std::byte>;
 /// kMaxTensorBytes.
 std::optional<std::uint64_t> count_elements(std::span<const std::int64_t> shape,
                                             DType dtype) noexcept;
+/// Elements of all dimensions behind the first; 1 for a scalar.
+std::size_t row_elements(std::span<const std::int64_t> shape, DType dtype);
 
 /// Everything about an operation on which ranks must agree, and this rank's own numbers.
 struct Descriptor {
@@ -71,9 +73,11 @@ struct Descriptor {
   double postscale = 1;
   double timeout_s = 0;  // resolved: 0 = never
   std::vector<std::vector<std::int64_t>> shapes;
-  /// alltoall: rows for each member; process sets: the ranks, or the id to remove; registration:
+  /// alltoall, scatter's root: rows for each member; process sets: the ranks, or the id to remove; registration:
   /// the bytes; configuration: the knobs.
   std::vector<std::int64_t> numbers;
+  /// Bytes that this rank's own memory for each result has; empty: the engine allocates it.
+  std::vector<std::int64_t> room;
   /// Where this rank's tensors lie, if in one range of registered memory.
   std::optional<Place> place;
   /// They lie on the rank's device, and NCCL runs the operation.
@@ -104,7 +108,8 @@ struct Execute {
   std::int32_t process_set = 0;
   std::uint64_t sequence = 0;
   std::string name;
-  /// allgather: first dimensions [tensor][member]; alltoall: see AlltoallRows; join: the last rank.
+  /// allgather, gather: first dimensions [tensor][member]; scatter: splits; alltoall: see AlltoallRows; join: the last
+  /// rank.
   std::vector<std::int64_t> rows;
   /// By contributor (of the receiver's island, once sent), in rank order: where all of them have their
   /// tensors in registered memory; else empty.
@@ -118,6 +123,8 @@ struct Execute {
   bool is_on_device = false;
   /// With the first of a process set: what its communicator is made of (NCCL's unique id).
   std::vector<std::uint8_t> unique_id = {};
+  /// A result is so large that every rank says first whether it has memory for its own.
+  bool asks_for_memory = false;
   /// alltoall: rows [from][to], as the coordinator and rank 0 know them. Ranks that read one message
   /// in shared memory take their own `rows` from it.
   std::vector<std::int64_t> splits = {};
@@ -153,6 +160,8 @@ struct SegmentOffer {
   bool has_memory = false;  // its descriptor comes with the frame
 };
 
+/// An answer that operation `key.sequence` of a process set waits for: mapped what was offered, or has memory for its
+/// result.
 struct SegmentMapped {
   SegmentKey key;
   bool ok = false;

@@ -42,6 +42,9 @@ std::string disagree(const std::string& name, const Submission& first, const Sub
          sides + advice;
 }
 
+// From here on every rank says whether it has memory for its result: a message is nothing beside the bytes.
+constexpr std::size_t kLargeResult = 64 << 20;
+
 bool shapes_match(Collective collective, const std::vector<std::int64_t>& a,
                   const std::vector<std::int64_t>& b) {
   if (!spec_of(collective).is_uneven) return a == b;
@@ -180,7 +183,6 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
   Execute execute;
   execute.process_set = options_.process_set;
   execute.is_on_device = first.is_on_device;
-  execute.sequence = first.is_on_device ? next_device_sequence_++ : next_sequence_++;
   execute.name = name;
   if (const auto write_rows = spec_of(first.collective).write_rows) {
     std::vector<const Descriptor*> by_member;
@@ -204,6 +206,32 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
   return execute;
 }
 
+/// Decides on the memory for the results of an order: "" or whose is too small. A large one is asked for first.
+std::string Negotiation::check_results(const std::string& name, const Pending& pending,
+                                       Execute& order) const {
+  const Descriptor& first = pending.arrived.begin()->second;
+  const auto rows_of_result = spec_of(first.collective).rows_of_result;
+  if (rows_of_result == nullptr) return {};
+  for (std::size_t tensor = 0; tensor < first.shapes.size(); ++tensor) {
+    const std::size_t row_bytes =
+        row_elements(first.shapes[tensor], first.dtype) * element_size(first.dtype);
+    std::size_t member = 0;
+    for (const auto& [rank, descriptor] : pending.arrived) {
+      const auto rows = rows_of_result(first, order, tensor, options_.members, member++);
+      const std::size_t bytes = static_cast<std::size_t>(rows) * row_bytes;
+      order.asks_for_memory |= bytes >= kLargeResult && !first.is_on_device;
+      if (descriptor.room.empty()) continue;
+      const auto room = static_cast<std::size_t>(descriptor.room.at(tensor));
+      if (bytes <= room) continue;
+      return operation_label(first.collective, name) + ": the result on " + rank_text(rank) +
+             " has " + std::to_string(bytes) + " bytes (" + std::to_string(rows) +
+             " rows), and its output " + std::to_string(room) +
+             ". Give an output for all rows that the ranks bring.";
+    }
+  }
+  return {};
+}
+
 void Negotiation::conclude(const std::string& name, const Pending& pending, TimePoint now,
                            Outcome& outcome) {
   if (auto text = disagreement(name, pending)) {
@@ -211,7 +239,14 @@ void Negotiation::conclude(const std::string& name, const Pending& pending, Time
                                                           SPARKHVD_MISMATCH, std::move(*text)}});
     return;
   }
-  outcome.decisions.push_back({options_.members, order(name, pending)});
+  Execute execute = order(name, pending);
+  if (auto text = check_results(name, pending, execute); !text.empty()) {
+    outcome.decisions.push_back(
+        {arrived(pending), Refuse{options_.process_set, name, SPARKHVD_MISMATCH, std::move(text)}});
+    return;
+  }
+  execute.sequence = execute.is_on_device ? next_device_sequence_++ : next_sequence_++;
+  outcome.decisions.push_back({options_.members, std::move(execute)});
   // Who goes on without those who have joined keeps them waiting for a good reason.
   if (join_) {
     join_->since = now;

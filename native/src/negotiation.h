@@ -83,6 +83,7 @@ class Negotiation {
   void conclude(const std::string& name, const Pending& pending, TimePoint now, Outcome& outcome);
   std::optional<std::string> disagreement(const std::string& name, const Pending& pending) const;
   Execute order(const std::string& name, const Pending& pending);
+  std::string check_results(const std::string& name, const Pending& pending, Execute& order) const;
   void refuse_join(std::int32_t status, const std::string& text, Outcome& outcome);
   void refuse(const std::string& name, const Pending& pending, std::int32_t status,
               std::string text, Outcome& outcome);

@@ -99,8 +99,10 @@ struct Operation {
   std::int32_t process_set = 0;
   std::string name;
   Descriptor descriptor;
-  Pieces pieces;                       // inputs; with their outputs where these have the same size
-  Pieces results;                      // reducescatter: the outputs (as `input` too)
+  Pieces pieces;   // inputs; with their outputs where these have the same size
+  Pieces results;  // reducescatter: the outputs (as `input` too)
+  std::vector<std::byte*>
+      outputs;  // the caller's memory for an agreed result, by tensor, if it gave any
   std::optional<std::size_t> mailbox;  // its input was copied there at submission
   /// Input of each contributor of this rank's island (else nullptr), if all lie in registered memory.
   std::vector<std::byte*> registered;
@@ -113,8 +115,8 @@ struct Operation {
   /// say that others have not answered.
   double coordinator_patience_s() const noexcept { return descriptor.timeout_s + 5; }
 
-  // What the engine allocates, written before the operation is finished. `rows`: allgather
-  // [tensor][member], alltoall [member], join: the last rank, process set: its id.
+  // What the engine allocates, written before the operation is finished. `rows`: allgather and gather
+  // [tensor][member], scatter its own, alltoall [member], join: the last rank, process set: its id.
   std::unique_ptr<std::byte[]> output;
   std::size_t output_bytes = 0;
   std::vector<std::int64_t> rows;

@@ -221,11 +221,26 @@ class RequestReader {
         }
         need_output(bytes);
         break;
-      case Result::kNone:
       case Result::kAgreed:
+        read_room(tensor, which);
+        break;
+      case Result::kNone:
         break;
     }
     operation_.pieces.add(tensor.input, tensor.output, bytes);
+  }
+
+  /// Memory of the caller's for a result whose size the ranks have yet to agree on.
+  void read_room(const sparkhvd_tensor& tensor, const std::string& which) {
+    if (operation_.on_device) return;
+    if ((tensor.output == nullptr) != operation_.outputs.empty() && !descriptor_.shapes.empty()) {
+      invalid(which + " has " + (tensor.output == nullptr ? "no" : "an") +
+              " output, unlike the tensors before it. Give one for all of them or for none.");
+    }
+    if (tensor.output == nullptr) return;
+    if (tensor.output_bytes > kMaxTensorBytes) invalid(which + " has more than 64 TiB of output.");
+    operation_.outputs.push_back(static_cast<std::byte*>(tensor.output));
+    descriptor_.room.push_back(static_cast<std::int64_t>(tensor.output_bytes));
   }
 
   /// Of `rows`, for this rank: the first ones get one more.

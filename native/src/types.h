@@ -55,8 +55,11 @@ enum class Collective : std::int32_t {
   kRegister = SPARKHVD_REGISTER,
   kConfigure = SPARKHVD_CONFIGURE,
   kAllgatherInto = SPARKHVD_ALLGATHER_INTO,
+  kReduce = SPARKHVD_REDUCE,
+  kGather = SPARKHVD_GATHER,
+  kScatter = SPARKHVD_SCATTER,
 };
-inline constexpr std::int32_t kNumCollectives = SPARKHVD_ALLGATHER_INTO + 1;
+inline constexpr std::int32_t kNumCollectives = SPARKHVD_NUM_COLLECTIVES;
 
 /// Bytes of one element.
 constexpr std::size_t element_size(DType dtype) noexcept {
@@ -163,6 +166,12 @@ constexpr std::string_view name_of(Collective collective) noexcept {
       return "configure";
     case Collective::kAllgatherInto:
       return "allgather_into";
+    case Collective::kReduce:
+      return "reduce";
+    case Collective::kGather:
+      return "gather";
+    case Collective::kScatter:
+      return "scatter";
   }
   return "unknown collective";
 }

@@ -672,7 +672,7 @@ TEST(everything_at_once_on_overlapping_process_sets) {
           for (int i = 0; i < 40; ++i) {
             const std::size_t counts[] = {0, 1, 50, 3000, 40000};
             const auto set = shared() % sets.size();
-            const auto kind = static_cast<int>(shared() % 6);
+            const auto kind = static_cast<int>(shared() % 9);
             const auto count = counts[shared() % 5];
             items.push_back({set, kind, count, "op " + std::to_string(i)});
           }
@@ -690,9 +690,10 @@ TEST(everything_at_once_on_overlapping_process_sets) {
             outputs.emplace_back(item.count, -1.0F);
             float* in = inputs.back().data();
             float* out = outputs.back().data();
-            const std::int32_t kinds[] = {SPARKHVD_ALLREDUCE,     SPARKHVD_BROADCAST,
-                                          SPARKHVD_ALLGATHER,     SPARKHVD_ALLTOALL,
-                                          SPARKHVD_REDUCESCATTER, SPARKHVD_BARRIER};
+            const std::int32_t kinds[] = {
+                SPARKHVD_ALLREDUCE, SPARKHVD_BROADCAST,     SPARKHVD_ALLGATHER,
+                SPARKHVD_ALLTOALL,  SPARKHVD_REDUCESCATTER, SPARKHVD_BARRIER,
+                SPARKHVD_REDUCE,    SPARKHVD_GATHER,        SPARKHVD_SCATTER};
             Request request(kinds[item.kind], item.name);
             request.on(ids[item.set]);
             if (item.kind == 3) {
@@ -702,8 +703,18 @@ TEST(everything_at_once_on_overlapping_process_sets) {
               splits[(static_cast<std::size_t>(index) + 1) % n] = rows;
               request.numbers(splits);
             }
-            if (item.kind != 5) request.tensor(in, out, {rows});
-            request.raw().root_rank = static_cast<std::int32_t>(ranks[item.count % n]);
+            const auto root = static_cast<std::int32_t>(ranks[item.count % n]);
+            if (item.kind == 8 && rank == root) {
+              Numbers splits(n, 0);  // everything to the last one
+              splits.back() = rows;
+              request.numbers(splits);
+            }
+            const bool allocates = item.kind == 2 || item.kind == 3 || item.kind >= 7;
+            if (item.kind != 5) {
+              request.tensor(in, allocates ? nullptr : out,
+                             {item.kind == 8 && rank != root ? 0 : rows});
+            }
+            request.raw().root_rank = root;
             works.push_back(engine.submit(request.raw()));
             mine.push_back(item);
             if (own() % 5 == 0) works[own() % works.size()].wait(0);
@@ -738,6 +749,18 @@ TEST(everything_at_once_on_overlapping_process_sets) {
               CHECK(std::all_of(outputs[i].begin(),
                                 outputs[i].begin() + static_cast<std::ptrdiff_t>(rows),
                                 [&](float x) { return x == total; }));
+            }
+            const auto root = ranks[item.count % n];
+            if (item.kind == 6) CHECK(outputs[i] == Floats(item.count, rank == root ? total : -1));
+            if (item.kind == 7) {
+              Floats all;
+              for (const auto r : ranks)
+                if (rank == root) all.insert(all.end(), item.count, static_cast<float>(r + 1));
+              CHECK(result_of(works[i]).data == all);
+            }
+            if (item.kind == 8) {
+              const std::size_t rows = index + 1 == n ? item.count : 0;
+              CHECK(result_of(works[i]).data == Floats(rows, static_cast<float>(root + 1)));
             }
           }
           Request join(SPARKHVD_JOIN, "join");

@@ -73,11 +73,18 @@ TEST(messages_survive_the_round_trip) {
   full.splits = {7, 0, 1, 2};
   full.descriptor = example().descriptor;
   full.descriptor->numbers = {1, 2};
+  full.descriptor->room = {1 << 14, 2, 0};
+  full.asks_for_memory = true;
   full.descriptor->place = full.places[0];
   const Execute decoded = decode<Execute>(body_of(encode(full)));
   CHECK(decoded.places == full.places && decoded.splits == full.splits);
   CHECK(decoded.contributors == full.contributors);
   CHECK(decoded.descriptor->numbers == full.descriptor->numbers);
+  CHECK(decoded.descriptor->room == full.descriptor->room && decoded.asks_for_memory);
+  for (const auto& room : {std::vector<std::int64_t>{1, 2}, std::vector<std::int64_t>{1, 2, -1}}) {
+    full.descriptor->room = room;
+    CHECK_THROWS(Error, decode<Execute>(body_of(encode(full))));
+  }
   CHECK(decoded.descriptor->place == full.places[0]);
   const auto offer = decode<SegmentOffer>(body_of(encode(SegmentOffer{{3, 9}, true})));
   CHECK(offer.key == (SegmentKey{3, 9}) && offer.has_memory);
@@ -164,7 +171,7 @@ TEST(impossible_headers_and_shapes_are_refused) {
   Ready negative = example();
   negative.descriptor.shapes = {{-1}};
   CHECK_THROWS(Error, decode<Ready>(body_of(encode(negative))));
-  for (const std::int32_t status : {SPARKHVD_OK, SPARKHVD_PENDING, SPARKHVD_INTERNAL + 1, -1}) {
+  for (const std::int32_t status : {SPARKHVD_OK, SPARKHVD_PENDING, SPARKHVD_NO_MEMORY + 1, -1}) {
     CHECK_THROWS(Error, decode<Abort>(body_of(encode(Abort{status, "x"}))));
     CHECK_THROWS(Error, decode<Refuse>(body_of(encode(Refuse{0, "w", status, "x"}))));
   }

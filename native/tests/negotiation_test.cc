@@ -1,6 +1,7 @@
 // The coordinator's decisions, without sockets and with a clock of our own.
 #include "negotiation.h"
 
+#include "collectives/spec.h"
 #include "test.h"
 
 namespace sparkhvd::test::negotiation_test {
@@ -64,6 +65,56 @@ TEST(allgather_orders_carry_every_first_dimension) {
   const auto outcome = negotiation.ready(kRank1, gather(2), kStart);
   CHECK(executed(outcome) != nullptr);
   CHECK(executed(outcome)->rows == (std::vector<std::int64_t>{0, 2, 7}));
+}
+
+TEST(the_table_has_every_collective_at_its_number) {
+  const auto table = collective_table();
+  CHECK_EQUAL(table.size(), static_cast<std::size_t>(SPARKHVD_NUM_COLLECTIVES));
+  for (std::size_t i = 0; i < table.size(); ++i) {
+    CHECK_EQUAL(static_cast<std::size_t>(table[i]->collective), i);
+    CHECK(table[i]->check != nullptr);
+    CHECK((table[i]->enqueue == nullptr) ==
+          (table[i]->max_tensors == 0 || *table[i]->device_algorithm == '\0'));
+    CHECK((table[i]->result == sparkhvd::Result::kAgreed) == (table[i]->rows_of_result != nullptr));
+    CHECK(table[i]->result != sparkhvd::Result::kAgreed ||
+          (table[i]->write_rows && table[i]->count_rows && table[i]->are_rows_possible));
+  }
+}
+
+TEST(orders_ask_for_memory_only_where_a_result_is_large) {
+  for (const std::int64_t rows : {std::int64_t{1} << 20, std::int64_t{1} << 24}) {
+    Negotiation negotiation = of_three();
+    Ready message = ready("g", {rows, 1});
+    message.descriptor.collective = Collective::kGather;
+    message.descriptor.root = kRank1;
+    negotiation.ready(kRank2, message, kStart);
+    negotiation.ready(kRank0, message, kStart);
+    const auto outcome = negotiation.ready(kRank1, message, kStart);
+    CHECK(executed(outcome) != nullptr);
+    CHECK_EQUAL(executed(outcome)->asks_for_memory, rows == std::int64_t{1} << 24);
+  }
+}
+
+TEST(splits_of_a_scatter_are_the_roots_or_nonsense) {
+  const auto scatter = [](std::vector<std::int64_t> splits) {
+    Ready message = ready("s", {4, 1});
+    message.descriptor.collective = Collective::kScatter;
+    message.descriptor.root = kRank1;
+    message.descriptor.numbers = std::move(splits);
+    return message;
+  };
+  const auto order = [&](const Ready& of_another, const Ready& of_root) {
+    Negotiation negotiation = of_three();
+    negotiation.ready(kRank2, of_another, kStart);
+    negotiation.ready(kRank0, scatter({}), kStart);
+    return negotiation.ready(kRank1, of_root, kStart);
+  };
+  CHECK(executed(order(scatter({}), scatter({1, 0, 3})))->rows ==
+        (std::vector<std::int64_t>{1, 0, 3}));
+  CHECK_THROWS(Error, order(scatter({}), scatter({})));
+  CHECK_THROWS(Error, order(scatter({1, 0, 3}), scatter({1, 0, 3})));
+  CHECK_THROWS(Error, order(scatter({}), scatter({1, 3})));
+  CHECK_THROWS(Error, order(scatter({}), scatter({1, -1, 4})));
 }
 
 TEST(every_kind_of_disagreement_is_told_with_both_sides) {

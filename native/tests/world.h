@@ -187,9 +187,10 @@ class Request {
     raw_.device = SPARKHVD_DEVICE_CPU;
     raw_.timeout_s = -1;
   }
-  Request& tensor(const void* input, void* output, std::vector<std::int64_t> shape) {
+  Request& tensor(const void* input, void* output, std::vector<std::int64_t> shape,
+                  std::uint64_t output_bytes = 0) {
     shapes_.push_back(std::move(shape));
-    tensors_.push_back({input, output, nullptr, 0, 0});
+    tensors_.push_back({input, output, nullptr, 0, 0, output_bytes});
     return *this;
   }
   Request& numbers(std::vector<std::int64_t> values) {

@@ -18,11 +18,14 @@ class TensorView(NamedTuple):
         input: address that is read until the operation has finished.
         output: address that is written; may equal `input`; 0 where the engine allocates the result.
         shape: length of every dimension.
+        room: bytes at `output`, of operations whose result's size the ranks have yet to agree on (allgather, alltoall,
+            gather, scatter); a result that does not fit is an error on every rank.
     """
 
     input: int
     output: int
     shape: tuple[int, ...]
+    room: int = 0
 
 
 class Reduction(NamedTuple):

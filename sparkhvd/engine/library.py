@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import EngineUnavailableError
 
-ABI_VERSION = 5
-WIRE_VERSION = 8
+ABI_VERSION = 6
+WIRE_VERSION = 9
 
 
 class Status(IntEnum):
@@ -30,6 +30,7 @@ class Status(IntEnum):
     SHUT_DOWN = 6
     UNSUPPORTED = 7
     INTERNAL = 8
+    NO_MEMORY = 9
 
 
 class DType(IntEnum):
@@ -78,6 +79,10 @@ class Collective(IntEnum):
         the process set.
     ALLGATHER_INTO: the inverse of a reducescatter, in place: every rank has its rows of each tensor and gets the
         others'. Shapes are equal on all ranks, inputs are outputs.
+    REDUCE: an allreduce whose result only `root_rank` gets, in its tensors' outputs.
+    GATHER: an allgather of one tensor whose result only `root_rank` gets.
+    SCATTER: divides the tensor of `root_rank` by rows, as `Work.output()`. Numbers: the root's, the rows for each rank
+        of the process set, none for equal parts; the other ranks bring a tensor of 0 rows. CPU only, like the two above.
     JOIN, ADD_PROCESS_SET, REMOVE_PROCESS_SET, REGISTER, CONFIGURE: see `Engine.join`, `add_process_set`,
         `remove_process_set`, `allocate` and `configure`.
 
@@ -97,6 +102,9 @@ class Collective(IntEnum):
     REGISTER = 9
     CONFIGURE = 10
     ALLGATHER_INTO = 11
+    REDUCE = 12
+    GATHER = 13
+    SCATTER = 14
 
 
 class Knob(IntEnum):
@@ -170,6 +178,7 @@ class Tensor(ctypes.Structure):
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("num_dims", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
+        ("output_bytes", ctypes.c_uint64),
     ]
 
 

@@ -13,6 +13,7 @@ from sparkhvd.errors import (
     InvalidArgumentError,
     MismatchError,
     PeerLostError,
+    ResultMemoryError,
     SparkhvdError,
 )
 
@@ -42,6 +43,7 @@ _ERRORS: dict[int, type[SparkhvdError]] = {
     Status.SHUT_DOWN: CollectiveError,
     Status.UNSUPPORTED: InvalidArgumentError,
     Status.INTERNAL: InternalError,
+    Status.NO_MEMORY: ResultMemoryError,
 }
 
 

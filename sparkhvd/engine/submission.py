@@ -66,6 +66,8 @@ class Submitter(Session):
         for tensor, view in zip(call.tensors, tensors, strict=True):
             tensor.input = view[0]
             tensor.output = view[1]
+            if len(view) > 3:
+                tensor.output_bytes = view[3]
         return call
 
     def start(

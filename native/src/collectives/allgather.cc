@@ -25,7 +25,11 @@ class Blocks {
       }
     }
   }
-  std::size_t bytes() const noexcept { return total_; }
+  std::vector<std::size_t> bytes_by_tensor() const {
+    std::vector<std::size_t> result(blocks_.size() / members_);
+    for (std::size_t i = 0; i < blocks_.size(); ++i) result[i / members_] += blocks_[i].size;
+    return result;
+  }
 
   /// Calls `use(Range)` for each block of a member, in the order of the tensors.
   template <class Use>
@@ -46,13 +50,12 @@ Task allgather(Context& context) {
   Operation& operation = context.operation;
   const Team& team = context.team;
   const Blocks blocks(operation.descriptor, context.agreed.rows, team.size());
-  operation.output = std::make_unique_for_overwrite<std::byte[]>(blocks.bytes());
-  operation.output_bytes = blocks.bytes();
   operation.rows = context.agreed.rows;
-  const std::span<std::byte> result(operation.output.get(), blocks.bytes());
+  ResultMemory memory;
+  co_await make_result(context, blocks.bytes_by_tensor(), memory);
   std::size_t read = 0;
   blocks.for_member(team.index(), [&](Range block) {
-    operation.pieces.read(read, result.subspan(block.begin, block.size));
+    operation.pieces.read(read, memory.part(block));
     read += block.size;
   });
 
@@ -67,27 +70,24 @@ Task allgather(Context& context) {
       blocks.for_member(team.index_in(islands[i][from]), [&](Range block) {
         contributions.push_back({receiver, block.begin, block.size});
         if (is_own || receiver != team.local_index()) return;
-        transfers.receive(islands[i][from], result.subspan(block.begin, block.size));
+        transfers.receive(islands[i][from], memory.part(block));
       });
     }
     if (is_own) continue;
     blocks.for_member(team.index(), [&](Range block) {
-      transfers.send(islands[i][team.local_index() % islands[i].size()],
-                     result.subspan(block.begin, block.size));
+      transfers.send(islands[i][team.local_index() % islands[i].size()], memory.part(block));
     });
   }
   co_await transfers.all_received();
-  Pieces whole;
-  whole.add(result.data(), result.data(), result.size());
-  co_await share_in_island(context, whole, contributions);
+  co_await share_in_island(context, memory.pieces(), contributions);
   co_await transfers.all_sent();
 }
 
 namespace {
 
 std::int64_t rows_of_allgather(const Descriptor&, const Execute& order, std::size_t tensor,
-                               std::size_t members, std::size_t) {
-  const auto rows = std::span(order.rows).subspan(tensor * members, members);
+                               std::span<const Rank> members, std::size_t) {
+  const auto rows = std::span(order.rows).subspan(tensor * members.size(), members.size());
   return std::reduce(rows.begin(), rows.end());
 }
 

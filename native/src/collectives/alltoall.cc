@@ -8,7 +8,6 @@
 #include "error.h"
 #include "nccl/calls.h"
 #include "orders.h"
-#include "text.h"
 
 namespace sparkhvd {
 namespace {
@@ -54,10 +53,11 @@ Task alltoall(Context& context) {
   Operation& operation = context.operation;
   const Team& team = context.team;
   const Exchange exchange(context);
-  operation.output_bytes = exchange.incoming(team.size()).begin;
-  operation.output = std::make_unique_for_overwrite<std::byte[]>(operation.output_bytes);
   operation.rows.assign(exchange.incoming_rows().begin(), exchange.incoming_rows().end());
-  const std::span<std::byte> result(operation.output.get(), operation.output_bytes);
+  const std::size_t bytes = exchange.incoming(team.size()).begin;
+  ResultMemory memory;
+  co_await make_result(context, std::vector(1, bytes), memory);
+  const std::span<std::byte> result = memory.part({0, bytes});
   const auto place = [&](std::size_t from) {
     const Range range = exchange.incoming(from);
     return result.subspan(range.begin, range.size);
@@ -123,38 +123,6 @@ Task alltoall(Context& context) {
 
 namespace {
 
-void check_splits_of_alltoall(const Submitted& submitted) {
-  const auto& shape = submitted.descriptor.shapes[0];
-  const std::size_t size = submitted.members.size();
-  if (shape.empty()) {
-    submitted.refuse("the tensor is a scalar; alltoall divides the first dimension.");
-  }
-  auto& numbers = submitted.descriptor.numbers;
-  if (!submitted.has_numbers) {
-    const auto parts = static_cast<std::int64_t>(size);
-    if (shape[0] % parts != 0) {
-      submitted.refuse("the first dimension is " + std::to_string(shape[0]) +
-                       " and cannot be divided among " + std::to_string(size) +
-                       " ranks equally. Give splits.");
-    }
-    numbers.assign(size, shape[0] / parts);
-    return;
-  }
-  if (numbers.size() != size) {
-    submitted.refuse(std::to_string(numbers.size()) + " splits were given for " +
-                     std::to_string(size) + " ranks. Give one per rank of the process set.");
-  }
-  std::int64_t left = shape[0];
-  for (const auto rows : numbers) {
-    if (rows < 0 || rows > left) {
-      submitted.refuse("the splits are " + numbers_text(numbers) +
-                       "; they must be 0 or more, and their sum at most the first dimension, " +
-                       std::to_string(shape[0]) + ".");
-    }
-    left -= rows;
-  }
-}
-
 void write_splits(std::span<const Descriptor* const> by_member, Execute& order) {
   for (const Descriptor* descriptor : by_member) {
     const auto& numbers = descriptor->numbers;
@@ -181,9 +149,11 @@ bool are_alltoall_rows_possible(const Received& received) {
 }
 
 std::int64_t rows_of_alltoall(const Descriptor&, const Execute& order, std::size_t,
-                              std::size_t members, std::size_t member) {
+                              std::span<const Rank> members, std::size_t member) {
   std::int64_t rows = 0;
-  for (std::size_t from = 0; from < members; ++from) rows += order.splits[from * members + member];
+  for (std::size_t from = 0; from < members.size(); ++from) {
+    rows += order.splits[from * members.size() + member];
+  }
   return rows;
 }
 
@@ -209,7 +179,7 @@ extern const CollectiveSpec kAlltoallSpec = {.collective = Collective::kAlltoall
                                              .result = Result::kAgreed,
                                              .is_uneven = true,
                                              .same_numbers = nullptr,
-                                             .check = check_splits_of_alltoall,
+                                             .check = take_splits,
                                              .write_rows = write_splits,
                                              .count_rows = count_splits,
                                              .are_rows_possible = are_alltoall_rows_possible,

@@ -130,7 +130,7 @@ class Scattering {
 };
 
 /// The root's island: the root sends everything, and shares it.
-Task scatter(Context& context, const Pieces& tensors, const Scattering& scattering) {
+Task scatter_parts(Context& context, const Pieces& tensors, const Scattering& scattering) {
   const Team& team = context.team;
   const Rank root = context.operation.descriptor.root;
   Transfers transfers(context.communicator);
@@ -207,7 +207,7 @@ Task broadcast(Context& context) {
   }
   const Scattering scattering(team, root, bytes);
   if (scattering.is_of_root(team.island_index())) {
-    co_await scatter(context, tensors, scattering);
+    co_await scatter_parts(context, tensors, scattering);
   } else {
     co_await pass_on(context, tensors, scattering);
   }

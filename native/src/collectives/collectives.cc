@@ -48,8 +48,4 @@ std::size_t total_bytes(const Descriptor& descriptor) {
   return elements * element_size(descriptor.dtype);
 }
 
-std::size_t row_elements(std::span<const std::int64_t> shape, DType dtype) {
-  return *count_elements(shape.empty() ? shape : shape.subspan(1), dtype);
-}
-
 }  // namespace sparkhvd

@@ -77,6 +77,12 @@ Task allgather_into(Context& context);
 Task broadcast(Context& context);
 Task alltoall(Context& context);
 Task reducescatter(Context& context);
+/// The sum of every rank's tensors on the root.
+Task reduce(Context& context);
+/// Every rank's tensor to the root, one after the other along the first dimension.
+Task gather(Context& context);
+/// The root's rows to the ranks that they are for.
+Task scatter(Context& context);
 
 /// Every rank of the team brings `bytes` of new memory and maps what its island brought:
 /// `context.segment`, with this rank's own piece only where some rank of the island could not (and
@@ -87,6 +93,39 @@ Task share_memory(Context& context, std::size_t bytes,
                   Segment::Kind kind = Segment::Kind::kPieceEach);
 
 // Steps of collectives.
+
+/// Reduces the operation's tensors, of which this rank gets the rows that are its own by `descriptor`, into
+/// `results`. Not for no bytes.
+Task divide_and_reduce(Context& context, const Descriptor& descriptor, const Pieces& results);
+
+/// Passes to one rank of the island what the others have for it: `parts` by index in the island, each rank's
+/// own read by `read(begin, target)`, and all of them given to `take(local, begin, source)` on the taker.
+struct Delivery {
+  Rank taker;
+  std::vector<std::size_t> bytes = {};
+  std::function<void(std::size_t begin, std::span<std::byte> target)> read = {};
+  std::function<void(std::size_t local, std::size_t begin, std::span<const std::byte> source)>
+      take = {};
+};
+Task deliver_in_island(Context& context, Delivery delivery);
+
+/// Memory for an agreed result, tensor after tensor: the caller's where it gave some, else the operation's own.
+class ResultMemory {
+ public:
+  ResultMemory() = default;
+  /// `bytes` by tensor. Throws bad_alloc.
+  ResultMemory(Operation& operation, std::span<const std::size_t> bytes);
+  const Pieces& pieces() const noexcept { return pieces_; }
+  /// A range that lies in one tensor.
+  std::span<std::byte> part(Range range) const;
+
+ private:
+  Pieces pieces_;
+};
+
+/// Makes it; if the order says that it is large, together with the other ranks, and OperationFailed names those
+/// that have no memory for it.
+Task make_result(Context& context, std::vector<std::size_t> bytes, ResultMemory& memory);
 
 /// A range of the result that one rank of the island gives to the others.
 struct Contribution {
@@ -130,7 +169,5 @@ Scaling scaling_of(const Context& context) noexcept;
 std::size_t total_bytes(const Descriptor& descriptor);
 /// The bytes of all tensors that one of the members gets when first dimensions are divided.
 RangeList rows_of(const Descriptor& descriptor, std::size_t members, std::size_t member);
-/// Elements of all dimensions behind the first; 1 for a scalar.
-std::size_t row_elements(std::span<const std::int64_t> shape, DType dtype);
 
 }  // namespace sparkhvd

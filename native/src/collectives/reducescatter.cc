@@ -18,16 +18,19 @@ constexpr std::size_t kSegmentBytes = 1 << 20;
 
 class Reducescatter {
  public:
-  explicit Reducescatter(Context& context)
+  /// `descriptor`: whose first dimensions are divided; `results`: this rank's rows. Both must outlive this.
+  Reducescatter(Context& context, const Descriptor& descriptor, const Pieces& results)
       : context_(context),
         communicator_(context.communicator),
         team_(context.team),
+        descriptor_(descriptor),
         pieces_(context.operation.pieces),
-        dtype_(context.operation.descriptor.dtype),
+        results_(results),
+        dtype_(descriptor.dtype),
         element_(element_size(dtype_)),
         is_raw_(team_.is_all_alone()),
         unit_(is_raw_ ? element_ : element_size(accumulation_type(dtype_))),
-        own_(rows_of(context.operation.descriptor, team_.size(), team_.index())) {
+        own_(rows_of(descriptor, team_.size(), team_.index())) {
     for (std::size_t local = 0; local < team_.local_size(); ++local) {
       charges_.push_back(charge_of(local));
     }
@@ -177,8 +180,7 @@ class Reducescatter {
   Charge charge_of(std::size_t local) const {
     Charge charge;
     const auto add = [&](Rank rank) {
-      const RangeList slice =
-          rows_of(context_.operation.descriptor, team_.size(), team_.index_in(rank));
+      const RangeList slice = rows_of(descriptor_, team_.size(), team_.index_in(rank));
       slice.for_range(0, slice.size(), [&](std::size_t place, std::size_t, std::size_t size) {
         charge.bytes.add({place, size});
       });
@@ -221,10 +223,10 @@ class Reducescatter {
   template <class Use>
   void for_own(std::size_t begin, std::size_t size, Use use) const {
     own_.for_range(begin, size, [&](std::size_t place, std::size_t offset, std::size_t bytes) {
-      // Inside one tensor, so there is one part of each.
       pieces_.for_range(place, bytes, [&](const Pieces::Part& in) {
-        context_.operation.results.for_range(begin + offset, bytes, [&](const Pieces::Part& out) {
-          use(in.input, out.output, begin + offset, bytes);
+        const std::size_t at = begin + offset + in.offset;
+        results_.for_range(at, in.bytes, [&](const Pieces::Part& out) {
+          use(in.input + out.offset, out.output, at + out.offset, out.bytes);
         });
       });
     });
@@ -233,7 +235,9 @@ class Reducescatter {
   Context& context_;
   Communicator& communicator_;
   const Team& team_;
+  const Descriptor& descriptor_;
   const Pieces& pieces_;
+  const Pieces& results_;
   DType dtype_;
   std::size_t element_;
   bool is_raw_;
@@ -254,10 +258,8 @@ class Reducescatter {
 
 }  // namespace
 
-Task reducescatter(Context& context) {
-  context.algorithm = "reducescatter";
-  if (context.operation.pieces.bytes() == 0) co_return;
-  Reducescatter work(context);
+Task divide_and_reduce(Context& context, const Descriptor& descriptor, const Pieces& results) {
+  Reducescatter work(context, descriptor, results);
   if (context.team.is_one_island()) {
     if (context.team.size() == 1) work.reduce_lone();
     co_await pass_through_slots(context,
@@ -277,6 +279,13 @@ Task reducescatter(Context& context) {
     work.finish(segment);
   }
   co_await sends.all_sent();
+}
+
+Task reducescatter(Context& context) {
+  context.algorithm = "reducescatter";
+  const Operation& operation = context.operation;
+  if (operation.pieces.bytes() == 0) co_return;
+  co_await divide_and_reduce(context, operation.descriptor, operation.results);
 }
 
 namespace {

@@ -3,29 +3,13 @@
 #include <algorithm>
 #include <optional>
 
+#include "collectives/answers.h"
 #include "collectives/collectives.h"
 #include "error.h"
 #include "text.h"
 
 namespace sparkhvd {
 namespace {
-
-/// All of the ranks have sent something about the new memory.
-template <class Has>
-class Arrived final : public Condition {
- public:
-  Arrived(Has has, std::span<const Rank> ranks) : has_(has), ranks_(ranks) {}
-  bool ready() const override { return std::ranges::all_of(ranks_, has_); }
-  std::vector<Rank> awaited() const override {
-    std::vector<Rank> ranks;
-    std::ranges::copy_if(ranks_, std::back_inserter(ranks), [this](Rank r) { return !has_(r); });
-    return ranks;
-  }
-
- private:
-  Has has_;
-  std::span<const Rank> ranks_;
-};
 
 std::vector<Rank> others(std::span<const Rank> ranks, Rank self) {
   std::vector<Rank> result(ranks.begin(), ranks.end());
@@ -90,10 +74,6 @@ class SharedMemory {
     return true;
   }
 
-  void announce(bool ok, std::span<const Rank> peers) {
-    for (const Rank peer : peers) world_.link(peer).send(encode(SegmentMapped{key(), ok}));
-  }
-
  private:
   void warn(const std::string& reason) {
     context_.warnings.push_back(
@@ -124,36 +104,33 @@ Task share_memory(Context& context, std::size_t bytes, Segment::Kind kind) {
   if (is_one_piece) {
     local_peers = brings ? std::vector<Rank>{} : std::vector<Rank>{team.island().front()};
   }
-  const auto peers = others(team.ranks(), team.self());
-  bool ok = false;
+  Answers answers(context, key);
   {
     const auto memory = brings ? work.create() : std::nullopt;
     work.offer(memory, takers);
     const auto has_offer = [&](Rank rank) { return world.offer(key, rank) != nullptr; };
-    co_await Arrived(has_offer, local_peers);
-    ok = work.map(local_peers) && (memory.has_value() || !brings);
+    co_await Arrived(has_offer, std::span<const Rank>(local_peers));
+    answers.give(work.map(local_peers) && (memory.has_value() || !brings));
   }
-  work.announce(ok, peers);
-  const auto has_answer = [&](Rank rank) { return world.mapped(key, rank).has_value(); };
-  co_await Arrived(has_answer, peers);
-  const auto is_mapped = [&](Rank rank) {
-    return rank == team.self() ? ok : world.mapped(key, rank).value();
-  };
+  co_await answers.all();
+  const auto lacking = answers.take_refusals();
   if (is_one_piece) {
-    if (!std::ranges::all_of(team.ranks(), is_mapped)) context.segment = nullptr;
-    world.forget(key);
+    if (!lacking.empty()) context.segment = nullptr;
     co_return;
   }
+  const auto is_shared = [&](const std::vector<Rank>& island) {
+    return std::ranges::none_of(island,
+                                [&](Rank rank) { return std::ranges::count(lacking, rank) > 0; });
+  };
   std::vector<std::vector<Rank>> islands;
   for (const auto& island : team.islands()) {
-    if (std::ranges::all_of(island, is_mapped)) {
+    if (is_shared(island)) {
       islands.push_back(island);
     } else {
       for (const Rank rank : island) islands.push_back({rank});
     }
   }
-  if (!std::ranges::all_of(team.island(), is_mapped)) context.segment->keep_only(team.self());
-  world.forget(key);
+  if (!is_shared(team.island())) context.segment->keep_only(team.self());
   context.team = Team(team.self(), std::move(islands));
 }
 

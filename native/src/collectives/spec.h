@@ -78,7 +78,7 @@ struct CollectiveSpec {
   bool (*are_rows_possible)(const Received&) = nullptr;
   /// kAgreed: rows of the result of a tensor on one member, by the whole order.
   std::int64_t (*rows_of_result)(const Descriptor&, const Execute& order, std::size_t tensor,
-                                 std::size_t members, std::size_t member) = nullptr;
+                                 std::span<const Rank> members, std::size_t member) = nullptr;
   /// Null: the engine's own doing, or nothing at all.
   Task (*run)(Context&) = nullptr;
   /// Of counters and timelines where NCCL runs it; empty if no device does.
@@ -96,6 +96,8 @@ std::span<const CollectiveSpec* const> collective_table() noexcept;
 void take_digest(const Submitted& submitted);
 /// Check of those that take no numbers.
 void take_no_numbers(const Submitted& submitted);
+/// Check of those that divide their rows by splits, equally if there are none.
+void take_splits(const Submitted& submitted);
 
 /// write_rows of collectives to which every rank brings rows: first dimensions [tensor][member].
 void write_first_dimensions(std::span<const Descriptor* const> by_member, Execute& order);

@@ -20,6 +20,9 @@ extern const CollectiveSpec kRemoveProcessSetSpec;
 extern const CollectiveSpec kRegisterSpec;
 extern const CollectiveSpec kConfigureSpec;
 extern const CollectiveSpec kAllgatherIntoSpec;
+extern const CollectiveSpec kReduceSpec;
+extern const CollectiveSpec kGatherSpec;
+extern const CollectiveSpec kScatterSpec;
 
 namespace {
 
@@ -27,6 +30,7 @@ constexpr std::array<const CollectiveSpec*, kNumCollectives> kTable = {
     &kAllreduceSpec,        &kAllgatherSpec,     &kBroadcastSpec, &kBarrierSpec,
     &kAlltoallSpec,         &kReducescatterSpec, &kJoinSpec,      &kAddProcessSetSpec,
     &kRemoveProcessSetSpec, &kRegisterSpec,      &kConfigureSpec, &kAllgatherIntoSpec,
+    &kReduceSpec,           &kGatherSpec,        &kScatterSpec,
 };
 
 }  // namespace
@@ -47,6 +51,40 @@ void take_digest(const Submitted& submitted) {
 
 void take_no_numbers(const Submitted& submitted) {
   if (!submitted.descriptor.numbers.empty()) submitted.refuse("it takes no splits.");
+}
+
+void take_splits(const Submitted& submitted) {
+  const auto& shape = submitted.descriptor.shapes[0];
+  const std::size_t size = submitted.members.size();
+  if (shape.empty()) {
+    submitted.refuse("the tensor is a scalar; " +
+                     std::string(name_of(submitted.descriptor.collective)) +
+                     " divides the first dimension.");
+  }
+  auto& numbers = submitted.descriptor.numbers;
+  if (!submitted.has_numbers) {
+    const auto parts = static_cast<std::int64_t>(size);
+    if (shape[0] % parts != 0) {
+      submitted.refuse("the first dimension is " + std::to_string(shape[0]) +
+                       " and cannot be divided among " + std::to_string(size) +
+                       " ranks equally. Give splits.");
+    }
+    numbers.assign(size, shape[0] / parts);
+    return;
+  }
+  if (numbers.size() != size) {
+    submitted.refuse(std::to_string(numbers.size()) + " splits were given for " +
+                     std::to_string(size) + " ranks. Give one per rank of the process set.");
+  }
+  std::int64_t left = shape[0];
+  for (const auto rows : numbers) {
+    if (rows < 0 || rows > left) {
+      submitted.refuse("the splits are " + numbers_text(numbers) +
+                       "; they must be 0 or more, and their sum at most the first dimension, " +
+                       std::to_string(shape[0]) + ".");
+    }
+    left -= rows;
+  }
 }
 
 void write_first_dimensions(std::span<const Descriptor* const> by_member, Execute& order) {

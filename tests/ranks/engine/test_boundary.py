@@ -121,6 +121,7 @@ def test_every_constant_has_the_same_value() -> None:
         **values("ISA_", library.Isa),
         **values("KNOB_", library.Knob),
         "NUM_KNOBS": len(library.Knob),
+        "NUM_COLLECTIVES": len(library.Collective),
     }
     assert mirrored == header_constants()
     assert tuple(isa.name.lower() for isa in library.Isa) == ISAS

@@ -1,0 +1,75 @@
+// A question that every rank of a team answers with yes or no before an operation goes on.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <iterator>
+#include <span>
+#include <vector>
+
+#include "collectives/collectives.h"
+#include "task.h"
+#include "world.h"
+
+namespace sparkhvd {
+
+/// Something has come from each of the ranks.
+template <class Has>
+class Arrived final : public Condition {
+ public:
+  Arrived(Has has, std::span<const Rank> ranks) : has_(has), ranks_(ranks) {}
+  bool ready() const override { return std::ranges::all_of(ranks_, has_); }
+  std::vector<Rank> awaited() const override {
+    std::vector<Rank> ranks;
+    std::ranges::copy_if(ranks_, std::back_inserter(ranks), [this](Rank r) { return !has_(r); });
+    return ranks;
+  }
+
+ private:
+  Has has_;
+  std::span<const Rank> ranks_;
+};
+
+class Answers {
+ public:
+  /// `key`: process set and number of the operation.
+  Answers(const Context& context, SegmentKey key)
+      : world_(context.communicator.world()),
+        key_(key),
+        self_(context.team.self()),
+        ranks_(context.team.ranks().begin(), context.team.ranks().end()),
+        others_(ranks_) {
+    std::erase(others_, self_);
+  }
+
+  void give(bool is_yes) {
+    is_yes_ = is_yes;
+    for (const Rank rank : others_) world_.link(rank).send(encode(SegmentMapped{key_, is_yes}));
+  }
+
+  /// Holds when all have answered; this must outlive it.
+  auto all() const {
+    return Arrived([this](Rank rank) { return world_.mapped(key_, rank).has_value(); },
+                   std::span<const Rank>(others_));
+  }
+
+  /// The ranks that have said no; the answers are forgotten.
+  std::vector<Rank> take_refusals() {
+    std::vector<Rank> ranks;
+    std::ranges::copy_if(ranks_, std::back_inserter(ranks), [this](Rank rank) {
+      return rank == self_ ? !is_yes_ : !world_.mapped(key_, rank).value();
+    });
+    world_.forget(key_);
+    return ranks;
+  }
+
+ private:
+  World& world_;
+  SegmentKey key_;
+  Rank self_;
+  std::vector<Rank> ranks_;
+  std::vector<Rank> others_;
+  bool is_yes_ = false;
+};
+
+}  // namespace sparkhvd
