@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from sparkhvd.errors import PeerLostError as PeerLostError
     from sparkhvd.errors import PreflightError as PreflightError
     from sparkhvd.errors import RankError as RankError
+    from sparkhvd.errors import ResultMemoryError as ResultMemoryError
     from sparkhvd.errors import SparkhvdError as SparkhvdError
     from sparkhvd.errors import StoreError as StoreError
     from sparkhvd.errors import UntrustedError as UntrustedError
@@ -75,6 +76,7 @@ _ERRORS = (
     "PeerLostError",
     "PreflightError",
     "RankError",
+    "ResultMemoryError",
     "SparkhvdError",
     "StoreError",
     "UntrustedError",

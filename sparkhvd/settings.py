@@ -167,8 +167,8 @@ class Settings:
         env="SPARKHVD_AUTOTUNE",
         unit="name",
         doc="`on`: DistributedOptimizer tries bucket and chunk sizes and streams while it trains and keeps the "
-        "fastest, with the same bits in every result; `all`: also where algorithms change, which may change "
-        "the last bits; empty: off.",
+        "fastest, with the same bits in every result; `all`: also sizes in a ring of more than 16 hosts, which "
+        "may change the last bits; empty: off.",
         alias="HOROVOD_AUTOTUNE",
         limit=(lambda value: value in AUTOTUNE, "empty, on or all"),
     )

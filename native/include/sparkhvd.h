@@ -91,11 +91,10 @@ extern "C" {
 #define SPARKHVD_NUM_COLLECTIVES 15
 
 /* Places in `splits` of SPARKHVD_CONFIGURE. The first two never change a bit of a result. */
-#define SPARKHVD_KNOB_CHUNK_BYTES 0 /* of a pipeline step in shared memory, at most slot_bytes */
-#define SPARKHVD_KNOB_STREAMS 1     /* connections per pair used, at most options.streams */
-#define SPARKHVD_KNOB_SYMMETRIC_BYTES 2 /* up to here every rank reduces everything */
-#define SPARKHVD_KNOB_DIRECT_RANKS 3    /* up to that many hosts exchange directly; above, a ring */
-#define SPARKHVD_NUM_KNOBS 4
+#define SPARKHVD_KNOB_CHUNK_BYTES 0  /* of a pipeline step in shared memory, at most slot_bytes */
+#define SPARKHVD_KNOB_STREAMS 1      /* connections per pair used, at most options.streams */
+#define SPARKHVD_KNOB_DIRECT_RANKS 2 /* more hosts than that form a ring; for its tests */
+#define SPARKHVD_NUM_KNOBS 3
 
 /* Instruction sets of the reduce kernels. Every one gives the same bits. */
 #define SPARKHVD_ISA_AUTO 0

@@ -7,9 +7,8 @@
 namespace sparkhvd {
 namespace {
 
-// Small tensors that everybody reduces for himself; larger ones are worth a division of the work.
+// Small tensors that everybody of a host reduces for himself; larger ones are worth a division of the work.
 constexpr std::size_t kMailboxBytes = 32 << 10;
-constexpr std::size_t kSymmetricBytes = 16 << 10;
 // Beyond this many parts the messages get short and a ring's order is better.
 constexpr std::size_t kDirectRanks = 16;
 
@@ -42,7 +41,6 @@ Communicator::Communicator(World& world, std::int32_t process_set, Team team,
       received_(world.size()) {
   knobs_.chunk_bytes = world.options().slot_bytes;
   knobs_.streams = world.options().streams;
-  knobs_.symmetric_bytes = kSymmetricBytes;
   knobs_.direct_ranks = kDirectRanks;
   if (!has_memory()) return;
   regions_.resize(world.size());

@@ -40,10 +40,9 @@ inline constexpr std::size_t kNumStages = 4;
 
 /// Parameters that may be changed between two operations, on all ranks at the same one.
 struct Knobs {
-  std::uint64_t chunk_bytes = 0;      // of a pipeline step in shared memory; at most a slot
-  std::uint64_t streams = 1;          // connections per pair that tensors are spread over
-  std::uint64_t symmetric_bytes = 0;  // up to here every rank reduces everything
-  std::uint64_t direct_ranks = 0;     // up to that many islands exchange with each other directly
+  std::uint64_t chunk_bytes = 0;   // of a pipeline step in shared memory; at most a slot
+  std::uint64_t streams = 1;       // connections per pair that tensors are spread over
+  std::uint64_t direct_ranks = 0;  // up to that many islands exchange with each other directly
 };
 
 class Communicator {

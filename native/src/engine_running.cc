@@ -230,7 +230,6 @@ void Engine::configure(Group& group, const Operation& operation) {
   };
   set(SPARKHVD_KNOB_CHUNK_BYTES, knobs.chunk_bytes);
   set(SPARKHVD_KNOB_STREAMS, knobs.streams);
-  set(SPARKHVD_KNOB_SYMMETRIC_BYTES, knobs.symmetric_bytes);
   set(SPARKHVD_KNOB_DIRECT_RANKS, knobs.direct_ranks);
   group.communicator->restart_streams();
 }

@@ -485,7 +485,7 @@ TEST(a_joined_rank_counts_along_with_the_settings_of_each_operation) {
         Request first = allreduce_of("before", before);
         works.push_back(engine.submit(first.raw()));
         Request configure(SPARKHVD_CONFIGURE, "configure");
-        configure.numbers({round % 2 == 0 ? 4096 : 65536, 0, 0, 0});
+        configure.numbers({round % 2 == 0 ? 4096 : 65536, 0, 0});
         works.push_back(engine.submit(configure.raw()));
         Request second = allreduce_of("meanwhile", meanwhile);
         if (rank != 1) works.push_back(engine.submit(second.raw()));

@@ -75,7 +75,7 @@ TEST(allreduce_sums_every_size_on_every_layout) {
   for (const auto& layout : layouts()) {
     const auto size = layout.hosts.size();
     run_ranks(world(layout), [&](TestEngine& engine, std::int32_t rank) {
-      // 4096-byte slots: 1024 elements each; the symmetric path ends at one slot.
+      // 4096-byte slots: 1024 elements each.
       for (const std::size_t count :
            {std::size_t{0}, std::size_t{1}, size - 1, size, size + 1, std::size_t{997},
             std::size_t{1024}, std::size_t{1025}, std::size_t{7919}, std::size_t{200003}}) {

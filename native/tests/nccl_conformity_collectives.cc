@@ -262,33 +262,6 @@ void two_communicators_in_one_order(Rank& rank) {
   second.destroy();
 }
 
-void split(Rank& rank) {
-  Comm comm(rank);
-  const int color = rank.rank % 2;
-  ncclComm_t part = nullptr;
-  NcclConfig config = non_blocking_config();
-  // Keys turn the order around.
-  comm.done(rank.nccl.ncclCommSplit(comm.get(), color, rank.size - rank.rank, &part, &config),
-            "ncclCommSplit");
-  Comm child(rank, part);
-  child.done(child.settle(), "ncclCommSplit");
-  int size = 0;
-  int index = 0;
-  rank.nccl.check(rank.nccl.ncclCommCount(child.get(), &size), "ncclCommCount");
-  rank.nccl.check(rank.nccl.ncclCommUserRank(child.get(), &index), "ncclCommUserRank");
-  expect(size == (rank.size + 1 - color) / 2, "wrong size of a part");
-  expect(index == size - 1 - rank.rank / 2, "wrong rank in a part");
-  const Memory memory(rank, encode({1 + rank.rank}, NcclDataType::kInt64));
-  child.done(rank.nccl.ncclAllReduce(memory.at(), memory.at(), 1, NcclDataType::kInt64,
-                                     NcclOp::kSum, child.get(), rank.stream),
-             "ncclAllReduce");
-  int wanted = 0;
-  for (int i = color; i < rank.size; i += 2) wanted += 1 + i;
-  expect(memory.read() == encode({wanted}, NcclDataType::kInt64), "wrong sum of a part");
-  child.destroy();
-  comm.destroy();
-}
-
 }  // namespace
 
 std::vector<Test> collective_tests() {
@@ -300,8 +273,7 @@ std::vector<Test> collective_tests() {
           {"send_and_receive_in_a_group", send_and_receive_in_a_group},
           {"many_collectives_in_a_group", many_collectives_in_a_group},
           {"collectives_of_no_elements", collectives_of_no_elements},
-          {"two_communicators_in_one_order", two_communicators_in_one_order},
-          {"split", split}};
+          {"two_communicators_in_one_order", two_communicators_in_one_order}};
 }
 
 }  // namespace sparkhvd::conformity

@@ -211,8 +211,6 @@ class Engine(Submitter):
         *,
         chunk_bytes: int = 0,
         streams: int = 0,
-        symmetric_bytes: int = 0,
-        direct_ranks: int = 0,
         process_set: int = 0,
     ) -> Work:
         """Start to change the algorithms of later operations, from the same one on, on every rank; 0 changes nothing.
@@ -220,14 +218,10 @@ class Engine(Submitter):
         Args:
             chunk_bytes: of a pipeline step in shared memory, at most `Settings.slot_bytes`.
             streams: connections per pair of ranks that are used.
-            symmetric_bytes: up to here every rank of a host reduces everything. May change bits.
-            direct_ranks: up to so many hosts exchange directly, above in a ring. May change bits.
             process_set: the one that is changed.
         """
         numbers = [0] * len(Knob)
         numbers[Knob.CHUNK_BYTES] = chunk_bytes
         numbers[Knob.STREAMS] = streams
-        numbers[Knob.SYMMETRIC_BYTES] = symmetric_bytes
-        numbers[Knob.DIRECT_RANKS] = direct_ranks
         call = Call(Collective.CONFIGURE, process_set=process_set, numbers=numbers)
         return self.start(call, self._number("configure", process_set))

@@ -112,8 +112,7 @@ class Knob(IntEnum):
 
     CHUNK_BYTES = 0
     STREAMS = 1
-    SYMMETRIC_BYTES = 2
-    DIRECT_RANKS = 3
+    DIRECT_RANKS = 2
 
 
 class Isa(IntEnum):

@@ -29,9 +29,8 @@ from sparkhvd.errors import InvalidArgumentError, MismatchError
 __all__ = ["Knob", "Search", "Tuner", "knobs"]
 
 _FORMAT = 1
-_ENGINE_KNOBS = ("chunk_bytes", "streams", "symmetric_bytes", "direct_ranks")
-# As the engine begins (native/src/communicator.cc).
-_SYMMETRIC_BYTES = 16 << 10
+_ENGINE_KNOBS = ("chunk_bytes", "streams")
+# Above so many hosts allreduce runs in a ring (native/src/communicator.cc).
 _DIRECT_RANKS = 16
 
 
@@ -370,13 +369,7 @@ def knobs(engine: Engine) -> list[Knob]:
         tuned.append(
             Knob.powers("chunk_bytes", settings.slot_bytes, low=32 << 10, high=settings.slot_bytes)
         )
-    if hosts > 1:
-        if settings.streams > 1:
-            values = tuple(range(1, settings.streams + 1))
-            tuned.append(Knob("streams", values, settings.streams))
-        if may_change_bits:
-            tuned.append(
-                Knob.powers("symmetric_bytes", _SYMMETRIC_BYTES, low=1 << 10, high=256 << 10)
-            )
-            tuned.append(Knob.powers("direct_ranks", _DIRECT_RANKS, low=2, high=64))
+    if hosts > 1 and settings.streams > 1:
+        values = tuple(range(1, settings.streams + 1))
+        tuned.append(Knob("streams", values, settings.streams))
     return tuned

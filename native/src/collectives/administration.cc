@@ -67,7 +67,6 @@ void check_knobs(const Submitted& submitted) {
   };
   check(SPARKHVD_KNOB_CHUNK_BYTES, "chunk_bytes", 4096, submitted.slot_bytes);
   check(SPARKHVD_KNOB_STREAMS, "streams", 1, submitted.streams);
-  check(SPARKHVD_KNOB_SYMMETRIC_BYTES, "symmetric_bytes", 1, submitted.slot_bytes);
   check(SPARKHVD_KNOB_DIRECT_RANKS, "direct_ranks", 1, 1024);
 }
 

@@ -59,27 +59,40 @@ Task allgather(Context& context) {
     read += block.size;
   });
 
-  // Between islands: the blocks of local rank i go to local rank i mod size of the other island.
+  co_await gather_blocks(context, memory.pieces(), [&](std::size_t member, const UseRange& use) {
+    blocks.for_member(member, use);
+  });
+}
+
+Task gather_blocks(Context& context, const Pieces& whole, BlocksOf blocks_of) {
+  const Team& team = context.team;
   Transfers transfers(context.communicator);
+  const auto lend = [&](Range block, auto use) {
+    whole.for_range(block.begin, block.size,
+                    [&](const Pieces::Part& part) { use(std::span(part.output, part.bytes)); });
+  };
+  // Between islands: the blocks of local rank i go to local rank i mod size of the other island.
   std::vector<Contribution> contributions;
   const auto& islands = team.islands();
   for (std::size_t i = 0; i < islands.size(); ++i) {
     const bool is_own = i == team.island_index();
     for (std::size_t from = 0; from < islands[i].size(); ++from) {
+      const Rank giver = islands[i][from];
       const std::size_t receiver = from % team.local_size();
-      blocks.for_member(team.index_in(islands[i][from]), [&](Range block) {
+      blocks_of(team.index_in(giver), [&](Range block) {
         contributions.push_back({receiver, block.begin, block.size});
         if (is_own || receiver != team.local_index()) return;
-        transfers.receive(islands[i][from], memory.part(block));
+        lend(block, [&](std::span<std::byte> part) { transfers.receive(giver, part); });
       });
     }
     if (is_own) continue;
-    blocks.for_member(team.index(), [&](Range block) {
-      transfers.send(islands[i][team.local_index() % islands[i].size()], memory.part(block));
+    const Rank taker = islands[i][team.local_index() % islands[i].size()];
+    blocks_of(team.index(), [&](Range block) {
+      lend(block, [&](std::span<std::byte> part) { transfers.send(taker, part); });
     });
   }
   co_await transfers.all_received();
-  co_await share_in_island(context, memory.pieces(), contributions);
+  co_await share_in_island(context, whole, contributions);
   co_await transfers.all_sent();
 }
 

@@ -10,6 +10,9 @@
 namespace sparkhvd {
 namespace {
 
+// Up to here every rank adds everything up for itself, and a message less counts more than the bytes.
+constexpr std::size_t kSymmetricBytes = 16 << 10;
+
 enum class Choice { kNothing, kLone, kShared, kMailbox, kRegistered, kSymmetric, kIslands };
 
 bool are_mailboxes(const Communicator& communicator, const Execute& agreed) {
@@ -29,8 +32,8 @@ Choice choose(const Communicator& communicator, const Team& team, const Descript
     if (agreed.places.empty()) return Choice::kShared;
     return are_mailboxes(communicator, agreed) ? Choice::kMailbox : Choice::kRegistered;
   }
-  const Knobs& knobs = communicator.knobs();
-  if (team.is_all_alone() && team.size() <= knobs.direct_ranks && bytes <= knobs.symmetric_bytes) {
+  if (team.is_all_alone() && team.size() <= communicator.knobs().direct_ranks &&
+      bytes <= kSymmetricBytes) {
     return Choice::kSymmetric;
   }
   return Choice::kIslands;

@@ -98,6 +98,12 @@ Task share_memory(Context& context, std::size_t bytes,
 /// `results`. Not for no bytes.
 Task divide_and_reduce(Context& context, const Descriptor& descriptor, const Pieces& results);
 
+/// Gives every rank's blocks, which are in their places in its `whole`, to all others. `blocks_of(member, use)` calls
+/// `use(Range)` for each block of a member, in one order on all ranks.
+using UseRange = std::function<void(Range)>;
+using BlocksOf = std::function<void(std::size_t member, const UseRange& use)>;
+Task gather_blocks(Context& context, const Pieces& whole, BlocksOf blocks_of);
+
 /// Passes to one rank of the island what the others have for it: `parts` by index in the island, each rank's
 /// own read by `read(begin, target)`, and all of them given to `take(local, begin, source)` on the taker.
 struct Delivery {

@@ -20,10 +20,8 @@ std::vector<std::string> bind_all(CudaApi& api) {
   require("cuInit", api.cuInit);
   require("cuGetErrorName", api.cuGetErrorName);
   require("cuGetErrorString", api.cuGetErrorString);
-  require("cuDriverGetVersion", api.cuDriverGetVersion);
   require("cuDeviceGet", api.cuDeviceGet);
   require("cuDeviceGetCount", api.cuDeviceGetCount);
-  require("cuDeviceGetName", api.cuDeviceGetName);
   if (!bind(api.library, "cuDeviceGetUuid_v2", api.cuDeviceGetUuid)) {
     require("cuDeviceGetUuid", api.cuDeviceGetUuid);
   }
@@ -32,7 +30,6 @@ std::vector<std::string> bind_all(CudaApi& api) {
   require("cuCtxPushCurrent_v2", api.cuCtxPushCurrent);
   require("cuCtxPopCurrent_v2", api.cuCtxPopCurrent);
   require("cuCtxSetCurrent", api.cuCtxSetCurrent);
-  require("cuCtxGetCurrent", api.cuCtxGetCurrent);
   require("cuCtxGetStreamPriorityRange", api.cuCtxGetStreamPriorityRange);
   require("cuStreamCreateWithPriority", api.cuStreamCreateWithPriority);
   require("cuStreamDestroy_v2", api.cuStreamDestroy);
@@ -45,12 +42,10 @@ std::vector<std::string> bind_all(CudaApi& api) {
   require("cuEventCreate", api.cuEventCreate);
   require("cuEventRecord", api.cuEventRecord);
   require("cuEventQuery", api.cuEventQuery);
-  require("cuEventSynchronize", api.cuEventSynchronize);
   require("cuEventDestroy_v2", api.cuEventDestroy);
   require("cuMemAlloc_v2", api.cuMemAlloc);
   require("cuMemFree_v2", api.cuMemFree);
   require("cuMemsetD8Async", api.cuMemsetD8Async);
-  require("cuMemcpyAsync", api.cuMemcpyAsync);
   require("cuMemcpyDtoDAsync_v2", api.cuMemcpyDtoDAsync);
   require("cuMemcpyHtoDAsync_v2", api.cuMemcpyHtoDAsync);
   require("cuMemcpyDtoHAsync_v2", api.cuMemcpyDtoHAsync);

@@ -57,10 +57,8 @@ struct CudaApi {
   CUresult (*cuInit)(unsigned flags) = nullptr;
   CUresult (*cuGetErrorName)(CUresult, const char** name) = nullptr;
   CUresult (*cuGetErrorString)(CUresult, const char** text) = nullptr;
-  CUresult (*cuDriverGetVersion)(int* version) = nullptr;
   CUresult (*cuDeviceGet)(CUdevice*, int ordinal) = nullptr;
   CUresult (*cuDeviceGetCount)(int* count) = nullptr;
-  CUresult (*cuDeviceGetName)(char* name, int size, CUdevice) = nullptr;
   CUresult (*cuDeviceGetUuid)(CUuuid*,
                               CUdevice) = nullptr;  // _v2 where there is one: of a MIG slice
   CUresult (*cuDevicePrimaryCtxRetain)(CUcontext*, CUdevice) = nullptr;
@@ -68,7 +66,6 @@ struct CudaApi {
   CUresult (*cuCtxPushCurrent)(CUcontext) = nullptr;
   CUresult (*cuCtxPopCurrent)(CUcontext*) = nullptr;
   CUresult (*cuCtxSetCurrent)(CUcontext) = nullptr;
-  CUresult (*cuCtxGetCurrent)(CUcontext*) = nullptr;
 
   CUresult (*cuCtxGetStreamPriorityRange)(int* least, int* greatest) = nullptr;
   CUresult (*cuStreamCreateWithPriority)(CUstream*, unsigned flags, int priority) = nullptr;
@@ -83,15 +80,12 @@ struct CudaApi {
   CUresult (*cuEventCreate)(CUevent*, unsigned flags) = nullptr;
   CUresult (*cuEventRecord)(CUevent, CUstream) = nullptr;
   CUresult (*cuEventQuery)(CUevent) = nullptr;
-  CUresult (*cuEventSynchronize)(CUevent) = nullptr;
   CUresult (*cuEventDestroy)(CUevent) = nullptr;
 
   CUresult (*cuMemAlloc)(CUdeviceptr*, std::size_t bytes) = nullptr;
   CUresult (*cuMemFree)(CUdeviceptr) = nullptr;
   CUresult (*cuMemsetD8Async)(CUdeviceptr, unsigned char value, std::size_t bytes,
                               CUstream) = nullptr;
-  CUresult (*cuMemcpyAsync)(CUdeviceptr to, CUdeviceptr from, std::size_t bytes,
-                            CUstream) = nullptr;
   CUresult (*cuMemcpyDtoDAsync)(CUdeviceptr to, CUdeviceptr from, std::size_t bytes,
                                 CUstream) = nullptr;
   CUresult (*cuMemcpyHtoDAsync)(CUdeviceptr to, const void* from, std::size_t bytes,

@@ -9,7 +9,7 @@ namespace sparkhvd::nccl {
 namespace {
 
 constexpr auto kSoname = "libnccl.so.2";
-constexpr int kOldest = 21800;  // ncclCommSplit, and the configuration with splitShare
+constexpr int kOldest = 21800;  // the configuration with splitShare
 
 std::string text_of_version(int version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
@@ -25,7 +25,6 @@ std::vector<std::string> bind_all(NcclApi& api) {
   };
   require("ncclGetUniqueId", api.ncclGetUniqueId);
   require("ncclCommInitRankConfig", api.ncclCommInitRankConfig);
-  require("ncclCommSplit", api.ncclCommSplit);
   require("ncclCommFinalize", api.ncclCommFinalize);
   require("ncclCommDestroy", api.ncclCommDestroy);
   require("ncclCommAbort", api.ncclCommAbort);
@@ -48,9 +47,6 @@ std::vector<std::string> bind_all(NcclApi& api) {
   bind(api.library, "ncclMemFree", api.ncclMemFree);
   bind(api.library, "ncclCommRegister", api.ncclCommRegister);
   bind(api.library, "ncclCommDeregister", api.ncclCommDeregister);
-  bind(api.library, "ncclCommWindowRegister", api.ncclCommWindowRegister);
-  bind(api.library, "ncclCommWindowDeregister", api.ncclCommWindowDeregister);
-  bind(api.library, "ncclCommRevoke", api.ncclCommRevoke);
   return missing;
 }
 

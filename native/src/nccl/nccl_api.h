@@ -16,7 +16,6 @@
 namespace sparkhvd::nccl {
 
 using ncclComm_t = struct ncclComm*;
-using ncclWindow_t = struct ncclWindow_vidmem*;
 using NcclStream = struct CUstream_st*;
 
 /// Later versions have more; those are errors with a text of their own (2.30: 8 is a timeout).
@@ -136,7 +135,6 @@ struct NcclApi {
   NcclResult (*ncclGetUniqueId)(NcclUniqueId*) = nullptr;
   NcclResult (*ncclCommInitRankConfig)(ncclComm_t*, int num_ranks, NcclUniqueId, int rank,
                                        NcclConfig*) = nullptr;
-  NcclResult (*ncclCommSplit)(ncclComm_t, int color, int key, ncclComm_t*, NcclConfig*) = nullptr;
   NcclResult (*ncclCommFinalize)(ncclComm_t) = nullptr;
   NcclResult (*ncclCommDestroy)(ncclComm_t) = nullptr;
   NcclResult (*ncclCommAbort)(ncclComm_t) = nullptr;
@@ -172,10 +170,6 @@ struct NcclApi {
   NcclResult (*ncclCommRegister)(ncclComm_t, void* memory, std::size_t bytes,
                                  void** handle) = nullptr;               // 2.19
   NcclResult (*ncclCommDeregister)(ncclComm_t, void* handle) = nullptr;  // 2.19
-  NcclResult (*ncclCommWindowRegister)(ncclComm_t, void* memory, std::size_t bytes, ncclWindow_t*,
-                                       int flags) = nullptr;                   // 2.27
-  NcclResult (*ncclCommWindowDeregister)(ncclComm_t, ncclWindow_t) = nullptr;  // 2.27
-  NcclResult (*ncclCommRevoke)(ncclComm_t, int flags) = nullptr;               // 2.28.7
 
   /// Loads libnccl. Throws Error(SPARKHVD_UNSUPPORTED) with every place that was looked at and why
   /// it did not do.

@@ -198,14 +198,10 @@ def test_search_gives_up_what_noise_has_chosen() -> None:
         ("on", (0, 0, 0, 0), ["bucket_bytes", "chunk_bytes"]),
         ("all", (0, 0, 0, 0), ["bucket_bytes", "chunk_bytes"]),
         ("on", (0, 0, 1, 1), ["bucket_bytes", "chunk_bytes", "streams"]),
-        (
-            "all",
-            (0, 0, 1, 1),
-            ["bucket_bytes", "chunk_bytes", "streams", "symmetric_bytes", "direct_ranks"],
-        ),
+        ("all", (0, 0, 1, 1), ["bucket_bytes", "chunk_bytes", "streams"]),
         # A ring: where an element lies decides in which order it is added up.
         ("on", tuple(range(17)), ["streams"]),
-        ("all", tuple(range(17)), ["bucket_bytes", "streams", "symmetric_bytes", "direct_ranks"]),
+        ("all", tuple(range(17)), ["bucket_bytes", "streams"]),
     ],
 )
 def test_only_all_moves_what_may_change_bits(
