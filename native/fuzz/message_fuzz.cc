@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -50,6 +51,7 @@ void decode_everything(Input body) {
   try_decode<SegmentOffer>(body);
   try_decode<SegmentMapped>(body);
   try_decode<Credit>(body);
+  try_decode<Point>(body);
 }
 
 /// The input as what a peer sends, cut where the input says. Returns how much of it was taken.
@@ -142,6 +144,9 @@ void write_corpus(const std::filesystem::path& folder) {
   frames.push_back(encode(SegmentMapped{{}, true}));
   frames.push_back(encode(Abort{SPARKHVD_PEER_LOST, "rank 2 is lost"}));
   frames.push_back(encode(Credit{1, 0, 1 << 20}));
+  const std::array<std::byte, 8> payload{};
+  frames.push_back(encode(Point{PointKind::kEager, 0, 5, DType::kFloat32, 8, 1, "", payload}));
+  frames.push_back(encode(Point{PointKind::kReject, 0, 5, DType::kFloat32, 0, 1, "why", {}}));
   for (const std::int32_t stream : {0, 1}) {
     const auto header = encode_data_header(stream, 700);
     Bytes data(header.begin(), header.end());

@@ -88,7 +88,11 @@ extern "C" {
 #define SPARKHVD_GATHER 13
 /* `splits`: the root's, rows for each rank of the set (NULL = equal parts); the others bring a tensor of 0 rows. */
 #define SPARKHVD_SCATTER 14
-#define SPARKHVD_NUM_COLLECTIVES 15
+/* No collectives: from one rank of the process set to another, `root_rank`; of a receive also -1, any rank. `splits`:
+ * the tag, one number. Matched by rank and tag in the order of submission; names need only be unique here. */
+#define SPARKHVD_SEND 15
+#define SPARKHVD_RECEIVE 16
+#define SPARKHVD_NUM_COLLECTIVES 17
 
 /* Places in `splits` of SPARKHVD_CONFIGURE. The first two never change a bit of a result. */
 #define SPARKHVD_KNOB_CHUNK_BYTES 0  /* of a pipeline step in shared memory, at most slot_bytes */
@@ -207,7 +211,7 @@ typedef struct sparkhvd_output {
   uint32_t num_rows; /* length of `rows` */
   void* data;        /* row-major, ordered by rank; NULL if the caller gave the memory */
   uint64_t num_bytes;
-  /* [num_rows] allgather, gather: first dimensions, [tensor][rank of the set] (`data`: tensor after tensor); scatter: own;
+  /* [num_rows] allgather, gather: first dimensions, [tensor][rank of the set] (`data`: tensor after tensor); scatter: own; receive: sender, tag, bytes;
    * alltoall: rows that came from each rank of the set; join: the rank that joined last;
    * ADD_PROCESS_SET: the id. */
   const int64_t* rows;

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <future>
 
+#include "collectives/spec.h"
 #include "text.h"
 #include "transport/tcp.h"
 
@@ -48,6 +49,9 @@ Engine::Engine(EngineOptions options)
   std::vector<std::string> warnings;
   world_.emplace(std::move(options.world), std::move(options.sockets), bell_, warnings);
   for (const auto& warning : warnings) warn(warning);
+  messages_.emplace(*world_, [this](Operation& operation, std::int32_t status, std::string text) {
+    finish(operation, status, std::move(text));
+  });
   choose_spinning();
   open_group(std::make_unique<Group>(0, world_->team()));
   groups_.at(0)->communicator.emplace(*world_, 0, world_->team(), world_->memory(),
@@ -91,7 +95,9 @@ void Engine::accept(const std::unique_lock<std::mutex>& lock,
   [[maybe_unused]] const bool is_held = lock.owns_lock();
   if (failure_) throw Error(failure_->status(), operation->label() + ": " + failure_->what());
   const auto members = members_.find(operation->process_set);
+  const bool needs_all = !spec_of(operation->descriptor.collective).is_point_to_point;
   for (const Rank rank : departed_) {
+    if (!needs_all) break;
     if (members != members_.end() && std::ranges::count(*members->second, rank) == 0) continue;
     throw Error(SPARKHVD_SHUT_DOWN,
                 departure_text(operation->descriptor.collective, operation->name, rank));
@@ -231,6 +237,7 @@ void Engine::finish(Operation& operation, std::int32_t status, std::string messa
 void Engine::fail_all(std::int32_t status, const std::string& message) {
   // Links first: nothing may be written to a tensor once its operation is finished.
   for (auto& link : world_->data_links()) link.cancel_lent();
+  messages_->clear();
   for (auto& [id, group] : groups_) {
     group->running.clear();
     group->submitted.clear();
@@ -284,6 +291,7 @@ void Engine::fail_without_memory() noexcept {
   has_failed_ = true;
   // What is closed reads and writes nothing that was lent to it.
   world_->close_descriptors();
+  messages_->clear();
   for (auto& [id, group] : groups_) {
     group->running.clear();
     group->submitted.clear();

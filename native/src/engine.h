@@ -35,6 +35,7 @@
 #include "nccl/plane.h"
 #include "negotiation.h"
 #include "operation.h"
+#include "point_to_point/point_to_point.h"
 #include "recorder.h"
 #include "stacks.h"
 #include "transport/bell.h"
@@ -170,6 +171,7 @@ class Engine {
   void look_for_losses(TimePoint now);
   void lose(Rank peer, const std::string& why);
   bool receive_shared();
+  bool receive_messages();
   bool hear_next(Group& group, ControlReader& reader);
   bool is_all_shared() const;
   bool listens() const;
@@ -254,6 +256,7 @@ class Engine {
   const double stall_warning_s_;
   Error out_of_memory_;  // there when nothing can be made any more
   std::optional<World> world_;
+  std::optional<PointToPoint> messages_;  // the driver's
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -83,6 +83,7 @@ bool Engine::read_data(DataLink& link) {
   const bool moved = link.read(kReadBudget);
   if (link.state() == Link::State::kOpen) return moved;
   on_data_end(link);
+  if (&link == &world_->data_link(link.peer(), 0)) messages_->on_data_end(link.peer());
   return true;
 }
 

@@ -299,7 +299,7 @@ bool Engine::sleep_until(TimePoint deadline) {
 /// Tells the peers of this host and the plane to ring, if they matter at all. False if there is
 /// something to do after all.
 bool Engine::announce_sleep() {
-  if (!is_running() && !listens() && plane() == nullptr) return true;
+  if (!is_running() && !listens() && plane() == nullptr && !messages_->is_waiting()) return true;
   bell_.set_sleeping();
   if (!try_step(Work::kAll)) return true;
   bell_.set_awake();
@@ -320,6 +320,11 @@ bool Engine::step(Work work) {
     return poll_links(0, interrupted) || moved;
   }
   if (work == Work::kAll) {
+    if (messages_->is_waiting()) {
+      moved |= receive_messages();
+      if (has_failed_) return true;
+      moved |= messages_->step();
+    }
     moved |= run_operations();
     // On one host the shared memory matters, not the sockets: looking at them costs a system call.
     const bool must_look = std::exchange(must_look_, false);
@@ -410,7 +415,8 @@ bool Engine::is_running() const {
 }
 
 TimePoint Engine::next_deadline() const {
-  TimePoint next = std::min(next_device_deadline(), loss_watch_.next());
+  TimePoint next =
+      std::min({next_device_deadline(), loss_watch_.next(), messages_->next_deadline()});
   for (const auto& [rank, suspect] : suspects_) next = std::min(next, suspect.until);
   for (const auto& [id, group] : groups_) {
     if (group->negotiation) next = std::min(next, group->negotiation->next_deadline());
@@ -428,6 +434,7 @@ bool Engine::check_time() {
   const auto now = Clock::now();
   if (now < deadline) return false;
   look_for_losses(now);
+  if (!has_failed_) messages_->check_time(now);
   for (auto& [id, group] : groups_) {
     if (has_failed_ || !check_time(*group, now)) break;
   }

@@ -43,6 +43,11 @@ void Engine::announce(const Team& team, std::int32_t process_set) {
 // ---- Submission ------------------------------------------------------------------------------
 
 void Engine::submit_to(Group& group, std::shared_ptr<Operation> operation) {
+  if (spec_of(operation->descriptor.collective).is_point_to_point) {
+    receive_messages();  // one that has been withdrawn is no match any more
+    if (has_failed_) return finish(*operation, failure_->status(), failure_->what());
+    return messages_->post(std::move(operation), group.team.ranks());
+  }
   const Rank coordinator = group.coordinator();
   if (said_goodbye_[static_cast<std::size_t>(index_of(coordinator))]) {
     finish(*operation, SPARKHVD_SHUT_DOWN,
@@ -156,6 +161,11 @@ bool Engine::hear_next(Group& group, ControlReader& reader) {
   return true;
 }
 
+/// Receives messages from rank to rank through shared memory. True if there were any.
+bool Engine::receive_messages() {
+  return messages_->receive([this](Rank from, const std::string& why) { lose(from, why); });
+}
+
 /// True if all ordinary messages between the ranks go through shared memory.
 bool Engine::is_all_shared() const {
   return std::ranges::all_of(groups_, [](const auto& entry) {
@@ -200,6 +210,8 @@ void Engine::handle(ControlLink& link, FrameType type, std::span<const std::byte
       return on_mapped(from, decode<SegmentMapped>(body));
     case FrameType::kCredit:
       return on_credit(from, decode<Credit>(body));
+    case FrameType::kPoint:
+      return messages_->on_frame(from, decode<Point>(body));
     case FrameType::kHello:
     case FrameType::kMapped:
     case FrameType::kData:
@@ -209,8 +221,9 @@ void Engine::handle(ControlLink& link, FrameType type, std::span<const std::byte
 }
 
 void Engine::on_credit(Rank from, const Credit& message) {
-  const bool is_removed =
-      message.process_set < next_process_set_ && groups_.count(message.process_set) == 0;
+  const bool is_removed = message.process_set != PointToPoint::kStream &&
+                          message.process_set < next_process_set_ &&
+                          groups_.count(message.process_set) == 0;
   if (is_removed) return;  // its operations ended here before the peer's last receive was posted
   if (message.connection >= world_->options().streams) throw nonsense("credit for no connection");
   world_->data_link(from, message.connection).grant(message.process_set, message.bytes);
@@ -241,7 +254,8 @@ void Engine::on_ready(Rank from, Ready message) {
   const auto entry = groups_.find(message.process_set);
   if (entry == groups_.end() && message.process_set < next_process_set_) return;  // removed
   if (entry == groups_.end() || !entry->second->is_coordinator() ||
-      !entry->second->team.includes(from)) {
+      !entry->second->team.includes(from) ||
+      spec_of(message.descriptor.collective).is_point_to_point) {
     throw nonsense("a frame that only the coordinator of a process set receives");
   }
   Group& group = *entry->second;

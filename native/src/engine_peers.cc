@@ -101,6 +101,7 @@ void Engine::on_goodbye(Rank from, const Goodbye& message) {
     depart_on_device(*group, from, executed_on_device);
     depart(*group, from, executed);
   }
+  messages_->depart(from);
   if (from == Rank{0}) on_relay_end();
 }
 

@@ -220,6 +220,7 @@ void Engine::close_group(Group& group, std::int32_t status, const std::string& t
     return true;
   });
   group.negotiation.reset();
+  messages_->close(group.id, status, text);
 }
 
 void Engine::configure(Group& group, const Operation& operation) {

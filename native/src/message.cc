@@ -1,120 +1,11 @@
 #include "message.h"
 
 #include <algorithm>
-#include <bit>
 
-#include "error.h"
+#include "wire.h"
 
 namespace sparkhvd {
 namespace {
-
-static_assert(std::endian::native == std::endian::little,
-              "the wire is little-endian; a big-endian machine needs swaps here");
-
-class Writer {
- public:
-  explicit Writer(FrameType type) : bytes_(kFrameHeaderBytes) {
-    bytes_[4] = static_cast<std::byte>(type);
-  }
-
-  template <class T>
-    requires std::is_arithmetic_v<T>
-  Writer& number(T value) {
-    const auto raw = std::as_bytes(std::span(&value, 1));
-    bytes_.insert(bytes_.end(), raw.begin(), raw.end());
-    return *this;
-  }
-
-  Writer& text(std::string_view value) {
-    number(static_cast<std::uint32_t>(value.size()));
-    const auto raw = std::as_bytes(std::span(value));
-    bytes_.insert(bytes_.end(), raw.begin(), raw.end());
-    return *this;
-  }
-
-  template <class T>
-  Writer& numbers(const std::vector<T>& values) {
-    number(static_cast<std::uint32_t>(values.size()));
-    const auto raw = std::as_bytes(std::span(values));
-    bytes_.insert(bytes_.end(), raw.begin(), raw.end());
-    return *this;
-  }
-
-  Writer& flag(bool value) { return number(static_cast<std::uint8_t>(value)); }
-
-  Bytes finish() {
-    const std::size_t body = bytes_.size() - kFrameHeaderBytes;
-    if (body > kMaxControlBytes) {
-      throw Error(SPARKHVD_INVALID_ARGUMENT,
-                  "the operation's description needs " + std::to_string(body) +
-                      " bytes, more than the limit of " + std::to_string(kMaxControlBytes) +
-                      ". Submit fewer tensors at once.");
-    }
-    const auto length = static_cast<std::uint32_t>(body);
-    std::memcpy(bytes_.data(), &length, sizeof(length));
-    return std::move(bytes_);
-  }
-
- private:
-  Bytes bytes_;
-};
-
-[[noreturn]] void malformed(const std::string& what) { throw Error(SPARKHVD_PEER_LOST, what); }
-
-class Reader {
- public:
-  explicit Reader(std::span<const std::byte> bytes) : bytes_(bytes) {}
-
-  template <class T>
-    requires std::is_arithmetic_v<T>
-  T number() {
-    T value;
-    std::memcpy(&value, take(sizeof(T)).data(), sizeof(T));
-    return value;
-  }
-
-  std::string text(std::size_t limit) {
-    const auto size = number<std::uint32_t>();
-    if (size > limit) malformed("a text of " + std::to_string(size) + " bytes");
-    const auto raw = take(size);
-    return {reinterpret_cast<const char*>(raw.data()), raw.size()};
-  }
-
-  template <class T>
-  std::vector<T> numbers() {
-    const auto size = number<std::uint32_t>();
-    const auto raw = take(std::size_t{size} * sizeof(T));
-    std::vector<T> values(size);
-    if (size != 0) std::memcpy(values.data(), raw.data(), raw.size());
-    return values;
-  }
-
-  bool flag() {
-    const auto value = number<std::uint8_t>();
-    if (value > 1) malformed("a flag of value " + std::to_string(value));
-    return value == 1;
-  }
-
-  void end() const {
-    if (!bytes_.empty()) malformed(std::to_string(bytes_.size()) + " bytes too many in a frame");
-  }
-
- private:
-  std::span<const std::byte> take(std::size_t count) {
-    if (count > bytes_.size()) malformed("a frame that ends early");
-    const auto head = bytes_.first(count);
-    bytes_ = bytes_.subspan(count);
-    return head;
-  }
-
-  std::span<const std::byte> bytes_;
-};
-
-template <class T>
-T known(std::optional<T> value, const char* what) {
-  if (!value) malformed(std::string("an unknown ") + what);
-  return *value;
-}
 
 void write(Writer& writer, const SegmentKey& key) {
   writer.number(key.process_set).number(key.sequence);
@@ -331,6 +222,19 @@ Bytes encode(const Credit& message) {
       .finish();
 }
 
+Bytes encode(const Point& message) {
+  return Writer(FrameType::kPoint)
+      .number(static_cast<std::uint8_t>(message.kind))
+      .number(message.process_set)
+      .number(message.tag)
+      .number(static_cast<std::int32_t>(message.dtype))
+      .number(message.bytes)
+      .number(message.number)
+      .text(message.text)
+      .raw(message.payload)
+      .finish();
+}
+
 std::array<std::byte, kDataHeaderBytes> encode_data_header(std::int32_t stream,
                                                            std::size_t payload_bytes) {
   std::array<std::byte, kDataHeaderBytes> header{};
@@ -347,7 +251,7 @@ FrameHeader decode_header(std::span<const std::byte> header) {
   result.body_bytes = reader.number<std::uint32_t>();
   const auto type = reader.number<std::uint8_t>();
   if (type < static_cast<std::uint8_t>(FrameType::kHello) ||
-      type > static_cast<std::uint8_t>(FrameType::kCredit)) {
+      type > static_cast<std::uint8_t>(FrameType::kPoint)) {
     malformed("a frame of unknown type " + std::to_string(type));
   }
   result.type = static_cast<FrameType>(type);
@@ -494,6 +398,28 @@ Credit decode<Credit>(std::span<const std::byte> body) {
   message.connection = reader.number<std::uint32_t>();
   message.bytes = reader.number<std::uint64_t>();
   reader.end();
+  return message;
+}
+
+template <>
+Point decode<Point>(std::span<const std::byte> body) {
+  Reader reader(body);
+  Point message;
+  const auto kind = reader.number<std::uint8_t>();
+  if (kind > static_cast<std::uint8_t>(PointKind::kWithdraw)) malformed("an unknown message");
+  message.kind = static_cast<PointKind>(kind);
+  message.process_set = reader.number<std::int32_t>();
+  message.tag = reader.number<std::int32_t>();
+  message.dtype = known(to_dtype(reader.number<std::int32_t>()), "element type");
+  message.bytes = reader.number<std::uint64_t>();
+  message.number = reader.number<std::uint64_t>();
+  message.text = reader.text(kMaxNameBytes);
+  message.payload = reader.rest();
+  const bool has_payload = message.kind == PointKind::kEager;
+  if (message.bytes > kMaxTensorBytes ||
+      message.payload.size() != (has_payload ? message.bytes : 0)) {
+    malformed("a message of impossible size");
+  }
   return message;
 }
 

@@ -35,6 +35,7 @@ enum class FrameType : std::uint8_t {
   kSegmentMapped = 12,  // "I could (not) map what was offered"
   kOrder = 13,   // from a coordinator to rank 0: this operation on devices is next of its set
   kCredit = 14,  // "I take so many tensor bytes"
+  kPoint = 15,   // of a message from one rank to another
 };
 
 /// Before every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.
@@ -175,6 +176,27 @@ struct Credit {
   std::uint64_t bytes = 0;
 };
 
+/// What is said about a message from one rank to another.
+enum class PointKind : std::uint8_t {
+  kEager = 0,     // the message
+  kAnnounce = 1,  // a large one: it comes when it is accepted
+  kAccept = 2,    // the bytes of message `number` may come
+  kTaken = 3,     // `number` bytes of small messages have been received in all
+  kReject = 4,    // message `number` does not fit its receive
+  kWithdraw = 5,  // message `number` does not come
+};
+
+struct Point {
+  PointKind kind{};
+  std::int32_t process_set = 0;
+  std::int32_t tag = 0;
+  DType dtype{};
+  std::uint64_t bytes = 0;
+  std::uint64_t number = 0;  // of its sender's to its receiver
+  std::string text;
+  std::span<const std::byte> payload;  // decoded: in the body
+};
+
 struct StackRequest {};
 
 struct Stack {
@@ -200,6 +222,7 @@ Bytes encode(const Stack& message);
 Bytes encode(const SegmentOffer& message);
 Bytes encode(const SegmentMapped& message);
 Bytes encode(const Credit& message);
+Bytes encode(const Point& message);
 
 /// The header of a data frame; the body follows from the tensor's own memory. `stream` is the
 /// process set.
@@ -239,5 +262,7 @@ template <>
 SegmentMapped decode<SegmentMapped>(std::span<const std::byte> body);
 template <>
 Credit decode<Credit>(std::span<const std::byte> body);
+template <>
+Point decode<Point>(std::span<const std::byte> body);
 
 }  // namespace sparkhvd

@@ -6,6 +6,7 @@
 
 #include "collectives/spec.h"
 #include "nccl/calls.h"
+#include "point_to_point/matching.h"
 #include "text.h"
 
 namespace sparkhvd {
@@ -35,7 +36,8 @@ class RequestReader {
   void read() {
     read_options();
     if (spec_.reduces) read_reduction();
-    if (spec_.has_root) read_root();
+    if (spec_.has_root) read_root("root_rank");
+    if (spec_.is_point_to_point) read_peer();
     read_tensors();
     read_numbers();
     check_message_size();
@@ -144,10 +146,19 @@ class RequestReader {
     }
   }
 
-  void read_root() {
+  void read_peer() {
+    const bool takes_any = descriptor_.collective == Collective::kReceive;
+    if (takes_any && raw_.root_rank == index_of(kAnyRank)) {
+      descriptor_.root = kAnyRank;
+    } else {
+      read_root("rank");
+    }
+  }
+
+  void read_root(const char* what) {
     const auto root = Rank{raw_.root_rank};
     if (std::ranges::count(*members_, root) == 0) {
-      refuse("root_rank " + std::to_string(raw_.root_rank) +
+      refuse(std::string(what) + " " + std::to_string(raw_.root_rank) +
              " is not in the process set, which has " + rank_list(*members_) +
              ". It is a global rank.");
     }
@@ -179,7 +190,9 @@ class RequestReader {
     const std::uint64_t bytes = *count * element;
     total_ += bytes;
     if (total_ > kMaxTensorBytes) refuse("more than 64 TiB.");
-    if (bytes > 0 && tensor.input == nullptr) invalid(which + " has no input.");
+    if (bytes > 0 && tensor.input == nullptr && spec_.result != Result::kReceived) {
+      invalid(which + " has no input.");
+    }
     if (operation_.on_device) {
       operation_.on_device->tensors.push_back(
           {static_cast<const std::byte*>(tensor.input), static_cast<std::byte*>(tensor.output)});
@@ -221,6 +234,9 @@ class RequestReader {
         }
         need_output(bytes);
         break;
+      case Result::kReceived:
+        need_output(bytes);
+        return operation_.pieces.add(tensor.output, tensor.output, bytes);
       case Result::kAgreed:
         read_room(tensor, which);
         break;

@@ -58,6 +58,8 @@ enum class Collective : std::int32_t {
   kReduce = SPARKHVD_REDUCE,
   kGather = SPARKHVD_GATHER,
   kScatter = SPARKHVD_SCATTER,
+  kSend = SPARKHVD_SEND,
+  kReceive = SPARKHVD_RECEIVE,
 };
 inline constexpr std::int32_t kNumCollectives = SPARKHVD_NUM_COLLECTIVES;
 
@@ -172,6 +174,10 @@ constexpr std::string_view name_of(Collective collective) noexcept {
       return "gather";
     case Collective::kScatter:
       return "scatter";
+    case Collective::kSend:
+      return "send";
+    case Collective::kReceive:
+      return "receive";
   }
   return "unknown collective";
 }

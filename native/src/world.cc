@@ -54,7 +54,8 @@ World::World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
 }
 
 std::size_t World::memory_bytes() const noexcept {
-  return kPageBytes + Communicator::memory_bytes(options_);
+  return kPageBytes + Communicator::memory_bytes(options_) +
+         Lane::bytes_of_all(ranks_of_own_host());
 }
 
 std::vector<Rank> World::ranks_of_host() const {
@@ -66,6 +67,14 @@ std::vector<Rank> World::ranks_of_host() const {
     }
   }
   return local_peers;
+}
+
+Lane* World::lane(Rank owner, Rank other) const {
+  const auto host = options_.hosts[static_cast<std::size_t>(index_of(owner))];
+  const auto end = options_.hosts.begin() + index_of(other);
+  const auto index = static_cast<std::size_t>(std::count(options_.hosts.begin(), end, host));
+  std::byte* lanes = memory_->data(owner) + kPageBytes + Communicator::memory_bytes(options_);
+  return reinterpret_cast<Lane*>(lanes + index * Lane::bytes(ranks_of_own_host()));
 }
 
 std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {

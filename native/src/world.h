@@ -17,6 +17,7 @@
 #include "clock.h"
 #include "cpus.h"
 #include "message.h"
+#include "point_to_point/lane.h"
 #include "segment.h"
 #include "team.h"
 #include "transport/bell.h"
@@ -75,6 +76,10 @@ class World {
   std::shared_ptr<Segment> memory() const noexcept {
     return team_.local_size() > 1 ? memory_ : nullptr;
   }
+
+  /// The lane in the memory of one rank of the island for another.
+  Lane* lane(Rank owner, Rank other) const;
+  std::size_t ranks_of_own_host() const { return ranks_of_host().size() + 1; }
 
   /// What each rank of this host may run on. A rank that shares no memory with this one has not told:
   /// it is supposed to have the same.

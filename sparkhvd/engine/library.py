@@ -105,6 +105,8 @@ class Collective(IntEnum):
     REDUCE = 12
     GATHER = 13
     SCATTER = 14
+    SEND = 15
+    RECEIVE = 16
 
 
 class Knob(IntEnum):

@@ -1,5 +1,5 @@
 // Collectives about the engine itself: barrier and join, process sets, registered memory, settings. Most are
-// the engine's own doing when their turn comes.
+// the engine's own doing when their turn comes. And what is no collective: messages from rank to rank.
 #include <cstdint>
 
 #include "collectives/collectives.h"
@@ -75,6 +75,13 @@ bool is_last_rank_possible(const Received& received) {
          received.team.includes(Rank{static_cast<std::int32_t>(received.order.rows[0])});
 }
 
+void check_tag(const Submitted& submitted) {
+  const auto& numbers = submitted.descriptor.numbers;
+  if (numbers.size() != 1 || numbers[0] < 0 || numbers[0] > INT32_MAX) {
+    submitted.refuse("give one tag, from 0 to 2147483647.");
+  }
+}
+
 Task make_memory(Context& context) {
   const auto& numbers = context.operation.descriptor.numbers;
   const bool is_one_piece = numbers.size() > 1 && numbers[1] == 1;
@@ -102,5 +109,16 @@ extern const CollectiveSpec kRegisterSpec = {.collective = Collective::kRegister
                                              .device_algorithm = "nccl_register"};
 extern const CollectiveSpec kConfigureSpec = {
     .collective = Collective::kConfigure, .same_numbers = "the settings", .check = check_knobs};
+extern const CollectiveSpec kSendSpec = {.collective = Collective::kSend,
+                                         .min_tensors = 1,
+                                         .max_tensors = 1,
+                                         .is_point_to_point = true,
+                                         .check = check_tag};
+extern const CollectiveSpec kReceiveSpec = {.collective = Collective::kReceive,
+                                            .min_tensors = 1,
+                                            .max_tensors = 1,
+                                            .is_point_to_point = true,
+                                            .result = Result::kReceived,
+                                            .check = check_tag};
 
 }  // namespace sparkhvd

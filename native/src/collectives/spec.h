@@ -27,6 +27,7 @@ enum class Result : std::uint8_t {
   kInPlace,    // where the inputs are
   kOwnRows,    // the caller's, each with this rank's rows of its input
   kOfRoot,     // as kSameShape, on the root alone
+  kReceived,   // the caller's; there is no input
   kAgreed,     // as large as the order says: the engine's, or the caller's if it has room
 };
 
@@ -59,6 +60,8 @@ struct CollectiveSpec {
   std::uint32_t max_tensors = 0;  // 0: it has no tensors and no dtype
   bool reduces = false;
   bool has_root = false;
+  /// From one rank to another, whom `root` names; nobody else agrees on it.
+  bool is_point_to_point = false;
   Result result = Result::kNone;
   /// The first dimension of its tensors is divided, so they have one.
   bool divides_rows = false;

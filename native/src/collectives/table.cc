@@ -23,6 +23,8 @@ extern const CollectiveSpec kAllgatherIntoSpec;
 extern const CollectiveSpec kReduceSpec;
 extern const CollectiveSpec kGatherSpec;
 extern const CollectiveSpec kScatterSpec;
+extern const CollectiveSpec kSendSpec;
+extern const CollectiveSpec kReceiveSpec;
 
 namespace {
 
@@ -30,7 +32,8 @@ constexpr std::array<const CollectiveSpec*, kNumCollectives> kTable = {
     &kAllreduceSpec,        &kAllgatherSpec,     &kBroadcastSpec, &kBarrierSpec,
     &kAlltoallSpec,         &kReducescatterSpec, &kJoinSpec,      &kAddProcessSetSpec,
     &kRemoveProcessSetSpec, &kRegisterSpec,      &kConfigureSpec, &kAllgatherIntoSpec,
-    &kReduceSpec,           &kGatherSpec,        &kScatterSpec,
+    &kReduceSpec,           &kGatherSpec,        &kScatterSpec,   &kSendSpec,
+    &kReceiveSpec,
 };
 
 }  // namespace

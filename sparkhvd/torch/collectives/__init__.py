@@ -23,6 +23,7 @@ Each module imports only those above it:
     alltoalls        alltoall
     reducescatters   reducescatter
     barriers         barrier, join
+    messages         send, recv
     sparse           sparse tensors
 """
 
@@ -53,6 +54,7 @@ from sparkhvd.torch.collectives.broadcasts import (
     broadcast_async_,
 )
 from sparkhvd.torch.collectives.handles import Handle, poll, synchronize
+from sparkhvd.torch.collectives.messages import recv, recv_async, send, send_async
 from sparkhvd.torch.collectives.reducescatters import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -93,8 +95,12 @@ __all__ = [
     "grouped_reducescatter_async",
     "join",
     "poll",
+    "recv",
+    "recv_async",
     "reducescatter",
     "reducescatter_async",
+    "send",
+    "send_async",
     "sparse_allreduce_async",
     "synchronize",
 ]

@@ -1,0 +1,75 @@
+// Which message a receive gets: the first that was sent of those from its sender, with its tag, on its process set.
+// Pure: no sockets, no clock.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <optional>
+
+#include "types.h"
+
+namespace sparkhvd {
+
+/// What tells messages apart.
+struct Address {
+  std::int32_t process_set = 0;
+  Rank from{};
+  std::int32_t tag = 0;
+  bool operator==(const Address&) const = default;
+};
+
+/// A receive from any rank of the set; the only negative rank.
+inline constexpr Rank kAnyRank{-1};
+
+template <class Receive, class Message>
+class Matching {
+ public:
+  struct Posted {
+    Address address;
+    Receive receive;
+  };
+  struct Arrived {
+    Address address;
+    Message message;
+  };
+
+  /// The message that a new receive gets; nothing: it waits. `comes_first`: it has been in line before.
+  std::optional<Arrived> post(const Address& address, Receive receive, bool comes_first = false) {
+    for (auto entry = arrived_.begin(); entry != arrived_.end(); ++entry) {
+      if (!fits(address, entry->address)) continue;
+      auto found = std::move(*entry);
+      arrived_.erase(entry);
+      return found;
+    }
+    posted_.insert(comes_first ? posted_.begin() : posted_.end(), {address, std::move(receive)});
+    return std::nullopt;
+  }
+
+  /// The receive that a new message meets; nothing: it is kept, which moves it.
+  std::optional<Posted> arrive(const Address& address, Message&& message) {
+    for (auto entry = posted_.begin(); entry != posted_.end(); ++entry) {
+      if (!fits(entry->address, address)) continue;
+      auto found = std::move(*entry);
+      posted_.erase(entry);
+      return found;
+    }
+    arrived_.push_back({address, std::move(message)});
+    return std::nullopt;
+  }
+
+  std::list<Posted>& posted() noexcept { return posted_; }
+  const std::list<Posted>& posted() const noexcept { return posted_; }
+  std::list<Arrived>& arrived() noexcept { return arrived_; }
+  const std::list<Arrived>& arrived() const noexcept { return arrived_; }
+
+ private:
+  static bool fits(const Address& receive, const Address& message) noexcept {
+    return receive.process_set == message.process_set && receive.tag == message.tag &&
+           (receive.from == kAnyRank || receive.from == message.from);
+  }
+
+  std::list<Posted> posted_;    // in their order
+  std::list<Arrived> arrived_;  // in their order
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,170 @@
+// How messages end that nobody meets, or whose ranks leave.
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+#include "error.h"
+#include "point_to_point/operations.h"
+#include "point_to_point/point_to_point.h"
+
+namespace sparkhvd {
+
+void PointToPoint::complete(Operation& receive, Rank from) {
+  receive.rows = {index_of(from), tag_of(receive),
+                  static_cast<std::int64_t>(receive.pieces.bytes())};
+  finish_(receive, SPARKHVD_OK, {});
+}
+
+void PointToPoint::end(const Operation& operation, std::int32_t status, const std::string& text) {
+  finish_(const_cast<Operation&>(operation), status, operation.label() + ": " + text);
+}
+
+void PointToPoint::end_unmatched(std::int32_t status, const Why& why) {
+  auto& posted = matching_.posted();
+  for (auto entry = posted.begin(); entry != posted.end();) {
+    const auto current = entry++;
+    const auto operation = current->receive.operation;
+    const std::string text = why(*operation, &current->receive);
+    if (text.empty()) continue;
+    posted.erase(current);
+    end(*operation, status, text);
+  }
+  const auto end_sends = [&](auto& sends, auto tell_receiver) {
+    for (auto entry = sends.begin(); entry != sends.end();) {
+      const auto [number, operation] = *entry;
+      const std::string text = why(*operation, nullptr);
+      if (text.empty()) {
+        ++entry;
+        continue;
+      }
+      entry = sends.erase(entry);
+      tell_receiver(number, *operation);
+      end(*operation, status, text);
+    }
+  };
+  for (Peer& target : peers_) {
+    end_sends(target.announced, [&](std::uint64_t number, const Operation& operation) {
+      if (target.has_left) return;
+      target.withdrawn.emplace(number, operation.pieces.bytes());
+      Point withdraw;
+      withdraw.kind = PointKind::kWithdraw;
+      withdraw.number = number;
+      tell(rank_of(target), withdraw);
+    });
+  }
+  for (Peer& target : peers_) {
+    std::erase_if(target.frames, [&](const Frame& frame) {
+      const std::string text = frame.send ? why(*frame.send, nullptr) : "";
+      if (!text.empty()) end(*frame.send, status, text);
+      return !text.empty();
+    });
+  }
+  end_sends(to_self_, [&](std::uint64_t number, const Operation&) {
+    std::erase_if(matching_.arrived(), [&](const auto& entry) {
+      return entry.message.own && entry.message.number == number;
+    });
+  });
+}
+
+void PointToPoint::check_time(TimePoint now) {
+  if (now < next_deadline_) return;
+  next_deadline_ = kNever;
+  const auto seconds = [](const Operation& operation) {
+    char text[32];
+    std::snprintf(text, sizeof(text), "%.3g", operation.descriptor.timeout_s);
+    return std::string(text) + " s";
+  };
+  end_unmatched(SPARKHVD_TIMEOUT, [&](const Operation& operation, const Receive*) -> std::string {
+    if (now < operation.give_up_at) {
+      watch(operation);
+      return {};
+    }
+    return (is_send(operation)
+                ? peer_text(operation) + " did not receive it within "
+                : peer_text(operation) + " sent nothing" + tag_text(operation) + " within ") +
+           seconds(operation) + ". Look at what it does, or raise the timeout.";
+  });
+  const auto check = [&](const Operation& operation, Rank other) {
+    if (now < operation.give_up_at) return watch(operation);
+    throw Error(SPARKHVD_TIMEOUT, operation.label() + ": " + rank_text(world_.rank()) + " waited " +
+                                      seconds(operation) + " for " + rank_text(other) +
+                                      ", which stopped in the middle of the message. The process "
+                                      "may be stopped or starved of CPU.");
+  };
+  for (const Peer& other : peers_) {
+    for (const auto& outgoing : other.outgoing) check(*outgoing.operation, rank_of(other));
+    for (const auto& incoming : other.incoming) check(*incoming.receive.operation, rank_of(other));
+  }
+}
+
+void PointToPoint::depart(Rank rank) {
+  Peer& left = peer(rank);
+  // What it has said last may still lie in shared memory.
+  if (left.reader) {
+    while (receive_records(rank, left)) {
+    }
+  } else {
+    finish_transfers(rank, left);
+  }
+  left.has_left = true;
+  const std::string gone = rank_text(rank) + " shut down before that.";
+  end_unmatched(
+      SPARKHVD_SHUT_DOWN, [&](const Operation& operation, const Receive* receive) -> std::string {
+        if (operation.descriptor.root == rank) return gone;
+        const bool has_sender = receive == nullptr || receive->senders.empty() ||
+                                std::ranges::any_of(receive->senders, [&](Rank sender) {
+                                  return sender == world_.rank() || !peer(sender).has_left;
+                                });
+        return has_sender ? "" : "every other rank has shut down.";
+      });
+  // Of an announced message nothing comes any more.
+  std::erase_if(matching_.arrived(), [&](const auto& entry) {
+    return entry.address.from == rank && entry.message.is_announced;
+  });
+  left.frames.clear();
+  left.withdrawn.clear();
+  if (left.reader) return end_transfers(left);
+  // Bytes that were sent before the goodbye are still on their way.
+  if (!data_link(rank).is_open()) on_data_end(rank);
+}
+
+void PointToPoint::on_data_end(Rank rank) {
+  Peer& left = peer(rank);
+  if (!left.has_left) return;
+  finish_transfers(rank, left);
+  end_transfers(left);
+}
+
+void PointToPoint::end_transfers(Peer& left) {
+  const std::string gone = rank_text(rank_of(left)) + " shut down in the middle of the message.";
+  for (const auto& outgoing : std::exchange(left.outgoing, {})) {
+    end(*outgoing.operation, SPARKHVD_SHUT_DOWN, gone);
+  }
+  for (const auto& incoming : std::exchange(left.incoming, {})) {
+    end(*incoming.receive.operation, SPARKHVD_SHUT_DOWN, gone);
+  }
+}
+
+void PointToPoint::close(std::int32_t process_set, std::int32_t status, const std::string& text) {
+  end_unmatched(status, [&](const Operation& operation, const Receive*) {
+    return operation.process_set == process_set ? text : std::string();
+  });
+  std::erase_if(matching_.arrived(), [&](const auto& entry) {
+    return entry.address.process_set == process_set && !entry.message.own;
+  });
+}
+
+void PointToPoint::clear() noexcept {
+  matching_.posted().clear();
+  matching_.arrived().clear();
+  to_self_.clear();
+  for (Peer& other : peers_) {
+    other.frames.clear();
+    other.announced.clear();
+    other.outgoing.clear();
+    other.incoming.clear();
+  }
+  next_deadline_ = kNever;
+}
+
+}  // namespace sparkhvd

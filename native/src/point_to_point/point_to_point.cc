@@ -1,0 +1,305 @@
+#include "point_to_point/point_to_point.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "error.h"
+#include "point_to_point/operations.h"
+
+namespace sparkhvd {
+namespace {
+
+// A message counts for so many bytes more than it has, so that empty ones are no way around the limit.
+constexpr std::uint64_t kMessageCost = 256;
+// The sender learns of so many bytes at once.
+constexpr std::uint64_t kTakenStep = PointToPoint::kEagerInFlight / 4;
+
+std::string kind_text(std::uint64_t bytes, DType dtype) {
+  return std::to_string(bytes / element_size(dtype)) + " elements of " +
+         std::string(name_of(dtype));
+}
+
+Point point_of(PointKind kind, const Operation& operation, std::uint64_t number) {
+  Point point;
+  point.kind = kind;
+  point.process_set = operation.process_set;
+  point.tag = tag_of(operation);
+  point.dtype = operation.descriptor.dtype;
+  point.bytes = operation.pieces.bytes();
+  point.number = number;
+  return point;
+}
+
+}  // namespace
+
+PointToPoint::PointToPoint(World& world, Finish finish)
+    : world_(world), finish_(std::move(finish)), peers_(world.size()) {
+  const std::size_t mates = world.team().local_size();
+  if (mates < 2) return;
+  const std::size_t ring = Lane::ring_bytes(world.ranks_of_own_host());
+  for (const Rank mate : world.team().island()) {
+    if (mate == world.rank()) continue;
+    Lane& own = *world.lane(world.rank(), mate);
+    Lane& theirs = *world.lane(mate, world.rank());
+    peer(mate).writer.emplace(own, theirs, ring);
+    peer(mate).reader.emplace(own, theirs, ring);
+  }
+}
+
+Rank PointToPoint::rank_of(const Peer& peer) const {
+  return Rank{static_cast<std::int32_t>(&peer - peers_.data())};
+}
+
+bool PointToPoint::is_waiting() const noexcept {
+  if (!matching_.posted().empty()) return true;
+  return std::ranges::any_of(peers_, [](const Peer& peer) {
+    return !peer.frames.empty() || !peer.announced.empty() || !peer.outgoing.empty() ||
+           !peer.incoming.empty();
+  });
+}
+
+// ---- What the caller asks for ----------------------------------------------------------------
+
+void PointToPoint::post(std::shared_ptr<Operation> operation, std::span<const Rank> members) {
+  operation->give_up_at = deadline_after(Clock::now(), operation->descriptor.timeout_s);
+  if (is_send(*operation)) return send(std::move(operation));
+  receive_into(std::move(operation), members);
+}
+
+void PointToPoint::watch(const Operation& operation) {
+  next_deadline_ = std::min(next_deadline_, operation.give_up_at);
+}
+
+bool PointToPoint::goes_at_once(const Peer& peer, std::size_t bytes) const noexcept {
+  // A frame has fields before its bytes.
+  const std::size_t most =
+      peer.writer ? std::min(kEagerBytes, peer.writer->max_record() - kMessageCost) : kEagerBytes;
+  return bytes <= most &&
+         peer.eager_sent - peer.eager_taken + bytes + kMessageCost <= kEagerInFlight;
+}
+
+void PointToPoint::send(std::shared_ptr<Operation> operation) {
+  const Rank to = operation->descriptor.root;
+  const std::span<const std::byte> input = input_of(*operation);
+  Peer& target = peer(to);
+  if (target.has_left) {
+    return end(*operation, SPARKHVD_SHUT_DOWN,
+               rank_text(to) + " shut down before it received this.");
+  }
+  if (to == world_.rank()) {
+    Message message{
+        operation->descriptor.dtype, input.size(), target.next_number++, true, {}, operation};
+    to_self_.emplace(message.number, operation);
+    watch(*operation);
+    return arrive(to, operation->process_set, tag_of(*operation), std::move(message));
+  }
+  const std::uint64_t number = target.next_number++;
+  if (goes_at_once(target, input.size())) {
+    target.eager_sent += input.size() + kMessageCost;
+    Point point = point_of(PointKind::kEager, *operation, number);
+    point.payload = input;
+    watch(*operation);
+    return tell(to, point, std::move(operation));
+  }
+  tell(to, point_of(PointKind::kAnnounce, *operation, number));
+  watch(*operation);
+  target.announced.emplace(number, std::move(operation));
+}
+
+void PointToPoint::receive_into(std::shared_ptr<Operation> operation,
+                                std::span<const Rank> members) {
+  const Rank from = operation->descriptor.root;
+  const Address address{operation->process_set, from, tag_of(*operation)};
+  Receive receive{operation, {}};
+  if (from == kAnyRank) receive.senders.assign(members.begin(), members.end());
+  if (auto found = matching_.post(address, receive)) {
+    return meet(found->address.from, found->message, std::move(receive));
+  }
+  const bool has_left =
+      from == kAnyRank
+          ? std::ranges::all_of(members, [&](Rank rank) { return peer(rank).has_left; })
+          : peer(from).has_left;
+  if (has_left) {
+    matching_.posted().pop_back();
+    return end(*operation, SPARKHVD_SHUT_DOWN,
+               peer_text(*operation) + " shut down, and has sent nothing" + tag_text(*operation) +
+                   " that was not received.");
+  }
+  watch(*operation);
+}
+
+// ---- Messages --------------------------------------------------------------------------------
+
+void PointToPoint::arrive(Rank from, std::int32_t process_set, std::int32_t tag, Message message) {
+  const Address address{process_set, from, tag};
+  if (auto found = matching_.arrive(address, std::move(message))) {
+    meet(from, message, std::move(found->receive));
+  }
+}
+
+/// A message and the receive that it is for.
+void PointToPoint::meet(Rank from, Message& message, Receive receive) {
+  if (!message.is_announced) consume(from, message.bytes);
+  Operation& operation = *receive.operation;
+  const DType dtype = operation.descriptor.dtype;
+  if (message.bytes != operation.pieces.bytes() || message.dtype != dtype) {
+    Point reject;
+    reject.kind = PointKind::kReject;
+    reject.number = message.number;
+    reject.text = rank_text(from) + " sent " + kind_text(message.bytes, message.dtype) +
+                  tag_text(operation) + ", " + rank_text(world_.rank()) + " receives " +
+                  kind_text(operation.pieces.bytes(), dtype) +
+                  ". Give both the same number of elements and dtype.";
+    if (message.own) {
+      on_frame(from, reject);
+    } else if (message.is_announced) {
+      tell(from, reject);
+    }
+    return end(operation, SPARKHVD_MISMATCH, reject.text);
+  }
+  if (message.own) {
+    to_self_.erase(message.number);
+    const auto input = input_of(*message.own);
+    if (!input.empty()) std::memmove(output_of(operation).data(), input.data(), input.size());
+    finish_(*message.own, SPARKHVD_OK, {});
+    return complete(operation, from);
+  }
+  if (message.is_announced) return accept(from, message, std::move(receive));
+  if (message.bytes > 0) {
+    std::memcpy(output_of(operation).data(), message.payload.data(), message.payload.size());
+  }
+  complete(operation, from);
+}
+
+void PointToPoint::accept(Rank from, const Message& message, Receive receive) {
+  Peer& source = peer(from);
+  Operation& operation = *receive.operation;
+  Point point;
+  point.kind = PointKind::kAccept;
+  point.number = message.number;
+  tell(from, point);
+  operation.give_up_at = deadline_after(Clock::now(), operation.descriptor.timeout_s);
+  watch(operation);
+  Incoming incoming{std::move(receive), message.number};
+  if (source.reader) {
+    incoming.left = output_of(operation);
+  } else {
+    DataLink& link = data_link(from);
+    incoming.ticket = link.receive_data(kStream, output_of(operation));
+    if (const auto bytes = link.take_credit(kStream)) {
+      world_.link(from).send(encode(Credit{kStream, 0, *bytes}));
+    }
+  }
+  source.incoming.push_back(std::move(incoming));
+}
+
+void PointToPoint::consume(Rank from, std::uint64_t bytes) {
+  Peer& source = peer(from);
+  source.eager_consumed += bytes + kMessageCost;
+  if (source.eager_consumed - source.eager_told < kTakenStep) return;
+  source.eager_told = source.eager_consumed;
+  Point taken;
+  taken.kind = PointKind::kTaken;
+  taken.number = source.eager_told;
+  tell(from, taken);
+}
+
+void PointToPoint::on_frame(Rank from, const Point& message) {
+  Peer& source = peer(from);
+  switch (message.kind) {
+    case PointKind::kEager:
+    case PointKind::kAnnounce: {
+      Message arrived{message.dtype,
+                      message.bytes,
+                      message.number,
+                      message.kind == PointKind::kAnnounce,
+                      {},
+                      {}};
+      arrived.payload.assign(message.payload.begin(), message.payload.end());
+      return arrive(from, message.process_set, message.tag, std::move(arrived));
+    }
+    case PointKind::kAccept:
+      return on_accept(from, message.number);
+    case PointKind::kTaken:
+      if (message.number > source.eager_sent) throw nonsense("more than it was sent as taken");
+      source.eager_taken = std::max(source.eager_taken, message.number);
+      return;
+    case PointKind::kReject: {
+      source.withdrawn.erase(message.number);
+      auto& sends = from == world_.rank() ? to_self_ : source.announced;
+      const auto entry = sends.find(message.number);
+      if (entry == sends.end()) return;  // withdrawn
+      const auto operation = entry->second;
+      sends.erase(entry);
+      return end(*operation, SPARKHVD_MISMATCH, message.text);
+    }
+    case PointKind::kWithdraw:
+      return on_withdraw(from, message.number);
+  }
+}
+
+void PointToPoint::on_accept(Rank from, std::uint64_t number) {
+  Peer& target = peer(from);
+  const auto entry = target.announced.find(number);
+  if (entry == target.announced.end()) {
+    const auto withdrawn = target.withdrawn.extract(number);
+    if (!withdrawn.empty() && !target.writer) fill(from, withdrawn.mapped());
+    return;
+  }
+  Outgoing outgoing{entry->second};
+  target.announced.erase(entry);
+  Operation& operation = *outgoing.operation;
+  if (target.writer) {
+    outgoing.left = input_of(operation);
+  } else {
+    outgoing.ticket = data_link(from).send_data(kStream, input_of(operation));
+  }
+  operation.give_up_at = deadline_after(Clock::now(), operation.descriptor.timeout_s);
+  watch(operation);
+  target.outgoing.push_back(std::move(outgoing));
+}
+
+/// A message that was withdrawn before its receiver's answer came has a place in the stream.
+void PointToPoint::fill(Rank to, std::uint64_t bytes) {
+  static constexpr std::array<std::byte, 64 << 10> kZeros{};
+  for (std::uint64_t done = 0; done < bytes; done += kZeros.size()) {
+    const auto part = std::min<std::uint64_t>(kZeros.size(), bytes - done);
+    data_link(to).send_data(kStream, std::span(kZeros).first(part));
+  }
+}
+
+/// The sender has given a message up.
+void PointToPoint::on_withdraw(Rank from, std::uint64_t number) {
+  const auto is_meant = [&](const auto& entry) {
+    return entry.address.from == from && entry.message.is_announced &&
+           entry.message.number == number;
+  };
+  if (std::erase_if(matching_.arrived(), is_meant) > 0) {
+    Point reject;
+    reject.kind = PointKind::kReject;
+    reject.number = number;
+    return tell(from, reject);
+  }
+  Peer& source = peer(from);
+  const auto entry = std::ranges::find(source.incoming, number, &Incoming::number);
+  if (entry == source.incoming.end()) return;
+  if (!source.reader) {
+    entry->is_void = true;
+    return;
+  }
+  Receive receive = std::move(entry->receive);
+  source.incoming.erase(entry);
+  post_again(std::move(receive));
+}
+
+/// The message that it had met does not come.
+void PointToPoint::post_again(Receive receive) {
+  const Operation& operation = *receive.operation;
+  const Address address{operation.process_set, operation.descriptor.root, tag_of(operation)};
+  if (auto found = matching_.post(address, receive, true)) {
+    meet(found->address.from, found->message, std::move(receive));
+  }
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,415 @@
+// Messages from rank to rank: every size, order, tag and way of ending, through the C boundary with ranks as threads;
+// and which receive gets which message, against a model.
+#include <algorithm>
+#include <atomic>
+#include <random>
+
+#include "point_to_point/matching.h"
+#include "world.h"
+
+namespace sparkhvd::test::point_to_point_test {
+namespace {
+
+using Floats = std::vector<float>;
+constexpr std::int32_t kAny = -1;
+
+WorldOptions world(std::vector<std::int32_t> hosts) {
+  WorldOptions options;
+  options.hosts = std::move(hosts);
+  options.use_tcp = true;
+  return options;
+}
+
+std::vector<WorldOptions> worlds() {
+  std::vector<WorldOptions> all;
+  for (const auto& hosts :
+       {one_host(1), one_host(2), one_host(3), std::vector<std::int32_t>{0, 1},
+        std::vector<std::int32_t>{0, 1, 2}, std::vector<std::int32_t>{0, 0, 1, 1}}) {
+    all.push_back(world(hosts));
+  }
+  all.push_back(world(one_host(2)));
+  all.back().use_shared_memory = false;
+  all.push_back(world({0, 1, 1}));
+  all.back().streams = 3;
+  return all;
+}
+
+/// Names need only be unique on their rank.
+std::string next_name() {
+  static std::atomic<int> number{0};
+  return "message " + std::to_string(number++);
+}
+
+TestWork send(TestEngine& engine, std::int32_t to, std::int64_t tag, const Floats& data,
+              double timeout_s = -1) {
+  Request request(SPARKHVD_SEND, next_name());
+  request.tensor(data.data(), nullptr, {static_cast<std::int64_t>(data.size())}).numbers({tag});
+  request.raw().root_rank = to;
+  request.raw().timeout_s = timeout_s;
+  return engine.submit(request.raw());
+}
+
+TestWork receive(TestEngine& engine, std::int32_t from, std::int64_t tag, Floats& data,
+                 double timeout_s = -1) {
+  Request request(SPARKHVD_RECEIVE, next_name());
+  request.tensor(nullptr, data.data(), {static_cast<std::int64_t>(data.size())}).numbers({tag});
+  request.raw().root_rank = from;
+  request.raw().timeout_s = timeout_s;
+  return engine.submit(request.raw());
+}
+
+Floats numbers(std::size_t count, std::int32_t seed) {
+  Floats data(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    data[i] = static_cast<float>((i * 31 + static_cast<std::size_t>(seed) * 7) % 8191);
+  }
+  return data;
+}
+
+void check(TestWork& work) {
+  const Status status = work.wait();
+  CHECK_EQUAL(status.message, "");
+  CHECK_EQUAL(status.code, SPARKHVD_OK);
+}
+
+void check_says(const Status& status, std::int32_t code, const std::string& text) {
+  CHECK_MESSAGE(status.code == code && status.message.find(text) != std::string::npos,
+                std::to_string(status.code) + " " + status.message);
+}
+
+}  // namespace
+
+TEST(messages_of_every_size_go_around_in_both_orders) {
+  for (const auto& options : worlds()) {
+    const auto size = static_cast<std::int32_t>(options.hosts.size());
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      const std::int32_t next = (rank + 1) % size;
+      const std::int32_t previous = (rank + size - 1) % size;
+      for (const std::size_t count : {0, 1, 1000, 4000, 5000, 20000, 70001, 1000003}) {
+        for (const bool receives_first : {false, true}) {
+          const Floats sent = numbers(count, rank);
+          Floats received(count, -1);
+          std::vector<TestWork> works;
+          if (receives_first) works.push_back(receive(engine, previous, 5, received));
+          works.push_back(send(engine, next, 5, sent));
+          if (!receives_first) works.push_back(receive(engine, previous, 5, received));
+          for (auto& work : works) check(work);
+          CHECK(received == numbers(count, previous));
+          const auto rows = result_of(works[receives_first ? 0 : 1]).rows;
+          CHECK(rows == (std::vector<std::int64_t>{
+                            previous, 5, static_cast<std::int64_t>(count * sizeof(float))}));
+        }
+      }
+    });
+  }
+}
+
+TEST(messages_are_matched_by_tag_and_sender_in_their_order) {
+  for (const auto& options : worlds()) {
+    const auto size = static_cast<std::int32_t>(options.hosts.size());
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      // To everyone, three of each tag, of different sizes; received in another order.
+      const std::vector<std::size_t> counts{3, 30000, 700};
+      std::vector<Floats> memory;
+      std::vector<TestWork> works;
+      memory.reserve(100);
+      for (std::int32_t to = 0; to < size; ++to) {
+        for (int i = 0; i < 9; ++i) {
+          const auto count = counts[static_cast<std::size_t>(i / 3)];
+          memory.push_back(numbers(count, rank * 100 + i));
+          works.push_back(send(engine, to, i % 3, memory.back()));
+        }
+      }
+      std::vector<Floats> received;
+      received.reserve(100);
+      std::vector<std::pair<std::int32_t, int>> expected;
+      for (const int tag : {2, 0, 1}) {
+        for (std::int32_t from = size - 1; from >= 0; --from) {
+          for (int i = tag; i < 9; i += 3) {
+            received.emplace_back(counts[static_cast<std::size_t>(i / 3)]);
+            expected.emplace_back(from, i);
+            works.push_back(receive(engine, from, tag, received.back()));
+          }
+        }
+      }
+      for (auto& work : works) check(work);
+      for (std::size_t i = 0; i < received.size(); ++i) {
+        const auto [from, number] = expected[i];
+        CHECK(received[i] == numbers(received[i].size(), from * 100 + number));
+      }
+    });
+  }
+}
+
+TEST(messages_from_any_rank_say_whose_they_are) {
+  for (const auto& options : worlds()) {
+    const auto size = static_cast<std::int32_t>(options.hosts.size());
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      for (const std::size_t count : {std::size_t{2}, std::size_t{50000}}) {
+        const Floats own = numbers(count, rank);
+        TestWork sent = send(engine, 0, 9, own);
+        if (rank == 0) {
+          std::vector<std::int64_t> senders;
+          for (std::int32_t i = 0; i < size; ++i) {
+            Floats data(count);
+            TestWork work = receive(engine, kAny, 9, data);
+            check(work);
+            senders.push_back(result_of(work).rows.at(0));
+            CHECK(data == numbers(count, static_cast<std::int32_t>(senders.back())));
+          }
+          std::ranges::sort(senders);
+          for (std::int32_t i = 0; i < size; ++i) {
+            CHECK_EQUAL(senders[static_cast<std::size_t>(i)], std::int64_t{i});
+          }
+        }
+        check(sent);
+        // The next round's must not be taken for this one's.
+        Request barrier(SPARKHVD_BARRIER, "barrier");
+        CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
+      }
+    });
+  }
+}
+
+TEST(large_messages_both_ways_and_collectives_in_any_order_keep_nobody_waiting) {
+  for (const auto& options : worlds()) {
+    const auto size = static_cast<std::int32_t>(options.hosts.size());
+    if (size < 2) continue;
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      constexpr std::size_t kCount = 400000;
+      for (int round = 0; round < 3; ++round) {
+        std::vector<Floats> memory;
+        memory.reserve(20);
+        std::vector<TestWork> works;
+        Floats sum(kCount, 1);
+        const auto reduce = [&] {
+          Request request(SPARKHVD_ALLREDUCE, "sum");
+          request.tensor(sum.data(), sum.data(), {kCount});
+          works.push_back(engine.submit(request.raw()));
+        };
+        // Some ranks submit the collective before the messages, some behind, some between.
+        if (rank % 3 == 0) reduce();
+        for (std::int32_t other = 0; other < size; ++other) {
+          if (other == rank) continue;
+          memory.push_back(numbers(kCount, rank));
+          works.push_back(send(engine, other, round, memory.back()));
+        }
+        if (rank % 3 == 1) reduce();
+        std::vector<Floats> received(static_cast<std::size_t>(size), Floats(kCount));
+        for (std::int32_t other = 0; other < size; ++other) {
+          if (other == rank) continue;
+          works.push_back(receive(engine, other, round, received[static_cast<std::size_t>(other)]));
+        }
+        if (rank % 3 == 2) reduce();
+        for (auto& work : works) check(work);
+        CHECK(sum == Floats(kCount, static_cast<float>(size)));
+        for (std::int32_t other = 0; other < size; ++other) {
+          if (other == rank) continue;
+          CHECK(received[static_cast<std::size_t>(other)] == numbers(kCount, other));
+        }
+      }
+    });
+  }
+}
+
+TEST(many_small_messages_that_nobody_asks_for_wait_at_their_sender) {
+  for (const auto& options : {world(one_host(2)), world({0, 1})}) {
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      constexpr int kMessages = 400;  // of 12 KB, of which 256 KiB are kept by the receiver
+      std::vector<Floats> memory;
+      memory.reserve(kMessages);
+      std::vector<TestWork> works;
+      if (rank == 0) {
+        for (int i = 0; i < kMessages; ++i) {
+          memory.push_back(numbers(3000, i));
+          works.push_back(send(engine, 1, 1, memory.back()));
+        }
+        CHECK_EQUAL(works.front().wait().code, SPARKHVD_OK);
+        CHECK_EQUAL(works.back().wait(100).code, SPARKHVD_PENDING);
+      }
+      Request barrier(SPARKHVD_BARRIER, "barrier");
+      CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
+      for (int i = 0; i < kMessages && rank == 1; ++i) {
+        Floats data(3000);
+        TestWork work = receive(engine, 0, 1, data);
+        check(work);
+        CHECK(data == numbers(3000, i));
+      }
+      for (auto& work : works) check(work);
+    });
+  }
+}
+
+TEST(messages_that_do_not_fit_are_told_to_both_and_later_ones_come) {
+  for (const auto& options : worlds()) {
+    if (options.hosts.size() < 2) continue;
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      for (const std::size_t count : {std::size_t{10}, std::size_t{100000}}) {
+        const Floats sent = numbers(count, 1);
+        Floats data(count - 1);
+        const std::string text = "rank 0 sent " + std::to_string(count) +
+                                 " elements of float32 with tag 4, rank 1 receives " +
+                                 std::to_string(count - 1) + " elements of float32";
+        if (rank == 0) {
+          TestWork work = send(engine, 1, 4, sent);
+          const Status status = work.wait();
+          // A small one has left before anybody knows.
+          if (count > 10) check_says(status, SPARKHVD_MISMATCH, text);
+          TestWork next = send(engine, 1, 4, sent);
+          check(next);
+        } else if (rank == 1) {
+          TestWork work = receive(engine, 0, 4, data);
+          check_says(work.wait(), SPARKHVD_MISMATCH, text);
+          Floats whole(count);
+          TestWork next = receive(engine, 0, 4, whole);
+          check(next);
+          CHECK(whole == sent);
+        }
+      }
+    });
+  }
+}
+
+TEST(messages_that_nobody_meets_time_out_alone) {
+  for (const auto& options : worlds()) {
+    if (options.hosts.size() < 2) continue;
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      const Floats sent = numbers(100000, 1);
+      Floats data(100000);
+      if (rank == 0) {
+        TestWork work = send(engine, 1, 4, sent, 0.2);
+        check_says(work.wait(), SPARKHVD_TIMEOUT, "rank 1 did not receive it within 0.2 s");
+      } else if (rank == 1) {
+        TestWork work = receive(engine, 0, 7, data, 0.2);
+        check_says(work.wait(), SPARKHVD_TIMEOUT, "rank 0 sent nothing with tag 7 within 0.2 s");
+      }
+      Request barrier(SPARKHVD_BARRIER, "barrier");
+      CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
+      // The one that was given up does not come instead.
+      if (rank == 0) {
+        const Floats next = numbers(100000, 2);
+        TestWork work = send(engine, 1, 4, next);
+        check(work);
+      } else if (rank == 1) {
+        TestWork work = receive(engine, 0, 4, data);
+        check(work);
+        CHECK(data == numbers(100000, 2));
+      }
+    });
+  }
+}
+
+TEST(messages_of_a_rank_that_leaves_can_still_be_received_and_others_end) {
+  for (const auto& options : {world(one_host(2)), world({0, 1}), world({0, 1, 1})}) {
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      const Floats small = numbers(100, 3);
+      if (rank == 0) {
+        TestWork work = send(engine, 1, 1, small);
+        check(work);
+        engine.shutdown();
+        return;
+      }
+      if (rank != 1) return;
+      Floats large(100000);
+      Floats data(100);
+      TestWork waits = receive(engine, 0, 2, large);
+      check_says(waits.wait(), SPARKHVD_SHUT_DOWN, "rank 0 shut down");
+      TestWork sent = send(engine, 1, 1, small);  // to itself
+      TestWork work = receive(engine, 0, 1, data);
+      check(work);
+      CHECK(data == small);
+      TestWork own = receive(engine, kAny, 1, data);
+      check(own);
+      check(sent);
+      CHECK_EQUAL(result_of(own).rows.at(0), std::int64_t{1});
+      Request request(SPARKHVD_SEND, "late");
+      request.tensor(small.data(), nullptr, {100}).numbers({1}).raw().root_rank = 0;
+      Status status;
+      TestWork late = engine.submit(request.raw(), &status);
+      if (status.code == SPARKHVD_OK) status = late.wait();
+      check_says(status, SPARKHVD_SHUT_DOWN, "rank 0");
+    });
+  }
+}
+
+TEST(messages_in_a_process_set_are_not_those_of_another) {
+  run_ranks(world({0, 0, 1}), [](TestEngine& engine, std::int32_t rank) {
+    Request add(SPARKHVD_ADD_PROCESS_SET, "pair");
+    TestWork added = engine.submit(add.numbers({0, 2}).raw());
+    check(added);
+    const auto pair = static_cast<std::int32_t>(result_of(added).rows.at(0));
+    if (rank == 1) return;
+    Floats sent{1};
+    Floats data(1);
+    const auto in_pair = [&](std::int32_t collective, std::int32_t peer) {
+      Request request(collective, next_name());
+      request.tensor(sent.data(), data.data(), {1}).numbers({0}).on(pair).raw().root_rank = peer;
+      Status status;
+      TestWork work = engine.submit(request.raw(), &status);
+      return std::pair(std::move(work), status);
+    };
+    check_says(in_pair(SPARKHVD_SEND, 1).second, SPARKHVD_INVALID_ARGUMENT,
+               "is not in the process set");
+    check_says(in_pair(SPARKHVD_SEND, kAny).second, SPARKHVD_INVALID_ARGUMENT, "rank -1");
+    if (rank == 0) {
+      TestWork in_world = send(engine, 2, 0, Floats{5});
+      check(in_world);
+      auto [work, status] = in_pair(SPARKHVD_SEND, 2);
+      check(work);
+    } else {
+      auto [work, status] = in_pair(SPARKHVD_RECEIVE, 0);
+      check(work);
+      CHECK_EQUAL(data[0], 1.0F);
+      TestWork in_world = receive(engine, 0, 0, data);
+      check(in_world);
+      CHECK_EQUAL(data[0], 5.0F);
+    }
+  });
+}
+
+TEST(messages_meet_the_first_receive_that_they_fit) {
+  std::mt19937 random(7);
+  for (int round = 0; round < 50; ++round) {
+    Matching<int, int> matching;
+    // The model: everything in its order, looked through from the beginning.
+    std::vector<std::pair<Address, int>> receives;
+    std::vector<std::pair<Address, int>> messages;
+    const auto fits = [](const Address& receive, const Address& message) {
+      return receive.process_set == message.process_set && receive.tag == message.tag &&
+             (receive.from == kAnyRank || receive.from == message.from);
+    };
+    for (int i = 0; i < 300; ++i) {
+      Address address{static_cast<std::int32_t>(random() % 2),
+                      Rank{static_cast<std::int32_t>(random() % 3)},
+                      static_cast<std::int32_t>(random() % 2)};
+      if (random() % 2 == 0) {
+        if (random() % 3 == 0) address.from = kAnyRank;
+        const auto found = matching.post(address, i);
+        const auto wanted = std::ranges::find_if(
+            messages, [&](const auto& message) { return fits(address, message.first); });
+        CHECK_EQUAL(found.has_value(), wanted != messages.end());
+        if (found) {
+          CHECK_EQUAL(found->message, wanted->second);
+          messages.erase(wanted);
+        } else {
+          receives.emplace_back(address, i);
+        }
+      } else {
+        const auto found = matching.arrive(address, int{i});
+        const auto wanted = std::ranges::find_if(
+            receives, [&](const auto& receive) { return fits(receive.first, address); });
+        CHECK_EQUAL(found.has_value(), wanted != receives.end());
+        if (found) {
+          CHECK_EQUAL(found->receive, wanted->second);
+          receives.erase(wanted);
+        } else {
+          messages.emplace_back(address, i);
+        }
+      }
+    }
+    CHECK_EQUAL(matching.posted().size(), receives.size());
+    CHECK_EQUAL(matching.arrived().size(), messages.size());
+  }
+}
+
+}  // namespace sparkhvd::test::point_to_point_test

@@ -1,0 +1,139 @@
+"""`send` and `recv`: a tensor from one rank to another; no other rank takes part."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparkhvd.engine.engine import Collective, DType, Work
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.torch.arguments import to_integer
+from sparkhvd.torch.collectives.handles import Handle
+from sparkhvd.torch.collectives.tensors import (
+    as_sent,
+    engine_dtype,
+    lend,
+    require_contiguous,
+    view,
+)
+from sparkhvd.torch.context import context
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
+
+__all__ = ["recv", "recv_async", "send", "send_async"]
+
+_ANY_RANK = -1
+
+
+def send_async(
+    tensor: Tensor,
+    dst: int,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout_s: float | None = None,
+) -> Handle[None]:
+    """Start a `send`; `tensor` must not be changed before `synchronize` has returned."""
+    source = as_sent(tensor)
+    name, work = _start(Collective.SEND, "send", source, dst, tag, process_set, timeout_s)
+    return Handle(name, (work,), lambda: None)
+
+
+def send(
+    tensor: Tensor,
+    dst: int,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout_s: float | None = None,
+) -> None:
+    """Send a tensor to one rank, which receives it with `recv`.
+
+    Messages of one rank to another with one tag arrive in the order in which they were sent. A small one (up to 16 KiB)
+    has been sent when it is on its way, a larger one when the receiver has its bytes. It runs beside collectives, in
+    any order.
+
+    Args:
+        tensor: on the CPU; not modified.
+        dst: the global rank of the receiver; this rank's own is allowed, if it receives asynchronously.
+        tag: from 0 to 2**31 - 1; told apart by the receiver.
+        process_set: both ranks are in it; messages of one set are not those of another.
+        timeout_s: longest wait for the receiver; None is `Settings.stall_shutdown_s`.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or the tensor is on a GPU.
+        MismatchError: the receiver's tensor has another number of elements or dtype (only of messages above 16 KiB).
+        CollectiveTimeoutError: the receiver did not take it in time; the engine goes on.
+        PeerLostError: a rank is gone.
+        CollectiveError: the receiver has shut down.
+    """
+    send_async(tensor, dst, tag, process_set, timeout_s).wait()
+
+
+def recv_async(
+    tensor: Tensor,
+    src: int | None = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout_s: float | None = None,
+) -> Handle[int]:
+    """Start a `recv` into `tensor`; `synchronize` gives the sender's rank."""
+    require_contiguous("recv", tensor)
+    rank = _ANY_RANK if src is None else src
+    name, work = _start(Collective.RECEIVE, "recv", tensor, rank, tag, process_set, timeout_s)
+    return Handle(name, (work,), lambda: work.output().rows[0], changed=(tensor,))
+
+
+def recv(
+    tensor: Tensor,
+    src: int | None = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+    timeout_s: float | None = None,
+) -> int:
+    """Receive a tensor that another rank sends with `send`.
+
+    Args:
+        tensor: contiguous, on the CPU, with the number of elements and the dtype of the sender's; overwritten.
+        src: the global rank of the sender; None takes the next message of any rank of the process set.
+        tag: as for `send`.
+        process_set: as for `send`.
+        timeout_s: longest wait for the sender; None is `Settings.stall_shutdown_s`.
+
+    Returns:
+        The sender's global rank.
+
+    Raises:
+        InvalidArgumentError, CollectiveTimeoutError, PeerLostError, CollectiveError: as for `send`.
+        MismatchError: the sender's tensor has another number of elements or dtype; the message is lost.
+    """
+    return recv_async(tensor, src, tag, process_set, timeout_s).wait()
+
+
+def _start(
+    collective: Collective,
+    kind: str,
+    tensor: Tensor,
+    rank: int,
+    tag: int,
+    process_set: ProcessSet,
+    timeout_s: float | None,
+) -> tuple[str, Work]:
+    ctx = context()
+    number = set_id(process_set)
+    name = ctx.name(kind, None, number)
+    dtype: DType = engine_dtype(name, tensor)
+    if not tensor.is_cpu:
+        raise InvalidArgumentError(
+            f"{name}: the tensor is on {tensor.device}, and messages go between tensors on the CPU. Copy it with .cpu()."
+        )
+    peer, chosen_tag = to_integer(rank), to_integer(tag)
+    if peer is None or chosen_tag is None:
+        raise InvalidArgumentError(
+            f"{name}: the rank is {rank!r} and the tag {tag!r}; both must be integers."
+        )
+    call = ctx.engine.prepare(
+        collective,
+        [view(tensor, tensor)],
+        dtype,
+        process_set=number,
+        root_rank=peer,
+        numbers=(chosen_tag,),
+    )
+    return name, ctx.engine.start(call, name, lend(tensor), timeout_s)
