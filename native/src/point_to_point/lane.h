@@ -24,8 +24,8 @@ struct Lane {
 
   /// Bytes of a ring, of one lane in a piece, and of all of them, on a host of so many ranks.
   static constexpr std::size_t ring_bytes(std::size_t ranks) noexcept {
-    std::size_t bytes = 256 << 10;
-    while (bytes > (16 << 10) && bytes * ranks > (1 << 20)) bytes /= 2;
+    std::size_t bytes = 512 << 10;
+    while (bytes > (16 << 10) && bytes * ranks > (2 << 20)) bytes /= 2;
     return bytes;
   }
   static constexpr std::size_t bytes(std::size_t ranks) noexcept;
@@ -55,14 +55,17 @@ class LaneWriter {
   std::size_t max_record() const noexcept { return size_ / 4 - sizeof(LaneRecord); }
 
   /// False, and nothing happens, if there is no room. Throws Error if the reader is where it cannot be.
-  bool write(std::uint32_t kind, std::span<const std::byte> body) {
+  bool write(std::uint32_t kind, std::span<const std::byte> head,
+             std::span<const std::byte> body = {}) {
     const std::uint64_t taken = theirs_->taken.value.load(std::memory_order_acquire);
     if (taken > position_ || position_ - taken > size_) throw nonsense("an impossible position");
-    const std::size_t space = space_of(body.size());
+    const std::size_t bytes = head.size() + body.size();
+    const std::size_t space = space_of(bytes);
     if (position_ - taken + space > size_) return false;
-    const LaneRecord record{static_cast<std::uint32_t>(body.size()), kind};
+    const LaneRecord record{static_cast<std::uint32_t>(bytes), kind};
     put(position_, std::as_bytes(std::span(&record, 1)));
-    put(position_ + sizeof(record), body);
+    put(position_ + sizeof(record), head);
+    put(position_ + sizeof(record) + head.size(), body);
     position_ += space;
     // seq_cst against the sleeping words: see transport/bell.h.
     own_->written.value.store(position_, std::memory_order_seq_cst);
@@ -107,9 +110,9 @@ class LaneReader {
     }
     return record;
   }
-  /// Copies the beginning of the body of the next record.
-  void read(std::span<std::byte> target) const noexcept {
-    get(position_ + sizeof(LaneRecord), target);
+  /// Copies what lies in the body of the next record from `begin` on.
+  void read(std::span<std::byte> target, std::size_t begin = 0) const noexcept {
+    get(position_ + sizeof(LaneRecord) + begin, target);
   }
   void pop(const LaneRecord& record) noexcept {
     position_ += LaneWriter::space_of(record.bytes);

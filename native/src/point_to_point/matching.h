@@ -47,13 +47,19 @@ class Matching {
 
   /// The receive that a new message meets; nothing: it is kept, which moves it.
   std::optional<Posted> arrive(const Address& address, Message&& message) {
+    auto found = take_posted(address);
+    if (!found) arrived_.push_back({address, std::move(message)});
+    return found;
+  }
+
+  /// The receive that a message of this address would meet; nothing: it would be kept.
+  std::optional<Posted> take_posted(const Address& address) {
     for (auto entry = posted_.begin(); entry != posted_.end(); ++entry) {
       if (!fits(entry->address, address)) continue;
       auto found = std::move(*entry);
       posted_.erase(entry);
       return found;
     }
-    arrived_.push_back({address, std::move(message)});
     return std::nullopt;
   }
 

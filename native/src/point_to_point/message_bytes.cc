@@ -10,8 +10,24 @@ namespace {
 
 constexpr std::uint32_t kFrameRecord = 0;
 constexpr std::uint32_t kChunkRecord = 1;
+constexpr std::uint32_t kSmallRecord = 2;  // a SmallHead and the bytes of the message
 // Records of one lane before the others get their turn.
 constexpr int kRecordsAtOnce = 64;
+
+/// Before the bytes of a small message in a lane.
+struct SmallHead {
+  std::int32_t process_set = 0;
+  std::int32_t tag = 0;
+  std::int64_t dtype = 0;
+  std::uint64_t number = 0;
+};
+
+Bytes small_head(const Point& message) {
+  const SmallHead head{message.process_set, message.tag, static_cast<std::int64_t>(message.dtype),
+                       message.number};
+  const auto bytes = std::as_bytes(std::span(&head, 1));
+  return {bytes.begin(), bytes.end()};
+}
 
 }  // namespace
 
@@ -19,7 +35,7 @@ constexpr int kRecordsAtOnce = 64;
 void PointToPoint::tell(Rank to, const Point& message, std::shared_ptr<Operation> send) {
   Peer& target = peer(to);
   if (target.writer) {
-    target.frames.push_back({encode(message), std::move(send)});
+    target.frames.push_back({send ? small_head(message) : encode(message), std::move(send)});
     send_records(target);
     return;
   }
@@ -47,17 +63,10 @@ bool PointToPoint::receive_records(Rank from, Peer& source) {
   while (const auto record = source.reader->next()) {
     if (record->kind == kChunkRecord) {
       receive_chunk(source, *record);
+    } else if (record->kind == kSmallRecord) {
+      receive_small(from, source, *record);
     } else {
-      Bytes frame(record->bytes);
-      source.reader->read(frame);
-      source.reader->pop(*record);
-      if (frame.size() < kFrameHeaderBytes) throw nonsense("a short frame");
-      const auto header = decode_header(std::span(frame).first(kFrameHeaderBytes));
-      const auto body = std::span<const std::byte>(frame).subspan(kFrameHeaderBytes);
-      if (header.type != FrameType::kPoint || header.body_bytes != body.size()) {
-        throw nonsense("a frame out of turn");
-      }
-      on_frame(from, decode<Point>(body));
+      receive_frame(from, source, *record);
     }
     if (++count == kRecordsAtOnce) break;
   }
@@ -67,6 +76,41 @@ bool PointToPoint::receive_records(Rank from, Peer& source) {
     world_.bell().ring(ranks);
   }
   return count > 0;
+}
+
+void PointToPoint::receive_frame(Rank from, Peer& source, const LaneRecord& record) {
+  Bytes frame(record.bytes);
+  source.reader->read(frame);
+  source.reader->pop(record);
+  if (frame.size() < kFrameHeaderBytes) throw nonsense("a short frame");
+  const auto header = decode_header(std::span(frame).first(kFrameHeaderBytes));
+  const auto body = std::span<const std::byte>(frame).subspan(kFrameHeaderBytes);
+  if (header.type != FrameType::kPoint || header.body_bytes != body.size()) {
+    throw nonsense("a frame out of turn");
+  }
+  on_frame(from, decode<Point>(body));
+}
+
+/// Straight into the tensor that waits for it, if there is one.
+void PointToPoint::receive_small(Rank from, Peer& source, const LaneRecord& record) {
+  SmallHead head;
+  if (record.bytes < sizeof(head)) throw nonsense("a short message");
+  source.reader->read(std::as_writable_bytes(std::span(&head, 1)));
+  const auto dtype = to_dtype(head.dtype);
+  if (!dtype) throw nonsense("a message of an unknown element type");
+  Message message{*dtype, record.bytes - sizeof(head), head.number, false, {}, {}};
+  auto found = matching_.take_posted({head.process_set, from, head.tag});
+  if (found && fits(message, *found->receive.operation)) {
+    source.reader->read(output_of(*found->receive.operation), sizeof(head));
+    source.reader->pop(record);
+    consume(from, message.bytes);
+    return complete(*found->receive.operation, from);
+  }
+  message.payload.resize(message.bytes);
+  source.reader->read(message.payload, sizeof(head));
+  source.reader->pop(record);
+  if (found) return meet(from, message, std::move(found->receive));
+  matching_.arrive({head.process_set, from, head.tag}, std::move(message));
 }
 
 void PointToPoint::receive_chunk(Peer& source, const LaneRecord& record) {
@@ -85,9 +129,13 @@ void PointToPoint::receive_chunk(Peer& source, const LaneRecord& record) {
 
 bool PointToPoint::send_records(Peer& target) {
   bool moved = false;
-  while (!target.frames.empty() &&
-         target.writer->write(kFrameRecord, target.frames.front().bytes)) {
-    const auto send = std::move(target.frames.front().send);
+  while (!target.frames.empty()) {
+    const Frame& next = target.frames.front();
+    const bool is_written =
+        next.send ? target.writer->write(kSmallRecord, next.head, input_of(*next.send))
+                  : target.writer->write(kFrameRecord, next.head);
+    if (!is_written) break;
+    const auto send = next.send;
     target.frames.pop_front();
     if (send) finish_(*send, SPARKHVD_OK, {});
     moved = true;

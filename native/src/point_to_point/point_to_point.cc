@@ -73,8 +73,9 @@ void PointToPoint::watch(const Operation& operation) {
 
 bool PointToPoint::goes_at_once(const Peer& peer, std::size_t bytes) const noexcept {
   // A frame has fields before its bytes.
-  const std::size_t most =
-      peer.writer ? std::min(kEagerBytes, peer.writer->max_record() - kMessageCost) : kEagerBytes;
+  const std::size_t most = peer.writer
+                               ? std::min(kLaneEagerBytes, peer.writer->max_record() - kMessageCost)
+                               : kEagerBytes;
   return bytes <= most &&
          peer.eager_sent - peer.eager_taken + bytes + kMessageCost <= kEagerInFlight;
 }
@@ -138,12 +139,16 @@ void PointToPoint::arrive(Rank from, std::int32_t process_set, std::int32_t tag,
   }
 }
 
+bool PointToPoint::fits(const Message& message, const Operation& receive) noexcept {
+  return message.bytes == receive.pieces.bytes() && message.dtype == receive.descriptor.dtype;
+}
+
 /// A message and the receive that it is for.
 void PointToPoint::meet(Rank from, Message& message, Receive receive) {
   if (!message.is_announced) consume(from, message.bytes);
   Operation& operation = *receive.operation;
   const DType dtype = operation.descriptor.dtype;
-  if (message.bytes != operation.pieces.bytes() || message.dtype != dtype) {
+  if (!fits(message, operation)) {
     Point reject;
     reject.kind = PointKind::kReject;
     reject.number = message.number;

@@ -38,10 +38,11 @@ class PointToPoint {
  public:
   /// The stream of its bytes on connections for tensors, and what CREDIT calls it.
   static constexpr std::int32_t kStream = -1;
-  /// Between hosts messages of up to so many bytes go at once; inside a host as many as a record has.
+  /// Messages of up to so many bytes go at once between hosts, and inside one if a record has room for them.
   static constexpr std::size_t kEagerBytes = 16 << 10;
+  static constexpr std::size_t kLaneEagerBytes = 64 << 10;
   /// Of these, what the receiver has not taken yet.
-  static constexpr std::uint64_t kEagerInFlight = 256 << 10;
+  static constexpr std::uint64_t kEagerInFlight = 512 << 10;
 
   using Finish = std::function<void(Operation&, std::int32_t status, std::string message)>;
   PointToPoint(World& world, Finish finish);
@@ -96,8 +97,9 @@ class PointToPoint {
     DataLink::Ticket ticket = 0;
   };
   struct Frame {
-    Bytes bytes;
-    std::shared_ptr<Operation> send;  // a small message: sent once this is in the lane
+    Bytes head;
+    std::shared_ptr<Operation>
+        send;  // a small message, whose bytes follow: sent once they are in the lane
   };
   /// All that is under way with one other rank.
   struct Peer {
@@ -124,6 +126,7 @@ class PointToPoint {
   void send(std::shared_ptr<Operation> operation);
   void receive_into(std::shared_ptr<Operation> operation, std::span<const Rank> members);
   void arrive(Rank from, std::int32_t process_set, std::int32_t tag, Message message);
+  static bool fits(const Message& message, const Operation& receive) noexcept;
   void meet(Rank from, Message& message, Receive receive);
   void accept(Rank from, const Message& message, Receive receive);
   void post_again(Receive receive);
@@ -132,6 +135,8 @@ class PointToPoint {
   void on_withdraw(Rank from, std::uint64_t number);
   void consume(Rank from, std::uint64_t bytes);
   bool receive_records(Rank from, Peer& peer);
+  void receive_frame(Rank from, Peer& peer, const LaneRecord& record);
+  void receive_small(Rank from, Peer& peer, const LaneRecord& record);
   void receive_chunk(Peer& peer, const LaneRecord& record);
   bool send_records(Peer& peer);
   bool finish_transfers(Rank rank, Peer& peer);

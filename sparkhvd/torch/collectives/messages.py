@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparkhvd.engine.engine import Collective, DType, Work
+from sparkhvd.engine.engine import Call, Collective
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.arguments import to_integer
 from sparkhvd.torch.collectives.handles import Handle
@@ -14,8 +14,9 @@ from sparkhvd.torch.collectives.tensors import (
     lend,
     require_contiguous,
     view,
+    written,
 )
-from sparkhvd.torch.context import context
+from sparkhvd.torch.context import Context, context
 from sparkhvd.torch.process_sets import ProcessSet, global_process_set, set_id
 
 __all__ = ["recv", "recv_async", "send", "send_async"]
@@ -32,8 +33,9 @@ def send_async(
 ) -> Handle[None]:
     """Start a `send`; `tensor` must not be changed before `synchronize` has returned."""
     source = as_sent(tensor)
-    name, work = _start(Collective.SEND, "send", source, dst, tag, process_set, timeout_s)
-    return Handle(name, (work,), lambda: None)
+    ctx = context()
+    call, name = _prepare(ctx, Collective.SEND, "send", source, dst, tag, process_set)
+    return Handle(name, (ctx.engine.start(call, name, lend(source), timeout_s),), lambda: None)
 
 
 def send(
@@ -45,7 +47,7 @@ def send(
 ) -> None:
     """Send a tensor to one rank, which receives it with `recv`.
 
-    Messages of one rank to another with one tag arrive in the order in which they were sent. A small one (up to 16 KiB)
+    Messages of one rank to another with one tag arrive in the order in which they were sent. A small one (up to 16 KiB, 64 KiB inside a host)
     has been sent when it is on its way, a larger one when the receiver has its bytes. It runs beside collectives, in
     any order.
 
@@ -58,12 +60,15 @@ def send(
 
     Raises:
         InvalidArgumentError: an argument is wrong, or the tensor is on a GPU.
-        MismatchError: the receiver's tensor has another number of elements or dtype (only of messages above 16 KiB).
+        MismatchError: the receiver's tensor has another number of elements or dtype (only told of large ones).
         CollectiveTimeoutError: the receiver did not take it in time; the engine goes on.
         PeerLostError: a rank is gone.
         CollectiveError: the receiver has shut down.
     """
-    send_async(tensor, dst, tag, process_set, timeout_s).wait()
+    source = as_sent(tensor)
+    ctx = context()
+    call, name = _prepare(ctx, Collective.SEND, "send", source, dst, tag, process_set)
+    ctx.engine.run(call, name, lend(source), timeout_s)
 
 
 def recv_async(
@@ -74,9 +79,10 @@ def recv_async(
     timeout_s: float | None = None,
 ) -> Handle[int]:
     """Start a `recv` into `tensor`; `synchronize` gives the sender's rank."""
-    require_contiguous("recv", tensor)
+    ctx = context()
     rank = _ANY_RANK if src is None else src
-    name, work = _start(Collective.RECEIVE, "recv", tensor, rank, tag, process_set, timeout_s)
+    call, name = _prepare(ctx, Collective.RECEIVE, "recv", tensor, rank, tag, process_set)
+    work = ctx.engine.start(call, name, lend(tensor), timeout_s)
     return Handle(name, (work,), lambda: work.output().rows[0], changed=(tensor,))
 
 
@@ -103,26 +109,33 @@ def recv(
         InvalidArgumentError, CollectiveTimeoutError, PeerLostError, CollectiveError: as for `send`.
         MismatchError: the sender's tensor has another number of elements or dtype; the message is lost.
     """
-    return recv_async(tensor, src, tag, process_set, timeout_s).wait()
+    if src is None:
+        return recv_async(tensor, src, tag, process_set, timeout_s).wait()
+    ctx = context()
+    call, name = _prepare(ctx, Collective.RECEIVE, "recv", tensor, src, tag, process_set)
+    ctx.engine.run(call, name, lend(tensor), timeout_s)
+    written((tensor,))
+    return src
 
 
-def _start(
+def _prepare(
+    ctx: Context,
     collective: Collective,
     kind: str,
     tensor: Tensor,
     rank: int,
     tag: int,
     process_set: ProcessSet,
-    timeout_s: float | None,
-) -> tuple[str, Work]:
-    ctx = context()
+) -> tuple[Call, str]:
     number = set_id(process_set)
     name = ctx.name(kind, None, number)
-    dtype: DType = engine_dtype(name, tensor)
+    dtype = engine_dtype(name, tensor)
     if not tensor.is_cpu:
         raise InvalidArgumentError(
             f"{name}: the tensor is on {tensor.device}, and messages go between tensors on the CPU. Copy it with .cpu()."
         )
+    if collective is Collective.RECEIVE:
+        require_contiguous(name, tensor)
     peer, chosen_tag = to_integer(rank), to_integer(tag)
     if peer is None or chosen_tag is None:
         raise InvalidArgumentError(
@@ -136,4 +149,4 @@ def _start(
         root_rank=peer,
         numbers=(chosen_tag,),
     )
-    return name, ctx.engine.start(call, name, lend(tensor), timeout_s)
+    return call, name
