@@ -19,7 +19,7 @@ from sparkhvd.torch.gradients.layout import Slices
 from sparkhvd.torch.optimizer.cuda_shards import DeviceShards
 from tests.harness import device_training as training
 from tests.harness.fake_cuda import Driver, Factories, FakeDevice, gpu
-from tests.harness.soak import SOAK, left_to_soak
+from tests.harness.soak import SOAK, left_to_soak, soak
 from tests.ranks.torch.on_gpus import on_gpus
 from tests.ranks.torch.test_sharded import (
     OPTIMIZERS,
@@ -62,8 +62,8 @@ def sharded(
 NOT_HERE = ("ASGD", "Rprop")
 
 
-# An option of each implementation: momentum, moments, fused, without foreach, and of whole matrices.
-CROSS_SECTION = ("momentum", "Adam", "AdamW", "AdamW one by one", "Adafactor")
+# Moments of each element, and of whole matrices.
+CROSS_SECTION = ("AdamW", "Adafactor")
 OTHERS = [name for name in OPTIMIZERS if name not in (*NOT_HERE, *CROSS_SECTION)]
 
 
@@ -95,10 +95,13 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("options", "delay_us"),
     [
-        ({}, 0),
         ({}, 300),
-        *((options, 300) for options in OPTIONS),
-        *left_to_soak("with a delay, here", *((options, 0) for options in OPTIONS)),
+        ({"groups": 3}, 300),
+        *left_to_soak(
+            "groups with a delay here, all of them without shards in test_device_optimizer and on the CPU in test_sharded",
+            *((options, 0) for options in [{}, *OPTIONS]),
+            *((options, 300) for options in OPTIONS if "groups" not in options),
+        ),
     ],
     ids=str,
 )
@@ -135,9 +138,12 @@ def test_options(fake_gpus: Driver, options: dict[str, Any], delay_us: int) -> N
     ("dtype", "compression", "bound"),
     [
         (torch.float32, hvd.Compression.none, 1e-5),
-        (torch.float32, hvd.Compression.fp16, 2e-2),
-        (torch.float64, hvd.Compression.bf16, 5e-2),
-        (torch.bfloat16, hvd.Compression.none, 5e-2),
+        *left_to_soak(
+            "float32 here, the others without shards in test_device_optimizer",
+            (torch.float32, hvd.Compression.fp16, 2e-2),
+            (torch.float64, hvd.Compression.bf16, 5e-2),
+            (torch.bfloat16, hvd.Compression.none, 5e-2),
+        ),
     ],
     ids=str,
 )
@@ -171,6 +177,7 @@ class Halving(hvd.Compression.fp16):
         return tensor * ctx
 
 
+@soak("without shards, in test_device_optimizer")
 def test_a_compression_of_the_users_own() -> None:
     expected = weights(alone(OPTIMIZERS["Adam"]))
     body = lambda gpu: weights(sharded(gpu, OPTIMIZERS["Adam"], compression=Halving)[0])  # noqa: E731
@@ -224,7 +231,7 @@ def home(value: Tensor) -> Tensor:
     return value.cpu()
 
 
-@pytest.mark.parametrize("name", ["Adam", "Adafactor"])
+@pytest.mark.parametrize("name", ["Adam", *left_to_soak("Adam here", "Adafactor")])
 def test_state_is_the_plain_one(name: str) -> None:
     model = Model()
     plain = OPTIMIZERS[name](model.parameters())
@@ -243,8 +250,8 @@ def test_state_is_the_plain_one(name: str) -> None:
                 assert_close(found["state"][number][key], value)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["Adam", "Adafactor"])
+@pytest.mark.parametrize("size", [2, *left_to_soak("two ranks here", 1)])
+@pytest.mark.parametrize("name", ["Adam", *left_to_soak("Adam here", "Adafactor")])
 def test_state_of_a_plain_optimizer_loads(name: str, size: int) -> None:
     model = Model()
     plain = OPTIMIZERS[name](model.parameters())
@@ -268,7 +275,7 @@ def test_state_of_a_plain_optimizer_loads(name: str, size: int) -> None:
         assert_close(each, weights(model))
 
 
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, *left_to_soak("the 2-norm here", float("inf"))])
 def test_clipping_by_norm_equals_one_process(norm_type: float) -> None:
     model = Model()
     optimizer = OPTIMIZERS["momentum"](model.parameters())

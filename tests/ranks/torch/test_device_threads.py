@@ -14,8 +14,10 @@ from torch.utils import backend_registration
 
 from tests.harness.fake_cuda import gpu
 from tests.harness.paths import ROOT
+from tests.harness.soak import soak
 
 
+@soak("a backward pass on threads of autograd's own, on the CPU, in test_features")
 @pytest.mark.usefixtures("fake_gpus")
 @pytest.mark.skipif(
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
