@@ -17,6 +17,7 @@ Each module imports only those above it:
     spark          a session, classic or Connect, behind one interface
     engine         compiled collectives: the only ctypes
     rendezvous     authenticated connections between ranks
+    launchers      a script's rendezvous, by what started it
     observe        timeline, autotune
     torch          Horovod's API on the engine
     runner         a function on every rank

@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "sparkhvd/runner/allocator.py": "glibc's own variables, by which a user configures the allocator",
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
     "sparkhvd/settings.py": "the settings",
+    "sparkhvd/launchers/handover.py": "where a rank of sparkhvdrun finds its job",
+    "sparkhvd/runner/command.py": "the ranks of sparkhvdrun inherit the shell's environment",
     "sparkhvd/rank_settings.py": "settings that a rank's function sets before init()",
     "sparkhvd/spark.py": "pyspark's own, by which a user chooses the workers' Python",
     "sparkhvd/runner/starting.py": "the trainer process inherits its parent's environment",

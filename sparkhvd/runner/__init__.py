@@ -30,6 +30,7 @@ has 5 s to save.
 
 Each module imports only those above it:
 
+    guard       ends what a launcher has started, however that ends
     admission   task slots for launches, in the order of their calls
     allocator   memory that trainers keep for the next step
     frames      frames on the pipe from a task to its trainer
@@ -55,6 +56,8 @@ Each module imports only those above it:
     nursery     the nursery process
     launching   what launches under Spark and on this host share
     local       launches on this host: `run_local`
+    scripts     processes of the user's command on this host
+    command     the command line: `sparkhvdrun`
     task        executor's side of a launch under Spark
     job         driver's side of a launch under Spark: `run`
 """

@@ -63,7 +63,7 @@ def check_hosts(hosts: str | None, num_proc: int) -> None:
     places = [place.strip().partition(":") for place in hosts.split(",")]
     if others := [name for name, _, _ in places if name not in here]:
         raise InvalidArgumentError(
-            f"hosts is {hosts!r}, and run_local starts processes on this host only, which is not {', '.join(others)}. "
+            f"hosts is {hosts!r}, and this starts processes on this host only, which is not {', '.join(others)}. "
             "Start Spark on these hosts, and call sparkhvd.run."
         )
     slots = [number or "1" for _, _, number in places]

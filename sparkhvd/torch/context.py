@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from sparkhvd import launchers
 from sparkhvd import rendezvous as meeting
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
@@ -138,11 +139,10 @@ def is_initialized() -> bool:
 
 def initialize(rendezvous: Rendezvous | None = None) -> bool:
     """Make the process's context, unless there is one; return True if there was none."""
-    rendezvous = rendezvous or meeting.current()
     with _process.lock:
         if _find() is not None:
             return False
-        rendezvous = rendezvous or meeting.SingleRendezvous(Settings.resolve())
+        rendezvous = rendezvous or launchers.find() or meeting.SingleRendezvous(Settings.resolve())
         _process.context = Context(Engine(rendezvous.connect(), rendezvous.settings))
         if _process.exit_pid != os.getpid():
             _process.exit_pid = os.getpid()

@@ -1,0 +1,79 @@
+"""A rank's job on its way from `sparkhvdrun` to the script that it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+
+from sparkhvd import rank_context
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous import Endpoint, Job, Listener, Rendezvous, SocketRendezvous, install
+from sparkhvd.settings import Settings
+
+__all__ = ["VARIABLE", "Handover", "receive"]
+
+VARIABLE = "SPARKHVD_LAUNCHER_FD"
+_NAME = "sparkhvd-handover"
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Everything that a rank needs. Holds the key, so its repr leaves the job out.
+
+    Attributes:
+        job: `Job.to_json()`.
+        endpoint: of the rank's listener, as `Endpoint.to_dict` gives it.
+        listener: inherited descriptors of the bound listener (TCP, Unix or -1).
+        local_rank: index among this host's ranks.
+        num_threads: threads that the rank may use.
+    """
+
+    job: str = field(repr=False)
+    endpoint: dict[str, str | int]
+    listener: tuple[int, int]
+    local_rank: int
+    num_threads: int
+
+    def to_descriptor(self) -> int:
+        """Return a descriptor of memory from which `receive` reads this once."""
+        descriptor = os.memfd_create(_NAME, 0)  # inherited
+        os.write(descriptor, json.dumps(vars(self)).encode())
+        return descriptor
+
+
+def receive() -> Rendezvous | None:
+    """Install the job that `sparkhvdrun` has handed to this process; None if it has not.
+
+    Raises:
+        InvalidArgumentError: this process inherited the variable from a rank, without the descriptor.
+    """
+    # A rank's children are no ranks: they do not inherit it.
+    text = os.environ.pop(VARIABLE, None)  # noqa: TID251 - the launcher's own
+    if text is None:
+        return None
+    try:
+        descriptor = int(text)
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{_NAME}"):
+            raise ValueError("another file")
+        content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        values = json.loads(content)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(
+            f"init(): {VARIABLE}={text!r} is set, but that descriptor has no job ({error}). This process is a child of a "
+            f"rank that sparkhvdrun has started, and no rank itself: start it without {VARIABLE}, or let the rank communicate."
+        ) from error
+    os.ftruncate(descriptor, 0)  # also for others that have inherited it
+    os.close(descriptor)
+    handover = Handover(**values)
+    job = Job.from_json(handover.job)
+    endpoint = Endpoint.from_dict(handover.endpoint)
+    listener = Listener.from_filenos(*handover.listener, endpoint)
+    # Variables that the script sets before init() count.
+    made = SocketRendezvous(job, listener, Settings.resolve)
+    install(made)
+    place = rank_context.RankContext(
+        job.rank, job.size, handover.local_rank, job.attempt, handover.num_threads
+    )
+    rank_context.install(place)
+    return made

@@ -1,0 +1,202 @@
+"""`sparkhvdrun`: runs a script on several processes, with the flags of `horovodrun`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sparkhvd import __version__
+from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.runner.horovod_arguments import check_hosts
+from sparkhvd.runner.scripts import Output, run_script
+
+__all__ = ["main"]
+
+# Flags of horovodrun that set what a variable sets, and the factor of their unit.
+_SETTINGS = {
+    "fusion_threshold_mb": ("HOROVOD_FUSION_THRESHOLD", 1 << 20),
+    "timeline_filename": ("HOROVOD_TIMELINE", None),
+    "stall_check_warning_time_seconds": ("HOROVOD_STALL_CHECK_TIME_SECONDS", 1),
+    "stall_check_shutdown_time_seconds": ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 1),
+}
+_SWITCHES = {
+    "timeline_mark_cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
+    "autotune": "HOROVOD_AUTOTUNE",
+}
+# Of horovodrun, without a meaning here; the number of their values.
+_WITHOUT_EFFECT = {
+    "--cycle-time-ms": 1,
+    "--cache-capacity": 1,
+    "--hierarchical-allreduce": 0,
+    "--no-hierarchical-allreduce": 0,
+    "--hierarchical-allgather": 0,
+    "--no-hierarchical-allgather": 0,
+    "--torus-allreduce": 0,
+    "--no-torus-allreduce": 0,
+    "--mpi-threads-disable": 0,
+    "--no-mpi-threads-disable": 0,
+    "--mpi-args": 1,
+    "--binding-args": 1,
+    "--tcp": 0,
+    "--num-nccl-streams": 1,
+    "--thread-affinity": 1,
+    "--gloo-timeout-seconds": 1,
+    "--gloo": 0,
+    "--mpi": 0,
+    "--jsrun": 0,
+    "--disable-cache": 0,
+    "--log-level": 1,
+    "--log-with-timestamp": 0,
+    "--log-without-timestamp": 0,
+    "--autotune-log-file": 1,
+    "--autotune-warmup-samples": 1,
+    "--autotune-steps-per-sample": 1,
+    "--autotune-bayes-opt-max-samples": 1,
+    "--autotune-gaussian-process-noise": 1,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status for the shell."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        return _run(parsed)
+    except SparkhvdError as error:
+        sys.stderr.write(f"sparkhvdrun: {error}\n")
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sparkhvdrun",
+        description="Run a script on several processes of this host; in it hvd.init() finds the others.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-v", "--version", action="version", version=__version__)
+    add("-np", "--num-proc", type=int, metavar="N", required=True, help="number of processes")
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="this host and its slots")
+    hosts.add_argument(
+        "-hostfile", "--hostfile", metavar="FILE", help="lines `host slots=N` or `host:N`"
+    )
+    add("--output-filename", type=Path, metavar="FOLDER", help="keep rank.N/stdout and stderr")
+    add(
+        *("-prefix-timestamp", "--prefix-output-with-timestamp"),
+        action="store_true",
+        help="the local time before every line",
+    )
+    add("-x", action="append", default=[], metavar="NAME=VALUE", help="a variable of every rank")
+    add("--verbose", action="store_true", help="show the command")
+    for name in _SETTINGS:
+        variable = _SETTINGS[name][0]
+        add(f"--{name.replace('_', '-')}", metavar="VALUE", help=f"as {variable}")
+    for name, variable in _SWITCHES.items():
+        flag = name.replace("_", "-")
+        add(f"--{flag}", dest=name, action="store_const", const="1", help=f"as {variable}=1")
+        add(f"--no-{flag}", dest=name, action="store_const", const="0", help=argparse.SUPPRESS)
+    for flag, values in _WITHOUT_EFFECT.items():
+        if values:
+            add(flag, dest=flag, metavar="VALUE", help=argparse.SUPPRESS)
+        else:
+            add(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+    add("command", nargs=argparse.REMAINDER, metavar="command ...", help="such as: python train.py")
+    return parser
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    if parsed.num_proc < 1:
+        raise InvalidArgumentError(f"-np is {parsed.num_proc}; it must be at least 1.")
+    hosts = parsed.hosts if parsed.hostfile is None else _hosts_in(parsed.hostfile)
+    check_hosts(hosts, parsed.num_proc)
+    command = _command(parsed.command)
+    env = {**os.environ, **_variables(parsed)}  # noqa: TID251 - ranks inherit the environment of the shell
+    for flag in _WITHOUT_EFFECT:
+        if getattr(parsed, flag):
+            sys.stderr.write(f"sparkhvdrun: {flag} is accepted and has no effect in sparkhvd.\n")
+    if parsed.verbose:
+        sys.stderr.write(f"sparkhvdrun: {parsed.num_proc} x {' '.join(command)}\n")
+    output = Output(parsed.output_filename, parsed.prefix_output_with_timestamp)
+    return run_script(command, parsed.num_proc, env, output)
+
+
+def _command(words: Sequence[str]) -> list[str]:
+    """Check the command before anything starts.
+
+    Raises:
+        InvalidArgumentError: there is none, or its program or script does not exist.
+    """
+    words = list(words[1:] if words[:1] == ["--"] else words)
+    if not words:
+        raise InvalidArgumentError(
+            "there is no command. Put it last: sparkhvdrun -np 2 python train.py"
+        )
+    if shutil.which(words[0]) is None:
+        raise InvalidArgumentError(
+            f"the program {words[0]!r} does not exist or cannot be executed. For a Python script write: python {words[0]}"
+        )
+    script = next((word for word in words[1:] if not word.startswith("-")), None)
+    is_python = os.path.basename(words[0]).startswith("python")
+    runs_file = is_python and not {"-m", "-c"} & set(words) and (script or "").endswith(".py")
+    if runs_file and not Path(script or "").is_file():
+        raise InvalidArgumentError(f"the script {script!r} does not exist in {os.getcwd()}.")
+    return words
+
+
+def _variables(parsed: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that the flags stand for."""
+    found = {}
+    for name, (variable, factor) in _SETTINGS.items():
+        if (value := getattr(parsed, name)) is not None:
+            found[variable] = value if factor is None else _scaled(name, value, factor)
+    for name, variable in _SWITCHES.items():
+        if (value := getattr(parsed, name)) is not None:
+            found[variable] = value
+    for pair in parsed.x:
+        name, sign, value = pair.partition("=")
+        if sign:
+            found[name] = value  # without a value it is inherited, as every variable on this host
+    return found
+
+
+def _scaled(name: str, value: str, factor: int) -> str:
+    try:
+        return f"{float(value) * factor:g}" if factor == 1 else str(round(float(value) * factor))
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"--{name.replace('_', '-')} is {value!r}; it must be a number."
+        ) from error
+
+
+def _hosts_in(path: str) -> str:
+    """Return the hosts of a file in the form of -H.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read, or a line is none.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise InvalidArgumentError(f"--hostfile {path!r} cannot be read: {error}.") from error
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        host, _, slots = words[0].partition(":")
+        given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+        slots = slots or given.get("slots", "1")
+        if not slots.isdecimal():
+            raise InvalidArgumentError(
+                f"--hostfile {path!r}, line {number}: {line!r} is neither `host slots=N` nor `host:N`."
+            )
+        hosts.append(f"{host}:{slots}")
+    return ",".join(hosts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""`sparkhvdrun` with real scripts: their ranks, output, ends and leftovers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.runner.command import main
+from tests.harness.paths import ROOT
+from tests.harness.waiting import wait_until
+
+# Without torch: the engine alone.
+SCRIPT = """
+import os, subprocess, sys, time
+from sparkhvd import launchers, rank_context
+from sparkhvd.engine.engine import Engine
+os.environ["SPARKHVD_STALL_SHUTDOWN_TIME_SECONDS"] = "20"
+children = subprocess.run([sys.executable, "-c", "from sparkhvd import launchers; launchers.find()"],
+                          capture_output=True, text=True) if "children" in sys.argv else None
+rendezvous = launchers.find()
+engine = Engine(rendezvous.connect(), rendezvous.settings)
+engine.barrier().wait()
+place = rank_context.context()
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_CROSS_SIZE", "GIVEN", "MASTER_ADDR")
+print(engine.rank, engine.size, place.local_rank, *(os.environ.get(name) for name in names))
+print("warning of", engine.rank, file=sys.stderr)
+if children:
+    print("child:", children.stderr.splitlines()[-1])
+if "fail" in sys.argv:
+    if engine.rank == 1:
+        print("reason", flush=True)
+        engine.shutdown()
+        time.sleep(0.5)
+        sys.exit(7)
+    engine.barrier().wait()
+if "sleep" in sys.argv:
+    helper = subprocess.Popen(["sleep", "1000"])
+    print("asleep", os.getpid(), helper.pid, flush=True)
+    time.sleep(1000)
+if "stubborn" in sys.argv:
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("asleep", os.getpid(), flush=True)
+    time.sleep(1000)
+engine.shutdown()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def sparkhvdrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "sparkhvd.runner.command", *arguments]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        sparkhvdrun(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=environment,
+    )
+
+
+def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "output"
+    flags = ("-np", "2", "-x", "GIVEN=a b", "--output-filename", str(folder), "-prefix-timestamp")
+    ended = run(*flags, "--gloo", sys.executable, str(script), "children")
+    assert ended.returncode == 0, ended.stderr
+    said = sorted(line.split(" ", 1)[1] for line in ended.stdout.splitlines())
+    assert all(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+", line) for line in ended.stdout.splitlines())
+    for rank in range(2):
+        place = f"{rank} 2 {rank} {rank} 2 {rank} {rank} 2 1 a b 127.0.0.1"
+        assert f"[{rank}] {place}" in said
+        child = next(line for line in said if line.startswith(f"[{rank}] child:"))
+        assert "SPARKHVD_LAUNCHER_FD" in child
+        assert "no rank itself" in child
+        assert (folder / f"rank.{rank}" / "stdout").read_text().splitlines()[0] == place
+        assert (folder / f"rank.{rank}" / "stderr").read_text() == f"warning of {rank}\n"
+    assert "sparkhvdrun: --gloo is accepted and has no effect in sparkhvd.\n" in ended.stderr
+
+
+def test_the_status_and_the_last_lines_are_those_of_the_rank_that_failed_first(
+    script: Path,
+) -> None:
+    ended = run("-np", "3", sys.executable, str(script), "fail")
+    assert ended.returncode == 7
+    before, last = ended.stderr.split("sparkhvdrun: rank 1 exited with 7 first. Its last lines:\n")
+    assert "[0] sparkhvd.errors.CollectiveError" in before
+    assert last.splitlines()[-1] == "[1] reason"
+
+
+def pids_of(launcher: subprocess.Popen[str], count: int) -> list[int]:
+    """Read the numbers of the ranks' processes, and of theirs, from what they print."""
+    assert launcher.stdout is not None
+    pids: list[int] = []
+    for line in launcher.stdout:
+        if match := re.search(r"asleep ([\d ]+)", line):
+            pids += map(int, match[1].split())
+            count -= 1
+        if count == 0:
+            return pids
+    raise AssertionError("the ranks did not start")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "mode", "status"),
+    [
+        (signal.SIGTERM, "sleep", 128 + signal.SIGTERM),
+        (signal.SIGINT, "sleep", 128 + signal.SIGINT),
+        (signal.SIGKILL, "sleep", -signal.SIGKILL),
+        (signal.SIGTERM, "stubborn", 128 + signal.SIGTERM),
+    ],
+)
+def test_nothing_is_left_when_the_launcher_is_ended(
+    script: Path, number: int, mode: str, status: int
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = sparkhvdrun("-np", "2", sys.executable, str(script), mode)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as launcher:
+        pids = pids_of(launcher, 2)
+        began = time.monotonic()
+        launcher.send_signal(number)
+        launcher.communicate(timeout=20)
+        assert launcher.returncode == status
+        wait_until(lambda: not any(map(is_running, pids)), "every process has ended")
+        assert time.monotonic() - began < 5
+
+
+def test_a_killed_rank_ends_the_others(script: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = sparkhvdrun("-np", "2", sys.executable, str(script), "sleep")
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as launcher:
+        pids = pids_of(launcher, 2)
+        os.kill(pids[0], signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=20)
+        assert launcher.returncode == 128 + signal.SIGKILL
+        assert re.search(r"rank \d was ended by SIGKILL first", errors)
+        wait_until(lambda: not any(map(is_running, pids)), "every process has ended")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["-np", "0", "python", "x.py"], "-np is 0; it must be at least 1"),
+        (["-np", "2"], "there is no command"),
+        (["-np", "2", "python", "no.py"], "the script 'no.py' does not exist"),
+        (["-np", "2", "no-program"], "the program 'no-program' does not exist"),
+        (["-np", "2", "-H", "elsewhere:2", "true"], "which is not elsewhere"),
+        (["-np", "3", "-H", "localhost:2", "true"], "as many slots as ranks"),
+        (["-np", "2", "--hostfile", "/nowhere", "true"], "'/nowhere' cannot be read"),
+        (["-np", "2", "--fusion-threshold-mb", "much", "true"], "is 'much'; it must be a number"),
+    ],
+)
+def test_bad_arguments_are_told_before_anything_starts(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert text in capsys.readouterr().err
