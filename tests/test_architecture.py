@@ -28,6 +28,7 @@ ENVIRONMENT = {
     "sparkhvd/runner/allocator.py": "glibc's own variables, by which a user configures the allocator",
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
     "sparkhvd/settings.py": "the settings",
+    "sparkhvd/launchers/meeting.py": "a rank's place, as its launcher tells it",
     "sparkhvd/launchers/handover.py": "where a rank of sparkhvdrun finds its job",
     "sparkhvd/runner/command.py": "the ranks of sparkhvdrun inherit the shell's environment",
     "sparkhvd/rank_settings.py": "settings that a rank's function sets before init()",

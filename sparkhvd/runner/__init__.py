@@ -34,7 +34,6 @@ Each module imports only those above it:
     admission   task slots for launches, in the order of their calls
     allocator   memory that trainers keep for the next step
     frames      frames on the pipe from a task to its trainer
-    gathering   texts of all tasks of a host
     pickling    functions and results by value
     spawning    pickling for processes that a trainer spawns
     placement   slots and threads, from the configuration

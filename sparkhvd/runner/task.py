@@ -1,7 +1,7 @@
 """Executor's side of a launch: from a barrier task to a running rank and back.
 
 `make_task` builds the function that Spark ships. The task starts its trainer before it meets the other tasks, because
-`BarrierTaskContext.allGather` takes up to a second (Spark polls its answer once per second; see `gathering`), in which the
+`BarrierTaskContext.allGather` takes up to a second (Spark polls its answer once per second; see `launchers.gathering`), in which the
 trainer's Python and torch can load. The trainer gets its job, and thereby starts the user's function, only
 after the checks on all ranks.
 """
@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd import processors
 from sparkhvd.errors import InternalError, PreflightError, RankError
+from sparkhvd.launchers import gathering
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job, Listener
-from sparkhvd.runner import gathering, launching, placement, preflight
+from sparkhvd.runner import launching, placement, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide, task
 from sparkhvd.runner.interrupts import InterruptWatch

@@ -1,9 +1,10 @@
-"""Texts of all tasks of a stage, gathered over a Unix socket where they share a host.
+"""Texts of all ranks, gathered over a Unix socket where they share a host.
 
-`BarrierTaskContext.allGather` takes a second, because Spark looks for its answer once per second. With a `local` master all
-tasks are children of one process, and the socket's abstract name, which follows from the attempt's key, reaches them all.
+Processes that know the socket's abstract name meet at rank 0; the kernel says whose they are, and other users' are refused.
+Used where a launcher tells ranks their numbers and nothing more, and in place of Spark's `allGather`, which takes a
+second, with a `local` master.
 
-**Failure**: as with `allGather`, a task that fails ends its stage, and Spark kills those that wait for it.
+**Failure**: a rank that ends while others wait for it is an error on those that had met it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sparkhvd.rendezvous.loop import is_same_user
 __all__ = ["gather", "name_of"]
 
 _PAUSE_S = 0.005
+_ADVICE = "Look for why in Spark's log."
 
 
 def name_of(key: str, job_id: str, attempt: int) -> str:
@@ -29,11 +31,21 @@ def name_of(key: str, job_id: str, attempt: int) -> str:
     return "sparkhvd-tasks-" + hmac.digest(bytes.fromhex(key), text, "sha256").hex()
 
 
-def gather(name: str, rank: int, size: int, text: str, timeout_s: float) -> list[str]:
-    """Return the texts of all tasks, by rank. All of them must call it.
+def gather(
+    name: str, rank: int, size: int, text: str, timeout_s: float, advice: str = _ADVICE
+) -> list[str]:
+    """Return the texts of all ranks, by rank. All of them must call it.
+
+    Args:
+        name: of the socket.
+        rank: this one.
+        size: number of ranks.
+        text: this rank's.
+        timeout_s: longest wait.
+        advice: what to do if a rank does not come.
 
     Raises:
-        PreflightError: a task did not come in time, or has ended.
+        PreflightError: a rank did not come in time, or has ended.
     """
     try:
         return (
@@ -41,11 +53,11 @@ def gather(name: str, rank: int, size: int, text: str, timeout_s: float) -> list
         )
     except TimeoutError as e:
         raise PreflightError(
-            f"Rank {rank} waited {timeout_s:g} s (start_timeout_s) for the other tasks of its stage, which run on this "
-            "host; one of them did not start. Look for why in Spark's log."
+            f"Rank {rank} waited {timeout_s:g} s (start_timeout_s) for the other ranks, which run on this host; one of them "
+            f"did not start. {advice}"
         ) from e
     except ConnectionError as e:
-        raise PreflightError(f"Rank {rank} cannot start: {e}. Look for why in Spark's log.") from e
+        raise PreflightError(f"Rank {rank} cannot start: {e}. {advice}") from e
 
 
 def _lead(name: str, size: int, text: str, timeout_s: float) -> list[str]:
@@ -97,5 +109,5 @@ def _read(file: TextIO) -> Any:
     """Read one message; at the end of a task there is none."""
     line = file.readline()
     if not line:
-        raise ConnectionError("another task of the stage ended while the tasks gathered")
+        raise ConnectionError("another rank ended while the ranks met")
     return json.loads(line)

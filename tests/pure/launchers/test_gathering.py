@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.runner.gathering import gather, name_of
+from sparkhvd.launchers.gathering import gather, name_of
 
 
 def test_names_follow_from_the_key_the_job_and_the_attempt() -> None:
@@ -53,5 +53,5 @@ def test_a_task_that_ends_meanwhile_is_told() -> None:
             while other.connect_ex(f"\0{name}") != 0:
                 assert time.monotonic() < until
                 time.sleep(0.01)
-        with pytest.raises(PreflightError, match="Rank 0 cannot start: another task"):
+        with pytest.raises(PreflightError, match="Rank 0 cannot start: another rank"):
             waiting.result()

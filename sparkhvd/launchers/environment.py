@@ -1,0 +1,138 @@
+"""A rank's place, by the variables of its launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["Place", "place_in"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a rank, as its launcher tells it.
+
+    Attributes:
+        launcher: its name.
+        rank: index of this process.
+        size: number of processes.
+        local_size: number of those of this host.
+        job: tells this job, and this launch of its ranks, from others of the same user and host.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_size: int
+    job: str
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """Variables of a launcher; the first of each that is set counts."""
+
+    name: str
+    mark: str  # is set under this launcher only
+    rank: str
+    size: tuple[str, ...]
+    local_size: tuple[str, ...]
+    job: tuple[str, ...]
+
+
+_LAUNCHERS = (
+    _Launcher(
+        "torchrun",
+        "TORCHELASTIC_RUN_ID",
+        "RANK",
+        ("WORLD_SIZE",),
+        ("LOCAL_WORLD_SIZE",),
+        ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
+    ),
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    _Launcher(
+        "MPI",  # MPICH, Intel MPI
+        "PMI_RANK",
+        "PMI_RANK",
+        ("PMI_SIZE",),
+        ("MPI_LOCALNRANKS",),
+        ("PMI_ID", "HYDRA_JOB_ID"),
+    ),
+    _Launcher(
+        "srun",
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        ("SLURM_STEP_TASKS_PER_NODE",),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+)
+
+
+def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
+    """Return the place that a process's variables tell; None without a launcher, or with one process.
+
+    A launcher started by another one wins: torchrun over MPI's and Slurm's, MPI's over Slurm's. torchrun and MPI at once
+    are one inside the other by mistake, unless one of them has a single process.
+
+    Args:
+        variables: environment of the process.
+        parent: number of its parent process, which is in the name of a job that the launcher gives none.
+
+    Raises:
+        InvalidArgumentError: a variable is no number, or two launchers contradict each other.
+    """
+    places = [
+        place
+        for launcher in _LAUNCHERS
+        if launcher.mark in variables and launcher.rank in variables
+        for place in [_place(launcher, variables, parent)]
+        if place.size > 1
+    ]
+    if not places:
+        return None
+    kinds = {place.launcher for place in places} - {"srun"}
+    if "torchrun" in kinds and len(kinds) > 1:
+        both = " and ".join(
+            f"{place.launcher} (rank {place.rank} of {place.size})"
+            for place in places
+            if place.launcher != "srun"
+        )
+        raise InvalidArgumentError(
+            f"init(): this process has the variables of two launchers: {both}. Start torchrun once per host with a "
+            "single MPI process there, or use one of them alone."
+        )
+    return places[0]
+
+
+def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> Place:
+    def number(names: tuple[str, ...], default: int) -> int:
+        for name in names:
+            if text := variables.get(name):
+                # Slurm writes "4" or "4(x2)" for so many tasks on each of two nodes.
+                digits = text.partition("(")[0].partition(",")[0]
+                if not digits.isdecimal():
+                    raise InvalidArgumentError(
+                        f"init(): {name}={text!r}, a variable of {launcher.name}, is no number."
+                    )
+                return int(digits)
+        return default
+
+    size = number(launcher.size, 1)
+    rank = number((launcher.rank,), 0)
+    job = [variables[name] for name in launcher.job if variables.get(name)]
+    return Place(
+        launcher.name,
+        rank,
+        size,
+        number(launcher.local_size, size),
+        "/".join([launcher.name, *(job or [f"parent {parent}"])]),
+    )

