@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "sparkhvd/settings.py": "the settings",
     "sparkhvd/launchers/meeting.py": "a rank's place, as its launcher tells it",
     "sparkhvd/launchers/handover.py": "where a rank of sparkhvdrun finds its job",
+    "sparkhvd/runner/doctor.py": "Java's and CUDA's own",
     "sparkhvd/runner/command.py": "the ranks of sparkhvdrun inherit the shell's environment",
     "sparkhvd/rank_settings.py": "settings that a rank's function sets before init()",
     "sparkhvd/spark.py": "pyspark's own, by which a user chooses the workers' Python",

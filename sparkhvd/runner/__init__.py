@@ -55,6 +55,7 @@ Each module imports only those above it:
     nursery     the nursery process
     launching   what launches under Spark and on this host share
     local       launches on this host: `run_local`
+    doctor      what this machine can do and lacks
     scripts     processes of the user's command on this host
     command     the command line: `sparkhvdrun`
     task        executor's side of a launch under Spark

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sparkhvd import __version__
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.runner.doctor import examine
 from sparkhvd.runner.horovod_arguments import check_hosts
 from sparkhvd.runner.scripts import Output, run_script
 
@@ -63,6 +64,8 @@ _WITHOUT_EFFECT = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status for the shell."""
     parsed = _parser().parse_args(arguments)
+    if parsed.check_build:
+        return examine()
     try:
         return _run(parsed)
     except SparkhvdError as error:
@@ -78,7 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("-v", "--version", action="version", version=__version__)
-    add("-np", "--num-proc", type=int, metavar="N", required=True, help="number of processes")
+    add("-np", "--num-proc", type=int, metavar="N", help="number of processes")
+    add("-cb", "--check-build", action="store_true", help="what this machine can do and lacks")
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="this host and its slots")
     hosts.add_argument(
@@ -109,8 +113,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    if parsed.num_proc < 1:
-        raise InvalidArgumentError(f"-np is {parsed.num_proc}; it must be at least 1.")
+    if parsed.num_proc is None or parsed.num_proc < 1:
+        raise InvalidArgumentError(
+            f"-np is {parsed.num_proc}; it must be at least 1, as in sparkhvdrun -np 2 python train.py"
+        )
     hosts = parsed.hosts if parsed.hostfile is None else _hosts_in(parsed.hostfile)
     check_hosts(hosts, parsed.num_proc)
     command = _command(parsed.command)

@@ -1,0 +1,187 @@
+"""What this machine can do: `python -m sparkhvd doctor`, `sparkhvdrun --check-build`.
+
+Nothing is imported that takes long, and nothing of the user's runs; each finding says what to do where something is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkhvd import __version__, processors
+from sparkhvd.engine.session import isa_available
+from sparkhvd.errors import SparkhvdError
+from sparkhvd.rendezvous import Listener
+from sparkhvd.runner.gpu.probe import count_beside
+from sparkhvd.settings import ISAS, Settings
+
+__all__ = ["examine"]
+
+_JAVA_MINIMUM = 17
+_JAVA_S = 20.0
+_MIB = 1 << 20
+# Of each rank's pipeline in shared memory, with room for small things.
+_SHARED_MIB = 64
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: of what was looked at.
+        found: what is there.
+        remedy: what to do; "" if nothing is missing.
+        is_needed: nothing works without it.
+    """
+
+    name: str
+    found: str
+    remedy: str = ""
+    is_needed: bool = False
+
+
+def examine() -> int:
+    """Print what this machine can do and lacks, on one screen; return 1 if nothing works without what is missing."""
+    findings = list(_findings())
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark = "ok  " if not finding.remedy else "LACK" if finding.is_needed else "-   "
+        sys.stdout.write(f"{mark} {finding.name:<{width}}  {finding.found}\n")
+        if finding.remedy:
+            sys.stdout.write(f"     {'':<{width}}  {finding.remedy}\n")
+    sys.stdout.flush()
+    return int(any(finding.remedy and finding.is_needed for finding in findings))
+
+
+def _findings() -> Iterator[Finding]:
+    system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    yield Finding("sparkhvd", f"{__version__} on {system}")
+    yield _engine()
+    yield _package("torch", "Install it for your CUDA, or its build for CPUs.", is_needed=True)
+    yield _gpus()
+    yield _nccl()
+    yield _package("pyspark", "For sparkhvd.run and TorchEstimator: pip install pyspark.")
+    yield _java()
+    yield _package("pyarrow", "For TorchEstimator: pip install pyarrow.")
+    yield _mpi()
+    yield _cpus()
+    yield _memory()
+    yield _ports()
+    yield _descriptors()
+
+
+def _engine() -> Finding:
+    name = "compiled engine"
+    try:
+        found = [isa for isa in ISAS if isa != "auto" and isa_available(isa)]
+    except SparkhvdError as error:
+        return Finding(name, "does not load", str(error), is_needed=True)
+    return Finding(name, f"loads; kernels for {', '.join(found)}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name: str, remedy: str, *, is_needed: bool = False) -> Finding:
+    version = _version(name)
+    if version is None:
+        return Finding(name, "is not installed", remedy, is_needed)
+    return Finding(name, version)
+
+
+def _gpus() -> Finding:
+    try:
+        count = count_beside(Settings.resolve().cuda_library, dict(os.environ))  # noqa: TID251 - CUDA's own
+    except (SparkhvdError, OSError) as error:
+        return Finding("GPUs", "none that CUDA's driver shows", f"For training on GPUs: {error}")
+    if count == 0:
+        return Finding("GPUs", "none; ranks use CPUs", "For training on GPUs: CUDA's driver.")
+    return Finding("GPUs", str(count))
+
+
+def _nccl() -> Finding:
+    packages = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
+    versions = [version for name in packages if (version := _version(name))]
+    if versions:
+        return Finding("NCCL", versions[0])
+    return Finding("NCCL", "no package of it", "For GPUs: it comes with torch's CUDA builds.")
+
+
+def _java() -> Finding:
+    home = os.environ.get("JAVA_HOME")  # noqa: TID251 - Java's own
+    program = str(Path(home, "bin", "java")) if home else shutil.which("java")
+    remedy = f"For Spark without Connect: install Java {_JAVA_MINIMUM} or newer, and set JAVA_HOME."
+    if program is None:
+        return Finding("Java", "none on PATH, and JAVA_HOME is not set", remedy)
+    try:
+        ended = subprocess.run(
+            [program, "-version"], capture_output=True, text=True, timeout=_JAVA_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("Java", f"{program} does not run: {error}", remedy)
+    match = re.search(r'version "(?:1\.)?(\d+)[^"]*"', ended.stderr)
+    if match is None or int(match[1]) < _JAVA_MINIMUM:
+        return Finding("Java", f"{program} is {match[0] if match else 'no Java'}", remedy)
+    return Finding("Java", f"{match[1]} ({program})")
+
+
+def _mpi() -> Finding:
+    program = shutil.which("mpirun")
+    if program is None:
+        return Finding(
+            "MPI", "no mpirun", "Only for `mpirun python train.py`; sparkhvdrun needs none."
+        )
+    return Finding("MPI", program)
+
+
+def _cpus() -> Finding:
+    return Finding(
+        "CPUs", f"{processors.allowed():g} that this process may use, of {os.cpu_count()}"
+    )
+
+
+def _memory() -> Finding:
+    text = Path("/proc/meminfo").read_text()
+    match = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    free = int(match[1]) // 1024 if match else 0
+    try:
+        descriptor = os.memfd_create("sparkhvd-doctor")
+        os.posix_fallocate(descriptor, 0, _SHARED_MIB * _MIB)
+        os.close(descriptor)
+    except OSError as error:
+        remedy = "Ranks of this host use sockets instead, which is slower. Give the container more memory."
+        return Finding("shared memory", f"{_SHARED_MIB} MiB cannot be had: {error}", remedy)
+    return Finding("shared memory", f"works without /dev/shm; {free} MiB are free")
+
+
+def _ports() -> Finding:
+    settings = Settings.resolve()
+    try:
+        with Listener.bind("127.0.0.1", settings):
+            return Finding("ports", f"of {settings.port_range or 'any number'} one is free")
+    except SparkhvdError as error:
+        return Finding("ports", "none is free", str(error), is_needed=True)
+
+
+def _descriptors() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks = hard // 3 if hard != resource.RLIM_INFINITY else None
+    reach = "any number of ranks" if ranks is None else f"about {ranks} ranks in a job"
+    return Finding("open files", f"{soft} now, {hard} at most: enough for {reach}")
+
+
+COMMANDS: dict[str, Callable[[], int]] = {"doctor": examine}
