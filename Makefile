@@ -254,6 +254,7 @@ bench: env
 	@$(PY) benchmarks/timeline.py
 	@$(PY) benchmarks/device_overhead.py
 	@$(PY) benchmarks/network.py
+	@$(PY) benchmarks/point_to_point.py
 	@$(PY) benchmarks/scale.py
 	@$(PY) benchmarks/step.py
 	@$(PY) benchmarks/compression.py

@@ -1,90 +1,89 @@
-"""Round trips of a message between two ranks of this host: this engine beside Gloo, in turns.
+"""Time of a message from one rank to another, beside Gloo and a bare TCP connection: on one host and between two.
 
-    python -m benchmarks.point_to_point
+    .venv/bin/python benchmarks/point_to_point.py [--rounds 15] [--json FILE] [--write]
 
-Both run in the same two processes; a round is one turn of each, and the table has the medians over rounds and the
-spread between the quartiles.
+The hosts are two network namespaces of this machine, joined by a veth pair (needs root and `ip`). All legs run in the
+same two processes, by turns: a message of so many bytes goes to the other rank and comes back, which counts half.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from common import ROOT, Report, Target, median_and_quartiles
 
-import sparkhvd.torch as hvd
-from sparkhvd.runner import run_local
+sys.path.insert(0, str(ROOT))
+from benchmarks.point_to_point_rank import SIZES  # noqa: E402 - of the checkout
+from tests.harness.netns import Host, two_hosts, why_not  # noqa: E402
+from tests.harness.ranks_on_hosts import ranks_on  # noqa: E402
 
-SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 64 << 20)
-ROUNDS = 15
-
-
-def measure(exchange: Callable[[], None], repeats: int) -> float:
-    """Return the time of one exchange in us."""
-    began = time.perf_counter()
-    for _ in range(repeats):
-        exchange()
-    return (time.perf_counter() - began) / repeats * 1e6
+TIMEOUT_S = 600.0
+# Times Gloo's, where it counts; and the share of a bare connection's rate.
+FASTER_THAN_GLOO = {"one host": 3, "veth": 1.5}
+COMPARED_WITH_GLOO = ("4 B", "64 KiB")
+SHARE_OF_SOCKET = 0.8
 
 
-def ping_pong(port: int) -> list[tuple[int, list[float], list[float]]]:
-    """Measure on both ranks; rank 0's times count."""
-    hvd.init()
-    rank, other = hvd.rank(), 1 - hvd.rank()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    rows = []
-    for size in SIZES:
-        tensor = torch.ones(size, dtype=torch.uint8)
-
-        def ours(tensor: torch.Tensor = tensor) -> None:
-            if rank == 0:
-                hvd.send(tensor, other)
-                hvd.recv(tensor, other)
-            else:
-                hvd.recv(tensor, other)
-                hvd.send(tensor, other)
-
-        def gloos(tensor: torch.Tensor = tensor) -> None:
-            if rank == 0:
-                dist.send(tensor, other)
-                dist.recv(tensor, other)
-            else:
-                dist.recv(tensor, other)
-                dist.send(tensor, other)
-
-        repeats = max(2, min(300, (32 << 20) // size))
-        times: tuple[list[float], list[float]] = ([], [])
-        for round_number in range(ROUNDS + 1):
-            for exchange, kept in zip((ours, gloos), times, strict=True):
-                hvd.barrier()
-                taken = measure(exchange, repeats)
-                if round_number > 0:
-                    kept.append(taken)
-        rows.append((size, *times))
-    dist.destroy_process_group()
-    return rows
+def measure(hosts: list[Host], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Measure the seconds of each message, by size and leg, between two ranks on these hosts."""
+    body = "benchmarks.point_to_point_rank:rank"
+    with ranks_on(hosts, body, with_engine=False) as ranks:
+        for rank, host in zip(ranks, hosts, strict=True):
+            rank.tell(
+                {
+                    "device": host.device,
+                    "gloo": f"tcp://{hosts[0].address}:29577",
+                    "socket": (hosts[0].address, 29578),
+                    "rounds": rounds,
+                }
+            )
+        found: dict[str, dict[str, list[float]]] = ranks[0].expect(TIMEOUT_S)
+        return found
 
 
-def shown(times: list[float]) -> str:
-    """Write a median and its quartiles."""
-    low, middle, high = statistics.quantiles(times, n=4)
-    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
+def targets(place: str, size: str, medians: Mapping[str, float]) -> list[Target]:
+    found = []
+    if size in COMPARED_WITH_GLOO:
+        ratio = medians["Gloo"] / medians["sparkhvd"]
+        found.append(Target("Gloo", ratio, FASTER_THAN_GLOO[place], at_least=True))
+    if place == "veth" and size == "64 MiB":
+        share = medians["socket"] / medians["sparkhvd"]
+        found.append(Target("of the socket's rate", share, SHARE_OF_SOCKET, at_least=True))
+    return found
+
+
+def add_table(report: Report, place: str, found: Mapping[str, Mapping[str, list[float]]]) -> None:
+    rows: list[list[Any]] = []
+    for size, legs in found.items():
+        medians = {leg: statistics.median(times) for leg, times in legs.items()}
+        rate = f"{SIZES[size] / medians['sparkhvd'] * 8e-9:.3g} Gbit/s"
+        times = [median_and_quartiles(times) for times in legs.values()]
+        rows.append([size, *times, rate, targets(place, size, medians)])
+    report.table([place, *legs, "sparkhvd's rate", "targets"], rows)
 
 
 def main() -> None:
-    """Print the table."""
-    rows = run_local(ping_pong, args=(29611,), num_proc=2)[0]
-    print("| bytes | sparkhvd, us | Gloo, us | Gloo / sparkhvd |\n|---|---|---|---|")
-    for size, ours, gloos in rows:
-        ratio = statistics.median(gloos) / statistics.median(ours)
-        print(f"| {size} | {shown(ours)} | {shown(gloos)} | {ratio:.1f} |")
-    sys.stdout.flush()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", help="a file for the raw numbers")
+    parser.add_argument("--write", action="store_true", help="keep the tables in docs/results/")
+    options = parser.parse_args()
+    if reason := why_not():
+        print(f"benchmarks/point_to_point.py measures nothing here: {reason}.")
+        return
+    load = os.getloadavg()[0]
+    report = Report(f"A message from one of two ranks to the other, load {load:.1f} at the start")
+    with two_hosts() as (a, b):
+        for place, hosts in (("one host", [a, a]), ("veth", [a, b])):
+            report.raw[place] = measure(hosts, options.rounds)
+            add_table(report, place, report.raw[place])
+    report.note("Median (25 % to 75 %) of half a round trip; the socket is a bare TCP connection.")
+    report.finish("benchmarks/point_to_point.py", write=options.write, json_path=options.json)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ extern "C" {
 #define SPARKHVD_API __attribute__((visibility("default")))
 
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
-#define SPARKHVD_ABI_VERSION 6
+#define SPARKHVD_ABI_VERSION 7
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
-#define SPARKHVD_WIRE_VERSION 9
+#define SPARKHVD_WIRE_VERSION 10
 
 /* Status of a call or of a finished operation. */
 #define SPARKHVD_OK 0
@@ -89,7 +89,8 @@ extern "C" {
 /* `splits`: the root's, rows for each rank of the set (NULL = equal parts); the others bring a tensor of 0 rows. */
 #define SPARKHVD_SCATTER 14
 /* No collectives: from one rank of the process set to another, `root_rank`; of a receive also -1, any rank. `splits`:
- * the tag, one number. Matched by rank and tag in the order of submission; names need only be unique here. */
+ * the tag, one number; of a receive also 1 behind it, if shorter messages fit, too. Matched by rank and tag in the
+ * order of submission; names need only be unique here. */
 #define SPARKHVD_SEND 15
 #define SPARKHVD_RECEIVE 16
 #define SPARKHVD_NUM_COLLECTIVES 17

@@ -222,19 +222,6 @@ Bytes encode(const Credit& message) {
       .finish();
 }
 
-Bytes encode(const Point& message) {
-  return Writer(FrameType::kPoint)
-      .number(static_cast<std::uint8_t>(message.kind))
-      .number(message.process_set)
-      .number(message.tag)
-      .number(static_cast<std::int32_t>(message.dtype))
-      .number(message.bytes)
-      .number(message.number)
-      .text(message.text)
-      .raw(message.payload)
-      .finish();
-}
-
 std::array<std::byte, kDataHeaderBytes> encode_data_header(std::int32_t stream,
                                                            std::size_t payload_bytes) {
   std::array<std::byte, kDataHeaderBytes> header{};
@@ -398,28 +385,6 @@ Credit decode<Credit>(std::span<const std::byte> body) {
   message.connection = reader.number<std::uint32_t>();
   message.bytes = reader.number<std::uint64_t>();
   reader.end();
-  return message;
-}
-
-template <>
-Point decode<Point>(std::span<const std::byte> body) {
-  Reader reader(body);
-  Point message;
-  const auto kind = reader.number<std::uint8_t>();
-  if (kind > static_cast<std::uint8_t>(PointKind::kWithdraw)) malformed("an unknown message");
-  message.kind = static_cast<PointKind>(kind);
-  message.process_set = reader.number<std::int32_t>();
-  message.tag = reader.number<std::int32_t>();
-  message.dtype = known(to_dtype(reader.number<std::int32_t>()), "element type");
-  message.bytes = reader.number<std::uint64_t>();
-  message.number = reader.number<std::uint64_t>();
-  message.text = reader.text(kMaxNameBytes);
-  message.payload = reader.rest();
-  const bool has_payload = message.kind == PointKind::kEager;
-  if (message.bytes > kMaxTensorBytes ||
-      message.payload.size() != (has_payload ? message.bytes : 0)) {
-    malformed("a message of impossible size");
-  }
   return message;
 }
 

@@ -2,6 +2,7 @@
 #include "negotiation.h"
 
 #include "collectives/spec.h"
+#include "error.h"
 #include "test.h"
 
 namespace sparkhvd::test::negotiation_test {

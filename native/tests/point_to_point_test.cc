@@ -367,6 +367,38 @@ TEST(messages_in_a_process_set_are_not_those_of_another) {
   });
 }
 
+TEST(messages_that_a_process_set_leaves_behind_take_no_room) {
+  for (const auto& options : {world(one_host(2)), world({0, 1})}) {
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      const Floats sent = numbers(3000, rank);
+      std::vector<TestWork> works;  // what finds no room ends with its set
+      for (int i = 0; i < 60; ++i) {
+        Request add(SPARKHVD_ADD_PROCESS_SET, "add");
+        TestWork added = engine.submit(add.numbers({0, 1}).raw());
+        check(added);
+        const auto pair = result_of(added).rows.at(0);
+        if (rank == 0) {
+          Request request(SPARKHVD_SEND, "never asked for");
+          request.tensor(sent.data(), nullptr, {3000}).numbers({0});
+          request.on(static_cast<std::int32_t>(pair)).raw().root_rank = 1;
+          works.push_back(engine.submit(request.raw()));
+        }
+        Request remove(SPARKHVD_REMOVE_PROCESS_SET, "remove");
+        TestWork removed = engine.submit(remove.numbers({pair}).raw());
+        check(removed);
+      }
+      Floats received(3000);
+      TestWork work = rank == 0 ? send(engine, 1, 0, sent) : receive(engine, 0, 0, received);
+      check(work);
+      Request barrier(SPARKHVD_BARRIER, "barrier");
+      CHECK_EQUAL(engine.submit(barrier.raw()).wait().message, "");
+      if (rank == 1) return;
+      TestWork at_once = send(engine, 1, 1, sent, 2);
+      check(at_once);
+    });
+  }
+}
+
 TEST(messages_meet_the_first_receive_that_they_fit) {
   std::mt19937 random(7);
   for (int round = 0; round < 50; ++round) {

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import EngineUnavailableError
 
-ABI_VERSION = 6
-WIRE_VERSION = 9
+ABI_VERSION = 7
+WIRE_VERSION = 10
 
 
 class Status(IntEnum):
@@ -83,6 +83,9 @@ class Collective(IntEnum):
     GATHER: an allgather of one tensor whose result only `root_rank` gets.
     SCATTER: divides the tensor of `root_rank` by rows, as `Work.output()`. Numbers: the root's, the rows for each rank
         of the process set, none for equal parts; the other ranks bring a tensor of 0 rows. CPU only, like the two above.
+    SEND, RECEIVE: a message from one rank of the process set to another, `root_rank`; of a receive also -1, any rank. No
+        collectives: nobody else takes part, and names need only be unique on their rank. Numbers: the tag; of a receive
+        also 1 behind it, if shorter messages fit, too. `Work.output().rows` of a receive: sender, tag, bytes. CPU only.
     JOIN, ADD_PROCESS_SET, REMOVE_PROCESS_SET, REGISTER, CONFIGURE: see `Engine.join`, `add_process_set`,
         `remove_process_set`, `allocate` and `configure`.
 

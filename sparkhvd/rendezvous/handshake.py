@@ -18,8 +18,8 @@ from sparkhvd.rendezvous.endpoints import Job
 from sparkhvd.rendezvous.loop import Wait, read, send
 
 # Both are part of every proof. A test compares them with the C header (`engine` may not be imported here).
-ABI_VERSION = 6
-WIRE_VERSION = 9
+ABI_VERSION = 7
+WIRE_VERSION = 10
 
 NONCE_BYTES = 32
 MAC_BYTES = 32

@@ -75,11 +75,15 @@ bool is_last_rank_possible(const Received& received) {
          received.team.includes(Rank{static_cast<std::int32_t>(received.order.rows[0])});
 }
 
-void check_tag(const Submitted& submitted) {
+void check_message(const Submitted& submitted) {
   const auto& numbers = submitted.descriptor.numbers;
-  if (numbers.size() != 1 || numbers[0] < 0 || numbers[0] > INT32_MAX) {
-    submitted.refuse("give one tag, from 0 to 2147483647.");
-  }
+  const bool receives = submitted.descriptor.collective == Collective::kReceive;
+  const bool has_tag = !numbers.empty() && numbers[0] >= 0 && numbers[0] <= INT32_MAX;
+  const bool says_whether_shorter =
+      receives && numbers.size() == 2 && (numbers[1] == 0 || numbers[1] == 1);
+  if (has_tag && (numbers.size() == 1 || says_whether_shorter)) return;
+  submitted.refuse(std::string("give one tag, from 0 to 2147483647") +
+                   (receives ? ", and behind it 1 if shorter messages fit, too." : "."));
 }
 
 Task make_memory(Context& context) {
@@ -113,12 +117,12 @@ extern const CollectiveSpec kSendSpec = {.collective = Collective::kSend,
                                          .min_tensors = 1,
                                          .max_tensors = 1,
                                          .is_point_to_point = true,
-                                         .check = check_tag};
+                                         .check = check_message};
 extern const CollectiveSpec kReceiveSpec = {.collective = Collective::kReceive,
                                             .min_tensors = 1,
                                             .max_tensors = 1,
                                             .is_point_to_point = true,
                                             .result = Result::kReceived,
-                                            .check = check_tag};
+                                            .check = check_message};
 
 }  // namespace sparkhvd

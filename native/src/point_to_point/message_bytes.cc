@@ -37,6 +37,7 @@ void PointToPoint::tell(Rank to, const Point& message, std::shared_ptr<Operation
   if (target.writer) {
     target.frames.push_back({send ? small_head(message) : encode(message), std::move(send)});
     send_records(target);
+    if (!target.frames.empty()) make_busy(to);
     return;
   }
   world_.link(to).send(encode(message));
@@ -45,13 +46,12 @@ void PointToPoint::tell(Rank to, const Point& message, std::shared_ptr<Operation
 
 bool PointToPoint::receive(const std::function<void(Rank, const std::string&)>& lose) {
   bool moved = false;
-  for (Peer& source : peers_) {
-    if (!source.reader) continue;
+  for (const Rank mate : mates_) {
     try {
-      moved |= receive_records(rank_of(source), source);
+      moved |= receive_records(mate, peer(mate));
     } catch (const Error& error) {
       if (error.status() != SPARKHVD_PEER_LOST) throw;
-      lose(rank_of(source), std::string("it sent ") + error.what());
+      lose(mate, std::string("it sent ") + error.what());
       return true;
     }
   }
@@ -91,26 +91,16 @@ void PointToPoint::receive_frame(Rank from, Peer& source, const LaneRecord& reco
   on_frame(from, decode<Point>(body));
 }
 
-/// Straight into the tensor that waits for it, if there is one.
 void PointToPoint::receive_small(Rank from, Peer& source, const LaneRecord& record) {
   SmallHead head;
   if (record.bytes < sizeof(head)) throw nonsense("a short message");
   source.reader->read(std::as_writable_bytes(std::span(&head, 1)));
   const auto dtype = to_dtype(head.dtype);
   if (!dtype) throw nonsense("a message of an unknown element type");
-  Message message{*dtype, record.bytes - sizeof(head), head.number, false, {}, {}};
-  auto found = matching_.take_posted({head.process_set, from, head.tag});
-  if (found && fits(message, *found->receive.operation)) {
-    source.reader->read(output_of(*found->receive.operation), sizeof(head));
-    source.reader->pop(record);
-    consume(from, message.bytes);
-    return complete(*found->receive.operation, from);
-  }
-  message.payload.resize(message.bytes);
-  source.reader->read(message.payload, sizeof(head));
+  arrive_small({head.process_set, from, head.tag},
+               {*dtype, record.bytes - sizeof(head), head.number, false, {}, {}},
+               [&](std::span<std::byte> target) { source.reader->read(target, sizeof(head)); });
   source.reader->pop(record);
-  if (found) return meet(from, message, std::move(found->receive));
-  matching_.arrive({head.process_set, from, head.tag}, std::move(message));
 }
 
 void PointToPoint::receive_chunk(Peer& source, const LaneRecord& record) {
@@ -122,9 +112,9 @@ void PointToPoint::receive_chunk(Peer& source, const LaneRecord& record) {
   source.reader->pop(record);
   incoming.left = incoming.left.subspan(record.bytes);
   if (!incoming.left.empty()) return;
-  const auto receive = incoming.receive.operation;
+  const Incoming done = std::move(incoming);
   source.incoming.pop_front();
-  complete(*receive, rank_of(source));
+  complete(*done.receive.operation, rank_of(source), done.bytes);
 }
 
 bool PointToPoint::send_records(Peer& target) {
@@ -175,7 +165,7 @@ bool PointToPoint::finish_transfers(Rank rank, Peer& other) {
     if (incoming.is_void) {
       post_again(std::move(incoming.receive));
     } else {
-      complete(*incoming.receive.operation, rank);
+      complete(*incoming.receive.operation, rank, incoming.bytes);
     }
     moved = true;
   }
@@ -184,9 +174,17 @@ bool PointToPoint::finish_transfers(Rank rank, Peer& other) {
 
 bool PointToPoint::step() {
   bool moved = false;
-  for (Peer& other : peers_) {
-    if (other.frames.empty() && other.outgoing.empty() && other.incoming.empty()) continue;
-    moved |= other.writer ? send_records(other) : finish_transfers(rank_of(other), other);
+  for (std::size_t i = 0; i < busy_.size();) {
+    const Rank rank = busy_[i];
+    Peer& other = peer(rank);
+    moved |= other.writer ? send_records(other) : finish_transfers(rank, other);
+    if (!other.is_idle()) {
+      ++i;
+      continue;
+    }
+    other.is_busy = false;
+    busy_[i] = busy_.back();
+    busy_.pop_back();
   }
   return moved;
 }

@@ -9,9 +9,8 @@
 
 namespace sparkhvd {
 
-void PointToPoint::complete(Operation& receive, Rank from) {
-  receive.rows = {index_of(from), tag_of(receive),
-                  static_cast<std::int64_t>(receive.pieces.bytes())};
+void PointToPoint::complete(Operation& receive, Rank from, std::uint64_t bytes) {
+  receive.rows = {index_of(from), tag_of(receive), static_cast<std::int64_t>(bytes)};
   finish_(receive, SPARKHVD_OK, {});
 }
 
@@ -55,8 +54,10 @@ void PointToPoint::end_unmatched(std::int32_t status, const Why& why) {
   for (Peer& target : peers_) {
     std::erase_if(target.frames, [&](const Frame& frame) {
       const std::string text = frame.send ? why(*frame.send, nullptr) : "";
-      if (!text.empty()) end(*frame.send, status, text);
-      return !text.empty();
+      if (text.empty()) return false;
+      target.eager_sent -= frame.send->pieces.bytes() + kMessageCost;
+      end(*frame.send, status, text);
+      return true;
     });
   }
   end_sends(to_self_, [&](std::uint64_t number, const Operation&) {
@@ -149,8 +150,11 @@ void PointToPoint::close(std::int32_t process_set, std::int32_t status, const st
   end_unmatched(status, [&](const Operation& operation, const Receive*) {
     return operation.process_set == process_set ? text : std::string();
   });
+  closed_.insert(process_set);
   std::erase_if(matching_.arrived(), [&](const auto& entry) {
-    return entry.address.process_set == process_set && !entry.message.own;
+    if (entry.address.process_set != process_set) return false;
+    drop(entry.address.from, entry.message);
+    return true;
   });
 }
 
@@ -163,7 +167,9 @@ void PointToPoint::clear() noexcept {
     other.announced.clear();
     other.outgoing.clear();
     other.incoming.clear();
+    other.is_busy = false;
   }
+  busy_.clear();
   next_deadline_ = kNever;
 }
 

@@ -19,6 +19,12 @@ inline bool is_send(const Operation& operation) {
   return operation.descriptor.collective == Collective::kSend;
 }
 
+/// Of a receive: shorter messages fit, too.
+inline bool takes_shorter(const Operation& operation) {
+  const auto& numbers = operation.descriptor.numbers;
+  return numbers.size() > 1 && numbers[1] == 1;
+}
+
 inline std::string tag_text(const Operation& operation) {
   return " with tag " + std::to_string(tag_of(operation));
 }

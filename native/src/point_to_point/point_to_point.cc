@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "error.h"
 #include "point_to_point/operations.h"
@@ -10,8 +11,6 @@
 namespace sparkhvd {
 namespace {
 
-// A message counts for so many bytes more than it has, so that empty ones are no way around the limit.
-constexpr std::uint64_t kMessageCost = 256;
 // The sender learns of so many bytes at once.
 constexpr std::uint64_t kTakenStep = PointToPoint::kEagerInFlight / 4;
 
@@ -40,6 +39,7 @@ PointToPoint::PointToPoint(World& world, Finish finish)
   const std::size_t ring = Lane::ring_bytes(world.ranks_of_own_host());
   for (const Rank mate : world.team().island()) {
     if (mate == world.rank()) continue;
+    mates_.push_back(mate);
     Lane& own = *world.lane(world.rank(), mate);
     Lane& theirs = *world.lane(mate, world.rank());
     peer(mate).writer.emplace(own, theirs, ring);
@@ -51,12 +51,9 @@ Rank PointToPoint::rank_of(const Peer& peer) const {
   return Rank{static_cast<std::int32_t>(&peer - peers_.data())};
 }
 
-bool PointToPoint::is_waiting() const noexcept {
-  if (!matching_.posted().empty()) return true;
-  return std::ranges::any_of(peers_, [](const Peer& peer) {
-    return !peer.frames.empty() || !peer.announced.empty() || !peer.outgoing.empty() ||
-           !peer.incoming.empty();
-  });
+/// Must be called when something of a peer begins to wait.
+void PointToPoint::make_busy(Rank rank) {
+  if (!std::exchange(peer(rank).is_busy, true)) busy_.push_back(rank);
 }
 
 // ---- What the caller asks for ----------------------------------------------------------------
@@ -73,9 +70,8 @@ void PointToPoint::watch(const Operation& operation) {
 
 bool PointToPoint::goes_at_once(const Peer& peer, std::size_t bytes) const noexcept {
   // A frame has fields before its bytes.
-  const std::size_t most = peer.writer
-                               ? std::min(kLaneEagerBytes, peer.writer->max_record() - kMessageCost)
-                               : kEagerBytes;
+  const std::size_t most =
+      peer.writer ? std::min(kEagerBytes, peer.writer->max_record() - kMessageCost) : kEagerBytes;
   return bytes <= most &&
          peer.eager_sent - peer.eager_taken + bytes + kMessageCost <= kEagerInFlight;
 }
@@ -93,7 +89,7 @@ void PointToPoint::send(std::shared_ptr<Operation> operation) {
         operation->descriptor.dtype, input.size(), target.next_number++, true, {}, operation};
     to_self_.emplace(message.number, operation);
     watch(*operation);
-    return arrive(to, operation->process_set, tag_of(*operation), std::move(message));
+    return arrive({operation->process_set, to, tag_of(*operation)}, std::move(message));
   }
   const std::uint64_t number = target.next_number++;
   if (goes_at_once(target, input.size())) {
@@ -106,6 +102,7 @@ void PointToPoint::send(std::shared_ptr<Operation> operation) {
   tell(to, point_of(PointKind::kAnnounce, *operation, number));
   watch(*operation);
   target.announced.emplace(number, std::move(operation));
+  make_busy(to);
 }
 
 void PointToPoint::receive_into(std::shared_ptr<Operation> operation,
@@ -132,15 +129,32 @@ void PointToPoint::receive_into(std::shared_ptr<Operation> operation,
 
 // ---- Messages --------------------------------------------------------------------------------
 
-void PointToPoint::arrive(Rank from, std::int32_t process_set, std::int32_t tag, Message message) {
-  const Address address{process_set, from, tag};
+void PointToPoint::arrive(const Address& address, Message message) {
+  if (closed_.contains(address.process_set)) return drop(address.from, message);
   if (auto found = matching_.arrive(address, std::move(message))) {
-    meet(from, message, std::move(found->receive));
+    meet(address.from, message, std::move(found->receive));
   }
 }
 
-bool PointToPoint::fits(const Message& message, const Operation& receive) noexcept {
-  return message.bytes == receive.pieces.bytes() && message.dtype == receive.descriptor.dtype;
+/// Its bytes go straight into the tensor that waits for them, if there is one.
+void PointToPoint::arrive_small(const Address& address, Message message,
+                                const std::function<void(std::span<std::byte>)>& read) {
+  auto found = matching_.take_posted(address);
+  if (found && fits(message, *found->receive.operation)) {
+    read(output_of(*found->receive.operation).first(message.bytes));
+    consume(address.from, message.bytes);
+    return complete(*found->receive.operation, address.from, message.bytes);
+  }
+  message.payload.resize(message.bytes);
+  read(message.payload);
+  if (found) return meet(address.from, message, std::move(found->receive));
+  arrive(address, std::move(message));
+}
+
+bool PointToPoint::fits(const Message& message, const Operation& receive) {
+  const std::uint64_t room = receive.pieces.bytes();
+  return message.dtype == receive.descriptor.dtype &&
+         (message.bytes == room || (message.bytes < room && takes_shorter(receive)));
 }
 
 /// A message and the receive that it is for.
@@ -155,7 +169,9 @@ void PointToPoint::meet(Rank from, Message& message, Receive receive) {
     reject.text = rank_text(from) + " sent " + kind_text(message.bytes, message.dtype) +
                   tag_text(operation) + ", " + rank_text(world_.rank()) + " receives " +
                   kind_text(operation.pieces.bytes(), dtype) +
-                  ". Give both the same number of elements and dtype.";
+                  (takes_shorter(operation)
+                       ? ". Give the receive the same dtype and at least as many elements."
+                       : ". Give both the same number of elements and dtype.");
     if (message.own) {
       on_frame(from, reject);
     } else if (message.is_announced) {
@@ -168,13 +184,13 @@ void PointToPoint::meet(Rank from, Message& message, Receive receive) {
     const auto input = input_of(*message.own);
     if (!input.empty()) std::memmove(output_of(operation).data(), input.data(), input.size());
     finish_(*message.own, SPARKHVD_OK, {});
-    return complete(operation, from);
+    return complete(operation, from, message.bytes);
   }
   if (message.is_announced) return accept(from, message, std::move(receive));
   if (message.bytes > 0) {
     std::memcpy(output_of(operation).data(), message.payload.data(), message.payload.size());
   }
-  complete(operation, from);
+  complete(operation, from, message.bytes);
 }
 
 void PointToPoint::accept(Rank from, const Message& message, Receive receive) {
@@ -186,23 +202,30 @@ void PointToPoint::accept(Rank from, const Message& message, Receive receive) {
   tell(from, point);
   operation.give_up_at = deadline_after(Clock::now(), operation.descriptor.timeout_s);
   watch(operation);
-  Incoming incoming{std::move(receive), message.number};
+  const auto target = output_of(operation).first(message.bytes);
+  Incoming incoming{std::move(receive), message.number, message.bytes};
   if (source.reader) {
-    incoming.left = output_of(operation);
+    incoming.left = target;
   } else {
     DataLink& link = data_link(from);
-    incoming.ticket = link.receive_data(kStream, output_of(operation));
+    incoming.ticket = link.receive_data(kStream, target);
     if (const auto bytes = link.take_credit(kStream)) {
       world_.link(from).send(encode(Credit{kStream, 0, *bytes}));
     }
   }
   source.incoming.push_back(std::move(incoming));
+  make_busy(from);
+}
+
+/// A message of a process set that has ended. Its sender ends a large one by itself.
+void PointToPoint::drop(Rank from, const Message& message) {
+  if (!message.is_announced) consume(from, message.bytes);
 }
 
 void PointToPoint::consume(Rank from, std::uint64_t bytes) {
   Peer& source = peer(from);
   source.eager_consumed += bytes + kMessageCost;
-  if (source.eager_consumed - source.eager_told < kTakenStep) return;
+  if (source.has_left || source.eager_consumed - source.eager_told < kTakenStep) return;
   source.eager_told = source.eager_consumed;
   Point taken;
   taken.kind = PointKind::kTaken;
@@ -214,16 +237,13 @@ void PointToPoint::on_frame(Rank from, const Point& message) {
   Peer& source = peer(from);
   switch (message.kind) {
     case PointKind::kEager:
-    case PointKind::kAnnounce: {
-      Message arrived{message.dtype,
-                      message.bytes,
-                      message.number,
-                      message.kind == PointKind::kAnnounce,
-                      {},
-                      {}};
-      arrived.payload.assign(message.payload.begin(), message.payload.end());
-      return arrive(from, message.process_set, message.tag, std::move(arrived));
-    }
+      return arrive_small(
+          {message.process_set, from, message.tag},
+          {message.dtype, message.bytes, message.number, false, {}, {}},
+          [&](std::span<std::byte> target) { std::ranges::copy(message.payload, target.begin()); });
+    case PointKind::kAnnounce:
+      return arrive({message.process_set, from, message.tag},
+                    {message.dtype, message.bytes, message.number, true, {}, {}});
     case PointKind::kAccept:
       return on_accept(from, message.number);
     case PointKind::kTaken:
@@ -263,6 +283,7 @@ void PointToPoint::on_accept(Rank from, std::uint64_t number) {
   operation.give_up_at = deadline_after(Clock::now(), operation.descriptor.timeout_s);
   watch(operation);
   target.outgoing.push_back(std::move(outgoing));
+  make_busy(from);
 }
 
 /// A message that was withdrawn before its receiver's answer came has a place in the stream.

@@ -21,6 +21,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -38,9 +39,8 @@ class PointToPoint {
  public:
   /// The stream of its bytes on connections for tensors, and what CREDIT calls it.
   static constexpr std::int32_t kStream = -1;
-  /// Messages of up to so many bytes go at once between hosts, and inside one if a record has room for them.
-  static constexpr std::size_t kEagerBytes = 16 << 10;
-  static constexpr std::size_t kLaneEagerBytes = 64 << 10;
+  /// Messages of up to so many bytes go at once, inside a host if a record has room for them.
+  static constexpr std::size_t kEagerBytes = 64 << 10;
   /// Of these, what the receiver has not taken yet.
   static constexpr std::uint64_t kEagerInFlight = 512 << 10;
 
@@ -58,7 +58,7 @@ class PointToPoint {
   /// Sends what there is room for, and finishes what has been sent. True if anything moved.
   bool step();
   /// True while anything waits: then shared memory is worth a look.
-  bool is_waiting() const noexcept;
+  bool is_waiting() const noexcept { return !matching_.posted().empty() || !busy_.empty(); }
   TimePoint next_deadline() const noexcept { return next_deadline_; }
   /// Ends what has met nothing in time. Throws Error(TIMEOUT) if bytes have stopped in the middle.
   void check_time(TimePoint now);
@@ -70,6 +70,9 @@ class PointToPoint {
   void clear() noexcept;
 
  private:
+  /// A message counts for so many bytes more than it has, so that empty ones are no way around the limit.
+  static constexpr std::uint64_t kMessageCost = 256;
+
   /// A message that has come, or its announcement.
   struct Message {
     DType dtype{};
@@ -86,6 +89,7 @@ class PointToPoint {
   struct Incoming {
     Receive receive;
     std::uint64_t number = 0;
+    std::uint64_t bytes = 0;
     bool is_void =
         false;  // the sender has withdrawn the message, and fills its place in the stream
     std::span<std::byte> left = {};  // through shared memory
@@ -117,22 +121,31 @@ class PointToPoint {
     std::deque<Outgoing> outgoing;  // accepted by the peer, in its order
     std::deque<Incoming> incoming;  // accepted here, in this order
     bool has_left = false;
+    bool is_busy = false;  // it is in busy_
+
+    bool is_idle() const noexcept {
+      return frames.empty() && announced.empty() && outgoing.empty() && incoming.empty();
+    }
   };
 
   Peer& peer(Rank rank) { return peers_[static_cast<std::size_t>(index_of(rank))]; }
   Rank rank_of(const Peer& peer) const;
+  void make_busy(Rank rank);
   DataLink& data_link(Rank rank) { return world_.data_link(rank, 0); }
   bool goes_at_once(const Peer& peer, std::size_t bytes) const noexcept;
   void send(std::shared_ptr<Operation> operation);
   void receive_into(std::shared_ptr<Operation> operation, std::span<const Rank> members);
-  void arrive(Rank from, std::int32_t process_set, std::int32_t tag, Message message);
-  static bool fits(const Message& message, const Operation& receive) noexcept;
+  void arrive(const Address& address, Message message);
+  void arrive_small(const Address& address, Message message,
+                    const std::function<void(std::span<std::byte>)>& read);
+  static bool fits(const Message& message, const Operation& receive);
   void meet(Rank from, Message& message, Receive receive);
   void accept(Rank from, const Message& message, Receive receive);
   void post_again(Receive receive);
   void fill(Rank to, std::uint64_t bytes);
   void on_accept(Rank from, std::uint64_t number);
   void on_withdraw(Rank from, std::uint64_t number);
+  void drop(Rank from, const Message& message);
   void consume(Rank from, std::uint64_t bytes);
   bool receive_records(Rank from, Peer& peer);
   void receive_frame(Rank from, Peer& peer, const LaneRecord& record);
@@ -143,7 +156,7 @@ class PointToPoint {
   void tell(Rank to, const Point& message, std::shared_ptr<Operation> send = nullptr);
   void watch(const Operation& operation);
   void end_transfers(Peer& left);
-  void complete(Operation& receive, Rank from);
+  void complete(Operation& receive, Rank from, std::uint64_t bytes);
   void end(const Operation& operation, std::int32_t status, const std::string& text);
   /// Ends receives and announced sends by `why(operation)`, which is empty for those that go on.
   using Why = std::function<std::string(const Operation& operation, const Receive* receive)>;
@@ -152,8 +165,11 @@ class PointToPoint {
   World& world_;
   Finish finish_;
   std::vector<Peer> peers_;  // by rank
+  std::vector<Rank> mates_;  // those of this rank's island
+  std::vector<Rank> busy_;   // those of whom `step` has something to do
   Matching<Receive, Message> matching_;
   std::map<std::uint64_t, std::shared_ptr<Operation>> to_self_;  // announced, by number
+  std::set<std::int32_t> closed_;                                // process sets
   TimePoint next_deadline_ = kNever;
 };
 

@@ -47,7 +47,7 @@ def send(
 ) -> None:
     """Send a tensor to one rank, which receives it with `recv`.
 
-    Messages of one rank to another with one tag arrive in the order in which they were sent. A small one (up to 16 KiB, 64 KiB inside a host)
+    Messages of one rank to another with one tag arrive in the order in which they were sent. A small one (up to 64 KiB)
     has been sent when it is on its way, a larger one when the receiver has its bytes. It runs beside collectives, in
     any order.
 

@@ -23,7 +23,15 @@ from sparkhvd.rendezvous import sockets
 from tests.harness import faults
 from tests.harness.meeting import meet
 from tests.harness.rank_process import Talk
-from tests.ranks.engine.arrays import allgather, allreduce, broadcast, dtype_of, view
+from tests.ranks.engine.arrays import (
+    allgather,
+    allreduce,
+    broadcast,
+    dtype_of,
+    start_receive,
+    start_send,
+    view,
+)
 
 
 def one_round(engine: Engine, number: int) -> None:
@@ -37,7 +45,15 @@ def one_round(engine: Engine, number: int) -> None:
     assert (joined[:, 0] == np.repeat(np.arange(size), rows)).all()
     root = number % size
     assert (broadcast(engine, f"copy {number}", np.full(50_001, rank), root) == root).all()
+    received = np.empty(100_001)
+    pair = [
+        start_receive(engine, f"from {number}", received, (rank + 1) % size, tag=1),
+        start_send(engine, f"to {number}", np.full(100_001, rank + 1.0), (rank - 1) % size, tag=1),
+    ]
     engine.barrier(name=f"all {number}").wait()
+    for work in pair:
+        work.wait()
+    assert (received == (rank + 1) % size + 1).all()
 
 
 def work_until_lost(engine: Engine, talk: Talk) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkhvd.engine.engine import DType, Engine, ReduceOp, Reduction, TensorView, Work
+from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, TensorView, Work
 
 Array = np.ndarray[Any, Any]
 
@@ -125,6 +125,29 @@ def allreduce(engine: Engine, name: str, array: Array, **options: Any) -> Array:
     work, result = start_allreduce(engine, name, array, **options)
     work.wait()
     return result
+
+
+def start_send(engine: Engine, name: str, array: Array, to: int, tag: int = 0) -> Work:
+    """Submit a message to one rank."""
+    call = engine.prepare(
+        Collective.SEND, [view(array)], dtype_of(array), root_rank=to, numbers=(tag,)
+    )
+    return engine.start(call, name, array)
+
+
+def start_receive(
+    engine: Engine, name: str, array: Array, source: int, tag: int = 0, *, shorter: bool = False
+) -> Work:
+    """Submit a receive into the array, from one rank or (-1) any."""
+    numbers = (tag, 1) if shorter else (tag,)
+    call = engine.prepare(
+        Collective.RECEIVE,
+        [view(array, array)],
+        dtype_of(array),
+        root_rank=source,
+        numbers=numbers,
+    )
+    return engine.start(call, name, array)
 
 
 def allgather(engine: Engine, name: str, array: Array) -> tuple[Array, tuple[int, ...]]:
