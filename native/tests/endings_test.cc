@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <future>
 #include <new>
 
 #include "test.h"
@@ -54,13 +55,16 @@ TEST(a_failure_without_memory_ends_every_operation) {
   for (int nth = 1; nth < kMostAllocations; ++nth) {
     WorldOptions options;
     options.hosts = one_host(2);
+    std::promise<void> submitted;
     run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
       if (rank == 1) {
+        submitted.get_future().wait_for(std::chrono::seconds(20));
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
         return engine.abort("of the test");
       }
       Tensor tensor;
       TestWork work = engine.submit(tensor.request.raw());
+      submitted.set_value();
       CHECK(wait_without_memory(work, nth) > SPARKHVD_PENDING);
       Status later;
       engine.submit(tensor.request.raw(), &later);
