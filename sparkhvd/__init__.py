@@ -20,6 +20,7 @@ Each module imports only those above it:
     launchers      a script's rendezvous, by what started it
     observe        timeline, autotune
     torch          Horovod's API on the engine
+    distributed    the engine as a backend of torch.distributed
     runner         a function on every rank
     data           a DataFrame's rows as batches of a rank
     training       the training loop of a rank

@@ -200,6 +200,20 @@ class Settings:
         doc="Ports that ranks may listen on, for example 40000-40100; empty = any free port.",
         limit=(lambda value: _parse_port_range(value) is not None, "like 40000-40100"),
     )
+    job_key_file: str = knob(
+        "",
+        env="SPARKHVD_JOB_KEY_FILE",
+        unit="path",
+        doc="File of this user alone (mode 0600) with 32 or more random bytes, the same on every host, by which ranks that no "
+        "launcher has given a key know each other.",
+    )
+    trust_network: bool = knob(
+        False,
+        env="SPARKHVD_TRUST_NETWORK",
+        unit="0 or 1",
+        doc="Let ranks on several hosts hand each other the job's key over the network, where whoever reaches rank 0 can join; "
+        "without it they need a launcher that gives one, or a file of the key.",
+    )
     cuda_library: str = knob(
         "",
         env="SPARKHVD_CUDA_LIB",

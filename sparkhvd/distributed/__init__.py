@@ -1,0 +1,64 @@
+"""The engine as a backend of torch.distributed: `import sparkhvd.distributed`, then `init_process_group("sparkhvd")`.
+
+Everything that calls torch.distributed runs on it unmodified: DDP, FSDP2, Lightning, Accelerate. What torch calls of a backend, and
+what is not offered: docs/torch_distributed.md.
+
+Resources: one engine per process, shared with `sparkhvd.torch`; a group of some ranks is a process set. Groups that torch makes
+on their members alone have engines of their own, which end with them; the shared one ends with `hvd.shutdown()` or the process.
+
+Threads: any thread may call; a waiter drives the engine. One thread completes futures while there are any.
+
+Failure: errors of the engine are also torch's `DistBackendError`. After the loss of a rank every operation raises; destroy the
+group, and make a new one with the ranks that are left.
+
+Each module imports only those above it:
+
+    errors         errors of the engine as torch's
+    operands       tensors as flat memory of the engine's types
+    reductions     torch's reductions as the engine's
+    futures        futures whose callbacks launch collectives
+    works          works
+    launcher       launches in the order of a group
+    checks         arguments and received rows that do not fit
+    reducing       torch's reductions as plans of the engine's
+    collectives    all of torch's collectives, likewise
+    messages       torch's send and receive as the engine's
+    store_meeting  ranks find each other through torch's store
+    teams          engines and process sets of groups
+    group          the process group that torch calls
+    extras         what torch offers for its own backends only
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from sparkhvd.distributed.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
+from sparkhvd.distributed.extras import monitored_barrier, split_group
+from sparkhvd.distributed.group import Group
+from sparkhvd.distributed.teams import Teams, own
+
+__all__ = [
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "Group",
+    "PeerLostError",
+    "monitored_barrier",
+    "split_group",
+]
+
+
+def _create(options: Any, _: object) -> Group:
+    """Make the group for torch, which calls this on its members."""
+    store, name, rank = options.store, options.group_id, options.group_rank
+    size, timeout = options.group_size, options.timeout
+    teams = Teams()
+    make = (
+        own if options.global_ranks_in_group else teams.world
+    )  # torch lists no ranks of a default group
+    return Group(teams, make(store, name, rank, size, timeout), rank, name, store, timeout)
+
+
+dist.Backend.register_backend("sparkhvd", _create, extended_api=True, devices=["cpu"])

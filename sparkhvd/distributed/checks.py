@@ -1,0 +1,54 @@
+"""Checks of arguments of torch's collectives, and of the rows that have come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from sparkhvd.distributed.operands import width
+from sparkhvd.engine.engine import Work as Operation
+from sparkhvd.errors import InvalidArgumentError, MismatchError
+
+__all__ = ["check_count", "check_parts", "check_received", "check_rows", "check_same"]
+
+
+def check_count(what: str, items: Sequence[object], size: int) -> None:
+    """Check that a list has a tensor for each rank."""
+    if len(items) != size:
+        raise InvalidArgumentError(
+            f"{what}: the list has {len(items)} tensors for {size} ranks. Give one for each rank of the group."
+        )
+
+
+def check_same(what: str, output: Tensor, tensor: Tensor) -> None:
+    """Check that a rank's tensor fits its place in the list."""
+    if output.numel() != tensor.numel() or output.dtype != tensor.dtype:
+        raise InvalidArgumentError(
+            f"{what}: this rank's tensor has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, its place in the list "
+            f"{tuple(output.shape)} and {output.dtype}. Give both the same."
+        )
+
+
+def check_parts(what: str, part: Tensor, whole: Tensor, size: int) -> None:
+    """Check that equal parts of all ranks make the whole."""
+    if part.numel() * size != whole.numel() or part.dtype != whole.dtype:
+        raise InvalidArgumentError(
+            f"{what}: {size} parts of shape {tuple(part.shape)} and dtype {part.dtype} do not make a tensor of shape "
+            f"{tuple(whole.shape)} and dtype {whole.dtype}. Give the whole the elements of all parts."
+        )
+
+
+def check_rows(what: str, work: Operation, tensors: Sequence[Tensor]) -> None:
+    """Check that what came from each rank fits its tensor."""
+    check_received(what, work, tuple([each.numel() * width(each) for each in tensors]))
+
+
+def check_received(what: str, work: Operation, wanted: tuple[int, ...]) -> None:
+    """Check that as many numbers came from each rank as there is room for."""
+    rows = work.output().rows
+    if rows != wanted:
+        raise MismatchError(
+            f"{what}: the ranks sent {list(rows)} numbers, by rank, and this rank's tensors have room for {list(wanted)}. "
+            "Give tensors of the sizes that are sent."
+        )

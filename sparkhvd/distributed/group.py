@@ -1,0 +1,150 @@
+"""`Group`: the process group that torch.distributed calls.
+
+A class of Python replaces torch's whole `ProcessGroup`, so it answers also what torch asks of a group and of its backend.
+Methods have torch's names; docs/torch_distributed.md has the table of who calls which, from Python and from C++.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from sparkhvd.distributed.launcher import Launcher, Team
+from sparkhvd.distributed.messages import Messages
+from sparkhvd.distributed.teams import Teams
+from sparkhvd.distributed.works import Work
+
+__all__ = ["Group"]
+
+
+class Group(Messages):
+    """Ranks of torch's group on the engine.
+
+    Args:
+        teams: makes the engine's side of groups; shared by all groups of the default one.
+        team: the engine's side of this one.
+        name: torch's.
+        store: torch's, for this group alone.
+        timeout: of operations that have none of their own.
+    """
+
+    # What torch asks of a backend.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_shrinking = False
+    supports_time_estimate = False
+    supports_tensor_alloc = False
+
+    def __init__(
+        self, teams: Teams, team: Team, rank: int, name: str, store: Store, timeout: timedelta
+    ) -> None:
+        super().__init__(rank, len(team.ranks), Launcher(team, name, timeout))
+        self._teams = teams
+        self._store = store
+        self._name = name
+        self._description = "undefined"
+
+    # Names, which C++ asks for by the names of its own methods
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's
+        """Return the backend's name."""
+        return "sparkhvd"
+
+    name = _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:  # noqa: N802 - torch's
+        """Return torch's name of this group, by which compiled code finds it."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch's
+        """Take torch's name of this group."""
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:  # noqa: N802 - torch's
+        """Return torch's description of this group."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802 - torch's
+        """Take torch's description of this group."""
+        self._description = description
+
+    _set_group_desc = setGroupDesc
+
+    @property
+    def group_name(self) -> str:
+        """Torch's name of this group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """Torch's description of this group."""
+        return self._description
+
+    # What torch asks of a group and its backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Group:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"backend 'sparkhvd' has no collectives for tensors on {device}.")
+        return self
+
+    def get_group_store(self) -> Store:
+        """Return this group's store."""
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: collectives are numbered from the start."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.launcher.scope.count
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of later operations."""
+        self.launcher.timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        self.launcher.start_coalescing()
+
+    def _end_coalescing(self, _: torch.device) -> Work:
+        return self.launcher.end_coalescing()
+
+    def new_group(
+        self,
+        ranks: Sequence[int],
+        *,
+        timeout: timedelta,
+        pg_options: object = None,
+        group_name: str,
+        group_desc: str | None = None,
+    ) -> Group | None:
+        """Make a group of some of this group's ranks; torch (2.13) calls it on every rank, in the same order.
+
+        Returns:
+            The group; None on ranks that are not in it.
+        """
+        store = PrefixStore(f"{group_name}/", self._store)
+        team = self._teams.subset(tuple(ranks), self.rank(), group_name, store, timeout)
+        if team is None:
+            return None
+        made = Group(self._teams, team, ranks.index(self.rank()), group_name, store, timeout)
+        made._description = group_desc or made._description
+        return made
+
+    def abort(self) -> None:
+        """Fail every operation, here and on the other ranks; those of `hvd`, too, where the engine is shared."""
+        self.launcher.team.engine.abort(f"torch group {self._name} was aborted")
+
+    def shutdown(self) -> None:
+        """End the group; a shared engine stays, for `hvd` and other groups."""
+        if self.launcher.team.is_own:
+            self.launcher.team.engine.shutdown()

@@ -1,0 +1,160 @@
+"""Launches of collectives in the order of a group: names, timeouts, waiting and asynchronous forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from sparkhvd.distributed.errors import as_torch
+from sparkhvd.distributed.futures import Scope, current_scope
+from sparkhvd.distributed.operands import reading_into
+from sparkhvd.distributed.works import Work
+from sparkhvd.engine.call import NO_REDUCTION
+from sparkhvd.engine.engine import Call, Collective, DType, Engine, Reduction, TensorView
+from sparkhvd.engine.engine import Work as Operation
+from sparkhvd.errors import CollectiveError
+from sparkhvd.torch.collectives.tensors import DTYPES, lend
+
+__all__ = ["Launcher", "Plan", "Team", "gather_plan"]
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks of a group in an engine.
+
+    Attributes:
+        engine: moves the bytes.
+        process_set: the engine's number of these ranks.
+        ranks: the engine's rank of each rank of the group.
+        is_own: the engine is this group's alone, and ends with it.
+        number: of the group among those that are one process set, from 1 to 127; 0 is `hvd`'s.
+    """
+
+    engine: Engine
+    process_set: int
+    ranks: tuple[int, ...]
+    is_own: bool
+    number: int = 1
+
+
+class Plan(NamedTuple):
+    """A collective before its launch.
+
+    Attributes:
+        collective: its kind.
+        views: memory of its tensors.
+        dtype: their type.
+        keep: owners of that memory, kept until the end.
+        reduction: of the kinds that reduce.
+        root: rank of the group.
+        numbers: further arguments of the kind.
+    """
+
+    collective: Collective
+    views: Sequence[TensorView]
+    dtype: DType
+    keep: object
+    reduction: Reduction = NO_REDUCTION
+    root: int = 0
+    numbers: tuple[int, ...] = ()
+
+
+def gather_plan(source: Tensor, whole: Tensor) -> Plan:
+    """Return an allgather of numbers into memory for those of all ranks."""
+    view = reading_into(source, whole)
+    return Plan(Collective.ALLGATHER, [view], DTYPES[source.dtype], lend(source, whole))
+
+
+# Moves results to where torch wants them; gets the engine's works where the launch asks for rows.
+Finish = Callable[[Sequence[Operation]], object]
+
+
+class Launcher:
+    """Launches a group's collectives. They match across ranks by their place in the group's order, whatever their kind.
+
+    So ranks that call different collectives get a `MismatchError` that names both.
+    """
+
+    def __init__(self, team: Team, name: str, timeout: timedelta) -> None:
+        self.team = team
+        self.timeout = timeout
+        self.name = f"torch.{name}"
+        self.scope = Scope(self.name)
+        self._coalesced: list[Work] | None = None
+
+    def launch(
+        self,
+        plans: Sequence[Plan],
+        opts: Any,
+        outputs: Sequence[Tensor],
+        finish: Finish | None = None,
+        *,
+        needs_rows: bool = False,
+    ) -> Work:
+        """Launch collectives that torch sees as one.
+
+        Args:
+            plans: equally many on every rank.
+            opts: torch's options: `timeout`, and `asyncOp` False if the caller waits at once.
+            outputs: result of the work and of its future.
+            finish: called after the last one.
+            needs_rows: `finish` asks the engine's works for the rows of each rank.
+        """
+        timeout_s = self._timeout_s(opts)
+        scope = current_scope() or self.scope
+        names = [scope.name() for _ in plans]
+        planned = zip(names, plans, strict=True)
+        try:
+            if not needs_rows and not getattr(opts, "asyncOp", True):
+                for name, plan in planned:
+                    self.team.engine.run(self._call(plan), name, plan.keep, timeout_s)
+                if finish is not None:
+                    finish(())
+                return Work((), outputs)
+            start = self.team.engine.start
+            works = [start(self._call(plan), name, plan.keep, timeout_s) for name, plan in planned]
+        except CollectiveError as error:
+            raise as_torch(error) from None
+        last = None if finish is None else partial(finish, works)
+        made = Work(works, outputs, last, Scope(names[0]))
+        if self._coalesced is not None:
+            self._coalesced.append(made)
+        return made
+
+    def start_coalescing(self) -> None:
+        """Note works from now on."""
+        self._coalesced = []
+
+    def end_coalescing(self) -> Work:
+        """Return the works since `start_coalescing` as one."""
+        works, self._coalesced = self._coalesced or [], None
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        return Work((), [output for work in works for output in work.result()], finish)
+
+    def _call(self, plan: Plan) -> Call:
+        team = self.team
+        return team.engine.prepare(
+            plan.collective,
+            plan.views,
+            plan.dtype,
+            plan.reduction,
+            team.process_set,
+            team.ranks[plan.root],
+            plan.numbers,
+        )
+
+    def _timeout_s(self, opts: Any) -> float:
+        given = getattr(opts, "timeout", None)
+        if given is None or given.days < 0:  # torch's way to say that there is none
+            given = self.timeout
+        seconds: float = given.total_seconds()
+        return seconds

@@ -1,0 +1,69 @@
+"""torch's reductions as the engine's; those of bits, which it does not have, as functions of all ranks' numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparkhvd.engine.engine import ReduceOp, Reduction
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["bits_of", "reduction_of"]
+
+_Type: Any = dist.ReduceOp.RedOpType  # torch's stub knows no members
+_ENGINE = {
+    _Type.SUM: Reduction(ReduceOp.SUM),
+    _Type.AVG: Reduction(ReduceOp.AVERAGE),
+    _Type.MIN: Reduction(ReduceOp.MIN),
+    _Type.MAX: Reduction(ReduceOp.MAX),
+    _Type.PRODUCT: Reduction(ReduceOp.PRODUCT),
+}
+_BITS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
+    _Type.BAND: torch.bitwise_and,
+    _Type.BOR: torch.bitwise_or,
+    _Type.BXOR: torch.bitwise_xor,
+}
+_LINEAR = (_Type.SUM, _Type.AVG, _Type.PREMUL_SUM)
+
+
+def reduction_of(what: str, op: Any, tensor: Tensor) -> Reduction:
+    """Return the engine's reduction of torch's for a tensor like this.
+
+    Raises:
+        InvalidArgumentError: it has no meaning for the tensor's numbers.
+    """
+    kind = op.op
+    if tensor.is_complex() and kind not in _LINEAR:
+        raise InvalidArgumentError(
+            f"{what}: op is {kind.name}, which complex numbers do not have. Use SUM or AVG, or send "
+            "torch.view_as_real(tensor)."
+        )
+    found = _ENGINE.get(kind)
+    if found is not None:
+        return found
+    if kind == _Type.PREMUL_SUM:
+        return Reduction(ReduceOp.SUM, prescale=float(op.__getstate__()[1]))
+    raise InvalidArgumentError(
+        f"{what}: op {kind.name} is not known. Use SUM, AVG, MIN, MAX or PRODUCT."
+    )
+
+
+def bits_of(what: str, op: Any, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return the function of the ranks' rows for BAND, BOR and BXOR; None for other reductions.
+
+    Raises:
+        InvalidArgumentError: the numbers have no bits to combine.
+    """
+    combine = _BITS.get(op.op)
+    if combine is None:
+        return None
+    if tensor.is_floating_point() or tensor.is_complex():
+        raise InvalidArgumentError(
+            f"{what}: op is {op.op.name}, and the tensor has dtype {tensor.dtype}. Bits are combined of integers and bool."
+        )
+    return lambda rows: reduce(combine, rows.unbind())

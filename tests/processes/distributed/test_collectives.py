@@ -1,0 +1,37 @@
+"""torch.distributed on the engine, in ranks of `run_local`: one start per number of ranks serves every check."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from sparkhvd.runner import run_local
+from tests.harness.soak import left_to_soak
+
+
+def everything(with_users: bool) -> dict[str, Any]:
+    """Return by subject what is wrong on this rank."""
+    import torch
+    import torch.distributed as dist
+
+    import sparkhvd.distributed  # noqa: F401 - registers the backend
+    import sparkhvd.torch as hvd
+    from tests.processes.distributed import collectives, groups, users
+
+    warnings.simplefilter("ignore", FutureWarning)  # names of before torch 2.13
+    dist.init_process_group("sparkhvd")
+    found = {"default": collectives.wrong(), **groups.findings()}
+    if with_users:
+        found |= groups.compiled() | users.findings()
+    dist.destroy_process_group()
+    ones = hvd.allreduce(torch.ones(1), op=hvd.Sum)
+    found["hvd after destroy_process_group"] = [] if ones.item() == hvd.size() else [str(ones)]
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, *left_to_soak("sizes 2 and 4 test the same code", 3)])
+def test_collectives_and_their_users_give_what_one_process_computes(size: int) -> None:
+    for found in run_local(everything, args=(size == 2,), num_proc=size):
+        assert found == dict.fromkeys(found, [])

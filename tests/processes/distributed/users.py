@@ -1,0 +1,226 @@
+"""What is built on torch.distributed, unmodified, against the same training in one process or with Gloo."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+
+STEPS, BATCH, WIDTH = 5, 8, 6
+
+
+class Net(nn.Module):
+    """A layer that is used, one that never is, and one of which every other step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None, affine=False, track_running_stats=False)
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
+
+
+class Choosing(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.unused(x) if x[0, 0] > 3 else x)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    made = []
+    for _ in range(STEPS):
+        x = torch.randn(BATCH, WIDTH, generator=generator, dtype=torch.float64)
+        made.append((x, x.sum(1, keepdim=True)))
+    return made
+
+
+def share(tensor: Tensor) -> Tensor:
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def train(
+    model: nn.Module,
+    part: Callable[[Tensor], Tensor],
+    make: Callable[[Any], Any] = lambda p: torch.optim.SGD(p, lr=0.1),
+) -> Any:
+    optimizer = make(model.parameters())
+    for x, y in batches():
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(part(x)), part(y)).backward()
+        optimizer.step()
+    return optimizer
+
+
+def close(model: Any, wanted: nn.Module, tolerance: float = 1e-12) -> bool:
+    found = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return all(
+        torch.allclose(a, b, rtol=tolerance, atol=tolerance)
+        for a, b in zip(found, wanted.parameters(), strict=True)
+    )
+
+
+def reference(kind: type[Net] = Net) -> nn.Module:
+    model = kind().double()
+    train(model, lambda x: x)
+    return model
+
+
+def ddp_options() -> list[str]:
+    wanted = reference()
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "small buckets": {"bucket_cap_mb": 0.0001},
+        "views": {"gradient_as_bucket_view": True},
+        "static": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+    }
+    wrong = []
+    for name, chosen in options.items():
+        kind = Choosing if name == "unused" else Net
+        model = DistributedDataParallel(kind().double(), **chosen)
+        train(model, share)
+        expected = reference(Choosing) if name == "unused" else wanted
+        if not close(model.module, expected):
+            wrong.append(f"DDP {name}")
+    return wrong
+
+
+def own(_: object, bucket: Any) -> Any:
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+# torch compares the annotations themselves, which are texts in this file.
+own.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+def ddp_hooks() -> list[str]:
+    wanted, wrong = reference(), []
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    hooks: dict[str, tuple[Any, Any, float]] = {
+        "allreduce_hook": (None, default_hooks.allreduce_hook, 1e-12),
+        "fp16": (None, default_hooks.fp16_compress_hook, 1e-2),
+        "own": (None, own, 1e-12),
+        "powerSGD": (state, powerSGD_hook.powerSGD_hook, 1.0),
+    }
+    for name, (argument, hook, tolerance) in hooks.items():
+        model = DistributedDataParallel(Net().double(), bucket_cap_mb=0.0001)
+        model.register_comm_hook(argument, hook)
+        train(model, share)
+        if not close(model.module, wanted, tolerance):
+            wrong.append(f"hook {name}")
+    return wrong
+
+
+def accumulation_and_join() -> list[str]:
+    wrong = []
+    model = DistributedDataParallel(Net().double())
+    parts = share(batches()[0][0]).split(2)
+    with model.no_sync():
+        for part in parts[:-1]:
+            model(part).sum().backward()
+    model(parts[-1]).sum().backward()
+    alone = Net().double()
+    alone(batches()[0][0]).sum().backward()
+    size = dist.get_world_size()
+    if not torch.allclose(model.module.first.weight.grad * size, alone.first.weight.grad):
+        wrong.append("no_sync")
+    rank = dist.get_rank()
+    steps = 0
+    with Join([model]):  # rank n has n + 1 batches
+        for x, _ in batches()[: rank + 1]:
+            model(x).sum().backward()
+            steps += 1
+    if steps != rank + 1:
+        wrong.append("join")
+    return wrong
+
+
+def zero_optimizer() -> list[str]:
+    wanted = Net().double()
+    train(wanted, lambda x: x, lambda p: torch.optim.Adam(p, lr=0.01))
+    model = DistributedDataParallel(Net().double())
+    optimizer = train(model, share, lambda p: ZeroRedundancyOptimizer(p, torch.optim.Adam, lr=0.01))
+    optimizer.consolidate_state_dict(to=0)
+    held = dist.get_rank() != 0 or len(optimizer.state_dict()["state"]) == 4
+    return [] if close(model.module, wanted) and held else ["ZeroRedundancyOptimizer"]
+
+
+def sharded() -> list[str]:
+    """FSDP2, its checkpoint, DTensor."""
+    wrong = []
+    wanted = Net().double()
+    train(wanted, lambda x: x, lambda p: torch.optim.Adam(p, lr=0.01))
+    model = Net().double()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model.first, model.last):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(model, share, lambda p: torch.optim.Adam(p, lr=0.01))
+    if not close(model, wanted):
+        wrong.append("fully_shard")
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, src=0)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder[0])
+    loaded = copy.deepcopy(wanted)
+    fresh = {f: torch.zeros_like(t) for f, t in loaded.state_dict().items()}
+    checkpoint.load({"model": fresh}, checkpoint_id=folder[0])
+    loaded.load_state_dict(fresh)
+    if not close(loaded, wanted):
+        wrong.append("distributed checkpoint")
+    whole = torch.arange(12.0).view(4, 3)
+    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    ones = distribute_tensor(torch.ones(3, 2), mesh, [Replicate()])
+    product = (rows @ ones).redistribute(placements=[Shard(1)]).full_tensor()
+    if not torch.equal(product, whole @ torch.ones(3, 2)):
+        wrong.append("DTensor")
+    return wrong
+
+
+def metrics_and_samplers() -> list[str]:
+    import torchmetrics
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    accuracy = torchmetrics.classification.BinaryAccuracy()
+    accuracy.update(torch.full((4,), float(rank == 0)), torch.ones(4))
+    wrong = [] if abs(accuracy.compute().item() - 1 / size) < 1e-6 else ["torchmetrics"]
+    mine = list(DistributedSampler(range(10), shuffle=False))
+    return (
+        wrong
+        if mine == [n % 10 for n in range(rank, size * len(mine), size)]
+        else [*wrong, "sampler"]
+    )
+
+
+def findings() -> dict[str, list[str]]:
+    """Return by subject what is wrong."""
+    checks = (
+        ddp_options,
+        ddp_hooks,
+        accumulation_and_join,
+        zero_optimizer,
+        sharded,
+        metrics_and_samplers,
+    )
+    return {check.__name__: check() for check in checks}
