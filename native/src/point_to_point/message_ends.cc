@@ -80,10 +80,10 @@ void PointToPoint::check_time(TimePoint now) {
       watch(operation);
       return {};
     }
-    return (is_send(operation)
-                ? peer_text(operation) + " did not receive it within "
-                : peer_text(operation) + " sent nothing" + tag_text(operation) + " within ") +
-           seconds(operation) + ". Look at what it does, or raise the timeout.";
+    return (is_send(operation) ? peer_text(operation) + " did not receive a message"
+                               : peer_text(operation) + " sent nothing") +
+           tag_text(operation) + " within " + seconds(operation) +
+           ". Look at what it does, or raise the timeout.";
   });
   const auto check = [&](const Operation& operation, Rank other) {
     if (now < operation.give_up_at) return watch(operation);
