@@ -13,7 +13,7 @@ from torch import Tensor
 from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.futures import Scope, current_scope
 from sparkhvd.distributed.operands import reading_into
-from sparkhvd.distributed.works import Work
+from sparkhvd.distributed.works import FINISHED, Work
 from sparkhvd.engine.call import NO_REDUCTION
 from sparkhvd.engine.engine import Call, Collective, DType, Engine, Reduction, TensorView
 from sparkhvd.engine.engine import Work as Operation
@@ -101,23 +101,25 @@ class Launcher:
         Args:
             plans: equally many on every rank.
             opts: torch's options: `timeout`, and `asyncOp` False if the caller waits at once.
-            outputs: result of the work and of its future.
+            outputs: result of an asynchronous work and of its future.
             finish: called after the last one.
             needs_rows: `finish` asks the engine's works for the rows of each rank.
         """
         timeout_s = self._timeout_s(opts)
         scope = current_scope() or self.scope
-        names = [scope.name() for _ in plans]
-        planned = zip(names, plans, strict=True)
+        engine = self.team.engine
         try:
             if not needs_rows and not getattr(opts, "asyncOp", True):
-                for name, plan in planned:
-                    self.team.engine.run(self._call(plan), name, plan.keep, timeout_s)
+                for plan in plans:
+                    engine.run(self._call(plan), scope.name(), plan.keep, timeout_s)
                 if finish is not None:
                     finish(())
-                return Work((), outputs)
-            start = self.team.engine.start
-            works = [start(self._call(plan), name, plan.keep, timeout_s) for name, plan in planned]
+                return FINISHED
+            names = [scope.name() for _ in plans]
+            works = [
+                engine.start(self._call(plan), name, plan.keep, timeout_s)
+                for name, plan in zip(names, plans, strict=True)
+            ]
         except CollectiveError as error:
             raise as_torch(error) from None
         last = None if finish is None else partial(finish, works)
@@ -156,5 +158,4 @@ class Launcher:
         given = getattr(opts, "timeout", None)
         if given is None or given.days < 0:  # torch's way to say that there is none
             given = self.timeout
-        seconds: float = given.total_seconds()
-        return seconds
+        return float(given.total_seconds())

@@ -18,6 +18,7 @@ __all__ = [
     "Flat",
     "by_dtype",
     "copied",
+    "is_plain",
     "joined",
     "moved",
     "numbers_of",
@@ -61,11 +62,22 @@ class Flat(NamedTuple):
         return TensorView(address, address, (self.numbers.numel(),))
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Check that a tensor's memory on the CPU has its numbers, one after the other."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
 def moved(tensor: Tensor) -> Flat:
     """Return a tensor for an operation that computes nothing: complex numbers are pairs, unknown types bytes."""
     _check_dense(tensor)
     plain = tensor.detach()
-    if plain.is_contiguous() and not (plain.is_neg() or plain.is_conj()):
+    if is_plain(plain):
         return Flat(numbers_of(plain), None)
     copy = plain.contiguous().resolve_conj().resolve_neg()
     return Flat(numbers_of(copy), lambda: plain.copy_(copy))

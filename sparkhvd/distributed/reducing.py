@@ -20,6 +20,7 @@ from sparkhvd.distributed.operands import (
     Flat,
     by_dtype,
     copied,
+    is_plain,
     moved,
     only,
     owners,
@@ -31,12 +32,12 @@ from sparkhvd.distributed.operands import (
     restoring,
     write,
 )
-from sparkhvd.distributed.reductions import bits_of, reduction_of
+from sparkhvd.distributed.reductions import SIMPLE, bits_of, reduction_of
 from sparkhvd.distributed.works import Work
-from sparkhvd.engine.engine import Collective, DType
+from sparkhvd.engine.engine import Collective, DType, TensorView
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.tensors import lend, written
+from sparkhvd.torch.collectives.tensors import DTYPES, lend, written
 
 __all__ = ["Reducing"]
 
@@ -75,7 +76,15 @@ class Reducing(_ProcessGroup):
         tensor = only("all_reduce", tensors)
         if tensor.is_sparse:
             return self._allreduce_sparse(tensor, opts)
-        return self.allreduce_coalesced(tensors, opts, "all_reduce")
+        kind, dtype = SIMPLE.get(opts.reduceOp.op), DTYPES.get(tensor.dtype)
+        if kind is None or dtype is None or not is_plain(tensor):
+            return self.allreduce_coalesced(tensors, opts, "all_reduce")
+        # What training does most, in the least time.
+        address = tensor.data_ptr()
+        view = tuple.__new__(TensorView, (address, address, (tensor.numel(),)))
+        plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
+        written(tensors)
+        return self.launcher.launch((plan,), opts, tensors)
 
     def allreduce_coalesced(
         self, tensors: Sequence[Tensor], opts: Any, what: str = "all_reduce_coalesced"

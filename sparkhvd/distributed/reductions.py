@@ -13,10 +13,10 @@ from torch import Tensor
 from sparkhvd.engine.engine import ReduceOp, Reduction
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["bits_of", "reduction_of"]
+__all__ = ["SIMPLE", "bits_of", "reduction_of"]
 
 _Type: Any = dist.ReduceOp.RedOpType  # torch's stub knows no members
-_ENGINE = {
+SIMPLE = {
     _Type.SUM: Reduction(ReduceOp.SUM),
     _Type.AVG: Reduction(ReduceOp.AVERAGE),
     _Type.MIN: Reduction(ReduceOp.MIN),
@@ -43,7 +43,7 @@ def reduction_of(what: str, op: Any, tensor: Tensor) -> Reduction:
             f"{what}: op is {kind.name}, which complex numbers do not have. Use SUM or AVG, or send "
             "torch.view_as_real(tensor)."
         )
-    found = _ENGINE.get(kind)
+    found = SIMPLE.get(kind)
     if found is not None:
         return found
     if kind == _Type.PREMUL_SUM:

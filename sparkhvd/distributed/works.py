@@ -20,7 +20,7 @@ from sparkhvd.distributed.futures import Future, Scope
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.torch.gradients.backward_end import after_backward
 
-__all__ = ["Work"]
+__all__ = ["FINISHED", "Work"]
 
 _UNLIMITED = timedelta(0)
 
@@ -151,6 +151,10 @@ class Work(dist.Work):
                     return self._future
                 self._future.finish(self._outputs, self._error)
             return self._future
+
+
+FINISHED = Work(())
+"""The work of a caller who has waited already."""
 
 
 def _complete_later(work: Work) -> None:

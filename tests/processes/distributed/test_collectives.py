@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 
 from sparkhvd.runner import run_local
-from tests.harness.soak import left_to_soak
+from tests.harness.soak import amount, left_to_soak
 
 
-def everything(with_users: bool) -> dict[str, Any]:
+def everything(with_users: bool, num_programs: int) -> dict[str, Any]:
     """Return by subject what is wrong on this rank."""
     import torch
     import torch.distributed as dist
 
     import sparkhvd.distributed  # noqa: F401 - registers the backend
     import sparkhvd.torch as hvd
-    from tests.processes.distributed import collectives, groups, users
+    from tests.processes.distributed import collectives, groups, programs, users
 
     warnings.simplefilter("ignore", FutureWarning)  # names of before torch 2.13
     dist.init_process_group("sparkhvd")
     found = {"default": collectives.wrong(), **groups.findings()}
+    found["programs"] = programs.wrong(range(num_programs))
     if with_users:
         found |= groups.compiled() | users.findings()
     dist.destroy_process_group()
@@ -33,5 +34,5 @@ def everything(with_users: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [1, 2, 4, *left_to_soak("sizes 2 and 4 test the same code", 3)])
 def test_collectives_and_their_users_give_what_one_process_computes(size: int) -> None:
-    for found in run_local(everything, args=(size == 2,), num_proc=size):
+    for found in run_local(everything, args=(size == 2, amount(20, 500)), num_proc=size):
         assert found == dict.fromkeys(found, [])
