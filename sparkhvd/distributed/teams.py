@@ -90,6 +90,7 @@ def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Te
     try:
         with meet(store, name, rank, size, timeout) as rendezvous:
             engine = Engine(rendezvous.connect(), rendezvous.settings)
+            rendezvous.close()  # all have met, and these ranks meet once
     except CollectiveError as error:
         raise as_torch(error) from None
     return Team(engine, 0, tuple(range(size)), is_own=True)

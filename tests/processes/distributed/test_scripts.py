@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sparkhvd.distributed.store_meeting import _read_key, _read_named_key
+from sparkhvd.distributed.store_meeting import _check_hosts, _read_key, _read_named_key
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.rendezvous import Endpoint
+from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
 
 
@@ -76,3 +78,13 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         _read_key(path)
     with pytest.raises(InvalidArgumentError, match="only this"):
         _read_named_key("/etc/hostname")
+
+
+def test_ranks_on_several_hosts_need_a_key_and_addresses() -> None:
+    here, there = (Endpoint(f"10.0.0.{n}", 4000, f"boot-{n}", "") for n in (1, 2))
+    with pytest.raises(InvalidArgumentError, match="SPARKHVD_JOB_KEY_FILE"):
+        _check_hosts([here, there], Settings())
+    _check_hosts([here, there], Settings(trust_network=True))
+    alone = Endpoint("127.0.0.1", 4000, "boot-2", "")
+    with pytest.raises(InvalidArgumentError, match="rank 1 has only the address 127.0.0.1"):
+        _check_hosts([here, alone], Settings(trust_network=True))
