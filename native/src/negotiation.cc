@@ -167,9 +167,9 @@ std::optional<std::string> Negotiation::disagreement(const std::string& name,
   if (pending.arrived.size() == options_.members.size()) return std::nullopt;
   // The missing ones have joined: they add nothing, which only a sum is indifferent to.
   const bool is_sum = first.reduce_op == ReduceOp::kSum || first.reduce_op == ReduceOp::kAverage;
-  const bool reduces = spec_of(first.collective).goes_on_without_joined;
-  if (reduces && is_sum) return std::nullopt;
-  const std::string what = reduces ? std::string(name_of(first.collective)) + " with " +
+  const bool goes_on = spec_of(first.collective).goes_on_without_joined;
+  if (goes_on && is_sum) return std::nullopt;
+  const std::string what = goes_on ? std::string(name_of(first.collective)) + " with " +
                                          std::string(name_of(first.reduce_op))
                                    : std::string(name_of(first.collective));
   return operation_label(first.collective, name) + ": " + rank_list(missing(pending)) +
@@ -206,7 +206,8 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
   return execute;
 }
 
-/// Decides on the memory for the results of an order: "" or whose is too small. A large one is asked for first.
+/// Checks that the results of an order fit into the ranks' own memory; returns the error, or nothing. Where one is
+/// large the order has every rank say first whether it has memory.
 std::string Negotiation::check_results(const std::string& name, const Pending& pending,
                                        Execute& order) const {
   const Descriptor& first = pending.arrived.begin()->second;

@@ -284,7 +284,8 @@ class RequestReader {
 
   /// What is agreed on travels in one frame: this description, and rows.
   void check_message_size() const {
-    std::size_t bytes = operation_.name.size() + 1024 + 8 * descriptor_.numbers.size();
+    std::size_t bytes =
+        operation_.name.size() + 1024 + 8 * (descriptor_.numbers.size() + descriptor_.room.size());
     for (const auto& shape : descriptor_.shapes) bytes += 4 + 8 * shape.size();
     std::size_t answer = 32 * members_->size() + bytes;
     if (spec_.count_rows != nullptr) {

@@ -64,14 +64,17 @@ def _lead(name: str, size: int, text: str, timeout_s: float) -> list[str]:
     """Receive the texts of the others, and send all of them to each."""
     texts = {0: text}
     others = []
+    deadline = time.monotonic() + timeout_s
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         listener.bind(f"\0{name}")
         listener.listen(size)
-        listener.settimeout(timeout_s)
         while len(texts) < size:
+            if (left_s := deadline - time.monotonic()) <= 0:  # also where others keep knocking
+                raise TimeoutError
+            listener.settimeout(left_s)
             connection = stack.enter_context(listener.accept()[0])
-            connection.settimeout(timeout_s)
+            connection.settimeout(left_s)
             if not is_same_user(connection):
                 connection.close()
                 continue

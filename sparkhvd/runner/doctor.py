@@ -13,7 +13,7 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from sparkhvd import __version__, processors
 from sparkhvd.engine.session import isa_available
 from sparkhvd.errors import SparkhvdError
 from sparkhvd.rendezvous import Listener
+from sparkhvd.rendezvous.descriptors import most_ranks
 from sparkhvd.runner.gpu.probe import count_beside
 from sparkhvd.settings import ISAS, Settings
 
@@ -179,9 +180,7 @@ def _ports() -> Finding:
 
 def _descriptors() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ranks = hard // 3 if hard != resource.RLIM_INFINITY else None
-    reach = "any number of ranks" if ranks is None else f"about {ranks} ranks in a job"
-    return Finding("open files", f"{soft} now, {hard} at most: enough for {reach}")
-
-
-COMMANDS: dict[str, Callable[[], int]] = {"doctor": examine}
+    if hard == resource.RLIM_INFINITY:
+        return Finding("open files", "no limit")
+    ranks = most_ranks(hard, Settings.resolve().streams)
+    return Finding("open files", f"{soft} now, {hard} at most: enough for {ranks} ranks in a job")

@@ -40,6 +40,8 @@ GRACE_S = 4.0
 KILL_S = 2.0
 _ADDRESS = "127.0.0.1"
 _TAIL_LINES = 20
+# A longer line is passed on in pieces.
+_LINE_BYTES = 1 << 20
 _CONSEQUENCE = re.compile(r"sparkhvd\.errors\.(CollectiveError|PeerLostError): ")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -178,7 +180,7 @@ def _pass_on(
     lock: threading.Lock,
 ) -> None:
     with pipe, file or contextlib.nullcontext():
-        for line in pipe:
+        while line := pipe.readline(_LINE_BYTES):
             if file is not None:
                 file.write(line)
             text = line.decode(errors="replace").rstrip("\n")
@@ -190,9 +192,13 @@ def _pass_on(
 
 @contextlib.contextmanager
 def _signals() -> Iterator[int]:
-    """Yield a descriptor from which the numbers of the signals to this process are read, a byte each."""
+    """Yield a descriptor from which the numbers of the signals to this process are read, a byte each.
+
+    Those that it ignores, as under nohup, stay ignored.
+    """
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    before = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in heard}
     old = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield reader

@@ -1,6 +1,5 @@
 // Allgather with unequal first dimensions, of one or several tensors: every block goes once over
 // the network to one rank of each other island, and from there through shared memory to the rest.
-#include <memory>
 #include <numeric>
 
 #include "collectives/collectives.h"

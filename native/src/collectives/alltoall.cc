@@ -1,7 +1,6 @@
 // Alltoall with any number of rows from everyone to everyone: straight from the tensor to the result
 // between islands, through the slots of shared memory inside them.
 #include <cstring>
-#include <memory>
 
 #include "collectives/collectives.h"
 #include "collectives/spec.h"

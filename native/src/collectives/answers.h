@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
 #include <iterator>
 #include <span>
 #include <vector>
@@ -30,6 +29,7 @@ class Arrived final : public Condition {
   std::span<const Rank> ranks_;
 };
 
+/// The question, and what has been answered.
 class Answers {
  public:
   /// `key`: process set and number of the operation.

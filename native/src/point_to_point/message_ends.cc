@@ -14,8 +14,8 @@ void PointToPoint::complete(Operation& receive, Rank from, std::uint64_t bytes) 
   finish_(receive, SPARKHVD_OK, {});
 }
 
-void PointToPoint::end(const Operation& operation, std::int32_t status, const std::string& text) {
-  finish_(const_cast<Operation&>(operation), status, operation.label() + ": " + text);
+void PointToPoint::end(Operation& operation, std::int32_t status, const std::string& text) {
+  finish_(operation, status, operation.label() + ": " + text);
 }
 
 void PointToPoint::end_unmatched(std::int32_t status, const Why& why) {

@@ -157,7 +157,7 @@ class PointToPoint {
   void watch(const Operation& operation);
   void end_transfers(Peer& left);
   void complete(Operation& receive, Rank from, std::uint64_t bytes);
-  void end(const Operation& operation, std::int32_t status, const std::string& text);
+  void end(Operation& operation, std::int32_t status, const std::string& text);
   /// Ends receives and announced sends by `why(operation)`, which is empty for those that go on.
   using Why = std::function<std::string(const Operation& operation, const Receive* receive)>;
   void end_unmatched(std::int32_t status, const Why& why);
