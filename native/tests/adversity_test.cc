@@ -270,10 +270,15 @@ TEST(a_process_set_that_was_never_complete_refuses_its_operations) {
 // ---- Process sets
 
 TEST(operations_agreed_on_before_a_removal_run_to_their_end) {
+#if defined(SPARKHVD_QUICK)
+  constexpr int kRounds = 40;
+#else
+  constexpr int kRounds = 200;
+#endif
   for (const auto& hosts :
        {std::vector<std::int32_t>{0, 0, 0}, std::vector<std::int32_t>{0, 1, 2}}) {
     run_ranks(world(hosts), [&](TestEngine& engine, std::int32_t rank) {
-      for (int round = 0; round < 200; ++round) {
+      for (int round = 0; round < kRounds; ++round) {
         const auto id = add_process_set(engine, {1, 2});
         Floats data(10, 1);
         Floats other(100000, 1);

@@ -3,7 +3,7 @@
 
 #include "test.h"
 
-// Words are parts of a test's name; one that begins with ^ is its beginning.
+// Words are parts of a test's name; one that begins with ^ is its beginning, and tests with one behind - are left out.
 bool has_word(const std::string& name, const std::string& word) {
   return word.starts_with('^') ? name.starts_with(word.substr(1))
                                : name.find(word) != std::string::npos;
@@ -17,7 +17,10 @@ int main(int argc, char** argv) {
     const bool is_wanted = wanted.empty() || std::ranges::any_of(wanted, [&](const auto& word) {
                              return has_word(test.name, word);
                            });
-    if (!is_wanted) continue;
+    const bool is_left_out = std::ranges::any_of(wanted, [&](const auto& word) {
+      return word.starts_with('-') && has_word(test.name, word.substr(1));
+    });
+    if (!is_wanted || is_left_out) continue;
     ++run;
     const auto start = std::chrono::steady_clock::now();
     std::string problem;

@@ -119,6 +119,8 @@ def choose_settings(
 # In a pickle, a short string: its length, then its text. Module names are such strings, those of a reference as
 # well as those of an `import` inside the function.
 _MENTIONED = re.compile(rb"\x8c(.)((?:torch|sparkhvd\.(?:torch|training))[\w.]*)", re.DOTALL)
+# Names by which a function reaches optimizers.
+_OPTIMIZERS = re.compile(rb"\x8c(?:\x14DistributedOptimizer|\x05optim|\x0btorch\.optim)")
 _SCAN_BYTES = 1 << 20
 
 
@@ -133,6 +135,9 @@ def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
             name = text[: length[0]].decode()
             names.add("torch" if name.startswith("torch.") else name)
     modules = {name for name in names if name == "torch" or name.startswith("sparkhvd.")}
+    if _OPTIMIZERS.search(program, 0, _SCAN_BYTES):
+        # The first optimizer of a process imports torch's compiler, which takes as long as torch itself.
+        modules |= {"torch", "torch._dynamo"}
     return ["pyspark.cloudpickle", *sorted(modules)]
 
 

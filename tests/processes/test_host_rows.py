@@ -100,7 +100,7 @@ def epochs(folder: str, manifest: Manifest, is_shared: bool, **options: Any) -> 
         manifest,
         rank=hvd.rank(),
         size=hvd.size(),
-        batch_size=256,
+        batch_size=1024,
         sharing=sharing,
         **options,
     ) as reader:
@@ -217,11 +217,11 @@ def flagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = Store.create(folder)
     held_out = Column("held_out", "scalar", "uint8", (), "boolean", "bool")
     files = []
-    for i, part in enumerate(np.array_split(np.arange(2_000_000), 2)):
-        values = {"id": part, "held_out": (np.arange(len(part)) >= 800_000).astype(np.uint8)}
+    for i, part in enumerate(np.array_split(np.arange(1_000_000), 2)):
+        values = {"id": part, "held_out": (np.arange(len(part)) >= 400_000).astype(np.uint8)}
         path = f"{DATA_DIR}/part-{i}.parquet"
         files.append(write_packed(store, path, (ID, held_out), values))
-    manifest = Manifest(tuple(files), DataSchema((), (ID,), None, held_out), 2_000_000)
+    manifest = Manifest(tuple(files), DataSchema((), (ID,), None, held_out), 1_000_000)
     manifest.save(store, DATA_DIR)
     return folder
 
@@ -242,8 +242,8 @@ def of_others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("of-others")
     rng = np.random.default_rng(1)
     for i in range(3):
-        table = pa.table({name: rng.random(400_000) for name in ("x", "y")})
-        pq.write_table(table, folder / f"{i}.parquet", row_group_size=100_000)
+        table = pa.table({name: rng.random(200_000) for name in ("x", "y")})
+        pq.write_table(table, folder / f"{i}.parquet", row_group_size=50_000)
     return folder
 
 

@@ -71,7 +71,10 @@ def test_what_is_impossible_is_an_error_with_the_remedy(wrong: Any, says: str) -
 
 
 def test_this_host_is_known_by_its_names() -> None:
-    horovod_arguments.check_hosts(f"localhost, {socket.gethostname()}:2", 3)
+    here = f"localhost, {socket.gethostname()}:2"
+    horovod_arguments.check_hosts(here, 3)
+    with pytest.raises(InvalidArgumentError, match="num_proc is 4"):
+        horovod_arguments.check_hosts(here, 4)
 
 
 def test_both_streams_of_a_rank_are_one() -> None:

@@ -76,10 +76,23 @@ def test_torch_is_preloaded_only_when_the_program_mentions_it() -> None:
     def does_not() -> str:
         return "a torch in the dark"
 
+    def by_torch() -> None:
+        import torch
+
+        torch.optim.SGD([torch.zeros(1)])
+
+    def by_hvd(optimizer: Any) -> None:
+        import sparkhvd.torch as hvd
+
+        hvd.DistributedOptimizer(optimizer)
+
     assert "sparkhvd.torch" in preload(dump_call(imports_it, (), {}))
     assert "torch" in preload(dump_call(imports_it, ("torch",), {}))
     assert "torch" not in preload(dump_call(does_not, (), {}))
     assert "torch" in preload(dump_call(does_not, (), {}), ("torch",))
+    for trains in (by_torch, by_hvd):  # the first optimizer imports it
+        assert "torch._dynamo" in preload(dump_call(trains, (), {}))
+    assert "torch._dynamo" not in preload(dump_call(imports_it, (), {}))
 
 
 def test_job_frame_carries_the_standard_variables_and_hides_the_key() -> None:
@@ -112,6 +125,7 @@ def test_reserved_port_can_be_listened_on_by_one_more_socket() -> None:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("0.0.0.0", port))
         server.listen()
+        assert server.getsockname() == ("0.0.0.0", port)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,13 @@ def test_every_type(body: Callable[[Gpu, torch.dtype], None], dtype: str) -> Non
     on_gpus(3, lambda gpu: body(gpu, getattr(torch, dtype)))
 
 
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "bool"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(name for name in EVERY_KIND if name != "bool"),
+        *left_to_soak("other widths, here", *(name for name in DTYPES if name not in EVERY_KIND)),
+    ],
+)
 def test_factors(dtype: str) -> None:
     on_gpus(3, lambda gpu: bodies.factors(gpu, getattr(torch, dtype)))
 

@@ -162,7 +162,9 @@ def test_every_model_trains_as_in_one_process(problem: Any, make: Case, dtype: A
 
 @both_dtypes
 @pytest.mark.parametrize("as_dense", [True, False], ids=["as dense", "as sparse"])
-@pytest.mark.parametrize("make", [case("SGD"), case("Adagrad")], ids=str)
+@pytest.mark.parametrize(
+    "make", [case("Adagrad"), *left_to_soak("Adagrad, here", case("SGD"))], ids=str
+)
 def test_sparse_gradients_train_as_in_one_process(make: Case, as_dense: Any, dtype: Any) -> None:
     expected = reference(SPARSE, make, dtype)
     assert distance(values(SPARSE.build(dtype)), expected) > 0.01
@@ -201,7 +203,11 @@ def test_two_runs_give_the_same_bits(problem: Any) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("make", [MOMENTUM, case("AdamW")], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [MOMENTUM, *left_to_soak("momentum, here; every optimizer without options", case("AdamW"))],
+    ids=str,
+)
 def test_options_do_not_change_the_weights(make: Case, options: Any) -> None:
     result = ranks(MLP, make, size=3, **options)
     assert distance(result, reference(MLP, make)) <= BOUNDS[F64]
@@ -216,7 +222,9 @@ def test_gradients_as_views_give_the_same_bits(problem: Any) -> None:
 
 
 @pytest.mark.parametrize("hosts", [[0, 1, 1], [0, 1, 2]], ids=str)
-@both_dtypes
+@pytest.mark.parametrize(
+    "dtype", [F64, *left_to_soak("float64, here; float32 on one host", F32)], ids=str
+)
 def test_several_hosts_train_as_one_process(dtype: Any, hosts: Any) -> None:
     for problem in (MLP, TRANSFORMER):
         result = ranks(problem, MOMENTUM, dtype, size=3, hosts=hosts)
@@ -485,8 +493,17 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        *((name, "before") for name in SCHEDULERS),
+        ("OneCycleLR", "after"),
+        *left_to_soak(
+            "one that changes the momentum too, here",
+            *((name, "after") for name in SCHEDULERS if name != "OneCycleLR"),
+        ),
+    ],
+)
 def test_schedulers_made_before_or_after_wrapping(name: Any, when: Any) -> None:
     """Without a warning of torch that the order of step() is wrong."""
 

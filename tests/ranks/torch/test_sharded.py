@@ -14,6 +14,7 @@ from sparkhvd.errors import InvalidArgumentError, MismatchError
 from sparkhvd.settings import Settings
 from sparkhvd.torch.gradients.layout import cut_range, is_dense
 from sparkhvd.torch.optimizer.shards import owners_of
+from tests.harness.soak import left_to_soak
 from tests.ranks.torch.on_ranks import on_ranks
 
 SMALL = Settings(bucket_bytes=512)
@@ -110,8 +111,20 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("share", [False, True], ids=["private", "shared"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# Of each kind of state: moments, none by element, matrices; with the kernels of one tensor and of many.
+SHARED = ("momentum", "AdamW", "Adamax", "Adafactor")
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        *((name, False) for name in OPTIMIZERS),
+        *((name, True) for name in SHARED),
+        *left_to_soak(
+            "private, here", *((name, True) for name in OPTIMIZERS if name not in SHARED)
+        ),
+    ],
+)
 def test_weights_are_those_of_one_process(name: str, share: bool) -> None:
     expected = weights(alone(OPTIMIZERS[name]))
 
@@ -288,8 +301,14 @@ def test_state_of_whole_parameters_is_gathered_too() -> None:
                 torch.testing.assert_close(state["state"][index][name], value)
 
 
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize(
+    ("norm_type", "share"),
+    [
+        *((norm_type, False) for norm_type in (2.0, 1.0, float("inf"))),
+        (2.0, True),
+        *left_to_soak("private, here", (1.0, True), (float("inf"), True)),
+    ],
+)
 def test_clipping_by_norm_equals_one_process(norm_type: float, share: bool) -> None:
     make = OPTIMIZERS["momentum"]
     model = Model()
