@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness import warm_daemon
 from tests.harness.paths import ROOT
 from tests.harness.processes import free_port, wait_for_port
 from tests.harness.spark import CONF, run_on, standalone_cluster, with_folder, write_script
@@ -132,7 +131,6 @@ def shared_cluster(directory: Path, conf: Mapping[str, str]) -> Iterator[Cluster
     with standalone_cluster(directory) as master:
         merged = {
             "spark.executor.memory": "512m",
-            "spark.python.daemon.module": warm_daemon.MODULE,
             "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
             "spark.connect.grpc.binding.address": "127.0.0.1",
             "spark.connect.grpc.binding.port": str(port),
