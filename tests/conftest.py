@@ -25,7 +25,7 @@ from sparkhvd.runner import nurseries
 
 # Every harness module is a plugin: its fixtures are known everywhere. Some import others, so all are named before.
 pytest.register_assert_rewrite("tests.harness")
-pytest_plugins = sorted(
+HARNESS = sorted(
     f"tests.harness.{path.stem}"
     for path in (Path(__file__).parent / "harness").glob("*.py")
     if path.stem != "__init__"
@@ -54,6 +54,10 @@ TIERS = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # The process that only distributes tests would import torch for seconds, before the others begin.
+    if os.environ.get("PYTEST_XDIST_WORKER") or not config.getoption("numprocesses", None):
+        for name in HARNESS:
+            config.pluginmanager.import_plugin(name)
     for tier, meaning in TIERS.items():
         config.addinivalue_line("markers", f"{tier}: {meaning}")
     config.addinivalue_line(

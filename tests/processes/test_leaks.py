@@ -33,7 +33,7 @@ def test_generations_of_processes_leave_nothing(tcp_only: bool) -> None:
     settings = Settings(connect_timeout_s=60, stall_shutdown_s=60)
     body = "meet_and_leave" if tcp_only else "initialize_and_shut_down"
     body = f"tests.processes.generations:{body}"
-    count = amount(150, 10_000)
+    count = amount(100, 10_000)
     with rank_processes(body, 2, tcp_only=tcp_only, settings=settings) as ranks:
         for rank in ranks:
             rank.tell(count)
