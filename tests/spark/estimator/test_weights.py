@@ -18,7 +18,7 @@ from sparkhvd import InvalidArgumentError, Store
 from sparkhvd.data.ownership import release
 from sparkhvd.training.modules.weights import CLOSURE_BYTES
 from tests.harness.by_value import by_value
-from tests.harness.soak import soak
+from tests.harness.soak import left_to_soak, soak
 from tests.harness.spark import run_on
 from tests.harness.waiting import wait_until
 from tests.spark.estimator.fits import estimator, fitted, mlp
@@ -94,7 +94,9 @@ def collect_garbage(spark: SparkSession) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("mebibytes", [0.8, 5.0, 40.0])
+@pytest.mark.parametrize(
+    "mebibytes", [0.8, 40.0, *left_to_soak("a smaller and a larger one, here", 5.0)]
+)
 def test_many_transforms_leave_as_many_files_as_one(df: DataFrame, mebibytes: float) -> None:
     model, spark = fitted(of_size(mebibytes)), df.sparkSession
     before = broadcast_files(spark)
