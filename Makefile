@@ -54,7 +54,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 # One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
 .PHONY: quick soak-python soak-packaging soak-help wheel test-wheels test-aarch64 test-oldest test-nccl
-.PHONY: env classes native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
+.PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
 
@@ -87,6 +87,10 @@ $(CLASSES): tests/harness/jvm.py $(PACKAGES) | java
 
 classes: $(CLASSES)
 
+# Else both workers would compile torch's bytecode and that of the tests.
+collected: env
+	@$(PY) -m pytest --collect-only -q | tail -n 1
+
 native: $(NATIVE) stand-in
 
 # What the tests of GPUs run against where there is none; asked for each time, so that no test meets an old one.
@@ -101,7 +105,7 @@ test: COMPILE = compiled
 test: export SPARKHVD_UNITY_BUILD = ON
 # Lint, the C++ tests and a JVM side by side: they wait for clocks as much as they compute.
 test: env
-	@tools/together.sh lint test-native test-races classes
+	@tools/together.sh lint test-native test-races classes collected
 	@$(MAKE) --no-print-directory test-python
 
 # A cross-section: what a change breaks most likely, on a checkout that is built.
