@@ -10,6 +10,7 @@ Each module imports only those above it:
     knobs          declaration and checks of a setting
     settings       every setting of engine and launch
     topology       hosts to local and cross ranks
+    interfaces     addresses of this host
     rank_context   place of a rank, known before `init()`
     processors     CPUs that a process may use
     rank_settings  settings on their way to a rank

@@ -25,6 +25,7 @@ __all__ = [
     "ISAS",
     "Settings",
     "markdown_table",
+    "parse_place",
     "read_variables",
 ]
 
@@ -200,6 +201,29 @@ class Settings:
         doc="Ports that ranks may listen on, for example 40000-40100; empty = any free port.",
         limit=(lambda value: _parse_port_range(value) is not None, "like 40000-40100"),
     )
+    interfaces: str = knob(
+        "",
+        env="SPARKHVD_INTERFACES",
+        unit="names or networks",
+        doc="Interfaces by which ranks of several hosts talk, such as eth0 or 10.0.0.0/8, separated by commas; the first that a "
+        "host has and that is up counts. Empty = the one that the launcher's address of rank 0, or Spark's of the host, leads to.",
+        alias="HOROVOD_GLOO_IFACE",
+    )
+    directory: str = knob(
+        "",
+        env="SPARKHVD_DIRECTORY",
+        unit="host:port",
+        doc="Where rank 0 listens while ranks on several hosts find each other; empty = MASTER_ADDR, at the first free one of the "
+        "8 ports after MASTER_PORT. Not used by Spark, sparkhvdrun and run_hosts.",
+        limit=(lambda value: not value or parse_place(value) is not None, "like host:29600"),
+    )
+    ssh_command: str = knob(
+        "ssh",
+        env="SPARKHVD_SSH",
+        unit="command",
+        doc="Command by which sparkhvdrun and run_hosts reach other hosts, with any options of its own.",
+        limit=(lambda value: bool(value.strip()), "a command"),
+    )
     job_key_file: str = knob(
         "",
         env="SPARKHVD_JOB_KEY_FILE",
@@ -224,7 +248,7 @@ class Settings:
         600.0,
         env="SPARKHVD_START_TIMEOUT_S",
         unit="s",
-        doc="Longest wait for enough free Spark task slots.",
+        doc="Longest wait for enough free Spark task slots, and of a rank that a launcher has started for the others.",
         alias="HOROVOD_SPARK_START_TIMEOUT",
         limit=_DURATION,
     )
@@ -340,6 +364,14 @@ def read_variables(
         for name in present[:1]:
             value = parse(f, name, variables[name]) if variables[name] else f.default
             yield f, name, value
+
+
+def parse_place(text: str) -> tuple[str, int] | None:
+    """Return host and port of `host:port` or `[host]:port`; None if it is none."""
+    host, colon, port = text.strip().rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    is_good = bool(host) and colon == ":" and port.isdecimal() and 0 < int(port) < 65536
+    return (host, int(port)) if is_good else None
 
 
 def _may_be_caught(number: int) -> bool:

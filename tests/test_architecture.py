@@ -76,14 +76,14 @@ LAZY = {
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
     "sparkhvd/runner/__init__.py": (4, "`import sparkhvd.runner` on a rank loads no launcher"),
-    "sparkhvd/runner/child.py": (2, "a trainer is there before what it does not need yet"),
+    "sparkhvd/runner/child.py": (3, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/preflight/workers.py": (1, "a function that runs in Spark's workers"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }
 
 # Other packages that functions import, how often, and why: nothing but the cost of starting, and packages that may be missing.
 LAZY_PACKAGES = {
-    "fcntl": (7, "Unix only: everything imports on a client with another system"),
+    "fcntl": (9, "Unix only: everything imports on a client with another system"),
     "fsspec": (2, "optional: stores that pyarrow does not know"),
     "pandas": (1, "a table for people; nothing else on the driver needs it"),
     "petastorm": (1, "optional: data sets with a Unischema"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import pickle
 import re
 import socket
@@ -12,13 +11,14 @@ from datetime import datetime
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.interfaces import address_on, address_towards, is_loopback
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Job
 from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.pickling import dump_program
 from sparkhvd.settings import Settings
-from sparkhvd.topology import address_towards, topology
+from sparkhvd.topology import topology
 
 __all__ = [
     "check_env",
@@ -164,16 +164,20 @@ def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: Own
     )
 
 
-def own_address(host: str, hosts: Sequence[str]) -> str:
+def own_address(host: str, hosts: Sequence[str], choice: str = "") -> str:
     """Return the numeric address of this host at which ranks on other hosts can reach it.
 
     Args:
         host: Spark's name or address of this host.
         hosts: Spark's names or addresses of the hosts of all ranks.
+        choice: `Settings.interfaces`.
 
     Raises:
         OSError: `host` has no address.
+        PreflightError: no interface of the choice is here and up.
     """
+    if choice:
+        return address_on(choice)
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as e:
@@ -184,7 +188,7 @@ def own_address(host: str, hosts: Sequence[str]) -> str:
     addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)
     address = str(addresses[0][4][0])
     elsewhere = [other for other in hosts if other != host]
-    if elsewhere and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    if elsewhere and is_loopback(address):
         address = address_towards(elsewhere[0])  # Debian maps a host's own name to 127.0.1.1
     return address
 

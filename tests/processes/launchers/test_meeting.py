@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_come_and_ranks_of_several_hosts_are_told(script: s
     assert "Look at the output of MPI" in errors
     apart = start(script, of_mpi(1, 2, MPI_LOCALNRANKS="1"))
     _, errors = apart.communicate(timeout=60)
-    assert "MPI has started 2 ranks, 1 of them on this host" in errors
+    assert "MPI has started 2 ranks, 1 of them on this host: ranks on several hosts need" in errors
 
 
 @soak("its variables, here")
