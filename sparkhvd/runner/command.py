@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,9 @@ from sparkhvd import __version__
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.runner.doctor import examine
 from sparkhvd.runner.horovod_arguments import check_hosts
-from sparkhvd.runner.scripts import Output, run_script
+from sparkhvd.runner.screen import Output
+from sparkhvd.runner.script_ranks import check_command
+from sparkhvd.runner.scripts import run_script
 
 __all__ = ["main"]
 
@@ -119,8 +120,8 @@ def _run(parsed: argparse.Namespace) -> int:
         )
     hosts = parsed.hosts if parsed.hostfile is None else _hosts_in(parsed.hostfile)
     check_hosts(hosts, parsed.num_proc)
-    command = _command(parsed.command)
     env = {**os.environ, **_variables(parsed)}  # noqa: TID251 - ranks inherit the environment of the shell
+    command = check_command(parsed.command, env)
     for flag in _WITHOUT_EFFECT:
         if getattr(parsed, flag):
             sys.stderr.write(f"sparkhvdrun: {flag} is accepted and has no effect in sparkhvd.\n")
@@ -128,29 +129,6 @@ def _run(parsed: argparse.Namespace) -> int:
         sys.stderr.write(f"sparkhvdrun: {parsed.num_proc} x {' '.join(command)}\n")
     output = Output(parsed.output_filename, parsed.prefix_output_with_timestamp)
     return run_script(command, parsed.num_proc, env, output)
-
-
-def _command(words: Sequence[str]) -> list[str]:
-    """Check the command before anything starts.
-
-    Raises:
-        InvalidArgumentError: there is none, or its program or script does not exist.
-    """
-    words = list(words[1:] if words[:1] == ["--"] else words)
-    if not words:
-        raise InvalidArgumentError(
-            "there is no command. Put it last: sparkhvdrun -np 2 python train.py"
-        )
-    if shutil.which(words[0]) is None:
-        raise InvalidArgumentError(
-            f"the program {words[0]!r} does not exist or cannot be executed. For a Python script write: python {words[0]}"
-        )
-    script = next((word for word in words[1:] if not word.startswith("-")), None)
-    is_python = os.path.basename(words[0]).startswith("python")
-    runs_file = is_python and not {"-m", "-c"} & set(words) and (script or "").endswith(".py")
-    if runs_file and not Path(script or "").is_file():
-        raise InvalidArgumentError(f"the script {script!r} does not exist in {os.getcwd()}.")
-    return words
 
 
 def _variables(parsed: argparse.Namespace) -> dict[str, str]:
