@@ -17,7 +17,16 @@ from dataclasses import Field, asdict, dataclass, fields, replace
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.knobs import Limit, check, knob, parse, variables_of
+from sparkhvd.knobs import (
+    Limit,
+    check,
+    knob,
+    may_be_caught,
+    parse,
+    parse_place,
+    parse_port_range,
+    variables_of,
+)
 
 __all__ = [
     "AUTOTUNE",
@@ -25,7 +34,6 @@ __all__ = [
     "ISAS",
     "Settings",
     "markdown_table",
-    "parse_place",
     "read_variables",
 ]
 
@@ -146,7 +154,7 @@ class Settings:
         unit="number",
         doc="Signal at which a rank that keeps others waiting writes its Python stacks for the warning; ignored "
         "if the program uses it; 0 = no stacks. 44 is SIGRTMIN+10: neither libc nor batch systems use it.",
-        limit=(lambda value: _may_be_caught(value), "0, or a signal to be caught"),
+        limit=(lambda value: may_be_caught(value), "0, or a signal to be caught"),
     )
     timeline: str = knob(
         "",
@@ -199,30 +207,28 @@ class Settings:
         env="SPARKHVD_PORT_RANGE",
         unit="first-last",
         doc="Ports that ranks may listen on, for example 40000-40100; empty = any free port.",
-        limit=(lambda value: _parse_port_range(value) is not None, "like 40000-40100"),
+        limit=(lambda value: parse_port_range(value) is not None, "like 40000-40100"),
     )
     interfaces: str = knob(
         "",
         env="SPARKHVD_INTERFACES",
         unit="names or networks",
-        doc="Interfaces by which ranks of several hosts talk, such as eth0 or 10.0.0.0/8, separated by commas; the first that a "
-        "host has and that is up counts. Empty = the one that the launcher's address of rank 0, or Spark's of the host, leads to.",
+        doc="Interfaces by which hosts talk, such as eth0 or 10.0.0.0/8, with commas; a host's first that is up counts. Empty = by address.",
         alias="HOROVOD_GLOO_IFACE",
     )
     directory: str = knob(
         "",
         env="SPARKHVD_DIRECTORY",
         unit="host:port",
-        doc="Where rank 0 listens while ranks on several hosts find each other; empty = MASTER_ADDR, at the first free one of the "
-        "8 ports after MASTER_PORT. Not used by Spark, sparkhvdrun and run_hosts.",
+        doc="Where rank 0 listens while ranks of torchrun, MPI, srun or Kubernetes on several hosts find each other; empty = "
+        "MASTER_ADDR, at the first free one of the 8 ports after MASTER_PORT.",
         limit=(lambda value: not value or parse_place(value) is not None, "like host:29600"),
     )
     ssh_command: str = knob(
         "ssh",
         env="SPARKHVD_SSH",
         unit="command",
-        doc="Command by which sparkhvdrun and run_hosts reach other hosts, with any options of its own.",
-        limit=(lambda value: bool(value.strip()), "a command"),
+        doc="OpenSSH's client, with any options, by which sparkhvdrun and run_hosts reach other hosts.",
     )
     job_key_file: str = knob(
         "",
@@ -265,7 +271,7 @@ class Settings:
     @property
     def ports(self) -> range:
         """Ports that a listener may take; `range(0, 1)` means any free one."""
-        ports = _parse_port_range(self.port_range)
+        ports = parse_port_range(self.port_range)
         assert ports is not None
         return ports
 
@@ -364,31 +370,6 @@ def read_variables(
         for name in present[:1]:
             value = parse(f, name, variables[name]) if variables[name] else f.default
             yield f, name, value
-
-
-def parse_place(text: str) -> tuple[str, int] | None:
-    """Return host and port of `host:port` or `[host]:port`; None if it is none."""
-    host, colon, port = text.strip().rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    is_good = bool(host) and colon == ":" and port.isdecimal() and 0 < int(port) < 65536
-    return (host, int(port)) if is_good else None
-
-
-def _may_be_caught(number: int) -> bool:
-    """Return True if a program may handle the signal, or for 0. Numbers of Linux."""
-    faults = {4, 6, 7, 8, 11}  # ILL, ABRT, BUS, FPE, SEGV: the process cannot go on
-    reserved = {9, 19, 32, 33}  # KILL, STOP, and two of libc's
-    return 0 <= number <= 64 and number not in faults | reserved
-
-
-def _parse_port_range(text: str) -> range | None:
-    if not text:
-        return range(1)
-    first, dash, last = text.partition("-")
-    if not (first.isdigit() and (last.isdigit() or not dash)):
-        return None
-    low, high = int(first), int(last or first)
-    return range(low, high + 1) if 0 < low <= high < 65536 else None
 
 
 def markdown_table() -> str:

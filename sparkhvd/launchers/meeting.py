@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from sparkhvd import processors, rank_context
 from sparkhvd.errors import InvalidArgumentError, PreflightError
 from sparkhvd.interfaces import own_address
+from sparkhvd.knobs import parse_place
 from sparkhvd.launchers import gathering, network
 from sparkhvd.launchers.environment import PLAIN, Place, place_in
 from sparkhvd.launchers.gathering import MeetingPoint
 from sparkhvd.rendezvous import Endpoint, Job, Listener, Rendezvous, SocketRendezvous, install
-from sparkhvd.settings import Settings, parse_place
+from sparkhvd.settings import Settings
 from sparkhvd.topology import topology
 
 __all__ = ["mark", "meet"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TextIO
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import address_on, address_towards, is_loopback
@@ -24,9 +26,11 @@ __all__ = [
     "check_env",
     "choose_settings",
     "dump_call",
+    "environ",
     "job_frame",
     "line_of",
     "load_result",
+    "log_to",
     "own_address",
     "preload",
     "reserved_port",
@@ -136,6 +140,11 @@ def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
     return ["pyspark.cloudpickle", *sorted(modules)]
 
 
+def environ() -> dict[str, str]:
+    """Return this process's variables."""
+    return dict(os.environ)  # noqa: TID251 - of which ranks on other hosts get some
+
+
 def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:
     """Return the frame for a trainer once all ranks are known.
 
@@ -210,6 +219,18 @@ def reserved_port(address: str) -> Iterator[int]:
 def load_result(data: bytes) -> Any:
     """Unpickle a rank's result, which came through Spark or through this process's own pipe."""
     return pickle.loads(data)  # noqa: S301
+
+
+def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable[[str], None]:
+    """Return a function that writes lines of ranks to a stream, or without one, unless `verbose` is 0, to stderr."""
+
+    def log(line: str) -> None:
+        if stream is not None or verbose > 0:
+            to = sys.stderr if stream is None else stream
+            to.write(line_of(line, timestamp=timestamps))
+            to.flush()
+
+    return log
 
 
 def line_of(text: str, *, timestamp: bool) -> str:

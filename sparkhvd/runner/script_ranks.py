@@ -15,7 +15,7 @@ from sparkhvd.launchers.handover import VARIABLE, Handover
 from sparkhvd.rendezvous import Job, Listener
 from sparkhvd.topology import Topology, topology
 
-__all__ = ["HandedOver", "check_command", "hand_over"]
+__all__ = ["HandedOver", "check_command", "hand_over", "words_of"]
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,30 @@ class HandedOver:
     descriptors: list[int]
 
 
-def check_command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """Return a command without a leading `--`, checked before anything starts.
+def words_of(command: Sequence[str]) -> list[str]:
+    """Return program and arguments without a leading `--`.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    words = list(command[1:] if command[:1] == ["--"] else command)
+    if not words:
+        raise InvalidArgumentError(
+            "there is no command. Put it last: sparkhvdrun -np 2 python train.py"
+        )
+    return words
+
+
+def check_command(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Refuse a command that cannot run here, before anything starts.
 
     Args:
         words: program and arguments.
         env: variables of the ranks; PATH counts.
 
     Raises:
-        InvalidArgumentError: there is none, or its program or script does not exist here.
+        InvalidArgumentError: its program or script does not exist here.
     """
-    words = list(words[1:] if words[:1] == ["--"] else words)
-    if not words:
-        raise InvalidArgumentError(
-            "there is no command. Put it last: sparkhvdrun -np 2 python train.py"
-        )
     if shutil.which(words[0], path=env.get("PATH")) is None:
         raise InvalidArgumentError(
             f"the program {words[0]!r} does not exist or cannot be executed. For a Python script write: python {words[0]}"
@@ -51,7 +60,6 @@ def check_command(words: Sequence[str], env: Mapping[str, str]) -> list[str]:
     runs_file = is_python and not {"-m", "-c"} & set(words) and (script or "").endswith(".py")
     if runs_file and not Path(script or "").is_file():
         raise InvalidArgumentError(f"the script {script!r} does not exist in {os.getcwd()}.")
-    return words
 
 
 def hand_over(

@@ -89,8 +89,7 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
         one), or 128 + the number of the signal that ended it or this process.
     """
     running = set(range(size))
-    failed: list[Ended] = []
-    losses: list[Lost] = []
+    failed: list[Ended | Lost] = []
     received = 0
     ending = _Ending(send)
     while running:
@@ -107,22 +106,22 @@ def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen
                 ending.begin()
         elif isinstance(event, Lost):
             running.difference_update(event.ranks)
-            losses.append(event)
+            failed.append(event)
             ending.hurry()
         ending.step()
     if received:
         return 128 + received
-    cause = next((one for one in failed if not _is_consequence(screen.tail(one.rank))), None)
-    if cause is None and losses:
-        return _tell_loss(losses[0])
-    if cause is None and not failed:
+    if not failed:
         return 0
-    return _tell(cause or failed[0], screen)
+    cause = next((one for one in failed if not _is_consequence(one, screen)), failed[0])
+    return _tell_loss(cause) if isinstance(cause, Lost) else _tell(cause, screen)
 
 
-def _is_consequence(tail: list[str]) -> bool:
+def _is_consequence(failure: Ended | Lost, screen: Screen) -> bool:
     """Return True if a rank has ended because another one did: that may take longer to end than to tell."""
-    return any(_CONSEQUENCE.match(line) for line in tail)
+    return isinstance(failure, Ended) and any(
+        _CONSEQUENCE.match(line) for line in screen.tail(failure.rank)
+    )
 
 
 def _tell(ended: Ended, screen: Screen) -> int:
