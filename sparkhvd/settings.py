@@ -57,8 +57,7 @@ class Settings:
         "auto",
         env="SPARKHVD_ISA",
         unit="name",
-        doc="Instruction set of the reduce kernels: auto, scalar, avx2, avx512 or neon; "
-        "all give the same bits.",
+        doc="Instruction set of the reduce kernels: auto, scalar, avx2, avx512 or neon; all give the same bits.",
         limit=(lambda value: value in ISAS, f"one of {', '.join(ISAS)}"),
     )
     shared_memory: bool = knob(
@@ -100,8 +99,7 @@ class Settings:
         "",
         env="SPARKHVD_NCCL_LIB",
         unit="path",
-        doc="NCCL library to load for tensors on GPUs; empty = the copy that torch has loaded, else one that pip has "
-        "installed, else libnccl.so.2.",
+        doc="NCCL library to load for tensors on GPUs; empty = the copy that torch has loaded, else one that pip has installed, else libnccl.so.2.",
     )
     spin_us: int = knob(
         100,
@@ -114,8 +112,7 @@ class Settings:
         True,
         env="SPARKHVD_KEEP_FREED_MEMORY",
         unit="0 or 1",
-        doc="Let processes started by run() and fit() keep freed memory, so that steps do not pay for new pages; "
-        "0 leaves glibc's malloc as it is.",
+        doc="Let processes started by run() and fit() keep freed memory, so that steps do not pay for new pages; 0 leaves glibc's malloc as it is.",
     )
     nursery: str = knob(
         "auto",
@@ -160,8 +157,7 @@ class Settings:
         "",
         env="SPARKHVD_TIMELINE",
         unit="path",
-        doc="File to which rank 0 writes a timeline (Chrome trace, opens in Perfetto) from the start; "
-        "empty or DYNAMIC = none until `hvd.start_timeline()`.",
+        doc="File to which rank 0 writes a timeline (Chrome trace, opens in Perfetto) from the start; empty or DYNAMIC = none until `hvd.start_timeline()`.",
         alias="HOROVOD_TIMELINE",
     )
     timeline_mark_cycles: bool = knob(
@@ -185,8 +181,7 @@ class Settings:
         "",
         env="SPARKHVD_AUTOTUNE_FILE",
         unit="path",
-        doc="JSON file to which rank 0 writes the choice of autotune; an existing file is loaded instead of "
-        "tuning again.",
+        doc="JSON file to which rank 0 writes the choice of autotune; an existing file is loaded instead of tuning again.",
     )
     host_loss_s: float = knob(
         15.0,
