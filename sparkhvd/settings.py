@@ -215,8 +215,7 @@ class Settings:
         "",
         env="SPARKHVD_DIRECTORY",
         unit="host:port",
-        doc="Where rank 0 listens while ranks of torchrun, MPI, srun or Kubernetes on several hosts find each other; empty = "
-        "MASTER_ADDR, at the first free one of the 8 ports after MASTER_PORT.",
+        doc="Where rank 0 listens for ranks that a launcher has started on several hosts; empty = MASTER_ADDR, one of 8 ports after MASTER_PORT.",
         limit=(lambda value: not value or parse_place(value) is not None, "like host:29600"),
     )
     ssh_command: str = knob(
@@ -229,8 +228,7 @@ class Settings:
         "",
         env="SPARKHVD_JOB_KEY_FILE",
         unit="path",
-        doc="File of this user alone (mode 0600) with 32 or more random bytes, the same on every host, by which ranks that no "
-        "launcher has given a key know each other.",
+        doc="File of this user alone (mode 0600), 32 or more random bytes, the same on every host, by which ranks without a launcher's key know each other.",
     )
     trust_network: bool = knob(
         False,
