@@ -100,6 +100,7 @@ LAZY_PACKAGES = {
     ),
     "resource": (3, "Unix only"),
     "sys": (1, "the function of a barrier task, pickled by value"),
+    "yaml": (1, "optional: sparkhvdrun --config-file"),
     "torch": (1, "the driver and readers of NumPy arrays start without it"),
 }
 

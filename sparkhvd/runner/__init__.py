@@ -43,6 +43,7 @@ Each module imports only those above it:
     outcomes    values and errors of ranks as data
     host_names  hosts, their slots, and who runs where
     forwarding  variables that ranks on other hosts get
+    config_file  flags of `sparkhvdrun` from a file
     horovod_arguments  arguments of Horovod's `run` without effect, or with one right value
     reports     a trainer's report on its function
     preflight   checks before anything long starts

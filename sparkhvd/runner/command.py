@@ -11,6 +11,7 @@ from pathlib import Path
 from sparkhvd import __version__
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.runner import launching
+from sparkhvd.runner.config_file import flags_of
 from sparkhvd.runner.doctor import examine
 from sparkhvd.runner.forwarding import forwarded, given_variables
 from sparkhvd.runner.host_names import Host, is_here, parse_hosts, place_ranks, read_hostfile
@@ -33,6 +34,7 @@ _SETTINGS = {
 _SWITCHES = {
     "timeline_mark_cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
     "autotune": "HOROVOD_AUTOTUNE",
+    "stall_check": "HOROVOD_STALL_CHECK",
 }
 # Of horovodrun, without a meaning here; the number of their values.
 _WITHOUT_EFFECT = {
@@ -69,10 +71,14 @@ _WITHOUT_EFFECT = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status for the shell."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
     if parsed.check_build:
         return examine()
     try:
+        if parsed.config_file is not None:  # flags count before the file
+            parser.set_defaults(**flags_of(parsed.config_file, vars(parsed)))
+            parsed = parser.parse_args(arguments)
         return _run(parsed)
     except SparkhvdError as error:
         sys.stderr.write(f"sparkhvdrun: {error}\n")
@@ -112,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="longest wait for each step of the start on other hosts (30)",
     )
+    add("--config-file", metavar="FILE", help="flags in YAML, as horovodrun takes them")
     add("--output-filename", type=Path, metavar="FOLDER", help="keep rank.N/stdout and stderr")
     add(
         *("-prefix-timestamp", "--prefix-output-with-timestamp"),
@@ -179,6 +186,8 @@ def _variables(parsed: argparse.Namespace) -> dict[str, str]:
     for name, variable in _SWITCHES.items():
         if (value := getattr(parsed, name)) is not None:
             found[variable] = value
+    if found.pop("HOROVOD_STALL_CHECK", "1") == "0":
+        found |= {"SPARKHVD_STALL_WARNING_S": "0", "SPARKHVD_STALL_SHUTDOWN_S": "0"}
     if interfaces := [name for names in parsed.network_interfaces for name in names.split(",")]:
         found["SPARKHVD_INTERFACES"] = ",".join(interfaces)
     return found

@@ -56,7 +56,8 @@ def parse_hosts(text: str) -> list[Host]:
 def _host(part: str, text: str) -> Host:
     name, slots = part.strip(), "1"
     if match := re.fullmatch(r"\[(.*)\](?::(.*))?|([^:]*):(.*)", name):
-        name, slots = match[1] or match[3] or "", match[2] or match[4] or "1"
+        name = match[1] or match[3] or ""
+        slots = next((text for text in (match[2], match[4]) if text is not None), "1")
     if not _NAME.fullmatch(name) or not slots.isdecimal() or int(slots) < 1:
         raise InvalidArgumentError(f"hosts is {text!r}; it must be {_FORM}.")
     return Host(name, int(slots))
