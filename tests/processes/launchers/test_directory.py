@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import sshd
 from tests.harness.netns import Host, two_hosts, why_not
 from tests.harness.paths import ROOT
+from tests.harness.soak import left_to_soak, soak
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"two hosts: {why_not()}")
 
@@ -58,7 +61,7 @@ def start(host: Host, command: Sequence[str], **variables: str) -> subprocess.Po
 
 def outputs(processes: Sequence[subprocess.Popen[str]]) -> list[str]:
     try:
-        return [process.communicate(timeout=60)[0] for process in processes]
+        return [process.communicate(timeout=120)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -75,7 +78,7 @@ def of_rank(rank: int, size: int, **more: str) -> dict[str, str]:
 
 
 def test_torchrun_on_two_hosts(script: str, key: str) -> None:
-    flags = ("--nnodes", "2", "--nproc-per-node", "2", "--master-port", "29500")
+    flags = ("--nnodes", "2", "--nproc-per-node", "1", "--master-port", "29500")
     torchrun = [sys.executable, "-m", "torch.distributed.run", *flags, "--master-addr", "10.57.0.1"]
     with two_hosts() as hosts:
         ended = outputs(
@@ -84,12 +87,12 @@ def test_torchrun_on_two_hosts(script: str, key: str) -> None:
                 for n, host in enumerate(hosts)
             ]
         )
-    for rank in range(4):
-        line = f"rank {rank} of 4 local {rank % 2} at {hosts[rank // 2].address}\n"
-        assert line in ended[rank // 2], ended
+    for rank in range(2):
+        line = f"rank {rank} of 2 local 0 at {hosts[rank].address}\n"
+        assert line in ended[rank], ended
 
 
-@pytest.mark.parametrize("ipv6_only", [False, True])
+@pytest.mark.parametrize("ipv6_only", [True, *left_to_soak("IPv6, here", False)])
 def test_variables_of_torch_alone(script: str, key: str, ipv6_only: bool) -> None:
     with two_hosts(ipv6_only=ipv6_only) as hosts:
         master = {"MASTER_ADDR": hosts[0].address, "SPARKHVD_JOB_KEY_FILE": key}
@@ -175,3 +178,20 @@ def test_what_is_missing_is_told(script: str, variables: dict[str, str], text: s
         env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
     )
     assert text in ended.stderr
+
+
+@soak("MPI's variables, here")
+@pytest.mark.skipif(sshd.why_not() is not None, reason=f"sshd: {sshd.why_not()}")
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun (openmpi-bin) is not installed")
+def test_mpirun_over_ssh(script: str, key: str, tmp_path: Path) -> None:
+    """Open MPI starts ranks on two hosts; they have a directory by a setting, and a key file."""
+    folder = tmp_path / "sshd"
+    folder.mkdir()
+    with two_hosts() as (a, b), sshd.serving(folder, [b.address], b.command()):
+        own = {"SPARKHVD_DIRECTORY": "10.57.0.1:29600", "SPARKHVD_JOB_KEY_FILE": key}
+        flags = ["--allow-run-as-root", "-np", "3", "-H", f"{a.address}:1,{b.address}:2"]
+        flags += ["-mca", "plm_rsh_args", f"-F {folder}/ssh_config"]
+        flags += [word for name in ("PYTHONPATH", *own) for word in ("-x", name)]
+        (output,) = outputs([start(a, ["mpirun", *flags, sys.executable, script], **own)])
+    for rank, (local, address) in enumerate([(0, a.address), (0, b.address), (1, b.address)]):
+        assert f"rank {rank} of 3 local {local} at {address}\n" in output
