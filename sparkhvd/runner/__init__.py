@@ -18,8 +18,8 @@ Threads: launches may come from several threads of the driver; they take task sl
 task, threads read the trainer's pipes, and one waits for Ctrl-C (`interrupts`). A trainer calls the function on its main thread; one more
 watches its parent.
 
-Trust: the job's key and the pickled function come from the driver's closure, through Spark or the parent's pipe; the key is never in argv,
-environment or a file. The driver unpickles what its own ranks return. Its only port is for Ctrl-C: it accepts nothing before an interrupt,
+Trust: the job's key and the pickled function come from the driver's closure, through Spark, ssh's standard input or the parent's pipe; the
+key is never in argv, environment or a file. The driver unpickles what its own ranks return. Its only port is for Ctrl-C: it accepts nothing before an interrupt,
 and then only tasks that know a key derived from the attempt's.
 
 Failure: a rank's result, exception or signal comes to the driver as data (`outcomes`); the root cause is raised as a `RankError`. Only a
