@@ -26,7 +26,8 @@ class Place:
         rank: index of this process.
         size: number of processes.
         local_size: number of those of this host; 0 where nothing tells it.
-        job: tells this job, and this launch of its ranks, from others of the same user and host.
+        job: tells this job, and this launch of its ranks, from others.
+        parent: tells it from others of the same user and host where the launcher gives it no name; 0 else.
         master: MASTER_ADDR and MASTER_PORT; None where they are not set.
         restart: how often the launcher has started the ranks before.
     """
@@ -36,6 +37,7 @@ class Place:
     size: int
     local_size: int
     job: str
+    parent: int = 0
     master: tuple[str, int] | None = None
     restart: int = 0
 
@@ -115,7 +117,7 @@ def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
 
     Args:
         variables: environment of the process.
-        parent: number of its parent process, which is in the name of a job that the launcher gives none.
+        parent: number of its parent process.
 
     Raises:
         InvalidArgumentError: a variable is no number, or two launchers contradict each other.
@@ -165,7 +167,8 @@ def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> Pl
         rank,
         size,
         number(launcher.local_size, 0 if launcher.name == PLAIN else size),
-        "/".join([launcher.name, *(job or [f"parent {parent}"])]),
+        "/".join([launcher.name, *job]),
+        0 if job else parent,
         (host, port) if host and port else None,
         number((_RESTART,), 0),
     )

@@ -27,9 +27,16 @@ _LOOPBACK = "127.0.0.1"
 _NUM_PORTS = 8
 
 
-def mark() -> None:
-    """Note in the environment that this process is a rank: its children, which inherit its variables, are none."""
-    os.environ[_MARK] = str(os.getpid())  # noqa: TID251 - the launcher's
+def mark(job: str = "") -> None:
+    """Note in the environment that this process is a rank: its children, which inherit its variables, are none.
+
+    Args:
+        job: of its place; empty for the one that torch's variables tell, which other launchers set, too.
+    """
+    variables = os.environ  # noqa: TID251 - the launcher's
+    if not job and "MASTER_ADDR" in variables:
+        job = f"{PLAIN}/{variables['MASTER_ADDR']}/{variables.get('MASTER_PORT', '')}"
+    variables[_MARK] = f"{os.getpid()} {job}"
 
 
 def meet() -> Rendezvous | None:
@@ -44,8 +51,11 @@ def meet() -> Rendezvous | None:
     place = place_in(variables, os.getppid())
     if place is None:
         return None
-    if (rank_process := variables.get(_MARK)) not in (None, str(os.getpid())):
-        if place.launcher == PLAIN:  # of `run` or sparkhvdrun, which set them for torch.distributed
+    rank_process, _, job_of_rank = variables.get(_MARK, "").partition(" ")
+    if job_of_rank == place.job and rank_process != str(os.getpid()):
+        if (
+            place.launcher == PLAIN
+        ):  # mostly of `run` or sparkhvdrun, which set them for torch.distributed
             return None
         raise InvalidArgumentError(
             f"init(): this process inherited the variables of {place.launcher} from process {rank_process}, which is rank "
@@ -63,7 +73,7 @@ def meet() -> Rendezvous | None:
     except BaseException:
         listener.close()
         raise
-    mark()
+    mark(place.job)
     made = SocketRendezvous(job, listener, Settings.resolve)
     install(made)
     # By rank, as `hvd.local_rank()`: a launcher may number the processes of a host in another order.
@@ -84,7 +94,8 @@ class _Way:
 
 
 def _on_one_host(place: Place) -> _Way:
-    name = hashlib.sha256(f"{os.getuid()}/{place.job}".encode()).hexdigest()
+    text = f"{os.getuid()}/{place.job}/{place.parent}"
+    name = hashlib.sha256(text.encode()).hexdigest()
     return _Way(gathering.on_this_host(f"sparkhvd-{name}"), _LOOPBACK)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import random
 import re
 import signal
 import subprocess
@@ -24,7 +26,8 @@ from tests.harness.netns import two_hosts
 from tests.harness.netns import why_not as why_no_namespaces
 from tests.harness.paths import ROOT
 from tests.harness.processes import find, is_alive, wait_until_gone
-from tests.harness.soak import SOAK, left_to_soak
+from tests.harness.soak import SOAK, left_to_soak, soak
+from tests.harness.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sshd.why_not() is not None, reason=f"sshd: {sshd.why_not()}")
 by_value(__name__)
@@ -172,6 +175,41 @@ def test_nothing_is_left_on_any_host(
         assert wait_until_gone(left, 5) == set()
         assert time.monotonic() - began < (8 if ended == "rank" else 5)
     assert find(AGENT) == before
+
+
+@soak("each kill on its own, here")
+def test_random_kills_leave_nothing(server: sshd.Server, script: Path, tmp_path: Path) -> None:
+    """Kill a random process of a launch, at a random moment from its beginning on."""
+    seed = int.from_bytes(os.urandom(4), "big")
+    generator = random.Random(seed)
+    for number in range(50):
+        flags = ("-np", "3", "-H", f"{A}:2,{B}:1", sys.executable, str(script), "sleep")
+        with subprocess.Popen(
+            sparkhvdrun(*flags),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=tmp_path,
+            env=environment(server),
+        ) as launcher:
+            time.sleep(generator.uniform(0.2, 3))
+            ours = sorted(commands_with(AGENT, str(script), server.ssh) - {server.process.pid})
+            victim = generator.choice([launcher.pid, *ours])
+            command = Path(f"/proc/{victim}/cmdline")
+            name = command.read_bytes()[:200] if command.exists() else b"gone"
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+            if victim not in ours or not wait_for_end(launcher, 10):
+                launcher.kill()
+            launcher.wait()
+            what = f"seed {seed}, kill {number} of {name!r}"
+            gone = lambda: not commands_with(AGENT, str(script), server.ssh)  # noqa: E731
+            wait_until(gone, what, within_s=5)
+
+
+def wait_for_end(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(within_s)
+    return process.returncode is not None
 
 
 def started_by(launcher: subprocess.Popen[str], count: int) -> tuple[list[int], list[int]]:

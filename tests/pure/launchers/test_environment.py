@@ -37,9 +37,11 @@ SLURM = {
     "SLURM_LOCALID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
 }
-OF_TORCHRUN = Place("torchrun", 3, 4, 2, "torchrun/none/localhost/29500/1", ("localhost", 29500), 1)
+OF_TORCHRUN = Place(
+    "torchrun", 3, 4, 2, "torchrun/none/localhost/29500/1", 0, ("localhost", 29500), 1
+)
 PLAIN = {"MASTER_ADDR": "job-0.job", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
-OF_PLAIN = Place("MASTER_ADDR", 1, 4, 0, "MASTER_ADDR/job-0.job/29500", ("job-0.job", 29500))
+OF_PLAIN = Place("MASTER_ADDR", 1, 4, 0, "MASTER_ADDR/job-0.job/29500", 0, ("job-0.job", 29500))
 OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
 
 
@@ -49,7 +51,7 @@ OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         ({}, None),
         (TORCHRUN, OF_TORCHRUN),
         (OPEN_MPI, OF_OPEN_MPI),
-        (MPICH, Place("MPI", 0, 2, 2, "MPI/parent 9")),
+        (MPICH, Place("MPI", 0, 2, 2, "MPI", 9)),
         (SLURM, Place("srun", 5, 6, 3, "srun/77/0")),
         # Started by one another.
         ({**SLURM, **TORCHRUN}, OF_TORCHRUN),
@@ -62,7 +64,7 @@ OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         # What Kubernetes' operators set.
         (PLAIN, OF_PLAIN),
         ({**PLAIN, "LOCAL_WORLD_SIZE": "2"}, replace(OF_PLAIN, local_size=2)),
-        ({**PLAIN, **MPICH}, Place("MPI", 0, 2, 2, "MPI/parent 9", ("job-0.job", 29500))),
+        ({**PLAIN, **MPICH}, Place("MPI", 0, 2, 2, "MPI", 9, ("job-0.job", 29500))),
     ],
 )
 def test_places(variables: dict[str, str], expected: Place | None) -> None:
