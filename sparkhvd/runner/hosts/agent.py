@@ -45,6 +45,7 @@ BOOTSTRAP = (
 )
 # How long another host may take to answer.
 REACH_S = 5.0
+_POLL_S = 1.0
 
 
 class _Ranks(Protocol):
@@ -111,7 +112,6 @@ def _serve(channel: Channel) -> None:
         told = _expect(channel, "job")
         master = (str(told.values["master"][0]), int(told.values["master"][1]))
         ranks.start(Job.from_json(told.values["job"]), master)
-        channel.send("started")
         while message := channel.receive():
             ranks.send(int(message.values["number"]))
         ranks.send(signal.SIGKILL)
@@ -247,7 +247,12 @@ class _FunctionRanks:
 
     def _report(self) -> None:
         while True:
-            rank = self._ended.get()
+            try:
+                rank = self._ended.get(timeout=_POLL_S)
+            except queue.Empty:
+                for trainer in self._trainers.all:
+                    trainer.enforce_grace()
+                continue
             trainer = self._trainers.all[rank - self._first]
             outcome = trainer.outcome(host=socket.gethostname())
             with contextlib.suppress(OSError):

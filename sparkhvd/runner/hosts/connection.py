@@ -28,6 +28,7 @@ CONNECT_S = 10.0
 # How long an agent may take to end with its connection, before ssh is killed.
 END_S = 2.0
 _SAID_LINES = 5
+_OF_RANKS = ("line", "ended", "outcome")
 
 
 class HostError(Exception):
@@ -109,6 +110,7 @@ class Connection:
         self._writer = self._process.stdin
         self._channel = Channel(self._process.stdout.fileno(), self._writer.fileno())
         self._said: deque[str] = deque(maxlen=_SAID_LINES)
+        self._early: deque[Message] = deque()
         self._listener = threading.Thread(
             target=self._listen, args=(self._process.stderr,), daemon=True
         )
@@ -159,18 +161,24 @@ class Connection:
 
     def receive(self) -> Message | None:
         """Receive a message, however long it takes; None if the connection is lost."""
+        if self._early:
+            return self._early.popleft()
         with contextlib.suppress(OSError, ValueError):
             return self._channel.receive()
         return None
 
     def expect(self, kind: str, timeout_s: float) -> Message:
-        """Receive a message of one kind.
+        """Receive a message of one kind; what ranks say before it is kept for `receive`.
 
         Raises:
             HostError: the agent has failed or ended, or does not answer in time.
         """
+        deadline = time.monotonic() + timeout_s
         try:
-            message = self._channel.receive(timeout_s)
+            while message := self._channel.receive(max(0.0, deadline - time.monotonic())):
+                if message.kind not in _OF_RANKS:
+                    break
+                self._early.append(message)
         except TimeoutError:
             raise HostError(
                 f"no answer within {timeout_s:g} s ({kind}). Raise --start-timeout. {' | '.join(self._said)}"

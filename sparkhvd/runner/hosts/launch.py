@@ -111,7 +111,6 @@ class Hosts:
         def begin(each: Connection) -> None:
             job = Job(key, job_id, 0, each.place.first, len(endpoints), endpoints)
             each.send("job", job=job.to_json(), master=master)
-            each.expect("started", timeout_s)
 
         self._each(begin)
 
@@ -129,7 +128,7 @@ class Hosts:
 
         def read(each: Connection) -> None:
             while message := each.receive():
-                if message.kind == "failed":
+                if message.kind == "failed":  # the ranks could not be started
                     on_loss(each.place, str(message.values["text"]))
                     return
                 on_message(each.place, message)

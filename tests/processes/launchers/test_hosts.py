@@ -121,6 +121,12 @@ def test_ranks_meet_and_their_lines_are_passed_on(
     assert "[0] value in [] 0" in lines
 
 
+def test_ranks_may_end_before_all_have_started(server: sshd.Server, tmp_path: Path) -> None:
+    ended = run(server, tmp_path, "-np", "8", "-H", f"{A}:7,{B}:1", "echo", "done")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(ended.stdout.splitlines()) == [f"[{rank}] done" for rank in range(8)]
+
+
 @pytest.mark.parametrize(
     "ended",
     [
@@ -328,9 +334,14 @@ def test_a_function_on_hosts(server: sshd.Server, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SPARKHVD_SSH", server.ssh)
     lines = io.StringIO()
     hosts = f"{A}:1,{B}:1"
-    results = sparkhvd.run_hosts(body, (False,), hosts=hosts, env={"GIVEN": "x"}, stdout=lines)
+    # A wrong variable of Python is told by the ranks' processes before they have a job.
+    env = {"GIVEN": "x", "PYTHONWARNINGS": "wrong"}
+    results = sparkhvd.run_hosts(body, (False,), hosts=hosts, env=env, stdout=lines)
     assert results == [(0, 2, "x"), (1, 2, "x")]
-    assert sorted(lines.getvalue().splitlines()) == ["[0] here is 0", "[1] here is 1"]
+    for rank in range(2):
+        said = [line for line in lines.getvalue().splitlines() if line.startswith(f"[{rank}]")]
+        assert "Invalid -W option" in said[0]
+        assert said[1:] == [f"[{rank}] here is {rank}"]
     with pytest.raises(RankError, match=f"Rank 0 of 1 on host {B} raised KeyError") as raised:
         sparkhvd.run_hosts(body, (True,), hosts=f"{B}:1", verbose=0)
     assert "in body" in raised.value.traceback
