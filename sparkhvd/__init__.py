@@ -10,6 +10,7 @@ Each module imports only those above it:
     knobs          declaration and checks of a setting
     settings       every setting of engine and launch
     topology       hosts to local and cross ranks
+    interfaces     addresses of this host
     rank_context   place of a rank, known before `init()`
     processors     CPUs that a process may use
     rank_settings  settings on their way to a rank
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
     from sparkhvd.runner import run as run
+    from sparkhvd.runner import run_hosts as run_hosts
     from sparkhvd.runner import run_local as run_local
     from sparkhvd.settings import Settings as Settings
     from sparkhvd.torch import metrics as metrics
@@ -101,6 +103,7 @@ _HOMES = {
     "TorchRegressor": "sparkhvd.estimator",
     "read_packed": "sparkhvd.estimator",
     "run": "sparkhvd.runner",
+    "run_hosts": "sparkhvd.runner",
     "run_local": "sparkhvd.runner",
     "trust": "sparkhvd.estimator",
 }

@@ -8,7 +8,16 @@ from typing import TypeVar
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["Limit", "check", "knob", "parse", "variables_of"]
+__all__ = [
+    "Limit",
+    "check",
+    "knob",
+    "may_be_caught",
+    "parse",
+    "parse_place",
+    "parse_port_range",
+    "variables_of",
+]
 
 T = TypeVar("T", bool, int, float, str)
 Limit = tuple[Callable[[T], bool], str]  # test of a value, and its description for messages
@@ -93,3 +102,29 @@ def check(f: Field[object], value: object, source: str) -> None:
     is_allowed, expected = f.metadata["limit"]
     if not is_allowed(value):
         raise InvalidArgumentError(f"{source} is {value!r}; it must be {expected}.")
+
+
+def parse_place(text: str) -> tuple[str, int] | None:
+    """Return host and port of `host:port` or `[host]:port`; None if it is none."""
+    host, colon, port = text.strip().rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    is_good = bool(host) and colon == ":" and port.isdecimal() and 0 < int(port) < 65536
+    return (host, int(port)) if is_good else None
+
+
+def may_be_caught(number: int) -> bool:
+    """Return True if a program may handle the signal, or for 0. Numbers of Linux."""
+    faults = {4, 6, 7, 8, 11}  # ILL, ABRT, BUS, FPE, SEGV: the process cannot go on
+    reserved = {9, 19, 32, 33}  # KILL, STOP, and two of libc's
+    return 0 <= number <= 64 and number not in faults | reserved
+
+
+def parse_port_range(text: str) -> range | None:
+    """Return the ports of `first-last`; `range(1)` for no text; None if it is none."""
+    if not text:
+        return range(1)
+    first, dash, last = text.partition("-")
+    if not (first.isdigit() and (last.isdigit() or not dash)):
+        return None
+    low, high = int(first), int(last or first)
+    return range(low, high + 1) if 0 < low <= high < 65536 else None

@@ -17,7 +17,16 @@ from dataclasses import Field, asdict, dataclass, fields, replace
 from typing import Any
 
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.knobs import Limit, check, knob, parse, variables_of
+from sparkhvd.knobs import (
+    Limit,
+    check,
+    knob,
+    may_be_caught,
+    parse,
+    parse_place,
+    parse_port_range,
+    variables_of,
+)
 
 __all__ = [
     "AUTOTUNE",
@@ -48,8 +57,7 @@ class Settings:
         "auto",
         env="SPARKHVD_ISA",
         unit="name",
-        doc="Instruction set of the reduce kernels: auto, scalar, avx2, avx512 or neon; "
-        "all give the same bits.",
+        doc="Instruction set of the reduce kernels: auto, scalar, avx2, avx512 or neon; all give the same bits.",
         limit=(lambda value: value in ISAS, f"one of {', '.join(ISAS)}"),
     )
     shared_memory: bool = knob(
@@ -91,8 +99,7 @@ class Settings:
         "",
         env="SPARKHVD_NCCL_LIB",
         unit="path",
-        doc="NCCL library to load for tensors on GPUs; empty = the copy that torch has loaded, else one that pip has "
-        "installed, else libnccl.so.2.",
+        doc="NCCL library to load for tensors on GPUs; empty = the copy that torch has loaded, else one that pip has installed, else libnccl.so.2.",
     )
     spin_us: int = knob(
         100,
@@ -105,8 +112,7 @@ class Settings:
         True,
         env="SPARKHVD_KEEP_FREED_MEMORY",
         unit="0 or 1",
-        doc="Let processes started by run() and fit() keep freed memory, so that steps do not pay for new pages; "
-        "0 leaves glibc's malloc as it is.",
+        doc="Let processes started by run() and fit() keep freed memory, so that steps do not pay for new pages; 0 leaves glibc's malloc as it is.",
     )
     nursery: str = knob(
         "auto",
@@ -145,14 +151,13 @@ class Settings:
         unit="number",
         doc="Signal at which a rank that keeps others waiting writes its Python stacks for the warning; ignored "
         "if the program uses it; 0 = no stacks. 44 is SIGRTMIN+10: neither libc nor batch systems use it.",
-        limit=(lambda value: _may_be_caught(value), "0, or a signal to be caught"),
+        limit=(lambda value: may_be_caught(value), "0, or a signal to be caught"),
     )
     timeline: str = knob(
         "",
         env="SPARKHVD_TIMELINE",
         unit="path",
-        doc="File to which rank 0 writes a timeline (Chrome trace, opens in Perfetto) from the start; "
-        "empty or DYNAMIC = none until `hvd.start_timeline()`.",
+        doc="File to which rank 0 writes a timeline (Chrome trace, opens in Perfetto) from the start; empty or DYNAMIC = none until `hvd.start_timeline()`.",
         alias="HOROVOD_TIMELINE",
     )
     timeline_mark_cycles: bool = knob(
@@ -176,8 +181,7 @@ class Settings:
         "",
         env="SPARKHVD_AUTOTUNE_FILE",
         unit="path",
-        doc="JSON file to which rank 0 writes the choice of autotune; an existing file is loaded instead of "
-        "tuning again.",
+        doc="JSON file to which rank 0 writes the choice of autotune; an existing file is loaded instead of tuning again.",
     )
     host_loss_s: float = knob(
         15.0,
@@ -198,14 +202,33 @@ class Settings:
         env="SPARKHVD_PORT_RANGE",
         unit="first-last",
         doc="Ports that ranks may listen on, for example 40000-40100; empty = any free port.",
-        limit=(lambda value: _parse_port_range(value) is not None, "like 40000-40100"),
+        limit=(lambda value: parse_port_range(value) is not None, "like 40000-40100"),
+    )
+    interfaces: str = knob(
+        "",
+        env="SPARKHVD_INTERFACES",
+        unit="names or networks",
+        doc="Interfaces by which hosts talk, such as eth0 or 10.0.0.0/8, with commas; a host's first that is up counts. Empty = by address.",
+        alias="HOROVOD_GLOO_IFACE",
+    )
+    directory: str = knob(
+        "",
+        env="SPARKHVD_DIRECTORY",
+        unit="host:port",
+        doc="Where rank 0 listens for ranks that a launcher has started on several hosts; empty = MASTER_ADDR, one of 8 ports after MASTER_PORT.",
+        limit=(lambda value: not value or parse_place(value) is not None, "like host:29600"),
+    )
+    ssh_command: str = knob(
+        "ssh",
+        env="SPARKHVD_SSH",
+        unit="command",
+        doc="OpenSSH's client, with any options, by which sparkhvdrun and run_hosts reach other hosts.",
     )
     job_key_file: str = knob(
         "",
         env="SPARKHVD_JOB_KEY_FILE",
         unit="path",
-        doc="File of this user alone (mode 0600) with 32 or more random bytes, the same on every host, by which ranks that no "
-        "launcher has given a key know each other.",
+        doc="File of this user alone (mode 0600), 32 or more random bytes, the same on every host, by which ranks without a launcher's key know each other.",
     )
     trust_network: bool = knob(
         False,
@@ -224,7 +247,7 @@ class Settings:
         600.0,
         env="SPARKHVD_START_TIMEOUT_S",
         unit="s",
-        doc="Longest wait for enough free Spark task slots.",
+        doc="Longest wait for enough free Spark task slots, and of a rank that a launcher has started for the others.",
         alias="HOROVOD_SPARK_START_TIMEOUT",
         limit=_DURATION,
     )
@@ -241,7 +264,7 @@ class Settings:
     @property
     def ports(self) -> range:
         """Ports that a listener may take; `range(0, 1)` means any free one."""
-        ports = _parse_port_range(self.port_range)
+        ports = parse_port_range(self.port_range)
         assert ports is not None
         return ports
 
@@ -340,23 +363,6 @@ def read_variables(
         for name in present[:1]:
             value = parse(f, name, variables[name]) if variables[name] else f.default
             yield f, name, value
-
-
-def _may_be_caught(number: int) -> bool:
-    """Return True if a program may handle the signal, or for 0. Numbers of Linux."""
-    faults = {4, 6, 7, 8, 11}  # ILL, ABRT, BUS, FPE, SEGV: the process cannot go on
-    reserved = {9, 19, 32, 33}  # KILL, STOP, and two of libc's
-    return 0 <= number <= 64 and number not in faults | reserved
-
-
-def _parse_port_range(text: str) -> range | None:
-    if not text:
-        return range(1)
-    first, dash, last = text.partition("-")
-    if not (first.isdigit() and (last.isdigit() or not dash)):
-        return None
-    low, high = int(first), int(last or first)
-    return range(low, high + 1) if 0 < low <= high < 65536 else None
 
 
 def markdown_table() -> str:

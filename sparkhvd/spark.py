@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import SparkhvdError
+from sparkhvd.interfaces import address_towards
 from sparkhvd.sessions import check_session, is_connect, session_key
-from sparkhvd.topology import address_towards
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,14 +1,13 @@
-"""Topology: from the host of every rank to local and cross ranks; and the address of this host towards another."""
+"""Topology: from the host of every rank to local and cross ranks."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["Topology", "address_towards", "topology"]
+__all__ = ["Topology", "topology"]
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,3 @@ def topology(rank: int, hosts: Sequence[Hashable]) -> Topology:
         cross_size=len(peers),
         hosts=indices,
     )
-
-
-def address_towards(host: str) -> str:
-    """Return the numeric address of this host from which the routing table reaches another."""
-    family, kind, _, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(to)  # UDP: sends nothing
-        return str(probe.getsockname()[0])

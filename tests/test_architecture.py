@@ -31,7 +31,9 @@ ENVIRONMENT = {
     "sparkhvd/launchers/meeting.py": "a rank's place, as its launcher tells it",
     "sparkhvd/launchers/handover.py": "where a rank of sparkhvdrun finds its job",
     "sparkhvd/runner/doctor.py": "Java's and CUDA's own",
-    "sparkhvd/runner/command.py": "the ranks of sparkhvdrun inherit the shell's environment",
+    "sparkhvd/runner/hosts/agent.py": "the ranks of an agent inherit a login's environment; sshd's, with this host's address",
+    "sparkhvd/runner/hosts/connection.py": "Python's own path, which agents need",
+    "sparkhvd/runner/launching.py": "ranks of sparkhvdrun inherit the shell's environment, on other hosts some of it",
     "sparkhvd/rank_settings.py": "settings that a rank's function sets before init()",
     "sparkhvd/spark.py": "pyspark's own, by which a user chooses the workers' Python",
     "sparkhvd/runner/starting.py": "the trainer process inherits its parent's environment",
@@ -75,15 +77,15 @@ LAZY = {
         "the function of transform, which runs in Spark's workers",
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
-    "sparkhvd/runner/__init__.py": (4, "`import sparkhvd.runner` on a rank loads no launcher"),
-    "sparkhvd/runner/child.py": (2, "a trainer is there before what it does not need yet"),
+    "sparkhvd/runner/__init__.py": (6, "`import sparkhvd.runner` on a rank loads no launcher"),
+    "sparkhvd/runner/child.py": (3, "a trainer is there before what it does not need yet"),
     "sparkhvd/runner/preflight/workers.py": (1, "a function that runs in Spark's workers"),
     "sparkhvd/runner/task.py": (1, "the function of a barrier task, which runs in Spark's workers"),
 }
 
 # Other packages that functions import, how often, and why: nothing but the cost of starting, and packages that may be missing.
 LAZY_PACKAGES = {
-    "fcntl": (7, "Unix only: everything imports on a client with another system"),
+    "fcntl": (9, "Unix only: everything imports on a client with another system"),
     "fsspec": (2, "optional: stores that pyarrow does not know"),
     "pandas": (1, "a table for people; nothing else on the driver needs it"),
     "petastorm": (1, "optional: data sets with a Unischema"),
@@ -98,6 +100,7 @@ LAZY_PACKAGES = {
     ),
     "resource": (3, "Unix only"),
     "sys": (1, "the function of a barrier task, pickled by value"),
+    "yaml": (1, "optional: sparkhvdrun --config-file"),
     "torch": (1, "the driver and readers of NumPy arrays start without it"),
 }
 

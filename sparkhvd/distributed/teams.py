@@ -49,8 +49,8 @@ class Teams:
         if found == "launched":
             context.initialize()
         elif found == "none":
-            with meet(store, name, rank, size, timeout) as rendezvous:
-                context.initialize(rendezvous)
+            rendezvous = meet(store, name, rank, size, timeout)
+            context.initialize(rendezvous)
             meeting.install(rendezvous)  # hvd.init() after hvd.shutdown() finds the ranks again
         return Team(context.context().engine, 0, tuple(range(size)), is_own=False)
 
@@ -88,9 +88,9 @@ class Teams:
 def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
     """Return ranks in an engine of their own; every rank of them must call this."""
     try:
-        with meet(store, name, rank, size, timeout) as rendezvous:
-            engine = Engine(rendezvous.connect(), rendezvous.settings)
-            rendezvous.close()  # all have met, and these ranks meet once
+        rendezvous = meet(store, name, rank, size, timeout)
+        engine = Engine(rendezvous.connect(), rendezvous.settings)
+        rendezvous.close()  # all have met, and these ranks meet once
     except CollectiveError as error:
         raise as_torch(error) from None
     return Team(engine, 0, tuple(range(size)), is_own=True)

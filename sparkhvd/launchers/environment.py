@@ -1,4 +1,8 @@
-"""A rank's place, by the variables of its launcher."""
+"""A rank's place, by the variables of its launcher.
+
+`MASTER_ADDR` with `RANK` and `WORLD_SIZE` alone is what Kubernetes' operators and scripts by hand set for torch.distributed; every
+launcher's own variables count before them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ from dataclasses import dataclass
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["Place", "place_in"]
+__all__ = ["PLAIN", "Place", "place_in"]
+
+# Name of the variables that torch.distributed reads, where no launcher's own are there.
+PLAIN = "MASTER_ADDR"
 
 
 @dataclass(frozen=True)
@@ -18,8 +25,11 @@ class Place:
         launcher: its name.
         rank: index of this process.
         size: number of processes.
-        local_size: number of those of this host.
-        job: tells this job, and this launch of its ranks, from others of the same user and host.
+        local_size: number of those of this host; 0 where nothing tells it.
+        job: tells this job, and this launch of its ranks, from others.
+        parent: tells it from others of the same user and host where the launcher gives it no name; 0 else.
+        master: MASTER_ADDR and MASTER_PORT; None where they are not set.
+        restart: how often the launcher has started the ranks before.
     """
 
     launcher: str
@@ -27,6 +37,19 @@ class Place:
     size: int
     local_size: int
     job: str
+    parent: int = 0
+    master: tuple[str, int] | None = None
+    restart: int = 0
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """True if all ranks are here."""
+        if self.local_size:
+            return self.local_size == self.size
+        return self.master is not None and self.master[0] in _HERE
+
+
+_HERE = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -74,18 +97,27 @@ _LAUNCHERS = (
         ("SLURM_STEP_TASKS_PER_NODE",),
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
+    _Launcher(
+        PLAIN,
+        "MASTER_ADDR",
+        "RANK",
+        ("WORLD_SIZE",),
+        ("LOCAL_WORLD_SIZE",),
+        ("MASTER_ADDR", "MASTER_PORT"),
+    ),
 )
+_RESTART = "TORCHELASTIC_RESTART_COUNT"
 
 
 def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
     """Return the place that a process's variables tell; None without a launcher, or with one process.
 
-    A launcher started by another one wins: torchrun over MPI's and Slurm's, MPI's over Slurm's. torchrun and MPI at once
-    are one inside the other by mistake, unless one of them has a single process.
+    A launcher started by another one wins: torchrun over MPI's and Slurm's, MPI's over Slurm's, each over torch's variables alone.
+    torchrun and MPI at once are one inside the other by mistake, unless one of them has a single process.
 
     Args:
         variables: environment of the process.
-        parent: number of its parent process, which is in the name of a job that the launcher gives none.
+        parent: number of its parent process.
 
     Raises:
         InvalidArgumentError: a variable is no number, or two launchers contradict each other.
@@ -99,12 +131,12 @@ def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
     ]
     if not places:
         return None
-    kinds = {place.launcher for place in places} - {"srun"}
+    kinds = {place.launcher for place in places} - {"srun", PLAIN}
     if "torchrun" in kinds and len(kinds) > 1:
         both = " and ".join(
             f"{place.launcher} (rank {place.rank} of {place.size})"
             for place in places
-            if place.launcher != "srun"
+            if place.launcher in kinds
         )
         raise InvalidArgumentError(
             f"init(): this process has the variables of two launchers: {both}. Start torchrun once per host with a "
@@ -129,10 +161,14 @@ def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> Pl
     size = number(launcher.size, 1)
     rank = number((launcher.rank,), 0)
     job = [variables[name] for name in launcher.job if variables.get(name)]
+    host, port = variables.get("MASTER_ADDR", ""), number(("MASTER_PORT",), 0)
     return Place(
         launcher.name,
         rank,
         size,
-        number(launcher.local_size, size),
-        "/".join([launcher.name, *(job or [f"parent {parent}"])]),
+        number(launcher.local_size, 0 if launcher.name == PLAIN else size),
+        "/".join([launcher.name, *job]),
+        0 if job else parent,
+        (host, port) if host and port else None,
+        number((_RESTART,), 0),
     )

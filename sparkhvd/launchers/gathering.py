@@ -1,8 +1,11 @@
-"""Texts of all ranks, gathered over a Unix socket where they share a host.
+"""Texts of all ranks, gathered at rank 0: the directory of a job.
 
-Processes that know the socket's abstract name meet at rank 0; the kernel says whose they are, and other users' are refused.
-Used where a launcher tells ranks their numbers and nothing more, and in place of Spark's `allGather`, which takes a
-second, with a `local` master.
+Rank 0 listens for the others at a `MeetingPoint`: an abstract Unix socket where they share a host, a TCP port else. Each gives its
+text over an authenticated connection and gets those of all. Used where a launcher tells ranks their numbers and nothing
+more, and in place of Spark's `allGather`, which takes a second, with a `local` master.
+
+**Trust**: connections authenticate each other as ranks do (`rendezvous`). On a Unix socket, whose point has no secret key, the kernel
+says whose they are, and other users' are refused. Texts are neither encrypted nor authenticated one by one.
 
 **Failure**: a rank that ends while others wait for it is an error on those that had met it.
 """
@@ -10,19 +13,124 @@ second, with a `local` master.
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import hmac
 import json
+import selectors
 import socket
+import struct
 import time
-from typing import Any, TextIO
+from collections.abc import Generator
+from dataclasses import dataclass, field
 
 from sparkhvd.errors import PreflightError
-from sparkhvd.rendezvous.loop import is_same_user
+from sparkhvd.interfaces import is_loopback
+from sparkhvd.rendezvous import Endpoint, Job
+from sparkhvd.rendezvous.handshake import Turn, introduce
+from sparkhvd.rendezvous.loop import (
+    UNAUTHENTICATED_S,
+    Address,
+    Loop,
+    Task,
+    Wait,
+    is_same_user,
+    open_connection,
+    read,
+    send,
+    sleep,
+)
+from sparkhvd.rendezvous.reception import Reception
 
-__all__ = ["gather", "name_of"]
+__all__ = ["MeetingPoint", "gather", "name_of", "on_this_host"]
 
-_PAUSE_S = 0.005
+_FIRST = Turn(0, 0)
+_LENGTH = struct.Struct("!I")
+_MOST_BYTES = 64 << 20
+_LONGEST_S = 24.0 * 86400  # that a selector waits, in whole days
+# Between two rounds of attempts to reach rank 0.
+_PAUSE_UNIX_S, _PAUSE_TCP_S = 0.005, 0.1
+# How long rank 0 is looked for where everything that answers has another key.
+_REFUSED_S = 10.0
 _ADVICE = "Look for why in Spark's log."
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Place at which rank 0 waits for the others.
+
+    Attributes:
+        name: tells this gathering from others; of the abstract Unix socket where there is no port.
+        key: 32 bytes by which the ranks know each other.
+        host: of rank 0, as the others reach it; "" for the Unix socket.
+        ports: rank 0 takes the first that is free.
+    """
+
+    name: str
+    key: bytes = field(repr=False)
+    host: str = ""
+    ports: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.ports:
+            return "a Unix socket of this host"
+        last = f"-{self.ports[-1]}" if len(self.ports) > 1 else ""
+        return f"{self.host}, port {self.ports[0]}{last}"
+
+    def job(self, rank: int, size: int) -> Job:
+        """Return the ranks as the handshake knows them."""
+        return Job(self.key, self.name, 0, rank, size, (Endpoint("", 0, "", ""),) * size)
+
+    def addresses(self) -> list[tuple[int, Address]]:
+        """Return families and addresses at which rank 0 may listen.
+
+        Raises:
+            OSError: the host has no address (yet).
+        """
+        if not self.ports:
+            return [(socket.AF_UNIX, b"\0" + self.name.encode())]
+        found = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
+        places = dict.fromkeys((family, address) for family, _, _, _, address in found)
+        return [(f, (a[0], port, *a[2:])) for port in self.ports for f, a in places]
+
+    def listen(self) -> socket.socket:
+        """Return rank 0's listening socket.
+
+        Raises:
+            OSError: every port is taken.
+        """
+        if not self.ports:
+            listening = socket.socket(socket.AF_UNIX)
+            listening.bind(b"\0" + self.name.encode())
+            listening.listen(socket.SOMAXCONN)
+            return listening
+        places: list[tuple[int, Address]] = []
+        with contextlib.suppress(OSError):
+            places = [place for place in self.addresses() if not is_loopback(str(place[1][0]))]
+        for family, address in places:
+            with contextlib.suppress(OSError):
+                return _serve(family, address)
+        # The host's own name may stand for its loopback there, and an address for one that forwards to it.
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        for port in self.ports:
+            with contextlib.suppress(OSError):
+                return _serve(family, ("", port))
+        raise OSError(errno.EADDRINUSE, f"every port of {self} is taken")
+
+
+def _serve(family: int, address: Address) -> socket.socket:
+    is_any = address[0] == ""
+    return socket.create_server(
+        address,
+        family=family,
+        backlog=socket.SOMAXCONN,
+        dualstack_ipv6=is_any and family == socket.AF_INET6,
+    )
+
+
+def on_this_host(name: str) -> MeetingPoint:
+    """Return an abstract Unix socket; its handshake tells jobs apart, and the kernel users."""
+    return MeetingPoint(name, hashlib.sha256(name.encode()).digest())
 
 
 def name_of(key: str, job_id: str, attempt: int) -> str:
@@ -32,12 +140,12 @@ def name_of(key: str, job_id: str, attempt: int) -> str:
 
 
 def gather(
-    name: str, rank: int, size: int, text: str, timeout_s: float, advice: str = _ADVICE
+    point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float, advice: str = _ADVICE
 ) -> list[str]:
     """Return the texts of all ranks, by rank. All of them must call it.
 
     Args:
-        name: of the socket.
+        point: where rank 0 waits; the same on every rank.
         rank: this one.
         size: number of ranks.
         text: this rank's.
@@ -46,71 +154,179 @@ def gather(
 
     Raises:
         PreflightError: a rank did not come in time, or has ended.
+        OSError: rank 0 cannot listen.
     """
-    try:
-        return (
-            _lead(name, size, text, timeout_s) if rank == 0 else _join(name, rank, text, timeout_s)
+    kind = _Lead if rank == 0 else _Joining
+    with contextlib.closing(kind(point, rank, size, text, timeout_s)) as gathering:
+        try:
+            return gathering.run()
+        except TimeoutError as e:
+            raise PreflightError(
+                f"Rank {rank} waited {timeout_s:g} s (start_timeout_s) for the other ranks at {point}: "
+                f"{gathering.missing()}. {advice}"
+            ) from e
+        except ConnectionError as e:
+            raise PreflightError(f"Rank {rank} cannot start: {e}. {advice}") from e
+
+
+class _Gathering:
+    """One rank's part: an event loop with a deadline."""
+
+    def __init__(
+        self, point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float
+    ) -> None:
+        self.point = point
+        self.job = point.job(rank, size)
+        self.text = text
+        self.deadline = time.monotonic() + timeout_s
+        self.loop = Loop()
+        self.loop.start(self._expire())
+
+    def _expire(self) -> Task:
+        yield Wait(None, 0, self.deadline)
+        raise TimeoutError
+
+    def close(self) -> None:
+        self.loop.close()
+
+
+class _Lead(_Gathering):
+    """Rank 0 receives the texts of the others, and sends all of them to each."""
+
+    def __init__(
+        self, point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float
+    ) -> None:
+        super().__init__(point, rank, size, text, timeout_s)
+        self._texts = {0: text}
+        self._links: dict[int, socket.socket] = {}
+        self._listening = point.listen()
+
+    def run(self) -> list[str]:
+        reception = Reception(
+            self.job,
+            [self._listening],
+            self.loop,
+            current_turn=lambda: _FIRST,
+            on_peer=self._receive_peer,
+            on_notice=lambda _: None,
+            on_shortage=lambda _: None,
         )
-    except TimeoutError as e:
-        raise PreflightError(
-            f"Rank {rank} waited {timeout_s:g} s (start_timeout_s) for the other ranks, which run on this host; one of them "
-            f"did not start. {advice}"
-        ) from e
-    except ConnectionError as e:
-        raise PreflightError(f"Rank {rank} cannot start: {e}. {advice}") from e
+        reception.start()
+        self.loop.run(lambda: len(self._texts) == self.job.size)
+        by_rank = [self._texts[rank] for rank in range(self.job.size)]
+        message = json.dumps(by_rank).encode()
+        for sock in self._links.values():
+            send(sock, _LENGTH.pack(len(message)) + message)
+        return by_rank
+
+    def _receive_peer(self, _: Turn, rank: int, sock: socket.socket) -> None:
+        if rank in self._links:  # two processes with one number
+            sock.close()
+            return
+        self._links[rank] = sock
+        self.loop.start(self._receive(rank, sock))
+
+    def _receive(self, rank: int, sock: socket.socket) -> Task:
+        self._texts[rank] = (yield from _read_message(sock)).decode()
+        yield Wait(sock, selectors.EVENT_READ, time.monotonic() + _LONGEST_S)
+        raise ConnectionResetError(f"rank {rank} ended while the ranks met")
+
+    def missing(self) -> str:
+        late = [str(rank) for rank in range(self.job.size) if rank not in self._texts]
+        return f"of {self.job.size} ranks these did not come: {', '.join(late)}"
+
+    def close(self) -> None:
+        super().close()
+        for sock in (self._listening, *self._links.values()):
+            sock.close()
 
 
-def _lead(name: str, size: int, text: str, timeout_s: float) -> list[str]:
-    """Receive the texts of the others, and send all of them to each."""
-    texts = {0: text}
-    others = []
-    deadline = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(f"\0{name}")
-        listener.listen(size)
-        while len(texts) < size:
-            if (left_s := deadline - time.monotonic()) <= 0:  # also where others keep knocking
-                raise TimeoutError
-            listener.settimeout(left_s)
-            connection = stack.enter_context(listener.accept()[0])
-            connection.settimeout(left_s)
-            if not is_same_user(connection):
-                connection.close()
-                continue
-            file = stack.enter_context(connection.makefile("rw", encoding="utf-8"))
-            rank, received = _read(file)
-            texts[rank] = received
-            others.append(file)
-        by_rank = [texts[rank] for rank in range(size)]
-        for file in others:
-            file.write(json.dumps(by_rank) + "\n")
-            file.flush()
-    return by_rank
+class _Joining(_Gathering):
+    """Any other rank sends its text to rank 0, and receives those of all."""
+
+    def __init__(
+        self, point: MeetingPoint, rank: int, size: int, text: str, timeout_s: float
+    ) -> None:
+        super().__init__(point, rank, size, text, timeout_s)
+        self._error: object = "no error"
+        self._refused_at: float | None = None
+        self._sock: socket.socket | None = None
+        self._texts: list[str] | None = None
+
+    def run(self) -> list[str]:
+        self.loop.start(self._join())
+        self.loop.run(lambda: self._texts is not None)
+        assert self._texts is not None
+        return self._texts
+
+    def _join(self) -> Task:
+        pause_s = _PAUSE_TCP_S if self.point.ports else _PAUSE_UNIX_S
+        while self._sock is None:
+            yield from self._look()
+            if self._sock is None:
+                yield from sleep(pause_s)
+        message = self.text.encode()
+        send(self._sock, _LENGTH.pack(len(message)) + message)
+        self._texts = json.loads((yield from _read_message(self._sock)).decode())
+
+    def _look(self) -> Task:
+        """Try every address once."""
+        try:
+            places = self.point.addresses()
+        except OSError as error:
+            self._error = f"{self.point.host} has no address: {error}"
+            return
+        for family, address in places:
+            if self._sock is None:
+                yield from self._try(family, address)
+
+    def _try(self, family: int, address: Address) -> Task:
+        until = time.monotonic() + UNAUTHENTICATED_S
+        try:
+            sock = yield from open_connection(family, address, until)
+        except OSError as error:
+            self._error = error
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(sock)
+            if family == socket.AF_UNIX and not is_same_user(sock):
+                raise PermissionError(f"{self.point} belongs to another user")
+            try:
+                is_known = yield from introduce(self.job, 0, _FIRST, sock, until)
+            except OSError as error:  # it is no rank 0, or not of this job
+                self._error = error
+                return
+            if is_known:
+                self._sock = sock
+                stack.pop_all()
+            else:
+                self._note_refusal()
+
+    def _note_refusal(self) -> None:
+        """Give up where only services with another key have answered for a while."""
+        self._error = "what listens there has another key"
+        self._refused_at = self._refused_at or time.monotonic()
+        if time.monotonic() > self._refused_at + _REFUSED_S:
+            raise ConnectionRefusedError(
+                f"what listens at {self.point} has another key, or is of another job (SPARKHVD_JOB_KEY_FILE must have the same "
+                "bytes on every host)"
+            )
+
+    def missing(self) -> str:
+        return f"rank 0 has not answered ({self._error})"
+
+    def close(self) -> None:
+        super().close()
+        if self._sock is not None:
+            self._sock.close()
 
 
-def _join(name: str, rank: int, text: str, timeout_s: float) -> list[str]:
-    """Send a text to rank 0, and receive those of all."""
-    deadline = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket(socket.AF_UNIX))
-        connection.settimeout(timeout_s)
-        while connection.connect_ex(f"\0{name}") != 0:  # rank 0 is not there yet
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            time.sleep(_PAUSE_S)
-        if not is_same_user(connection):
-            raise PermissionError(f"{name} belongs to another user")
-        file = stack.enter_context(connection.makefile("rw", encoding="utf-8"))
-        file.write(json.dumps([rank, text]) + "\n")
-        file.flush()
-        texts: list[str] = _read(file)
-        return texts
-
-
-def _read(file: TextIO) -> Any:
-    """Read one message; at the end of a task there is none."""
-    line = file.readline()
-    if not line:
-        raise ConnectionError("another rank ended while the ranks met")
-    return json.loads(line)
+def _read_message(sock: socket.socket) -> Generator[Wait, None, bytes]:
+    until = time.monotonic() + _LONGEST_S
+    try:
+        (size,) = _LENGTH.unpack((yield from read(sock, _LENGTH.size, until)))
+        if size <= _MOST_BYTES:
+            return (yield from read(sock, size, until))
+    except ConnectionError as error:
+        raise ConnectionResetError("another rank ended while the ranks met") from error
+    raise ConnectionResetError(f"a rank sent a text of {size} bytes")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from sparkhvd import rank_context
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers.meeting import mark
 from sparkhvd.rendezvous import Endpoint, Job, Listener, Rendezvous, SocketRendezvous, install
 from sparkhvd.settings import Settings
 
@@ -65,6 +66,7 @@ def receive() -> Rendezvous | None:
         ) from error
     os.ftruncate(descriptor, 0)  # also for others that have inherited it
     os.close(descriptor)
+    mark()
     handover = Handover(**values)
     job = Job.from_json(handover.job)
     endpoint = Endpoint.from_dict(handover.endpoint)

@@ -6,77 +6,148 @@ import hashlib
 import json
 import os
 import secrets
+from dataclasses import dataclass
 
 from sparkhvd import processors, rank_context
 from sparkhvd.errors import InvalidArgumentError, PreflightError
-from sparkhvd.launchers import gathering
-from sparkhvd.launchers.environment import Place, place_in
+from sparkhvd.interfaces import own_address
+from sparkhvd.knobs import parse_place
+from sparkhvd.launchers import gathering, network
+from sparkhvd.launchers.environment import PLAIN, Place, place_in
+from sparkhvd.launchers.gathering import MeetingPoint
 from sparkhvd.rendezvous import Endpoint, Job, Listener, Rendezvous, SocketRendezvous, install
 from sparkhvd.settings import Settings
+from sparkhvd.topology import topology
 
-__all__ = ["meet"]
+__all__ = ["mark", "meet"]
 
 # Tells a rank's children that they are none.
 _MARK = "SPARKHVD_RANK_PROCESS"
-_ADDRESS = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
+_NUM_PORTS = 8
+
+
+def mark(job: str = "") -> None:
+    """Note in the environment that this process is a rank: its children, which inherit its variables, are none.
+
+    Args:
+        job: of its place; empty for the one that torch's variables tell, which other launchers set, too.
+    """
+    variables = os.environ  # noqa: TID251 - the launcher's
+    if not job and "MASTER_ADDR" in variables:
+        job = f"{PLAIN}/{variables['MASTER_ADDR']}/{variables.get('MASTER_PORT', '')}"
+    variables[_MARK] = f"{os.getpid()} {job}"
 
 
 def meet() -> Rendezvous | None:
     """Meet the other ranks of this process's launcher, and install the job; None without a launcher.
 
     Raises:
-        InvalidArgumentError: the ranks are on several hosts, or this process is a child of a rank.
-        PreflightError: a rank did not come within `start_timeout_s`.
+        InvalidArgumentError: the ranks are on several hosts and have no key or no address of rank 0, or this process is a child
+            of a rank.
+        PreflightError: a rank did not come within `start_timeout_s`, or this host has no address for the others.
     """
     variables = os.environ  # noqa: TID251 - the launcher's
     place = place_in(variables, os.getppid())
     if place is None:
         return None
-    if (rank_process := variables.get(_MARK)) not in (None, str(os.getpid())):
+    rank_process, _, job_of_rank = variables.get(_MARK, "").partition(" ")
+    if job_of_rank == place.job and rank_process != str(os.getpid()):
+        if (
+            place.launcher == PLAIN
+        ):  # mostly of `run` or sparkhvdrun, which set them for torch.distributed
+            return None
         raise InvalidArgumentError(
             f"init(): this process inherited the variables of {place.launcher} from process {rank_process}, which is rank "
             f"{place.rank}, and is no rank itself. Let the rank communicate, or start this process without them."
         )
-    if place.local_size != place.size:
+    if not place.rank < place.size:
         raise InvalidArgumentError(
-            f"init(): {place.launcher} has started {place.size} ranks, {place.local_size} of them on this host; in this version "
-            "ranks that a launcher has started find each other on one host only. Use as many slots on one host, or "
-            "start the ranks from Spark with sparkhvd.run."
+            f"init(): {place.launcher} tells this process that it is rank {place.rank} of {place.size}; ranks count from 0."
         )
     settings = Settings.resolve()
-    listener = Listener.bind(_ADDRESS, settings)
+    way = _on_one_host(place) if place.is_on_one_host else _on_several_hosts(place, settings)
+    listener = Listener.bind(way.address, settings)
     try:
-        job = _gather(place, listener.endpoint(), settings)
+        job = _gather(place, way, listener.endpoint(), settings)
     except BaseException:
         listener.close()
         raise
-    variables[_MARK] = str(os.getpid())
-    threads = max(1, int(processors.allowed() / place.local_size))
+    mark(place.job)
     made = SocketRendezvous(job, listener, Settings.resolve)
     install(made)
     # By rank, as `hvd.local_rank()`: a launcher may number the processes of a host in another order.
-    local_rank = place.rank
-    rank_context.install(rank_context.RankContext(place.rank, place.size, local_rank, 0, threads))
+    hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
+    here = topology(job.rank, hosts)
+    threads = max(1, int(processors.allowed() / here.local_size))
+    rank_context.install(rank_context.RankContext(job.rank, job.size, here.local_rank, 0, threads))
     return made
 
 
-def _gather(place: Place, endpoint: Endpoint, settings: Settings) -> Job:
-    """Exchange endpoints with the other ranks; rank 0 brings the key."""
-    text = {"place": [place.launcher, place.size], "endpoint": endpoint.to_dict()}
+@dataclass(frozen=True)
+class _Way:
+    """How the ranks meet: where, this rank's own address, and the user's key (None: rank 0 makes one)."""
+
+    point: MeetingPoint
+    address: str
+    key: bytes | None = None
+
+
+def _on_one_host(place: Place) -> _Way:
+    text = f"{os.getuid()}/{place.job}/{place.parent}"
+    name = hashlib.sha256(text.encode()).hexdigest()
+    return _Way(gathering.on_this_host(f"sparkhvd-{name}"), _LOOPBACK)
+
+
+def _on_several_hosts(place: Place, settings: Settings) -> _Way:
+    here = f", {place.local_size} of them on this host" if place.local_size else ""
+    what = f"init(): {place.launcher} has started {place.size} ranks{here}"
+    key = network.network_key(settings, what)
+    host, ports = _directory(place, settings, what)
+    name = f"directory/{place.launcher}/{place.size}/{host}/{ports[0]}/{place.restart}"
+    own = hashlib.sha256(name.encode()).digest()  # tells jobs apart, and keeps nobody out
+    point = MeetingPoint(name, own if key is None else network.derived_key(key, name), host, ports)
+    return _Way(point, own_address(settings.interfaces, host), key)
+
+
+def _directory(place: Place, settings: Settings, what: str) -> tuple[str, tuple[int, ...]]:
+    """Return host and ports at which rank 0 waits: not MASTER_PORT itself, which is for torch's store."""
+    if given := parse_place(settings.directory):
+        return given[0], (given[1],)
+    if place.master is None:
+        raise InvalidArgumentError(
+            f"{what}, and nothing says where rank 0 is. Set SPARKHVD_DIRECTORY=<rank 0's host>:<free port there> on every rank "
+            "(mpirun -x, srun --export), or MASTER_ADDR and MASTER_PORT."
+        )
+    host, port = place.master
+    after = (port + step for step in range(1, _NUM_PORTS + 1))
+    return host, tuple(each if each < 65536 else each - 65536 + 1024 for each in after)
+
+
+def _gather(place: Place, way: _Way, endpoint: Endpoint, settings: Settings) -> Job:
+    """Exchange endpoints with the other ranks; rank 0 brings the job's id, and its key where the user has given none."""
+    text: dict[str, object] = {"endpoint": endpoint.to_dict()}
     if place.rank == 0:
-        text |= {"key": secrets.token_hex(32), "id": secrets.token_hex(8)}
-    name = "sparkhvd-" + hashlib.sha256(f"{os.getuid()}/{place.job}".encode()).hexdigest()
+        text["id"] = secrets.token_hex(8)
+        if way.key is None:
+            text["key"] = secrets.token_hex(32)
     advice = f"Look at the output of {place.launcher} for the others'."
     try:
         texts = gathering.gather(
-            name, place.rank, place.size, json.dumps(text), settings.start_timeout_s, advice
+            way.point, place.rank, place.size, json.dumps(text), settings.start_timeout_s, advice
         )
     except OSError as error:
         raise PreflightError(
-            f"init(): rank {place.rank} of {place.launcher} cannot meet the others at a Unix socket of this host: {error}. Is "
+            f"init(): rank {place.rank} of {place.launcher} cannot meet the others at {way.point}: {error}. Is "
             "another job with the same address and port running?"
         ) from error
     entries = [json.loads(each) for each in texts]
     endpoints = tuple(Endpoint.from_dict(entry["endpoint"]) for entry in entries)
-    key = bytes.fromhex(entries[0]["key"])
-    return Job(key, entries[0]["id"], 0, place.rank, place.size, endpoints)
+    if not network.is_one_host(endpoints):
+        network.check_addresses(endpoints, f"init(): {place.size} ranks of {place.launcher}")
+    job_id = str(entries[0]["id"])
+    if way.key is None:
+        key = bytes.fromhex(entries[0]["key"])
+    else:
+        key = network.derived_key(way.key, f"job {job_id}")
+    return Job(key, job_id, 0, place.rank, place.size, endpoints)

@@ -70,7 +70,7 @@ class Meeting:
         self.suspects = Suspects(self.loop, self.errors)
         self.reception = Reception(
             job,
-            listener,
+            listener.sockets(),
             self.loop,
             current_turn=lambda: self.turn,
             on_peer=self._receive_peer,

@@ -6,12 +6,11 @@ import errno
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from sparkhvd.rendezvous.endpoints import Job
 from sparkhvd.rendezvous.handshake import HELLO, NOTICE, NOTICE_MAGIC, Notice, Turn, answer
-from sparkhvd.rendezvous.listener import Listener
 from sparkhvd.rendezvous.loop import UNAUTHENTICATED_S, Loop, Task, Wait, is_same_user, read, sleep
 
 __all__ = ["MAX_UNAUTHENTICATED", "Reception"]
@@ -22,11 +21,11 @@ _RETRY_S = 0.1
 
 @dataclass
 class Reception:
-    """Accepts the connections of a listener while a meeting lasts.
+    """Accepts connections while a meeting lasts.
 
     Attributes:
         job: the ranks and their key.
-        listener: accepts connections.
+        listening: sockets that accept connections.
         loop: runs the tasks.
         current_turn: returns the turn of the meeting; connections of earlier ones are closed.
         on_peer: called with turn, rank and connection of an authenticated peer; owns the connection.
@@ -35,7 +34,7 @@ class Reception:
     """
 
     job: Job
-    listener: Listener
+    listening: Sequence[socket.socket]
     loop: Loop
     current_turn: Callable[[], Turn]
     on_peer: Callable[[Turn, int, socket.socket], None]
@@ -46,7 +45,7 @@ class Reception:
 
     def start(self) -> None:
         """Accept from now on, whenever the loop runs."""
-        for listening in self.listener.sockets():
+        for listening in self.listening:
             listening.setblocking(False)
             self.loop.start(self._accept(listening))
 

@@ -1,4 +1,4 @@
-"""Run a function on every rank: in one Spark barrier stage, or in processes on this host.
+"""Run a function on every rank: in one Spark barrier stage, in processes on this host, or on several by ssh.
 
     from sparkhvd import run
 
@@ -18,8 +18,8 @@ Threads: launches may come from several threads of the driver; they take task sl
 task, threads read the trainer's pipes, and one waits for Ctrl-C (`interrupts`). A trainer calls the function on its main thread; one more
 watches its parent.
 
-Trust: the job's key and the pickled function come from the driver's closure, through Spark or the parent's pipe; the key is never in argv,
-environment or a file. The driver unpickles what its own ranks return. Its only port is for Ctrl-C: it accepts nothing before an interrupt,
+Trust: the job's key and the pickled function come from the driver's closure, through Spark, ssh's standard input or the parent's pipe; the
+key is never in argv, environment or a file. The driver unpickles what its own ranks return. Its only port is for Ctrl-C: it accepts nothing before an interrupt,
 and then only tasks that know a key derived from the attempt's.
 
 Failure: a rank's result, exception or signal comes to the driver as data (`outcomes`); the root cause is raised as a `RankError`. Only a
@@ -41,6 +41,9 @@ Each module imports only those above it:
     spark_log   Spark's log on the driver without failures of ranks
     tracebacks  tracebacks of ranks as the driver shows them
     outcomes    values and errors of ranks as data
+    host_names  hosts, their slots, and who runs where
+    forwarding  variables that ranks on other hosts get
+    config_file  flags of `sparkhvdrun` from a file
     horovod_arguments  arguments of Horovod's `run` without effect, or with one right value
     reports     a trainer's report on its function
     preflight   checks before anything long starts
@@ -54,9 +57,15 @@ Each module imports only those above it:
     child       the trainer process
     nursery     the nursery process
     launching   what launches under Spark and on this host share
+    trainers    trainers of one host's ranks without Spark
     local       launches on this host: `run_local`
     doctor      what this machine can do and lacks
-    scripts     processes of the user's command on this host
+    screen      lines of ranks on this process's streams
+    crew        processes of the user's command on this host
+    script_ranks  what these processes are given
+    watching    wait for them, and end them together
+    scripts     the user's command on this host
+    hosts       the user's command, or a function, on several hosts: `run_hosts`
     command     the command line: `sparkhvdrun`
     task        executor's side of a launch under Spark
     job         driver's side of a launch under Spark: `run`
@@ -76,7 +85,7 @@ if TYPE_CHECKING:
 
     from sparkhvd.settings import Settings
 
-__all__ = ["RankContext", "context", "run", "run_local"]
+__all__ = ["RankContext", "context", "run", "run_hosts", "run_local"]
 
 R = TypeVar("R")
 
@@ -136,7 +145,8 @@ def run(
         stdout: a stream of this process that gets the last 100 lines of each rank's output, by rank, when the ranks have ended.
         stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
         verbose: 0 prints nothing on the driver; 1 prints waits and relaunches; 2 also leaves Spark's own log of a failed rank.
-        nics: Horovod's, without effect: ranks use the address that Spark has for their host (SPARK_LOCAL_IP there).
+        nics: interfaces by which the ranks talk, by name or as networks (10.0.0.0/8); None means `Settings.interfaces`, or else the
+            address that Spark has for their host (SPARK_LOCAL_IP there).
         prefix_output_with_timestamp: whether lines in the executors' logs begin with the local time.
         executable: the Python that Spark's workers run; another one is an error.
         spark: the session to use, classic or Connect; None means the active one.
@@ -159,11 +169,10 @@ def run(
     """
     from sparkhvd.runner import horovod_arguments, job
 
-    horovod_arguments.warn_of(
-        use_mpi=use_mpi, use_gloo=use_gloo, extra_mpi_args=extra_mpi_args, nics=nics
-    )
+    horovod_arguments.warn_of(use_mpi=use_mpi, use_gloo=use_gloo, extra_mpi_args=extra_mpi_args)
+    interfaces = horovod_arguments.join_interfaces(nics)
     options = job.LaunchOptions(
-        env=dict(env or {}),
+        env={**(env or {}), **({"SPARKHVD_INTERFACES": interfaces} if interfaces else {})},
         settings=settings,
         start_timeout_s=start_timeout,
         max_retries=max_retries,
@@ -268,3 +277,81 @@ def run_local(
         stream=horovod_arguments.choose_stream(stdout, stderr),
         timestamps=prefix_output_with_timestamp,
     )
+
+
+def run_hosts(
+    fn: Callable[..., R],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    num_proc: int | None = None,
+    *,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    env: Mapping[str, str] | None = None,
+    settings: Settings | None = None,
+    verbose: int | None = 1,
+    use_gpu: bool | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    start_timeout: float | None = None,
+    network_interfaces: Iterable[str] | str | None = None,
+    stdout: TextIO | None = None,
+    stderr: TextIO | None = None,
+    prefix_output_with_timestamp: bool = False,
+) -> list[R]:
+    """Call `fn(*args, **kwargs)` on processes of several hosts, which ssh reaches without a password; return results by rank.
+
+    The same processes as `run_local` starts, and nothing of Spark. Every host has this Python, at the same path and in the same minor
+    version, this version of the package, and the working directory. Never relaunched. Output comes live, each line after its [rank].
+
+    Ctrl-C raises KeyboardInterrupt in `fn` on every rank. `fn` has 5 s to save, then it is killed; a second Ctrl-C kills it at once. If this
+    process is killed, or the connection to a host is lost, all ranks end.
+
+    Args:
+        fn: any function that pickles.
+        args: positional arguments of `fn`.
+        kwargs: keyword arguments of `fn`.
+        num_proc: number of processes; None means every slot. Hosts are filled in their order.
+        hosts: "name:slots,name:slots"; names of this host need no ssh.
+        hostfile: a file with lines `name slots=N` or `name:N` instead.
+        env: environment variables of the ranks, set before `fn` and its modules load, beside those of a login by ssh and those that
+            travel by themselves (docs/running.md). Settings among them win over this process's environment.
+        settings: engine settings; those that differ from the defaults are final. None reads them from this process's
+            environment.
+        verbose: 0 keeps the ranks' output, unless a stream is given; 1, or Horovod's None, prints it to stderr.
+        use_gpu: as of `run_local`.
+        ssh_port: of the other hosts; None for what ssh's configuration says.
+        ssh_identity_file: private key for ssh; None likewise.
+        start_timeout: longest wait in seconds for each step of the start; None means 30. A host has 10 s to answer at all.
+        network_interfaces: interfaces by which the ranks talk, by name or as networks (10.0.0.0/8); None means the address by which ssh
+            came to a host, or `Settings.interfaces`.
+        stdout: a stream for the ranks' output, line by line.
+        stderr: the same, where there is no `stdout`: both streams of a rank are one pipe.
+        prefix_output_with_timestamp: whether lines begin with the local time.
+
+    Returns:
+        The results of `fn` on rank 0, 1, ...
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or `fn` cannot be pickled. Nothing has started.
+        PreflightError: hosts cannot run their ranks or do not reach each other; all of them are listed. `fn` has not started.
+        RankError: `fn` failed on a rank: which, where, and its traceback or signal; or a host was lost.
+    """
+    from sparkhvd.runner import horovod_arguments
+    from sparkhvd.runner.hosts import function
+
+    options = function.HostsOptions(
+        hosts=hosts,
+        hostfile=hostfile,
+        env=dict(env or {}),
+        settings=settings,
+        verbose=1 if verbose is None else verbose,
+        use_gpu=use_gpu,
+        interfaces=horovod_arguments.join_interfaces(network_interfaces),
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        start_timeout_s=start_timeout,
+        stream=horovod_arguments.choose_stream(stdout, stderr),
+        timestamps=prefix_output_with_timestamp,
+    )
+    return function.launch_on_hosts(fn, args, kwargs or {}, num_proc, options)

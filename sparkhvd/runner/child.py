@@ -188,10 +188,12 @@ def _watch_parent(fd: int) -> None:
 def _install(prologue: Prologue, frame: JobFrame) -> None:
     """Make rank and rendezvous known in this process."""
     from sparkhvd import rendezvous
+    from sparkhvd.launchers import mark
     from sparkhvd.rank_settings import JobSettings, RankSettings
 
     env, gpu = _visible(frame, prologue.cuda_library)
     os.environ.update(env)  # noqa: TID251 - torch's and CUDA's own
+    mark()
     settings = RankSettings(JobSettings.from_json(frame.settings))
     job = rendezvous.Job.from_json(frame.job)
     endpoint = rendezvous.Endpoint.from_dict(prologue.endpoint)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from sparkhvd import __version__
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.runner import launching
+from sparkhvd.runner.config_file import flags_of
 from sparkhvd.runner.doctor import examine
-from sparkhvd.runner.horovod_arguments import check_hosts
-from sparkhvd.runner.scripts import Output, run_script
+from sparkhvd.runner.forwarding import forwarded, given_variables
+from sparkhvd.runner.host_names import Host, is_here, parse_hosts, place_ranks, read_hostfile
+from sparkhvd.runner.hosts.connection import Reach
+from sparkhvd.runner.hosts.script import run_script_on_hosts
+from sparkhvd.runner.screen import Output
+from sparkhvd.runner.script_ranks import check_command, words_of
+from sparkhvd.runner.scripts import run_script
+from sparkhvd.settings import Settings
 
 __all__ = ["main"]
 
@@ -27,6 +34,7 @@ _SETTINGS = {
 _SWITCHES = {
     "timeline_mark_cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
     "autotune": "HOROVOD_AUTOTUNE",
+    "stall_check": "HOROVOD_STALL_CHECK",
 }
 # Of horovodrun, without a meaning here; the number of their values.
 _WITHOUT_EFFECT = {
@@ -63,20 +71,26 @@ _WITHOUT_EFFECT = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status for the shell."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
     if parsed.check_build:
         return examine()
     try:
+        if parsed.config_file is not None:  # flags count before the file
+            parser.set_defaults(**flags_of(parsed.config_file, vars(parsed)))
+            parsed = parser.parse_args(arguments)
         return _run(parsed)
     except SparkhvdError as error:
         sys.stderr.write(f"sparkhvdrun: {error}\n")
         return 2
+    except KeyboardInterrupt:  # before the ranks have started; then they get it
+        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="sparkhvdrun",
-        description="Run a script on several processes of this host; in it hvd.init() finds the others.",
+        description="Run a script on processes of this host or, over ssh, of several; in it hvd.init() finds the others.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -84,17 +98,34 @@ def _parser() -> argparse.ArgumentParser:
     add("-np", "--num-proc", type=int, metavar="N", help="number of processes")
     add("-cb", "--check-build", action="store_true", help="what this machine can do and lacks")
     hosts = parser.add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS", help="this host and its slots")
+    hosts.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts and their slots")
     hosts.add_argument(
         "-hostfile", "--hostfile", metavar="FILE", help="lines `host slots=N` or `host:N`"
     )
+    add("-p", "--ssh-port", type=int, metavar="PORT", help="of the other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="private key for the other hosts")
+    add(
+        *("--network-interfaces", "--network-interface"),
+        action="append",
+        default=[],
+        metavar="NAME,...",
+        help="interfaces by which hosts talk: names, or networks such as 10.0.0.0/8",
+    )
+    add(
+        "--start-timeout",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="longest wait for each step of the start on other hosts (30)",
+    )
+    add("--config-file", metavar="FILE", help="flags in YAML, as horovodrun takes them")
     add("--output-filename", type=Path, metavar="FOLDER", help="keep rank.N/stdout and stderr")
     add(
         *("-prefix-timestamp", "--prefix-output-with-timestamp"),
         action="store_true",
         help="the local time before every line",
     )
-    add("-x", action="append", default=[], metavar="NAME=VALUE", help="a variable of every rank")
+    add("-x", action="append", default=[], metavar="NAME[=VALUE]", help="a variable of every rank")
     add("--verbose", action="store_true", help="show the command")
     for name in _SETTINGS:
         variable = _SETTINGS[name][0]
@@ -117,40 +148,33 @@ def _run(parsed: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             f"-np is {parsed.num_proc}; it must be at least 1, as in sparkhvdrun -np 2 python train.py"
         )
-    hosts = parsed.hosts if parsed.hostfile is None else _hosts_in(parsed.hostfile)
-    check_hosts(hosts, parsed.num_proc)
-    command = _command(parsed.command)
-    env = {**os.environ, **_variables(parsed)}  # noqa: TID251 - ranks inherit the environment of the shell
+    hosts = [Host("localhost", parsed.num_proc)]
+    if parsed.hostfile is not None:
+        hosts = read_hostfile(parsed.hostfile)
+    elif parsed.hosts is not None:
+        hosts = parse_hosts(parsed.hosts)
+    places = place_ranks(hosts, parsed.num_proc)
+    command = words_of(parsed.command)
+    environ = launching.environ()
+    given = {**_variables(parsed), **given_variables(parsed.x, environ)}
     for flag in _WITHOUT_EFFECT:
         if getattr(parsed, flag):
             sys.stderr.write(f"sparkhvdrun: {flag} is accepted and has no effect in sparkhvd.\n")
     if parsed.verbose:
-        sys.stderr.write(f"sparkhvdrun: {parsed.num_proc} x {' '.join(command)}\n")
+        where = ", ".join(f"{place.count} on {place.host}" for place in places)
+        sys.stderr.write(f"sparkhvdrun: {' '.join(command)}: {where}\n")
     output = Output(parsed.output_filename, parsed.prefix_output_with_timestamp)
-    return run_script(command, parsed.num_proc, env, output)
-
-
-def _command(words: Sequence[str]) -> list[str]:
-    """Check the command before anything starts.
-
-    Raises:
-        InvalidArgumentError: there is none, or its program or script does not exist.
-    """
-    words = list(words[1:] if words[:1] == ["--"] else words)
-    if not words:
-        raise InvalidArgumentError(
-            "there is no command. Put it last: sparkhvdrun -np 2 python train.py"
-        )
-    if shutil.which(words[0]) is None:
-        raise InvalidArgumentError(
-            f"the program {words[0]!r} does not exist or cannot be executed. For a Python script write: python {words[0]}"
-        )
-    script = next((word for word in words[1:] if not word.startswith("-")), None)
-    is_python = os.path.basename(words[0]).startswith("python")
-    runs_file = is_python and not {"-m", "-c"} & set(words) and (script or "").endswith(".py")
-    if runs_file and not Path(script or "").is_file():
-        raise InvalidArgumentError(f"the script {script!r} does not exist in {os.getcwd()}.")
-    return words
+    if all(is_here(place.host) for place in places):
+        # Ranks here inherit the environment of the shell.
+        env = {**environ, **given}
+        check_command(command, env)
+        return run_script(command, parsed.num_proc, env, output)
+    settings = Settings.resolve({**environ, **given})
+    reach = Reach(
+        settings.ssh_command, parsed.ssh_port, parsed.ssh_identity_file, parsed.start_timeout
+    )
+    env = {**forwarded(environ), **given}
+    return run_script_on_hosts(command, places, env, settings, reach, output)
 
 
 def _variables(parsed: argparse.Namespace) -> dict[str, str]:
@@ -162,10 +186,10 @@ def _variables(parsed: argparse.Namespace) -> dict[str, str]:
     for name, variable in _SWITCHES.items():
         if (value := getattr(parsed, name)) is not None:
             found[variable] = value
-    for pair in parsed.x:
-        name, sign, value = pair.partition("=")
-        if sign:
-            found[name] = value  # without a value it is inherited, as every variable on this host
+    if found.pop("HOROVOD_STALL_CHECK", "1") == "0":
+        found |= {"SPARKHVD_STALL_WARNING_S": "0", "SPARKHVD_STALL_SHUTDOWN_S": "0"}
+    if interfaces := [name for names in parsed.network_interfaces for name in names.split(",")]:
+        found["SPARKHVD_INTERFACES"] = ",".join(interfaces)
     return found
 
 
@@ -176,32 +200,6 @@ def _scaled(name: str, value: str, factor: int) -> str:
         raise InvalidArgumentError(
             f"--{name.replace('_', '-')} is {value!r}; it must be a number."
         ) from error
-
-
-def _hosts_in(path: str) -> str:
-    """Return the hosts of a file in the form of -H.
-
-    Raises:
-        InvalidArgumentError: the file cannot be read, or a line is none.
-    """
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError as error:
-        raise InvalidArgumentError(f"--hostfile {path!r} cannot be read: {error}.") from error
-    hosts = []
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        host, _, slots = words[0].partition(":")
-        given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
-        slots = slots or given.get("slots", "1")
-        if not slots.isdecimal():
-            raise InvalidArgumentError(
-                f"--hostfile {path!r}, line {number}: {line!r} is neither `host slots=N` nor `host:N`."
-            )
-        hosts.append(f"{host}:{slots}")
-    return ",".join(hosts)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import warnings
 from collections.abc import Iterable
 from typing import TextIO
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner.host_names import is_here, parse_hosts, place_ranks
 from sparkhvd.runner.outcomes import Outcome
 
 __all__ = [
     "check_executable",
     "check_hosts",
     "choose_stream",
+    "join_interfaces",
     "warn_of",
     "write_tails",
 ]
@@ -25,7 +26,6 @@ _INSTEAD = {
     "use_gloo": _TRANSPORT,
     "extra_mpi_args": _TRANSPORT,
     "mpi_args": _TRANSPORT,
-    "nics": "ranks use the address that Spark has for their host; set SPARK_LOCAL_IP on a host to change it",
     "network_interfaces": "the ranks are processes of this host, and meet on its loopback interface",
     "start_timeout": "the ranks are processes of this host, and start at once",
 }
@@ -59,19 +59,26 @@ def check_hosts(hosts: str | None, num_proc: int) -> None:
     """
     if hosts is None:
         return
-    here = {"localhost", "127.0.0.1", socket.gethostname()}
-    places = [place.strip().partition(":") for place in hosts.split(",")]
-    if others := [name for name, _, _ in places if name not in here]:
+    places = place_ranks(parse_hosts(hosts), num_proc)
+    if others := [place.host for place in places if not is_here(place.host)]:
         raise InvalidArgumentError(
             f"hosts is {hosts!r}, and this starts processes on this host only, which is not {', '.join(others)}. "
-            "Start Spark on these hosts, and call sparkhvd.run."
+            "Call sparkhvd.run_hosts, which reaches them by ssh, or start Spark there and call sparkhvd.run."
         )
-    slots = [number or "1" for _, _, number in places]
-    if not all(number.isdecimal() for number in slots) or sum(map(int, slots)) < num_proc:
+
+
+def join_interfaces(names: Iterable[str] | str | None) -> str:
+    """Return interfaces in the form of `Settings.interfaces`; "" for none.
+
+    Raises:
+        InvalidArgumentError: a name is no text.
+    """
+    listed = [names] if isinstance(names, str) else list(names or ())
+    if not all(isinstance(name, str) for name in listed):
         raise InvalidArgumentError(
-            f"hosts is {hosts!r}, and num_proc is {num_proc}; it must be name:slots with as many slots as ranks, such "
-            f"as 'localhost:{num_proc}'."
+            f"nics (network_interfaces) is {names!r}; it must be names of interfaces or networks, such as ['eth0']."
         )
+    return ",".join(listed)
 
 
 def choose_stream(stdout: TextIO | None, stderr: TextIO | None) -> TextIO | None:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
+import os
 import pickle
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TextIO
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.interfaces import address_on, address_towards, is_loopback
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Job
 from sparkhvd.runner.frames import JobFrame
 from sparkhvd.runner.gpu.agreement import OwnGpu
 from sparkhvd.runner.pickling import dump_program
 from sparkhvd.settings import Settings
-from sparkhvd.topology import address_towards, topology
+from sparkhvd.topology import topology
 
 __all__ = [
     "check_env",
     "choose_settings",
     "dump_call",
+    "environ",
     "job_frame",
     "line_of",
     "load_result",
+    "log_to",
     "own_address",
     "preload",
     "reserved_port",
@@ -141,6 +145,11 @@ def preload(program: bytes, requirements: Sequence[str] = ()) -> list[str]:
     return ["pyspark.cloudpickle", *sorted(modules)]
 
 
+def environ() -> dict[str, str]:
+    """Return this process's variables."""
+    return dict(os.environ)  # noqa: TID251 - of which ranks on other hosts get some
+
+
 def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: OwnGpu) -> JobFrame:
     """Return the frame for a trainer once all ranks are known.
 
@@ -169,16 +178,20 @@ def job_frame(job: Job, settings: JobSettings, master: tuple[str, int], gpu: Own
     )
 
 
-def own_address(host: str, hosts: Sequence[str]) -> str:
+def own_address(host: str, hosts: Sequence[str], choice: str = "") -> str:
     """Return the numeric address of this host at which ranks on other hosts can reach it.
 
     Args:
         host: Spark's name or address of this host.
         hosts: Spark's names or addresses of the hosts of all ranks.
+        choice: `Settings.interfaces`.
 
     Raises:
         OSError: `host` has no address.
+        PreflightError: no interface of the choice is here and up.
     """
+    if choice:
+        return address_on(choice)
     try:
         addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as e:
@@ -189,7 +202,7 @@ def own_address(host: str, hosts: Sequence[str]) -> str:
     addresses.sort(key=lambda entry: entry[0] != socket.AF_INET)
     address = str(addresses[0][4][0])
     elsewhere = [other for other in hosts if other != host]
-    if elsewhere and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+    if elsewhere and is_loopback(address):
         address = address_towards(elsewhere[0])  # Debian maps a host's own name to 127.0.1.1
     return address
 
@@ -211,6 +224,18 @@ def reserved_port(address: str) -> Iterator[int]:
 def load_result(data: bytes) -> Any:
     """Unpickle a rank's result, which came through Spark or through this process's own pipe."""
     return pickle.loads(data)  # noqa: S301
+
+
+def log_to(stream: TextIO | None, *, verbose: int, timestamps: bool) -> Callable[[str], None]:
+    """Return a function that writes lines of ranks to a stream, or without one, unless `verbose` is 0, to stderr."""
+
+    def log(line: str) -> None:
+        if stream is not None or verbose > 0:
+            to = sys.stderr if stream is None else stream
+            to.write(line_of(line, timestamp=timestamps))
+            to.flush()
+
+    return log
 
 
 def line_of(text: str, *, timestamp: bool) -> str:

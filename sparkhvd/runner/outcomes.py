@@ -353,6 +353,8 @@ def describe(outcome: Outcome, size: int) -> str:
         return f"{who} ended with {outcome.exit}. {outcome.message}".rstrip()
     if outcome.kind == Kind.CRASH:
         return f"{who} ended with {outcome.exit}{_crash_hint(outcome)}"
+    if outcome.kind == Kind.LOST and outcome.exit == "connection lost":
+        return f"{who} was lost with the connection to its host: {outcome.message}"
     if outcome.kind == Kind.LOST:
         return f"{who} was lost together with its Spark task: {outcome.message}"
     if outcome.kind == Kind.CANCELLED:

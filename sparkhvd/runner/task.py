@@ -195,7 +195,9 @@ def _run_rank(
         port = 0
         endpoint: dict[str, str | int] = {}
         try:
-            address = launching.own_address(host, [host_of(info.address) for info in infos])
+            address = launching.own_address(
+                host, [host_of(info.address) for info in infos], settings.interfaces
+            )
             with Listener.bind(address, settings) as listener:
                 endpoint = listener.endpoint().to_dict()
                 prologue = _prologue(barrier, spec, listener)
@@ -311,7 +313,8 @@ def exchange_facts(
     text = json.dumps(facts)
     if spec.is_local:
         name = gathering.name_of(spec.key, spec.job_id, spec.attempt)
-        texts = gathering.gather(name, barrier.partitionId(), spec.size, text, timeout_s)
+        point = gathering.on_this_host(name)
+        texts = gathering.gather(point, barrier.partitionId(), spec.size, text, timeout_s)
     else:
         texts = barrier.allGather(text)
     return [json.loads(text) for text in texts]

@@ -8,12 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from sparkhvd.distributed.store_meeting import _check_hosts, _read_key, _read_named_key
-from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.rendezvous import Endpoint
-from sparkhvd.settings import Settings
 from tests.harness.paths import ROOT
 
 
@@ -63,28 +57,3 @@ def test_a_rank_that_does_not_come_in_time_is_named() -> None:
         port = probe.getsockname()[1]
     late = outputs("late", f"tcp://127.0.0.1:{port}")
     assert late[0] == (0, "timeout True True\n")
-
-
-def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "sparkhvd-key-x"
-    path.write_bytes(b"k" * 32)
-    path.chmod(0o640)
-    with pytest.raises(InvalidArgumentError, match="mode 0640"):
-        _read_key(path)
-    path.chmod(0o600)
-    assert _read_key(path) == b"k" * 32
-    path.write_bytes(b"k")
-    with pytest.raises(InvalidArgumentError, match="1 bytes"):
-        _read_key(path)
-    with pytest.raises(InvalidArgumentError, match="only this"):
-        _read_named_key("/etc/hostname")
-
-
-def test_ranks_on_several_hosts_need_a_key_and_addresses() -> None:
-    here, there = (Endpoint(f"10.0.0.{n}", 4000, f"boot-{n}", "") for n in (1, 2))
-    with pytest.raises(InvalidArgumentError, match="SPARKHVD_JOB_KEY_FILE"):
-        _check_hosts([here, there], Settings())
-    _check_hosts([here, there], Settings(trust_network=True))
-    alone = Endpoint("127.0.0.1", 4000, "boot-2", "")
-    with pytest.raises(InvalidArgumentError, match="rank 1 has only the address 127.0.0.1"):
-        _check_hosts([here, alone], Settings(trust_network=True))

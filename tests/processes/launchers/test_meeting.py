@@ -88,6 +88,22 @@ def test_variables_of_mpi(script: str) -> None:
     check("".join(out for out, _ in output), 3)
 
 
+def test_a_launcher_inside_a_rank_starts_a_job_of_its_own(script: str) -> None:
+    """The rank of one job starts those of another; what torch's variables alone tell is the rank's."""
+    rank = {"SPARKHVD_RANK_PROCESS": "1 MASTER_ADDR/10.0.0.1/29500", "MASTER_PORT": "29500"}
+    rank |= {"MASTER_ADDR": "10.0.0.1", "RANK": "1", "WORLD_SIZE": "2"}
+    ranks = [start(script, of_mpi(number, 2, **rank)) for number in range(2)]
+    output = [each.communicate(timeout=60) for each in ranks]
+    assert [each.returncode for each in ranks] == [0, 0], output
+    check("".join(out for out, _ in output), 2)
+    code = "from sparkhvd import launchers; print(launchers.find())"
+    alone = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        alone, capture_output=True, text=True, timeout=60, check=True, env=environment(**rank)
+    )
+    assert ended.stdout == "None\n"
+
+
 def test_a_rank_that_does_not_come_and_ranks_of_several_hosts_are_told(script: str) -> None:
     alone = start(script, of_mpi(1, 2, SPARKHVD_START_TIMEOUT_S="1"))
     _, errors = alone.communicate(timeout=60)
@@ -95,7 +111,7 @@ def test_a_rank_that_does_not_come_and_ranks_of_several_hosts_are_told(script: s
     assert "Look at the output of MPI" in errors
     apart = start(script, of_mpi(1, 2, MPI_LOCALNRANKS="1"))
     _, errors = apart.communicate(timeout=60)
-    assert "MPI has started 2 ranks, 1 of them on this host" in errors
+    assert "MPI has started 2 ranks, 1 of them on this host: ranks on several hosts need" in errors
 
 
 @soak("its variables, here")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
@@ -34,7 +37,11 @@ SLURM = {
     "SLURM_LOCALID": "2",
     "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
 }
-OF_TORCHRUN = Place("torchrun", 3, 4, 2, "torchrun/none/localhost/29500/1")
+OF_TORCHRUN = Place(
+    "torchrun", 3, 4, 2, "torchrun/none/localhost/29500/1", 0, ("localhost", 29500), 1
+)
+PLAIN = {"MASTER_ADDR": "job-0.job", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
+OF_PLAIN = Place("MASTER_ADDR", 1, 4, 0, "MASTER_ADDR/job-0.job/29500", 0, ("job-0.job", 29500))
 OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
 
 
@@ -44,7 +51,7 @@ OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         ({}, None),
         (TORCHRUN, OF_TORCHRUN),
         (OPEN_MPI, OF_OPEN_MPI),
-        (MPICH, Place("MPI", 0, 2, 2, "MPI/parent 9")),
+        (MPICH, Place("MPI", 0, 2, 2, "MPI", 9)),
         (SLURM, Place("srun", 5, 6, 3, "srun/77/0")),
         # Started by one another.
         ({**SLURM, **TORCHRUN}, OF_TORCHRUN),
@@ -54,10 +61,29 @@ OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),
         ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
         ({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}, None),
+        # What Kubernetes' operators set.
+        (PLAIN, OF_PLAIN),
+        ({**PLAIN, "LOCAL_WORLD_SIZE": "2"}, replace(OF_PLAIN, local_size=2)),
+        ({**PLAIN, **MPICH}, Place("MPI", 0, 2, 2, "MPI", 9, ("job-0.job", 29500))),
     ],
 )
 def test_places(variables: dict[str, str], expected: Place | None) -> None:
     assert place_in(variables, 9) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, False),
+        ({"local_size": 4}, True),
+        ({"local_size": 2, "master": ("localhost", 1)}, False),
+        ({"master": ("127.0.0.1", 1)}, True),
+    ],
+)
+def test_ranks_are_on_one_host_where_something_tells_so(
+    changes: dict[str, Any], expected: bool
+) -> None:
+    assert replace(OF_PLAIN, **changes).is_on_one_host is expected
 
 
 def test_wrong_variables_are_told() -> None:

@@ -20,6 +20,7 @@ import pytest
 import sparkhvd
 from sparkhvd import Settings
 from sparkhvd.errors import InvalidArgumentError, PreflightError, RankError
+from sparkhvd.interfaces import interfaces
 from sparkhvd.runner import admission, context, job, run
 from sparkhvd.runner.outcomes import Outcome
 from sparkhvd.spark import SparkShim
@@ -89,8 +90,9 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
         settings = current.settings.slots, current.settings.stall_shutdown_s
         place = base + step * here.rank, here.size, here.num_threads
         print("words of", here.rank)
+        address = current.job.endpoints[here.rank].address  # type: ignore[attr-defined]  # of its way through sockets
         # Above what travels in one part.
-        return os.getpid(), place, variables, settings, bytes([here.rank]) * (3 << 20)
+        return os.getpid(), place, variables, settings, bytes([here.rank]) * (3 << 20), address
 
     conf = {"spark.sparkhvd.slots": "5", "spark.sparkhvd.stall_shutdown_s": "9"}
     env = {"STALE": "1", "CUDA_VISIBLE_DEVICES": "none", "SPARKHVD_STALL_SHUTDOWN_S": "20"}
@@ -101,11 +103,16 @@ def test_values_come_back_by_rank_and_a_run_leaves_nothing_to_the_next(
     try:
         # By position as with Horovod: num_proc, start_timeout, use_mpi, use_gloo, extra_mpi_args, env, stdout.
         arguments = (100,), {"step": 5}, 2, 60.0, None, False, None, env, output
-        first = sparkhvd.run(found, *arguments, executable=spark.sparkContext.pythonExec)
+        python = spark.sparkContext.pythonExec
+        first = sparkhvd.run(found, *arguments, executable=python, nics=["none0", "::1/128", "lo"])
     finally:
         for key in conf:
             spark.conf.unset(key)
     second = run(found, (100,), {"step": 5}, spark=spark)  # as many ranks as slots
+
+    chosen = "::1" if "::1" in {each.address for each in interfaces()} else "127.0.0.1"
+    assert {of_rank[5] for of_rank in first} == {chosen}
+    assert {of_rank[5] for of_rank in second} != {"::1"}
     assert output.getvalue() == "[0] words of 0\n[1] words of 1\n"
     assert len({of_rank[0] for of_rank in (*first, *second)}) == 4
     places = [(100, 2, 1), (105, 2, 1)]

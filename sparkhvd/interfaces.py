@@ -1,0 +1,158 @@
+"""Network interfaces of this host, and the address at which ranks on other hosts reach it."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkhvd.errors import InvalidArgumentError, PreflightError
+
+__all__ = [
+    "Interface",
+    "address_on",
+    "address_towards",
+    "interfaces",
+    "is_loopback",
+    "own_address",
+]
+
+# Requests of ioctl, and flags of an interface, as Linux numbers them.
+_ALL_ADDRESSES = 0x8912
+_FLAGS = 0x8913
+_IS_UP, _HAS_CARRIER = 0x1, 0x40
+_ENTRY_BYTES = 40
+_MOST = 1024
+_LINK_LOCAL = 0x20
+# Hosts of documentation, which nobody has: where the default route leads.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Address of an interface of this host.
+
+    Attributes:
+        name: of the interface.
+        address: one of its addresses, IPv4 or IPv6.
+        is_up: whether it is switched on and has a carrier.
+    """
+
+    name: str
+    address: str
+    is_up: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address}{'' if self.is_up else ', down'})"
+
+
+def interfaces() -> list[Interface]:
+    """Return the addresses of this host's interfaces, IPv4 first; none of a link alone (fe80::)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = [*_ipv4(probe), *_ipv6()]
+        return [Interface(name, address, _is_up(probe, name)) for name, address in found]
+
+
+def _ipv4(probe: socket.socket) -> Iterator[tuple[str, str]]:
+    import fcntl  # absent on Windows, where a Connect client may import this file
+
+    entries = array.array("B", bytes(_MOST * _ENTRY_BYTES))
+    where, size = entries.buffer_info()
+    answer = fcntl.ioctl(probe, _ALL_ADDRESSES, struct.pack("iL", size, where))
+    size, _ = struct.unpack("iL", answer)
+    for start in range(0, size, _ENTRY_BYTES):
+        entry = entries[start : start + _ENTRY_BYTES].tobytes()
+        yield entry[:16].partition(b"\0")[0].decode(), socket.inet_ntoa(entry[20:24])
+
+
+def _ipv6() -> Iterator[tuple[str, str]]:
+    with contextlib.suppress(OSError):  # a kernel without IPv6
+        for line in Path("/proc/self/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if int(scope, 16) != _LINK_LOCAL:
+                yield name, str(ipaddress.IPv6Address(int(digits, 16)))
+
+
+def _is_up(probe: socket.socket, name: str) -> bool:
+    import fcntl
+
+    try:
+        answer = fcntl.ioctl(probe, _FLAGS, struct.pack("40s", name.encode()))
+    except OSError:  # it went away
+        return False
+    wanted = _IS_UP | _HAS_CARRIER
+    return int(struct.unpack_from("H", answer, 16)[0]) & wanted == wanted
+
+
+def address_on(choice: str) -> str:
+    """Return this host's address on the first interface of a choice that is here and up.
+
+    Args:
+        choice: names, addresses or networks such as `10.0.0.0/8`, separated by commas.
+
+    Raises:
+        InvalidArgumentError: a network of the choice is none.
+        PreflightError: no interface of the choice is here and up.
+    """
+    there = interfaces()
+    wanted = [part for text in choice.split(",") if (part := text.strip())]
+    matching = [each for part in wanted for each in there if _is_in(each, part)]
+    for each in matching:
+        if each.is_up:
+            return each.address
+    what = "is down" if matching else "is not there"
+    raise PreflightError(
+        f"interfaces={choice!r}: on host {socket.gethostname()} none of them is up ({what}). It has "
+        f"{', '.join(map(str, there))}. Choose another one (SPARKHVD_INTERFACES, --network-interfaces)."
+    )
+
+
+def _is_in(interface: Interface, part: str) -> bool:
+    if "/" not in part and ":" not in part and not part.replace(".", "").isdigit():
+        return interface.name == part
+    try:
+        return ipaddress.ip_address(interface.address) in ipaddress.ip_network(part, strict=False)
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"interfaces has {part!r}: {error}. Give names of interfaces or networks, such as eth0 or 10.0.0.0/8."
+        ) from error
+
+
+def address_towards(host: str) -> str:
+    """Return the numeric address of this host from which the routing table reaches another."""
+    family, kind, _, _, to = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(to)  # UDP: sends nothing
+        return str(probe.getsockname()[0])
+
+
+def own_address(choice: str, towards: str) -> str:
+    """Return the address at which ranks on other hosts reach this one.
+
+    Args:
+        choice: as for `address_on`; empty for the interface towards another host.
+        towards: that host. Where it is this one by a name for itself alone, the default route counts.
+
+    Raises:
+        PreflightError: this host has no address but its loopback's.
+    """
+    if choice:
+        return address_on(choice)
+    for host in (towards, *_ANYWHERE):
+        with contextlib.suppress(OSError):
+            if not is_loopback(address := address_towards(host)):
+                return address
+    raise PreflightError(
+        f"Host {socket.gethostname()} has no route to {towards!r} and no default route; its interfaces are "
+        f"{', '.join(map(str, interfaces()))}. Choose one with SPARKHVD_INTERFACES."
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Return True for an address that only this host reaches."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

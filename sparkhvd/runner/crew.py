@@ -1,0 +1,113 @@
+"""Ranks of this host that are processes of the user's command: started, ended, their output read.
+
+**Ownership**: each rank leads a session and process group of its own, which ends with it. A `Guard` ends the groups if this
+process is killed.
+
+**Threads**: three per rank, one for each stream of its output and one that waits for its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from sparkhvd.runner.guard import Guard
+
+__all__ = ["Crew"]
+
+# A longer line is passed on in pieces.
+_LINE_BYTES = 1 << 20
+# How long a pipe may stay open in what a rank has started and left behind.
+_DRAIN_S = 2.0
+
+
+class Crew:
+    """Processes of ranks; a context manager that leaves none. Made before the process has threads.
+
+    Args:
+        on_line: called with rank, "stdout" or "stderr", and line, from threads of this object.
+        on_end: called with rank and status (negative for a signal) when a rank has ended and its output is read.
+    """
+
+    def __init__(
+        self, on_line: Callable[[int, str, bytes], None], on_end: Callable[[int, int], None]
+    ) -> None:
+        self._on_line = on_line
+        self._on_end = on_end
+        self._guard = Guard()
+        # Guards the processes: no signal may go to a number that has been given to another one.
+        self._lock = threading.Lock()
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._waiting: list[threading.Thread] = []
+
+    def start(
+        self, rank: int, command: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]
+    ) -> None:
+        """Start a rank, which inherits the descriptors.
+
+        Raises:
+            OSError: the program cannot be started.
+        """
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+        self._guard.add(process.pid)
+        with self._lock:
+            self._running[rank] = process
+        readers = [
+            _thread(self._read, rank, name, pipe)
+            for name, pipe in (("stdout", process.stdout), ("stderr", process.stderr))
+        ]
+        self._waiting.append(_thread(self._wait, rank, process, readers))
+
+    def send(self, number: int) -> None:
+        """Send a signal to the groups of all ranks that run."""
+        with self._lock:
+            for process in self._running.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+
+    def _read(self, rank: int, stream: str, pipe: IO[bytes]) -> None:
+        with pipe:
+            while line := pipe.readline(_LINE_BYTES):
+                self._on_line(rank, stream, line)
+
+    def _wait(
+        self, rank: int, process: subprocess.Popen[bytes], readers: Sequence[threading.Thread]
+    ) -> None:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            del self._running[rank]
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started and left behind
+            self._guard.remove(process.pid)
+            status = process.wait()
+        for reader in readers:
+            reader.join(_DRAIN_S)
+        self._on_end(rank, status)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.send(signal.SIGKILL)
+        for thread in self._waiting:
+            thread.join()
+        self._guard.__exit__()
+
+
+def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=target, args=arguments, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,128 @@
+"""Hosts and their slots, as users write them, and which ranks run where."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["Host", "Place", "is_here", "parse_hosts", "place_ranks", "read_hostfile"]
+
+# What ssh takes for a host, with a user; nothing that could be an option.
+_NAME = re.compile(r"[\w:][\w.@%:-]*")
+_FORM = "host:slots,host:slots, such as 'localhost:2' or 'a:4,b:4'; an IPv6 address in brackets"
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host by its name for ssh, and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks of a host: `count` of them, from `first` on."""
+
+    host: str
+    first: int
+    count: int
+
+    @property
+    def ranks(self) -> range:
+        """The ranks."""
+        return range(self.first, self.first + self.count)
+
+
+def is_here(name: str) -> bool:
+    """Return True for names of this host that need no ssh."""
+    return name in {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Return hosts of the form of horovodrun's -H.
+
+    Raises:
+        InvalidArgumentError: the text is of another form, or names a host twice.
+    """
+    return _checked(f"hosts is {text!r}", (_host(part, text) for part in text.split(",")))
+
+
+def _host(part: str, text: str) -> Host:
+    name, slots = part.strip(), "1"
+    if match := re.fullmatch(r"\[(.*)\](?::(.*))?|([^:]*):(.*)", name):
+        name = match[1] or match[3] or ""
+        slots = next((text for text in (match[2], match[4]) if text is not None), "1")
+    if not _NAME.fullmatch(name) or not slots.isdecimal() or int(slots) < 1:
+        raise InvalidArgumentError(f"hosts is {text!r}; it must be {_FORM}.")
+    return Host(name, int(slots))
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """Return the hosts of a file with lines `host slots=N` (Open MPI's) or `host:N`.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read, a line is of another form, or a host is there twice.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise InvalidArgumentError(f"--hostfile {path!r} cannot be read: {error}.") from error
+    return _checked(f"--hostfile {path!r}", _hosts_of(path, lines))
+
+
+def _hosts_of(path: str, lines: Sequence[str]) -> Iterator[Host]:
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        given = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+        part = f"{words[0]}:{given['slots']}" if "slots" in given else words[0]
+        try:
+            yield _host(part, line)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(
+                f"--hostfile {path!r}, line {number}: {line!r} is neither `host slots=N` nor `host:N`."
+            ) from error
+
+
+def _checked(what: str, hosts: Iterator[Host]) -> list[Host]:
+    found: dict[str, Host] = {}
+    for host in hosts:
+        key = "localhost" if is_here(host.name) else host.name
+        if key in found:
+            names = " and ".join(dict.fromkeys((found[key].name, host.name)))
+            raise InvalidArgumentError(
+                f"{what} has {names} twice. Give a host once, with all of its slots."
+            )
+        found[key] = host
+    if not found:
+        raise InvalidArgumentError(f"{what} has no host; it must have {_FORM}.")
+    return list(found.values())
+
+
+def place_ranks(hosts: Sequence[Host], num_proc: int) -> list[Place]:
+    """Return which ranks run where: hosts are filled in their order.
+
+    Raises:
+        InvalidArgumentError: there are more ranks than slots.
+    """
+    slots = sum(host.slots for host in hosts)
+    if num_proc > slots:
+        named = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise InvalidArgumentError(
+            f"hosts is {named!r} with {slots} slots, and num_proc (-np) is {num_proc}; it must have as many slots as ranks."
+        )
+    places = []
+    first = 0
+    for host in hosts:
+        count = min(host.slots, num_proc - first)
+        if count:
+            places.append(Place(host.name, first, count))
+        first += count
+    return places

@@ -1,0 +1,265 @@
+"""Agent on one of several hosts: starts the ranks there, passes their output and ends on, and ends with its connection.
+
+The launcher starts it through ssh by `BOOTSTRAP`, and talks with it through its standard input and output. **Threads**: the main
+one reads messages; others wait for ranks and read their output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from sparkhvd import __version__
+from sparkhvd.errors import InternalError, SparkhvdError
+from sparkhvd.interfaces import address_on, is_loopback, own_address
+from sparkhvd.rank_settings import JobSettings
+from sparkhvd.rendezvous import Endpoint, Job, Listener
+from sparkhvd.rendezvous.listener import tcp_place
+from sparkhvd.rendezvous.loop import Loop, Task, open_connection
+from sparkhvd.runner import launching
+from sparkhvd.runner.crew import Crew
+from sparkhvd.runner.hosts.channel import Channel, Message
+from sparkhvd.runner.hosts.order import Order
+from sparkhvd.runner.script_ranks import check_command, hand_over
+from sparkhvd.runner.trainer import interrupt
+from sparkhvd.runner.trainers import Trainers, TrainersPlan
+from sparkhvd.settings import Settings
+
+__all__ = ["BOOTSTRAP", "MARK", "REACH_S", "main"]
+
+# One line for `python -c`: tells this Python before it imports anything, and takes the path of modules from the first line.
+MARK = b"sparkhvd-agent "
+BOOTSTRAP = (
+    "import json,os,sys;"
+    "os.write(1,('sparkhvd-agent %d.%d %s\\n'%(sys.version_info[0],sys.version_info[1],sys.executable)).encode());"
+    "sys.path[:0]=json.loads(open(0,'rb',0,closefd=False).readline().decode());"
+    "from sparkhvd.runner.hosts.agent import main;main()"
+)
+# How long another host may take to answer.
+REACH_S = 5.0
+_POLL_S = 1.0
+
+
+class _Ranks(Protocol):
+    """Ranks of this host, of a script or a function."""
+
+    def endpoints(self) -> list[Endpoint]: ...
+
+    def gpus(self) -> list[dict[str, object]]: ...
+
+    def start(self, job: Job, master: tuple[str, int]) -> None: ...
+
+    def send(self, number: int) -> None: ...
+
+
+def main() -> NoReturn:
+    """Serve the launcher until its end."""
+    channel = _take_over()
+    status = 1
+    try:
+        _serve(channel)
+        status = 0
+    except BrokenPipeError:  # the launcher is gone
+        pass
+    except (SparkhvdError, OSError) as error:
+        with contextlib.suppress(OSError):
+            channel.send("failed", text=str(error))
+    # The rest of this process may be blocked; what it has started ends with it.
+    os._exit(status)
+
+
+def _take_over() -> Channel:
+    """Keep standard input and output for messages alone; nothing that runs here sees them."""
+    reader, writer = os.dup(0), os.dup(1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return Channel(reader, writer)
+
+
+def _serve(channel: Channel) -> None:
+    channel.send("hello", version=__version__)
+    asked = _expect(channel, "order")
+    order = Order(**asked.values)
+    try:
+        os.chdir(order.cwd)
+    except OSError as error:
+        raise OSError(f"the working directory {order.cwd!r} cannot be entered: {error}") from error
+    settings = JobSettings.from_json(order.settings)
+    address = _address(order, settings.values)
+    with contextlib.ExitStack() as stack:
+        ranks: _Ranks
+        if order.command is None:
+            ranks = stack.enter_context(
+                _FunctionRanks(order, settings, address, asked.data, channel)
+            )
+        else:
+            ranks = stack.enter_context(_ScriptRanks(order, settings.values, address, channel))
+        port = stack.enter_context(launching.reserved_port(address))
+        endpoints = [each.to_dict() for each in ranks.endpoints()]
+        channel.send("bound", endpoints=endpoints, port=port, gpus=ranks.gpus())
+        peers = _expect(channel, "reach").values["peers"]
+        own = ranks.endpoints()[0].host_key
+        channel.send("reached", problems=_unreached(peers, own))
+        told = _expect(channel, "job")
+        master = (str(told.values["master"][0]), int(told.values["master"][1]))
+        ranks.start(Job.from_json(told.values["job"]), master)
+        while message := channel.receive():
+            ranks.send(int(message.values["number"]))
+        ranks.send(signal.SIGKILL)
+        os._exit(0)
+
+
+def _expect(channel: Channel, kind: str) -> Message:
+    message = channel.receive()
+    if message is None:
+        raise BrokenPipeError
+    if message.kind != kind:
+        raise InternalError(f"an agent got {message.kind!r} in place of {kind!r}.")
+    return message
+
+
+def _address(order: Order, settings: Settings) -> str:
+    """Return this host's address for the other hosts: chosen, or that by which ssh came, which is known to be reached."""
+    if settings.interfaces:
+        return address_on(settings.interfaces)
+    if order.address:
+        return order.address
+    # Client's address and port, the server's.
+    came = os.environ.get("SSH_CONNECTION", "").split()  # noqa: TID251 - sshd's
+    if len(came) == 4 and not is_loopback(came[2]):
+        return came[2].removeprefix("::ffff:")
+    return own_address("", order.towards)
+
+
+def _unreached(peers: Sequence[tuple[str, dict[str, str | int]]], own: str) -> list[str]:
+    """Try to connect to a rank of each other host; return what failed."""
+    problems = []
+    loop = Loop()
+
+    def reach(host: str, endpoint: Endpoint) -> Task:
+        try:
+            family, place = tcp_place(endpoint)
+            sock = yield from open_connection(family, place, time.monotonic() + REACH_S)
+            sock.close()
+        except OSError as error:
+            problems.append(f"{host} does not answer at {endpoint}: {error}")
+
+    try:
+        for host, values in peers:
+            endpoint = Endpoint.from_dict(values)
+            if endpoint.host_key != own:
+                loop.start(reach(host, endpoint))
+        loop.run(loop.is_idle)
+    finally:
+        loop.close()
+    return problems
+
+
+class _ScriptRanks:
+    """Processes of the user's command."""
+
+    def __init__(self, order: Order, settings: Settings, address: str, channel: Channel) -> None:
+        self._channel = channel
+        self._env = {**os.environ, **order.env}  # noqa: TID251 - the user's own, of this host
+        self._command = order.command or []
+        check_command(self._command, self._env)
+        self._crew = Crew(self._show, self._end)  # before there are threads
+        self._listeners = [Listener.bind(address, settings) for _ in range(order.count)]
+
+    def endpoints(self) -> list[Endpoint]:
+        return [each.endpoint() for each in self._listeners]
+
+    def gpus(self) -> list[dict[str, object]]:
+        return []
+
+    def start(self, job: Job, master: tuple[str, int]) -> None:
+        for each in hand_over(self._listeners, job, self._env, master):
+            self._crew.start(each.rank, self._command, each.variables, each.descriptors)
+
+    def send(self, number: int) -> None:
+        self._crew.send(number)
+
+    def _show(self, rank: int, stream: str, line: bytes) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send("line", line, rank=rank, stream=stream)
+
+    def _end(self, rank: int, status: int) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send("ended", rank=rank, status=status)
+
+    def __enter__(self) -> _ScriptRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._crew.__exit__()
+
+
+class _FunctionRanks:
+    """Trainers, which call the user's function."""
+
+    def __init__(
+        self, order: Order, settings: JobSettings, address: str, program: bytes, channel: Channel
+    ) -> None:
+        self._channel = channel
+        self._first = order.first
+        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        plan = TrainersPlan(
+            env=order.env,
+            sys_path=order.sys_path,
+            cwd=order.cwd,
+            settings=settings,
+            use_gpu=order.use_gpu,
+            may_fork=False,  # this process ends with the launch
+        )
+        ranks = range(order.first, order.first + order.count)
+        self._trainers = Trainers(ranks, address, plan, program, self._show, self._ended.put)
+        threading.Thread(target=self._report, daemon=True).start()
+
+    def endpoints(self) -> list[Endpoint]:
+        return self._trainers.endpoints
+
+    def gpus(self) -> list[dict[str, object]]:
+        return [dataclasses.asdict(each) for each in self._trainers.gpus(socket.gethostname())]
+
+    def start(self, job: Job, master: tuple[str, int]) -> None:
+        self._trainers.start(job, master)
+
+    def send(self, number: int) -> None:
+        """Raise KeyboardInterrupt in the functions, or kill them."""
+        if number == signal.SIGINT:
+            threading.Thread(target=interrupt, args=(self._trainers.all,), daemon=True).start()
+        else:
+            for trainer in self._trainers.all:
+                trainer.kill()
+
+    def _show(self, line: str) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send("line", line.encode())
+
+    def _report(self) -> None:
+        while True:
+            try:
+                rank = self._ended.get(timeout=_POLL_S)
+            except queue.Empty:
+                for trainer in self._trainers.all:
+                    trainer.enforce_grace()
+                continue
+            trainer = self._trainers.all[rank - self._first]
+            outcome = trainer.outcome(host=socket.gethostname())
+            with contextlib.suppress(OSError):
+                self._channel.send("outcome", trainer.result, outcome=outcome.to_json())
+
+    def __enter__(self) -> _FunctionRanks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._trainers.__exit__()

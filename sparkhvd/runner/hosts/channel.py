@@ -1,0 +1,88 @@
+"""Messages between the launcher and an agent: a kind, values as JSON, and bytes, in one frame of a pipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkhvd.runner.frames import read_frame, write_frame
+
+__all__ = ["Channel", "Message"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message.
+
+    Attributes:
+        kind: what it is.
+        values: of JSON.
+        data: bytes that go with it.
+    """
+
+    kind: str
+    values: dict[str, Any] = field(repr=False)  # may hold the key
+    data: bytes = field(default=b"", repr=False)
+
+
+class Channel:
+    """Two pipes. Any thread may send; one at a time may receive."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, data: bytes = b"", **values: object) -> None:
+        """Send a message.
+
+        Raises:
+            BrokenPipeError: the other side is gone.
+        """
+        header = json.dumps([kind, values]).encode()
+        with self._lock:
+            write_frame(self._writer, header + b"\n" + data)
+
+    def receive(self, timeout_s: float | None = None) -> Message | None:
+        """Receive a message; None at the end of the other side.
+
+        Raises:
+            TimeoutError: none has begun to come in time.
+        """
+        if not select.select([self._reader], [], [], timeout_s)[0]:
+            raise TimeoutError
+        frame = read_frame(self._reader)
+        if frame is None:
+            return None
+        header, _, data = frame.partition(b"\n")
+        kind, values = json.loads(header)
+        return Message(kind, values, data)
+
+    def read_line(self, mark: bytes, timeout_s: float) -> bytes | None:
+        """Return the rest of the first line that begins with a mark, before any message; None at the end of the other side.
+
+        Other lines are what a shell says at login.
+
+        Raises:
+            TimeoutError: it has not come in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        line = b""
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._reader], [], [], left)[0]:
+                raise TimeoutError
+            letter = os.read(self._reader, 1)
+            if not letter:
+                return None
+            line += letter
+            if letter == b"\n":
+                _, found, rest = line.partition(mark)
+                if found:
+                    return rest.rstrip(b"\n")
+                line = b""

@@ -1,0 +1,215 @@
+"""Agent on a host, as the launcher reaches it: by ssh, or as a child process on this host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import IO
+
+from sparkhvd import __version__
+from sparkhvd.runner.guard import Guard
+from sparkhvd.runner.host_names import Place, is_here
+from sparkhvd.runner.hosts.agent import BOOTSTRAP, MARK
+from sparkhvd.runner.hosts.channel import Channel, Message
+
+__all__ = ["CONNECT_S", "END_S", "Connection", "HostError", "Reach"]
+
+# How long a host may take to answer by ssh and start a Python.
+CONNECT_S = 10.0
+# How long an agent may take to end with its connection, before ssh is killed.
+END_S = 2.0
+_SAID_LINES = 5
+_OF_RANKS = ("line", "ended", "outcome")
+
+
+class HostError(Exception):
+    """Why a host cannot run its ranks."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How other hosts are reached.
+
+    Attributes:
+        ssh_command: OpenSSH's client, with any options.
+        port: of ssh; None for what its configuration says.
+        identity_file: private key; None likewise.
+        start_timeout_s: longest wait for each step of the start, after the first answer.
+    """
+
+    ssh_command: str = "ssh"
+    port: int | None = None
+    identity_file: str | None = None
+    start_timeout_s: float = 30.0
+
+    def command(self, host: str) -> list[str]:
+        """Return the command line that starts an agent on a host."""
+        if is_here(host):
+            return [sys.executable, "-c", BOOTSTRAP]
+        options = {
+            "BatchMode": "yes",  # nobody is there to type a password
+            "ConnectTimeout": f"{CONNECT_S:g}",
+            "ControlMaster": "no",  # which would stay, and hold the pipes
+            "ServerAliveInterval": "5",
+            "ServerAliveCountMax": "3",
+        }
+        words = [*shlex.split(self.ssh_command), "-T", "-x"]
+        words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        if self.port is not None:
+            words += ["-p", str(self.port)]
+        if self.identity_file is not None:
+            words += ["-i", self.identity_file]
+        agent = f"exec {shlex.quote(os.path.abspath(sys.executable))} -c {shlex.quote(BOOTSTRAP)}"
+        return [*words, host, agent]
+
+
+class Connection:
+    """Connection to the agent of a host; closing it ends the ranks there.
+
+    Args:
+        place: host and its ranks.
+        reach: how it is reached.
+        guard: ends ssh with this process; None where there is none.
+
+    Raises:
+        HostError: there is no ssh here.
+    """
+
+    def __init__(self, place: Place, reach: Reach, guard: Guard | None) -> None:
+        self.place = place
+        self.host = place.host
+        command = reach.command(place.host)
+        try:
+            # A terminal's Ctrl-C is for this process, which passes it on.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise HostError(
+                f"{command[0]!r} cannot be started: {error}. Install OpenSSH's client, or set SPARKHVD_SSH."
+            ) from error
+        if guard is not None:
+            guard.add(self._process.pid)
+        self._guard = guard
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._writer = self._process.stdin
+        self._channel = Channel(self._process.stdout.fileno(), self._writer.fileno())
+        self._said: deque[str] = deque(maxlen=_SAID_LINES)
+        self._early: deque[Message] = deque()
+        self._listener = threading.Thread(
+            target=self._listen, args=(self._process.stderr,), daemon=True
+        )
+        self._listener.start()
+
+    def _listen(self, pipe: IO[bytes]) -> None:
+        for line in pipe:
+            if text := line.decode(errors="replace").strip():
+                self._said.append(text)
+
+    def said(self) -> str:
+        """Return the last words of ssh or the agent."""
+        self._listener.join(END_S)
+        return " | ".join(self._said) or "it ended without a word"
+
+    def greet(self, timeout_s: float) -> None:
+        """Compare versions.
+
+        Raises:
+            HostError: there is no answer, or the host has others.
+        """
+        own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+        try:
+            line = self._channel.read_line(MARK, CONNECT_S)
+        except TimeoutError:
+            raise HostError(f"no answer within {CONNECT_S:g} s. {' | '.join(self._said)}") from None
+        if line is None:
+            raise HostError(self.said())
+        version, _, executable = line.decode(errors="replace").partition(" ")
+        if version != own:
+            raise HostError(
+                f"{executable} there is Python {version}, and {sys.executable} here is {own}; ranks need the same minor version."
+            )
+        path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]  # noqa: TID251 - Python's own
+        with contextlib.suppress(BrokenPipeError):
+            self._writer.write(json.dumps(path).encode() + b"\n")
+            self._writer.flush()
+        found = self.expect("hello", timeout_s).values["version"]
+        if found != __version__:
+            raise HostError(
+                f"sparkhvd {found} is installed there for {executable}, and {__version__} here; install the same version."
+            )
+
+    def send(self, kind: str, data: bytes = b"", **values: object) -> None:
+        """Send a message; nothing happens if the agent is gone, as `receive` tells."""
+        with contextlib.suppress(OSError, ValueError):  # broken, or closed
+            self._channel.send(kind, data, **values)
+
+    def receive(self) -> Message | None:
+        """Receive a message, however long it takes; None if the connection is lost."""
+        if self._early:
+            return self._early.popleft()
+        with contextlib.suppress(OSError, ValueError):
+            return self._channel.receive()
+        return None
+
+    def expect(self, kind: str, timeout_s: float) -> Message:
+        """Receive a message of one kind; what ranks say before it is kept for `receive`.
+
+        Raises:
+            HostError: the agent has failed or ended, or does not answer in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            while message := self._channel.receive(max(0.0, deadline - time.monotonic())):
+                if message.kind not in _OF_RANKS:
+                    break
+                self._early.append(message)
+        except TimeoutError:
+            raise HostError(
+                f"no answer within {timeout_s:g} s ({kind}). Raise --start-timeout. {' | '.join(self._said)}"
+            ) from None
+        if message is None:
+            raise HostError(self.said())
+        if message.kind == "failed":
+            raise HostError(str(message.values["text"]))
+        if message.kind != kind:
+            raise HostError(f"its agent said {message.kind!r} in place of {kind!r}.")
+        return message
+
+    def end(self) -> None:
+        """Close the connection; its agent ends."""
+        with contextlib.suppress(OSError):
+            self._writer.close()
+
+    def kill(self, deadline: float) -> None:
+        """Wait for the end of the agent, or end ssh; after `end`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._guard is not None:
+            self._guard.remove(self._process.pid)
+        self._process.wait()
+
+    def close(self) -> None:
+        """Close the pipes, which nobody reads any more; after `kill`."""
+        self._listener.join(END_S)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None and not self._listener.is_alive():
+                pipe.close()

@@ -1,0 +1,227 @@
+"""Start of ranks on all hosts at once, each step before the next one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sparkhvd.errors import PreflightError
+from sparkhvd.interfaces import is_loopback
+from sparkhvd.launchers import network
+from sparkhvd.rank_settings import JobSettings
+from sparkhvd.rendezvous import Endpoint, Job
+from sparkhvd.runner.guard import Guard
+from sparkhvd.runner.host_names import Place, is_here
+from sparkhvd.runner.hosts.agent import REACH_S
+from sparkhvd.runner.hosts.channel import Message
+from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
+from sparkhvd.runner.hosts.order import Order
+
+__all__ = ["Hosts"]
+
+T = TypeVar("T")
+
+
+class Hosts:
+    """Agents on all hosts; a context manager that leaves no process on any of them.
+
+    Args:
+        places: hosts and their ranks.
+        reach: how the hosts are reached.
+        guard: ends ssh with this process; None where it has threads.
+
+    Raises:
+        PreflightError: some hosts do not answer in time, or run other versions; all of them are listed.
+    """
+
+    def __init__(self, places: Sequence[Place], reach: Reach, guard: Guard | None = None) -> None:
+        self.places = places
+        self._reach = reach
+        self._all: list[Connection] = []
+        self._threads: list[threading.Thread] = []
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            try:
+                for place in places:
+                    self._all.append(Connection(place, reach, guard))
+            except HostError as error:
+                raise PreflightError(str(error)) from error
+            self._each(lambda each: each.greet(reach.start_timeout_s))
+            stack.pop_all()
+
+    def start(
+        self,
+        env: Mapping[str, str],
+        settings: JobSettings,
+        program: bytes = b"",
+        check: Callable[[Sequence[Mapping[str, Any]]], str] = lambda _: "",
+        **ordered: object,
+    ) -> None:
+        """Start the ranks.
+
+        Args:
+            env: variables of the ranks.
+            settings: of the launch.
+            program: pickled call of a function.
+            check: gets what each host has told, and returns the reason why ranks cannot start, or "".
+            **ordered: further fields of `Order`.
+
+        Raises:
+            PreflightError: some hosts cannot run their ranks, or hosts do not reach each other; all of them are listed.
+        """
+        timeout_s = self._reach.start_timeout_s
+        loopback = self._loopback_addresses()
+
+        def bind(each: Connection) -> dict[str, Any]:
+            others = [place.host for place in self.places if place.host != each.host]
+            order = Order(
+                first=each.place.first,
+                count=each.place.count,
+                cwd=os.getcwd(),
+                env=dict(env),
+                settings=settings.to_json(),
+                address=loopback.get(each.host, ""),
+                towards=_bare(others[0] if others else each.host),
+                **ordered,  # type: ignore[arg-type]
+            )
+            each.send("order", program, **vars(order))
+            return each.expect("bound", timeout_s).values
+
+        told = self._each(bind)
+        by_host = [[Endpoint.from_dict(values) for values in one["endpoints"]] for one in told]
+        endpoints = tuple(endpoint for one in by_host for endpoint in one)
+        if not network.is_one_host(endpoints):
+            network.check_addresses(endpoints, f"{len(endpoints)} ranks")
+        if problem := check(told):
+            raise PreflightError(problem)
+        firsts = [
+            (place.host, one[0].to_dict()) for place, one in zip(self.places, by_host, strict=True)
+        ]
+        self._each(lambda each: _check_reach(each, firsts))
+        key, job_id = secrets.token_bytes(32), secrets.token_hex(8)
+        master = (endpoints[0].address, told[0]["port"])
+
+        def begin(each: Connection) -> None:
+            job = Job(key, job_id, 0, each.place.first, len(endpoints), endpoints)
+            each.send("job", job=job.to_json(), master=master)
+
+        self._each(begin)
+
+    def listen(
+        self,
+        on_message: Callable[[Place, Message], None],
+        on_loss: Callable[[Place, str], None],
+    ) -> None:
+        """Receive messages from now on, from a thread for each host.
+
+        Args:
+            on_message: called with each message.
+            on_loss: called with the last words of ssh when a connection has ended.
+        """
+
+        def read(each: Connection) -> None:
+            while message := each.receive():
+                if message.kind == "failed":  # the ranks could not be started
+                    on_loss(each.place, str(message.values["text"]))
+                    return
+                on_message(each.place, message)
+            on_loss(each.place, each.said())
+
+        for each in self._all:
+            self._start(read, each)
+
+    def send(self, number: int) -> None:
+        """Send a signal to all ranks that run."""
+        for each in self._all:
+            each.send("signal", number=number)
+
+    def close(self) -> None:
+        """End all agents, and with them what is left of the ranks."""
+        for each in self._all:
+            each.end()
+        deadline = time.monotonic() + END_S
+        for each in self._all:
+            each.kill(deadline)
+        for thread in self._threads:
+            thread.join(END_S)
+        for each in self._all:
+            each.close()
+        self._all.clear()
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _each(self, step: Callable[[Connection], T]) -> list[T]:
+        """Do a step for all hosts at once; return what each gives, in their order."""
+        done: queue.SimpleQueue[tuple[int, T | None, str]] = queue.SimpleQueue()
+
+        def run(number: int, each: Connection) -> None:
+            try:
+                done.put((number, step(each), ""))
+            except Exception as error:  # noqa: BLE001 - whatever it is, the launcher waits for it
+                is_known = isinstance(error, HostError)
+                done.put((number, None, str(error) if is_known else repr(error)))
+
+        for number, each in enumerate(self._all):
+            self._start(run, number, each)
+        results: dict[int, Any] = {}
+        problems: dict[int, str] = {}
+        for _ in self._all:
+            number, result, problem = done.get()
+            results[number] = result
+            if problem:
+                problems[number] = f"\n  {self._all[number].host}: {problem}"
+        if problems:
+            listed = "".join(problems[number] for number in sorted(problems))
+            raise PreflightError(
+                f"{len(problems)} of {len(self._all)} hosts cannot run their ranks:{listed}"
+            )
+        return [results[number] for number in range(len(self._all))]
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _loopback_addresses(self) -> dict[str, str]:
+        """Return the loopback addresses of the hosts, if all of them are names of this machine; else nothing."""
+        found = {}
+        for place in self.places:
+            if is_here(place.host):
+                found[place.host] = "127.0.0.1"
+                continue
+            with contextlib.suppress(OSError):  # a name that only ssh knows
+                address = str(socket.getaddrinfo(_bare(place.host), None)[0][4][0])
+                if is_loopback(address):
+                    found[place.host] = address
+        return found if len(found) == len(self.places) else {}
+
+
+def _bare(host: str) -> str:
+    """Return a host's name without the user for ssh."""
+    return host.rpartition("@")[2]
+
+
+def _check_reach(each: Connection, firsts: Sequence[tuple[str, dict[str, str | int]]]) -> None:
+    """Let a host connect to a rank of every other one.
+
+    Raises:
+        HostError: it does not reach some of them.
+    """
+    each.send("reach", peers=[first for first in firsts if first[0] != each.host])
+    problems = each.expect("reached", 2 * REACH_S).values["problems"]
+    if problems:
+        raise HostError(
+            f"{'; '.join(problems)}. Choose interfaces that all hosts share (--network-interfaces, SPARKHVD_INTERFACES), or open "
+            "the ports between them (SPARKHVD_PORT_RANGE)."
+        )

@@ -1,0 +1,73 @@
+"""Lines of ranks on this process's streams and in files; the last ones are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from sparkhvd.runner import launching
+
+__all__ = ["Output", "Screen"]
+
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the ranks' output goes.
+
+    Attributes:
+        folder: files `rank.<rank>/stdout` and `stderr` too; None for none.
+        timestamps: the local time is put in front of every line.
+    """
+
+    folder: Path | None = None
+    timestamps: bool = False
+
+
+class Screen:
+    """Shows ranks' lines, whole and with the rank in front, from any thread; a context manager."""
+
+    def __init__(self, output: Output, size: int) -> None:
+        self._timestamps = output.timestamps
+        self._lock = threading.Lock()
+        self._tails = [deque[str](maxlen=_TAIL_LINES) for _ in range(size)]
+        self._files: dict[tuple[int, str], BinaryIO] = {}
+        if output.folder is None:
+            return
+        for rank in range(size):
+            folder = output.folder / f"rank.{rank}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for stream in ("stdout", "stderr"):
+                self._files[rank, stream] = open(folder / stream, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+
+    def show(self, rank: int, stream: str, line: bytes) -> None:
+        """Pass a line on, with its end or cut."""
+        text = line.decode(errors="replace").rstrip("\n")
+        target = sys.stdout if stream == "stdout" else sys.stderr
+        with self._lock:
+            if file := self._files.get((rank, stream)):
+                file.write(line)
+            self._tails[rank].append(text)
+            with contextlib.suppress(OSError, ValueError):  # a reader that has gone
+                target.write(launching.line_of(f"[{rank}] {text}", timestamp=self._timestamps))
+                target.flush()
+
+    def tail(self, rank: int) -> list[str]:
+        """Return the last lines of a rank."""
+        with self._lock:
+            return list(self._tails[rank])
+
+    def __enter__(self) -> Screen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()

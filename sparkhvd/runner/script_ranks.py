@@ -1,0 +1,122 @@
+"""What a script's ranks of one host are given: a command that exists, variables, and inherited descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparkhvd import processors
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers.handover import VARIABLE, Handover
+from sparkhvd.rendezvous import Job, Listener
+from sparkhvd.topology import Topology, topology
+
+__all__ = ["HandedOver", "check_command", "hand_over", "words_of"]
+
+
+@dataclass(frozen=True)
+class HandedOver:
+    """A rank's variables, and the descriptors that it inherits."""
+
+    rank: int
+    variables: dict[str, str]
+    descriptors: list[int]
+
+
+def words_of(command: Sequence[str]) -> list[str]:
+    """Return program and arguments without a leading `--`.
+
+    Raises:
+        InvalidArgumentError: there is none.
+    """
+    words = list(command[1:] if command[:1] == ["--"] else command)
+    if not words:
+        raise InvalidArgumentError(
+            "there is no command. Put it last: sparkhvdrun -np 2 python train.py"
+        )
+    return words
+
+
+def check_command(words: Sequence[str], env: Mapping[str, str]) -> None:
+    """Refuse a command that cannot run here, before anything starts.
+
+    Args:
+        words: program and arguments.
+        env: variables of the ranks; PATH counts.
+
+    Raises:
+        InvalidArgumentError: its program or script does not exist here.
+    """
+    if shutil.which(words[0], path=env.get("PATH")) is None:
+        raise InvalidArgumentError(
+            f"the program {words[0]!r} does not exist or cannot be executed. For a Python script write: python {words[0]}"
+        )
+    script = next((word for word in words[1:] if not word.startswith("-")), None)
+    is_python = os.path.basename(words[0]).startswith("python")
+    runs_file = is_python and not {"-m", "-c"} & set(words) and (script or "").endswith(".py")
+    if runs_file and not Path(script or "").is_file():
+        raise InvalidArgumentError(f"the script {script!r} does not exist in {os.getcwd()}.")
+
+
+def hand_over(
+    listeners: Sequence[Listener],
+    job: Job,
+    env: Mapping[str, str],
+    master: tuple[str, int],
+) -> Iterator[HandedOver]:
+    """Yield what each rank of this host gets; it is closed when the next is asked for.
+
+    Args:
+        listeners: of these ranks, in their order; they are closed here.
+        job: of the first of them; the others follow it.
+        env: variables of all ranks.
+        master: address for torch.distributed.
+    """
+    threads = max(1, int(processors.allowed() / len(listeners)))
+    hosts = [each.host_key or f"rank {rank}" for rank, each in enumerate(job.endpoints)]
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        for rank, listener in enumerate(listeners, job.rank):
+            place = topology(rank, hosts)
+            own = Job(job.key, job.job_id, job.attempt, rank, job.size, job.endpoints)
+            handover = Handover(
+                own.to_json(),
+                listener.endpoint().to_dict(),
+                listener.filenos(),
+                place.local_rank,
+                threads,
+            )
+            descriptor = handover.to_descriptor()
+            sockets = [fd for fd in listener.filenos() if fd >= 0]
+            variables = {**_variables(place, master), VARIABLE: str(descriptor)}
+            variables = {"OMP_NUM_THREADS": str(threads), **env, **variables}
+            try:
+                yield HandedOver(rank, variables, [descriptor, *sockets])
+            finally:
+                os.close(descriptor)
+                listener.close()
+
+
+def _variables(place: Topology, master: tuple[str, int]) -> dict[str, str]:
+    """Return what Horovod and torch.distributed call a rank's place."""
+    horovod = {
+        **{"RANK": place.rank, "SIZE": place.size},
+        **{"LOCAL_RANK": place.local_rank, "LOCAL_SIZE": place.local_size},
+        **{"CROSS_RANK": place.cross_rank, "CROSS_SIZE": place.cross_size},
+    }
+    torch = {
+        **{"RANK": place.rank, "WORLD_SIZE": place.size},
+        **{"LOCAL_RANK": place.local_rank, "LOCAL_WORLD_SIZE": place.local_size},
+    }
+    return {
+        **{f"HOROVOD_{name}": str(value) for name, value in horovod.items()},
+        **{name: str(value) for name, value in torch.items()},
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "PYTHONUNBUFFERED": "1",  # a rank's lines come when it prints them
+    }

@@ -1,0 +1,184 @@
+"""Wait for the ranks of a script, here or on other hosts, and end them together.
+
+**Failure**: after the first rank that fails the others have `GRACE_S` to end by themselves, as they do once the engine has
+told them; then they are terminated, and killed `KILL_S` later. The output of the rank that failed first is shown last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sparkhvd.runner.screen import Screen
+
+__all__ = ["Ended", "Event", "Lost", "Signalled", "signals", "watch"]
+
+GRACE_S = 4.0
+KILL_S = 2.0
+# Of ssh, too, where it fails itself.
+_STATUS_LOST = 255
+_CONSEQUENCE = re.compile(r"sparkhvd\.errors\.(CollectiveError|PeerLostError): ")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of a rank; the status is negative for a signal."""
+
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """Signal to this process."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """End of the connection to a host, with all of its ranks that ran."""
+
+    host: str
+    ranks: tuple[int, ...]
+    why: str
+
+
+Event = Ended | Signalled | Lost
+Events = queue.SimpleQueue[Event]
+
+
+@contextlib.contextmanager
+def signals(events: Events) -> Iterator[None]:
+    """Make events of the signals to this process, while the block runs.
+
+    Those that it ignores, as under nohup, stay ignored.
+    """
+
+    def put(number: int, _: object) -> None:
+        events.put(Signalled(number))
+
+    heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, put) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def watch(events: Events, size: int, send: Callable[[int], None], screen: Screen) -> int:
+    """Wait for all ranks.
+
+    Args:
+        events: ends of ranks, losses of hosts, and signals.
+        size: number of ranks.
+        send: sends a signal to all ranks that run.
+        screen: has their last lines.
+
+    Returns:
+        0 if every rank has ended with 0; else the status of the rank that failed first (not because it missed another
+        one), or 128 + the number of the signal that ended it or this process.
+    """
+    running = set(range(size))
+    failed: list[Ended | Lost] = []
+    received = 0
+    ending = _Ending(send)
+    while running:
+        event: Event | None = None
+        with contextlib.suppress(queue.Empty):
+            event = events.get(timeout=ending.next_step_s())
+        if isinstance(event, Signalled):
+            received = received or event.number
+            ending.interrupt(event.number)
+        elif isinstance(event, Ended):
+            running.discard(event.rank)
+            if event.status != 0:
+                failed.append(event)
+                ending.begin()
+        elif isinstance(event, Lost):
+            running.difference_update(event.ranks)
+            failed.append(event)
+            ending.hurry()
+        ending.step()
+    if received:
+        return 128 + received
+    if not failed:
+        return 0
+    cause = next((one for one in failed if not _is_consequence(one, screen)), failed[0])
+    return _tell_loss(cause) if isinstance(cause, Lost) else _tell(cause, screen)
+
+
+def _is_consequence(failure: Ended | Lost, screen: Screen) -> bool:
+    """Return True if a rank has ended because another one did: that may take longer to end than to tell."""
+    return isinstance(failure, Ended) and any(
+        _CONSEQUENCE.match(line) for line in screen.tail(failure.rank)
+    )
+
+
+def _tell(ended: Ended, screen: Screen) -> int:
+    """Show how the rank that failed first has ended, and its last lines; return the exit status."""
+    status, rank = ended.status, ended.rank
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with {status}"
+    lines = "".join(f"[{rank}] {line}\n" for line in screen.tail(rank))
+    sys.stderr.write(f"sparkhvdrun: rank {rank} {how} first. Its last lines:\n{lines}")
+    sys.stderr.flush()
+    return 128 - status if status < 0 else status
+
+
+def _tell_loss(lost: Lost) -> int:
+    ranks = ", ".join(map(str, lost.ranks))
+    sys.stderr.write(
+        f"sparkhvdrun: the connection to {lost.host} (ranks {ranks}) was lost: {lost.why}\n"
+    )
+    sys.stderr.flush()
+    return _STATUS_LOST
+
+
+class _Ending:
+    """The end of all ranks in steps: by themselves, by SIGTERM, by SIGKILL."""
+
+    def __init__(self, send: Callable[[int], None]) -> None:
+        self._send = send
+        self._steps: deque[tuple[float, int]] = deque()
+
+    def begin(self) -> None:
+        """Give the ranks time to end by themselves."""
+        if not self._steps:
+            now = time.monotonic()
+            self._steps.extend(
+                [(now + GRACE_S, signal.SIGTERM), (now + GRACE_S + KILL_S, signal.SIGKILL)]
+            )
+
+    def hurry(self) -> None:
+        """End the ranks: others of them have been killed."""
+        now = time.monotonic()
+        self._steps.clear()
+        self._steps.extend([(now, signal.SIGTERM), (now + KILL_S, signal.SIGKILL)])
+
+    def interrupt(self, number: int) -> None:
+        """Pass a signal on; a second one kills."""
+        if self._steps:
+            self._send(signal.SIGKILL)
+        else:
+            self._send(number)
+            self._steps.append((time.monotonic() + GRACE_S, signal.SIGKILL))
+
+    def next_step_s(self) -> float | None:
+        """Return the time until `step` has something to do; None for never."""
+        return max(0.0, self._steps[0][0] - time.monotonic()) if self._steps else None
+
+    def step(self) -> None:
+        """Do what is due."""
+        while self._steps and time.monotonic() >= self._steps[0][0]:
+            self._send(self._steps.popleft()[1])
+            if not self._steps:
+                self._steps.append((time.monotonic() + KILL_S, signal.SIGKILL))

@@ -1,0 +1,74 @@
+"""Hosts as users write them, and where ranks run; variables that go there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner.forwarding import forwarded, given_variables
+from sparkhvd.runner.host_names import Host, Place, parse_hosts, place_ranks, read_hostfile
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a:4", [Host("a", 4)]),
+        ("a, me@b.example:2", [Host("a", 1), Host("me@b.example", 2)]),
+        ("[fd00::1]:3,[fd00::2]", [Host("fd00::1", 3), Host("fd00::2", 1)]),
+    ],
+)
+def test_hosts_and_their_slots(text: str, hosts: list[Host]) -> None:
+    assert parse_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:x", "a:0", "-l:2", "a b:1", "a:1,,b:1", "$(x):1"])
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="it must be host:slots"):
+        parse_hosts(text)
+
+
+def test_a_host_twice_is_refused_also_by_another_name_of_this_one() -> None:
+    with pytest.raises(InvalidArgumentError, match="has a twice"):
+        parse_hosts("a:1,b:1,a:2")
+    with pytest.raises(InvalidArgumentError, match="has localhost and 127.0.0.1 twice"):
+        parse_hosts("localhost:1,127.0.0.1:1")
+
+
+def test_files_of_open_mpi_and_of_slots(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# cluster\na slots=4 max_slots=8\n\nb:2  # old\nc\n")
+    assert read_hostfile(str(path)) == [Host("a", 4), Host("b", 2), Host("c", 1)]
+    path.write_text("a slots=4\nb slots=many\n")
+    with pytest.raises(InvalidArgumentError, match="line 2: 'b slots=many' is neither"):
+        read_hostfile(str(path))
+
+
+def test_hosts_are_filled_in_their_order() -> None:
+    hosts = [Host("a", 2), Host("b", 3), Host("c", 1)]
+    assert place_ranks(hosts, 4) == [Place("a", 0, 2), Place("b", 2, 2)]
+    assert place_ranks(hosts, 6)[-1] == Place("c", 5, 1)
+    with pytest.raises(InvalidArgumentError, match="'a:2,b:3,c:1' with 6 slots.* is 7"):
+        place_ranks(hosts, 7)
+
+
+def test_settings_travel_and_secrets_do_not() -> None:
+    environ = {
+        **{
+            "PATH": "/bin",
+            "SPARKHVD_STREAMS": "2",
+            "HOROVOD_TIMELINE": "x",
+            "OMP_NUM_THREADS": "3",
+        },
+        **{"AWS_SECRET_ACCESS_KEY": "x", "HOME": "/root", "SPARKHVD_RANK_PROCESS": "7"},
+    }
+    sent = forwarded(environ)
+    assert set(sent) == {"PATH", "SPARKHVD_STREAMS", "HOROVOD_TIMELINE", "OMP_NUM_THREADS"}
+    assert given_variables(["HOME", "A=b=c", "B="], environ) == {
+        "HOME": "/root",
+        "A": "b=c",
+        "B": "",
+    }
+    with pytest.raises(InvalidArgumentError, match="-x NO: .* as in -x NO=VALUE"):
+        given_variables(["NO"], environ)
