@@ -10,7 +10,7 @@
 #include <string>
 
 #include "crc32.h"
-#include "engine.h"
+#include "engine/engine.h"
 #include "error.h"
 #include "kernels/kernels.h"
 #include "operation.h"

@@ -1,5 +1,5 @@
 // The coordinator's decisions, without sockets and with a clock of our own.
-#include "negotiation.h"
+#include "engine/negotiation.h"
 
 #include "collectives/spec.h"
 #include "error.h"

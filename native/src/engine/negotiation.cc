@@ -1,4 +1,4 @@
-#include "negotiation.h"
+#include "engine/negotiation.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -366,11 +366,9 @@ Negotiation::Outcome Negotiation::tick(TimePoint now) {
     const auto& first = pending.arrived.begin()->second;
     const std::string label = operation_label(first.collective, name);
     if (now >= pending.deadline) {
-      char seconds[32];
-      std::snprintf(seconds, sizeof(seconds), "%.3g", waited);
       refuse(name, pending, SPARKHVD_TIMEOUT,
-             label + ": " + rank_list(absent(pending)) + " did not submit it within " + seconds +
-                 " s, while " + rank_list(arrived(pending)) +
+             label + ": " + rank_list(absent(pending)) + " did not submit it within " +
+                 seconds_text(waited) + " s, while " + rank_list(arrived(pending)) +
                  " waited. Look at what the missing rank does, or raise stall_shutdown_s.",
              outcome);
       entry = pending_.erase(entry);
@@ -378,10 +376,8 @@ Negotiation::Outcome Negotiation::tick(TimePoint now) {
     }
     if (now >= pending.warn_at) {
       pending.warn_at = deadline_after(now, options_.stall_warning_s);
-      char seconds[32];
-      std::snprintf(seconds, sizeof(seconds), "%.3g", waited);
       outcome.warnings.push_back(label + ": waiting for " + rank_list(absent(pending)) + " since " +
-                                 seconds + " s, while " + rank_list(arrived(pending)) +
+                                 seconds_text(waited) + " s, while " + rank_list(arrived(pending)) +
                                  " submitted it. Look at what the missing rank does.");
       for (const Rank rank : absent(pending)) {
         if (std::ranges::count(outcome.awaited, rank) == 0) outcome.awaited.push_back(rank);
@@ -394,12 +390,10 @@ Negotiation::Outcome Negotiation::tick(TimePoint now) {
     for (const Rank rank : options_.members) {
       if (!has_joined(rank)) absent.push_back(rank);
     }
-    char seconds[32];
-    std::snprintf(seconds, sizeof(seconds), "%.3g",
-                  std::chrono::duration<double>(now - join_->since).count());
+    const double waited = std::chrono::duration<double>(now - join_->since).count();
     refuse_join(SPARKHVD_TIMEOUT,
                 operation_label(Collective::kJoin, join_->name) + ": " + rank_list(absent) +
-                    " neither joined nor submitted anything for " + seconds +
+                    " neither joined nor submitted anything for " + seconds_text(waited) +
                     " s. Look at what the missing rank does, or raise stall_shutdown_s.",
                 outcome);
   }
