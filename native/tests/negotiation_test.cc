@@ -2,6 +2,7 @@
 #include "engine/negotiation.h"
 
 #include "collectives/spec.h"
+#include "engine/difference.h"
 #include "error.h"
 #include "test.h"
 
