@@ -146,7 +146,7 @@ class Process {
 
   void allreduce(std::span<float> data) {
     const std::int64_t shape[] = {static_cast<std::int64_t>(data.size())};
-    const sparkhvd_tensor tensor{data.data(), data.data(), shape, 1, 0};
+    const sparkhvd_tensor tensor{data.data(), data.data(), shape, 1, 0, 0};
     sparkhvd_request request = request_of(SPARKHVD_ALLREDUCE);
     request.num_tensors = 1;
     request.tensors = &tensor;

@@ -82,7 +82,7 @@ void Recorder::arrived(std::int32_t process_set, const std::string& name, Rank r
 
 void Recorder::woke() {
   if (!has_timeline_.load(std::memory_order_relaxed)) return;
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   if (!timeline_ || !timeline_->marks_cycles()) return;
   TimelineEvent event;
   event.kind = TimelineEvent::Kind::kMark;
@@ -126,7 +126,7 @@ TimelineEvent Recorder::event_of(const Operation& operation, TimelineEvent::Kind
 }
 
 void Recorder::add(TimelineEvent event) {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   if (timeline_) timeline_->add(std::move(event));
 }
 
@@ -143,7 +143,7 @@ void Recorder::start_timeline(const std::string& path, bool mark_cycles) {
   auto made = std::make_unique<Timeline>(std::move(options));
   std::unique_ptr<Timeline> other;  // from a start at the same time; ends outside the lock
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     other = std::exchange(timeline_, std::move(made));
     has_timeline_.store(true, std::memory_order_relaxed);
   }
@@ -152,7 +152,7 @@ void Recorder::start_timeline(const std::string& path, bool mark_cycles) {
 void Recorder::stop_timeline() {
   std::unique_ptr<Timeline> ended;
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     ended = std::move(timeline_);
     has_timeline_.store(false, std::memory_order_relaxed);
   }
@@ -217,7 +217,7 @@ std::string Recorder::json() const {
     append(out, entries_[i]);
   }
   out += R"(],"timeline":)";
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   if (timeline_) {
     const auto statistics = timeline_->statistics();
     out += R"({"path":)";

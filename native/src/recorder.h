@@ -15,13 +15,13 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "clock.h"
 #include "counter.h"
 #include "operation.h"
+#include "sync.h"
 #include "timeline.h"
 #include "types.h"
 
@@ -98,8 +98,8 @@ class Recorder {
   std::atomic<std::size_t> num_entries_{0};  // entries before it are named and never renamed
 
   std::atomic<bool> has_timeline_{false};
-  mutable std::mutex mutex_;
-  std::unique_ptr<Timeline> timeline_;  // guarded by mutex_
+  mutable Mutex mutex_;
+  std::unique_ptr<Timeline> timeline_ GUARDED_BY(mutex_);
 };
 
 }  // namespace sparkhvd

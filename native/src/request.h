@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "engine.h"
+#include "engine/engine.h"
 #include "error.h"
 #include "operation.h"
 #include "sparkhvd.h"

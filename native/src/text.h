@@ -1,6 +1,7 @@
 // Words for messages.
 #pragma once
 
+#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,18 @@ inline std::string numbers_text(const std::vector<std::int64_t>& numbers) {
     text += (i == 0 ? "" : ", ") + std::to_string(numbers[i]);
   }
   return text + "]";
+}
+
+/// Tells the user, who reads the process's standard error.
+inline void warn(const std::string& text) {
+  std::fprintf(stderr, "sparkhvd warning: %s\n", text.c_str());
+}
+
+/// "1.5", without a unit.
+inline std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g", seconds);
+  return text;
 }
 
 /// A sentence as part of another.

@@ -21,15 +21,8 @@ constexpr std::uint64_t kFirstBytes = 1 << 20;
 constexpr std::size_t kMaxShownName = 200;
 // An item of the file has room for it with every byte escaped.
 constexpr std::size_t kMaxShownMessage = 400;
-// From here on names that differ in digits only share lanes, and then everything of one collective.
-constexpr std::size_t kManyLabels = 200;
-constexpr std::size_t kTooManyLabels = 400;
-constexpr std::size_t kMaxLanesPerLabel = 64;
 // Operations that ranks have come for. Those that never run are not kept for ever.
 constexpr std::size_t kMaxOwners = 4096;
-// An operation may be submitted while the driver finishes the one before it in the same lane.
-constexpr std::int64_t kOverlap_ns = 50'000;
-constexpr std::uint32_t kMarksLane = 0;
 
 std::string status_text(std::int32_t status) {
   switch (status) {
@@ -48,19 +41,6 @@ std::string status_text(std::int32_t status) {
   }
 }
 
-std::string without_digits(const std::string& name) {
-  std::string label;
-  for (const char c : name) {
-    const bool is_digit = c >= '0' && c <= '9';
-    if (!is_digit) {
-      label += c;
-    } else if (label.empty() || label.back() != '*') {
-      label += '*';
-    }
-  }
-  return label;
-}
-
 /// Name of a collective in Horovod's timeline; tools look for it.
 std::string upper_case(std::string_view name) {
   std::string found(name);
@@ -68,12 +48,6 @@ std::string upper_case(std::string_view name) {
     if (c >= 'a' && c <= 'z') c = static_cast<char>(c - 'a' + 'A');
   }
   return found;
-}
-
-/// Names that are numbered by us: each is used once and must not get a lane of its own.
-bool is_numbered(const std::string& name) {
-  return name.find(".noname.") != std::string::npos || name.starts_with("barrier.") ||
-         name.starts_with("sparkhvd.");
 }
 
 }  // namespace
@@ -97,7 +71,7 @@ Timeline::Timeline(Options options)
 
 Timeline::~Timeline() {
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     is_stopping_ = true;
   }
   changed_.notify_one();
@@ -108,7 +82,7 @@ void Timeline::add(TimelineEvent event) {
   if (event.name.size() > kMaxShownName) event.name.resize(kMaxShownName);
   bool was_empty = false;
   {
-    const std::scoped_lock lock(mutex_);
+    const Lock lock(mutex_);
     if (is_broken_ || queue_.size() >= options_.max_queued) {
       ++dropped_;
       return;
@@ -120,7 +94,7 @@ void Timeline::add(TimelineEvent event) {
 }
 
 Timeline::Statistics Timeline::statistics() const {
-  const std::scoped_lock lock(mutex_);
+  const Lock lock(mutex_);
   return {written_, dropped_};
 }
 
@@ -134,10 +108,12 @@ void Timeline::run() {
   while (true) {
     std::uint64_t dropped = 0;
     {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return is_stopping_ || !queue_.empty(); });
+      Lock lock(mutex_);
+      while (!is_stopping_ && queue_.empty()) lock.wait(changed_, kNever);
       // Let more come, so that a training step costs one write and not one per operation.
-      changed_.wait_for(lock, kBatchTime, [this] { return is_stopping_; });
+      const TimePoint batch_end = Clock::now() + kBatchTime;
+      while (!is_stopping_ && lock.wait(changed_, batch_end)) {
+      }
       if (queue_.empty()) return;  // is_stopping_
       batch.swap(queue_);
       dropped = dropped_;
@@ -151,7 +127,7 @@ void Timeline::run() {
     }
     if (trouble_.empty()) trouble_ = file_.flush();
     {
-      const std::scoped_lock lock(mutex_);
+      const Lock lock(mutex_);
       written_ += in_file;
       if (!trouble_.empty()) {
         is_broken_ = true;
@@ -350,57 +326,6 @@ void Timeline::instant(std::uint32_t lane, const std::string& name, std::int64_t
   append_json_string(text_, name);
   text_ += '}';
   put();
-}
-
-// ---- Lanes -----------------------------------------------------------------------------------
-
-std::string Timeline::label_of(const TimelineEvent& event) const {
-  const std::string set =
-      event.process_set == 0 ? "" : " (process set " + std::to_string(event.process_set) + ")";
-  std::string label = event.name + set;
-  if (!is_numbered(event.name)) {
-    if (lanes_by_label_.size() < kManyLabels || lanes_by_label_.contains(label)) return label;
-  }
-  label = without_digits(event.name) + set;
-  if (lanes_by_label_.size() < kTooManyLabels || lanes_by_label_.contains(label)) return label;
-  return "others" + set;
-}
-
-/// The lane of an operation; it is the operation's until it has finished.
-std::uint32_t Timeline::lane_of(const TimelineEvent& event, std::int64_t begin) {
-  const Key key{event.process_set, event.name};
-  const auto owned = owners_.find(key);
-  if (owned != owners_.end()) return owned->second;
-  const auto lane = take_lane(label_of(event), begin);
-  lanes_[lane].has_owner = true;
-  owners_.emplace(key, lane);
-  return lane;
-}
-
-std::uint32_t Timeline::take_lane(const std::string& label, std::int64_t begin) {
-  auto& rows = lanes_by_label_[label];
-  std::uint32_t any_free = kMarksLane;
-  for (const auto row : rows) {
-    if (lanes_[row].has_owner) continue;
-    if (lanes_[row].free_from <= begin + kOverlap_ns) return row;
-    any_free = row;
-  }
-  if (any_free != kMarksLane && rows.size() >= kMaxLanesPerLabel) return any_free;
-  const auto made = static_cast<std::uint32_t>(lanes_.size());
-  lanes_.push_back({});
-  rows.push_back(made);
-  std::string name = label;
-  if (rows.size() > 1) name += " #" + std::to_string(rows.size());
-  const std::string id = std::to_string(made);
-  const std::string head = "{\"ph\":\"M\",\"pid\":" + std::to_string(index_of(options_.rank)) +
-                           ",\"tid\":" + id + ",\"name\":";
-  text_ = head + R"("thread_name","args":{"name":)";
-  append_json_string(text_, name);
-  text_ += "}}";
-  put();
-  text_ = head + R"("thread_sort_index","args":{"sort_index":)" + id + "}}";
-  put();
-  return made;
 }
 
 }  // namespace sparkhvd

@@ -23,13 +23,13 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
 #include "clock.h"
+#include "sync.h"
 #include "trace.h"
 #include "trace_file.h"
 #include "types.h"
@@ -115,16 +115,18 @@ class Timeline {
   void put();
   std::int64_t since_start(TimePoint at) const noexcept;
 
+  static constexpr std::uint32_t kMarksLane = 0;
+
   Options options_;
   TimePoint start_;
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::condition_variable changed_;
-  std::vector<TimelineEvent> queue_;
-  bool is_stopping_ = false;
-  bool is_broken_ = false;
-  std::uint64_t written_ = 0;
-  std::uint64_t dropped_ = 0;
+  std::vector<TimelineEvent> queue_ GUARDED_BY(mutex_);
+  bool is_stopping_ GUARDED_BY(mutex_) = false;
+  bool is_broken_ GUARDED_BY(mutex_) = false;
+  std::uint64_t written_ GUARDED_BY(mutex_) = 0;
+  std::uint64_t dropped_ GUARDED_BY(mutex_) = 0;
 
   // The writer's.
   TraceFile file_;

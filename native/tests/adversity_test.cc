@@ -15,7 +15,7 @@
 #include <random>
 
 #include "message.h"
-#include "negotiation.h"
+#include "engine/negotiation.h"
 #include "transport/link.h"
 #include "world.h"
 

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "error.h"
-#include "orders.h"
+#include "engine/orders.h"
 #include "world.h"
 
 namespace sparkhvd::test::islands_test {

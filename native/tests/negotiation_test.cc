@@ -1,7 +1,8 @@
 // The coordinator's decisions, without sockets and with a clock of our own.
-#include "negotiation.h"
+#include "engine/negotiation.h"
 
 #include "collectives/spec.h"
+#include "engine/difference.h"
 #include "error.h"
 #include "test.h"
 

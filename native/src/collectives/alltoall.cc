@@ -6,7 +6,7 @@
 #include "collectives/spec.h"
 #include "error.h"
 #include "nccl/calls.h"
-#include "orders.h"
+#include "engine/orders.h"
 
 namespace sparkhvd {
 namespace {

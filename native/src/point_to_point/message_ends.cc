@@ -71,9 +71,7 @@ void PointToPoint::check_time(TimePoint now) {
   if (now < next_deadline_) return;
   next_deadline_ = kNever;
   const auto seconds = [](const Operation& operation) {
-    char text[32];
-    std::snprintf(text, sizeof(text), "%.3g", operation.descriptor.timeout_s);
-    return std::string(text) + " s";
+    return seconds_text(operation.descriptor.timeout_s) + " s";
   };
   end_unmatched(SPARKHVD_TIMEOUT, [&](const Operation& operation, const Receive*) -> std::string {
     if (now < operation.give_up_at) {

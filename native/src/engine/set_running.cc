@@ -1,9 +1,11 @@
-// Operations that the ranks have agreed on: begun in their order, run, and what they leave behind. Called by
-// the driver (see engine.h).
+// Operations that the ranks have agreed on: begun in their order, run, and what they leave behind (see
+// process_sets.h).
 #include <algorithm>
 
 #include "collectives/spec.h"
-#include "engine.h"
+#include "engine/order_checks.h"
+#include "engine/orders.h"
+#include "engine/process_sets.h"
 #include "text.h"
 
 namespace sparkhvd {
@@ -38,8 +40,30 @@ std::vector<Rank> ranks_of(const Operation& operation) {
 
 }  // namespace
 
+bool ProcessSets::run() {
+  bool moved = false;
+  // Process sets take turns: one that waits does not stop another.
+  for (auto entry = groups_.begin(); entry != groups_.end() && !in_flight_.has_failed();) {
+    Group& group = *entry->second;
+    while (!group.running.empty() && !in_flight_.has_failed() && run_first(group)) moved = true;
+    if (group.is_removed && group.running.empty() && devices_.is_done(group)) {
+      devices_.remove(group);
+      for (auto& link : world_.data_links()) link.forget(group.id);
+      entry = groups_.erase(entry);
+    } else {
+      ++entry;
+    }
+  }
+  return moved;
+}
+
+bool ProcessSets::is_running() const {
+  return std::ranges::any_of(groups_,
+                             [](const auto& entry) { return !entry.second->running.empty(); });
+}
+
 /// Lets the first agreed operation of a process set go on. False if it has to wait.
-bool Engine::run_first(Group& group) {
+bool ProcessSets::run_first(Group& group) {
   Running& running = group.running.front();
   if (!running.operation) {
     // Now, not when the order came: operations before this one may change the settings.
@@ -53,7 +77,7 @@ bool Engine::run_first(Group& group) {
       if (running.operation->descriptor.collective == Collective::kRemoveProcessSet &&
           !std::exchange(running.has_looked, true)) {
         // What was submitted on the set before comes first, whichever way it takes.
-        must_look_ = true;
+        peers_.look_soon();
         return false;
       }
       running.is_started = true;
@@ -76,7 +100,7 @@ bool Engine::run_first(Group& group) {
 }
 
 /// Resumes an operation's task. False if it has to wait.
-bool Engine::go_on(Running& running) {
+bool ProcessSets::go_on(Running& running) {
   try {
     return running.task.resume();
   } catch (const OperationFailed& failure) {
@@ -86,7 +110,7 @@ bool Engine::go_on(Running& running) {
   }
 }
 
-void Engine::begin(Group& group, Running& running) {
+void ProcessSets::begin(Group& group, Running& running) {
   const Descriptor& descriptor = running.operation->descriptor;
   recorder_.started(*running.operation);
   switch (descriptor.collective) {
@@ -111,47 +135,31 @@ void Engine::begin(Group& group, Running& running) {
 }
 
 /// The operation has run: what it leaves behind.
-void Engine::conclude(Group& group, Running& running) {
+void ProcessSets::conclude(Group& group, Running& running) {
   Operation& operation = *running.operation;
   Context& context = *running.context;
   if (running.failure) {
     operation.output.reset();
-    return finish(operation, running.failure->status(), running.failure->what());
+    return in_flight_.finish(operation, running.failure->status(), running.failure->what());
   }
   switch (operation.descriptor.collective) {
     case Collective::kJoin:
       operation.rows = context.agreed.rows;
       break;
     case Collective::kRegister:
-      operation.segment = std::move(context.segment);
-      if (!operation.segment || !operation.segment->has(rank_)) {
-        operation.segment = nullptr;  // sparkhvd_work_buffer says so
-        break;
-      }
-      // One piece for all is no place where every rank has a tensor of its own.
-      if (operation.segment->is_one_piece()) break;
-      std::erase_if(buffers_, [](const auto& buffer) { return buffer.expired(); });
-      buffers_.push_back(operation.segment);
+      keep_buffer(operation, std::move(context.segment));
       break;
-    case Collective::kAddProcessSet: {
-      const auto id = static_cast<std::int32_t>(operation.rows.at(0));
-      if (Group* added = find_group(id)) {
-        added->team = context.team;
-        auto memory = context.team.local_size() > 1 ? std::move(context.segment) : nullptr;
-        added->communicator.emplace(*world_, id, context.team, std::move(memory), 0);
-        added->communicator->knobs() = group.communicator->knobs();
-      }
-      announce(group.team.restricted(ranks_of(operation)), id);
+    case Collective::kAddProcessSet:
+      complete_group(group, operation, context);
       break;
-    }
     case Collective::kRemoveProcessSet:
       if (operation.rows.empty()) {
-        return finish(operation, SPARKHVD_INVALID_ARGUMENT,
-                      operation.label() + ": process set " +
-                          std::to_string(operation.descriptor.numbers.at(0)) +
-                          " was never added. Give the id that adding it returned.");
+        return in_flight_.finish(operation, SPARKHVD_INVALID_ARGUMENT,
+                                 operation.label() + ": process set " +
+                                     std::to_string(operation.descriptor.numbers.at(0)) +
+                                     " was never added. Give the id that adding it returned.");
       }
-      if (Group* removed = find_group(static_cast<std::int32_t>(operation.rows.at(0)))) {
+      if (Group* removed = groups_.find_open(static_cast<std::int32_t>(operation.rows.at(0)))) {
         removed->is_removed = true;  // what all ranks have agreed on still runs
       }
       break;
@@ -162,35 +170,55 @@ void Engine::conclude(Group& group, Running& running) {
   if (context.team.local_size() > 1) {
     recorder_.activity().shared_bytes.add(operation.pieces.bytes());
   }
-  finish(operation, SPARKHVD_OK, {});
+  in_flight_.finish(operation, SPARKHVD_OK, {});
+}
+
+void ProcessSets::keep_buffer(Operation& operation, std::shared_ptr<Segment> segment) {
+  operation.segment = std::move(segment);
+  if (!operation.segment || !operation.segment->has(rank_)) {
+    operation.segment = nullptr;  // sparkhvd_work_buffer says so
+    return;
+  }
+  // One piece for all is no place where every rank has a tensor of its own.
+  if (operation.segment->is_one_piece()) return;
+  std::erase_if(buffers_, [](const auto& buffer) { return buffer.expired(); });
+  buffers_.push_back(operation.segment);
+}
+
+void ProcessSets::complete_group(Group& group, const Operation& operation, Context& context) {
+  const auto id = static_cast<std::int32_t>(operation.rows.at(0));
+  if (Group* added = groups_.find_open(id)) {
+    added->team = context.team;
+    auto memory = context.team.local_size() > 1 ? std::move(context.segment) : nullptr;
+    added->communicator.emplace(world_, id, context.team, std::move(memory), 0);
+    added->communicator->knobs() = group.communicator->knobs();
+  }
+  announce(group.team.restricted(ranks_of(operation)), id);
 }
 
 /// The process set exists from here on, so that its coordinator receives the first operation; it
 /// works when its ranks have shared their memory.
-void Engine::add_group(Group& group, Running& running) {
-  const std::int32_t id = next_process_set_++;
+void ProcessSets::add_group(Group& group, Running& running) {
+  const std::int32_t id = groups_.take_number();
   running.operation->rows = {id};
   Team team = group.team.restricted(ranks_of(*running.operation));
-  relay_to(id, ranks_of(*running.operation));
+  devices_.relay_to(id, ranks_of(*running.operation));
   if (!team.includes(rank_)) return;
-  open_group(std::make_unique<Group>(id, team));
+  open(std::make_unique<Group>(id, team));
   running.context->team = std::move(team);
-  running.task = share_memory(*running.context, Communicator::memory_bytes(world_->options()),
+  running.task = share_memory(*running.context, Communicator::memory_bytes(world_.options()),
                               Segment::Kind::kWorkspace);
 }
 
 /// Ranks that have left out each other's orders would disagree on what still runs, so the set's
 /// coordinator decides: after its last order it says that nothing follows, and until a member has received
 /// this, the set stays.
-void Engine::remove_group(Running& running) {
+void ProcessSets::remove_group(Running& running) {
   const auto id = static_cast<std::int32_t>(running.operation->descriptor.numbers.at(0));
-  if (id >= next_process_set_) return;  // conclude() says so
+  if (!groups_.was_made(id)) return;  // conclude() says so
   running.operation->rows = {id};
-  {
-    const std::scoped_lock lock(mutex_);
-    members_.erase(id);
-  }
-  Group* group = find_group(id);
+  in_flight_.withdraw(id);
+  Group* group = groups_.find_open(id);
   if (group == nullptr) return;
   if (!group->is_coordinator()) {
     running.task = wait_until_closed(*running.context, *group);
@@ -199,31 +227,7 @@ void Engine::remove_group(Running& running) {
   announce_end(*group, SPARKHVD_INVALID_ARGUMENT, kRemoved);
 }
 
-/// The coordinator's last word on a process set.
-void Engine::announce_end(Group& group, std::int32_t status, const std::string& text) {
-  const std::uint64_t orders = group.negotiation ? group.negotiation->device_orders() : 0;
-  group.device.expected = orders;
-  const Bytes frame = encode(Refuse{group.id, "", status, text, orders});
-  for (const Rank rank : group.team.ranks()) {
-    if (rank != rank_ && world_->link(rank).is_open()) world_->link(rank).send(frame);
-  }
-  close_group(group, status, text);
-}
-
-void Engine::close_group(Group& group, std::int32_t status, const std::string& text) {
-  group.is_closed = true;
-  group.why_closed = status;
-  group.closing_text = text;
-  std::erase_if(group.submitted, [&](const auto& entry) {
-    if (may_be_ordered(group, *entry.second)) return false;
-    finish(*entry.second, status, entry.second->label() + ": " + text);
-    return true;
-  });
-  group.negotiation.reset();
-  messages_->close(group.id, status, text);
-}
-
-void Engine::configure(Group& group, const Operation& operation) {
+void ProcessSets::configure(Group& group, const Operation& operation) {
   const auto& numbers = operation.descriptor.numbers;
   Knobs& knobs = group.communicator->knobs();
   const auto set = [&](std::size_t knob, std::uint64_t& value) {

@@ -66,11 +66,12 @@ class Negotiation {
 
   /// Ranks that have joined, and wait for the others to do so.
   struct Join {
+    Join() : last{}, since{}, deadline(kNever) {}  // clang 16 finds no other one here
     std::string name;
     std::map<Rank, Descriptor> joined;
-    Rank last{};
-    TimePoint since{};
-    TimePoint deadline = kNever;
+    Rank last;
+    TimePoint since;
+    TimePoint deadline;
   };
 
   Outcome join(Rank from, Ready message, TimePoint now);
@@ -96,13 +97,5 @@ class Negotiation {
   std::optional<Join> join_;
   std::vector<Rank> departed_;
 };
-
-/// Message on the difference of two ranks' descriptions of one operation; nothing if they agree.
-struct Submission {
-  Rank rank;
-  const Descriptor& descriptor;
-};
-std::optional<std::string> difference(const std::string& name, const Submission& first,
-                                      const Submission& second);
 
 }  // namespace sparkhvd

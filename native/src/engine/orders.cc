@@ -1,4 +1,4 @@
-#include "orders.h"
+#include "engine/orders.h"
 
 #include <algorithm>
 #include <utility>

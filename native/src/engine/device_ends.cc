@@ -1,9 +1,8 @@
-// News of the device, and the ends of its operations: finished, failed, left by a rank. Called by the
-// driver (see engine.h).
+// News of the device, and the ends of its operations: finished, failed, left by a rank (see device_orders.h).
 #include <algorithm>
-#include <cstdio>
 
-#include "engine.h"
+#include "engine/device_orders.h"
+#include "engine/negotiation.h"
 #include "text.h"
 
 namespace sparkhvd {
@@ -15,18 +14,12 @@ constexpr auto kNamingTime = std::chrono::seconds(1);
 // For the communicator of a set that a rank has left: see kDepartureTime in nccl/plane_end.cc.
 constexpr auto kMarkedTime = std::chrono::seconds(4);
 
-std::string seconds_text(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3g", seconds);
-  return text;
-}
-
 }  // namespace
 
 // ---- From the device -------------------------------------------------------------------------
 
 /// Takes news of the plane. True if there was any.
-bool Engine::hear_device() {
+bool DeviceOrders::hear() {
   auto* open = plane();
   if (open == nullptr) return false;
   bool moved = false;
@@ -34,32 +27,31 @@ bool Engine::hear_device() {
     moved = true;
     nccl::News news = open->take_news();
     for (const auto& made : news.ids) {
-      if (!has_failed_) on_unique_id(made.process_set, made.id);
+      if (!in_flight_.has_failed()) on_unique_id(made.process_set, made.id);
     }
-    for (const auto& done : news.done) on_device_done(done);
+    for (const auto& done : news.done) on_done(done);
     for (const auto& broken : news.broken) {
-      if (!has_failed_) on_broken(broken);
+      if (!in_flight_.has_failed()) on_broken(broken);
     }
-    if (news.failure && !has_failed_ && !device_failure_) {
+    if (news.failure && !in_flight_.has_failed() && !failure_) {
       const bool blames_a_peer = news.failure->status() == SPARKHVD_PEER_LOST;
       const auto patience = blames_a_peer ? kNamingTime : Clock::duration::zero();
-      device_failure_ = DeviceFailure{*news.failure, Clock::now() + patience};
+      failure_ = DeviceFailure{*news.failure, Clock::now() + patience};
     }
     if (news.is_aborted) end_on_plane();
-    const std::scoped_lock lock(mutex_);
-    if (waiters_ > 0) changed_.notify_all();  // a thread may wait for a launch
+    hooks_.launched();
   }
-  if (const auto now = Clock::now(); now >= next_device_deadline()) {
-    check_device_time(now);
+  if (const auto now = Clock::now(); now >= next_deadline()) {
+    check_time(now);
     moved = true;
   }
   return moved;
 }
 
-TimePoint Engine::next_device_deadline() const {
-  if (has_failed_) return on_plane_.empty() ? kNever : abort_deadline_;
+TimePoint DeviceOrders::next_deadline() const {
+  if (in_flight_.has_failed()) return on_plane_.empty() ? kNever : abort_deadline_;
   TimePoint next = marked_deadline_;
-  if (device_failure_) next = std::min(next, device_failure_->at);
+  if (failure_) next = std::min(next, failure_->at);
   for (const auto& [id, failure] : broken_) next = std::min(next, failure.at);
   if (!on_plane_.empty()) {
     next = std::min({next, on_plane_.front().deadline, on_plane_.front().warn_at});
@@ -69,63 +61,65 @@ TimePoint Engine::next_device_deadline() const {
   return next;
 }
 
-void Engine::check_device_time(TimePoint now) {
-  if (has_failed_) return end_on_plane();
+void DeviceOrders::check_time(TimePoint now) {
+  if (in_flight_.has_failed()) return end_on_plane();
   const auto fail_by = [&](const DeviceFailure& failure) {
-    fail(failure.error.status(), "NCCL on " + rank_text(rank_) + ": " +
-                                     without_stop(failure.error.what()) +
-                                     ". Start the engine again.");
+    in_flight_.fail(failure.error.status(), "NCCL on " + rank_text(options_.rank) + ": " +
+                                                without_stop(failure.error.what()) +
+                                                ". Start the engine again.");
   };
-  if (device_failure_ && now >= device_failure_->at) return fail_by(*device_failure_);
+  if (failure_ && now >= failure_->at) return fail_by(*failure_);
   for (const auto& [id, failure] : broken_) {
     if (now >= failure.at) return fail_by(failure);
   }
   const char* where = plane()->whereabouts();
   if (!on_plane_.empty() && now >= on_plane_.front().deadline) {
     const OnPlane& first = on_plane_.front();
-    return fail(SPARKHVD_TIMEOUT, first.label + ": " + rank_text(rank_) + " waited " +
-                                      seconds_text(first.timeout_s) + " s for " + where +
-                                      ". A process may be stopped, or a GPU or the network "
-                                      "between GPUs hangs.");
+    return in_flight_.fail(SPARKHVD_TIMEOUT,
+                           first.label + ": " + rank_text(options_.rank) + " waited " +
+                               seconds_text(first.timeout_s) + " s for " + where +
+                               ". A process may be stopped, or a GPU or the network "
+                               "between GPUs hangs.");
   }
   if (!on_plane_.empty() && now >= on_plane_.front().warn_at) warn_of_stall(now);
   if (now >= marked_deadline_) {
-    return fail(SPARKHVD_SHUT_DOWN, "the communicator of " + rank_text(rank_) +
-                                        " with a rank that shut down does not end. Call "
-                                        "shutdown() on a rank only after its last operation.");
+    return in_flight_.fail(SPARKHVD_SHUT_DOWN,
+                           "the communicator of " + rank_text(options_.rank) +
+                               " with a rank that shut down does not end. Call "
+                               "shutdown() on a rank only after its last operation.");
   }
   for (const auto& [id, group] : groups_) {
     if (now < group->device.id_deadline) continue;
     const std::string name =
         group->device.waiting.empty() ? "" : group->device.waiting.front().name;
-    return fail(SPARKHVD_TIMEOUT, "operation '" + name + "' on the device: " + rank_text(rank_) +
-                                      " waited in vain for " + where +
-                                      ", which begins a communicator.");
+    return in_flight_.fail(SPARKHVD_TIMEOUT,
+                           "operation '" + name + "' on the device: " + rank_text(options_.rank) +
+                               " waited in vain for " + where + ", which begins a communicator.");
   }
 }
 
 /// Operations that the device runs now.
-void Engine::watch_first() {
+void DeviceOrders::watch_first() {
   OnPlane& first = on_plane_.front();
   first.since = Clock::now();
   first.deadline = deadline_after(first.since, first.timeout_s);
-  first.warn_at = deadline_after(first.since, stall_warning_s_);
+  first.warn_at = deadline_after(first.since, options_.stall_warning_s);
 }
 
-void Engine::warn_of_stall(TimePoint now) {
+void DeviceOrders::warn_of_stall(TimePoint now) {
   OnPlane& first = on_plane_.front();
-  first.warn_at = deadline_after(now, stall_warning_s_);
+  first.warn_at = deadline_after(now, options_.stall_warning_s);
   const double waited = std::chrono::duration<double>(now - first.since).count();
   const std::string set =
       first.process_set == 0 ? "" : " of process set " + std::to_string(first.process_set);
-  warn(first.label + set + ": " + rank_text(rank_) + " is waiting for " + plane()->whereabouts() +
-       " since " + seconds_text(waited) +
+  warn(first.label + set + ": " + rank_text(options_.rank) + " is waiting for " +
+       plane()->whereabouts() + " since " + seconds_text(waited) +
        " s, after all ranks submitted it; what was ordered behind it waits too. A process may be "
        "stopped, or a GPU or the network between GPUs hangs.");
   recorder_.activity().stall_warnings.add();
 }
 
-void Engine::on_device_done(const nccl::News::Done& done) {
+void DeviceOrders::on_done(const nccl::News::Done& done) {
   const auto entry = std::ranges::find_if(on_plane_, [&](const OnPlane& one) {
     return one.process_set == done.process_set && one.sequence == done.sequence;
   });
@@ -134,34 +128,35 @@ void Engine::on_device_done(const nccl::News::Done& done) {
   const bool was_first = entry == on_plane_.begin();
   on_plane_.erase(entry);
   if (was_first && !on_plane_.empty()) watch_first();
-  const auto place = groups_.find(done.process_set);
-  Group* group = place == groups_.end() ? nullptr : place->second.get();
+  Group* group = groups_.find(done.process_set);
   const bool is_left = group != nullptr && (done.sequence >= group->device.departure_limit ||
                                             done.status == SPARKHVD_SHUT_DOWN);
   if (group != nullptr && !is_left) ++group->device.finished;
   if (marked_deadline_ != kNever) {
     const bool has_more = std::ranges::any_of(on_plane_, [&](const OnPlane& one) {
-      const auto its = groups_.find(one.process_set);
-      return its != groups_.end() && one.sequence >= its->second->device.departure_limit;
+      const Group* its = groups_.find(one.process_set);
+      return its != nullptr && one.sequence >= its->device.departure_limit;
     });
     if (!has_more) marked_deadline_ = kNever;
   }
   if (!operation) return;
   operation->on_device->is_with_plane = false;
-  if (has_failed_) {
-    finish(*operation, failure_->status(), operation->label() + ": " + failure_->what());
+  if (in_flight_.has_failed()) {
+    in_flight_.finish_failed(*operation);
   } else if (is_left && group->departed) {
-    finish(*operation, SPARKHVD_SHUT_DOWN,
-           departure_text(operation->descriptor.collective, operation->name, *group->departed));
+    in_flight_.finish(
+        *operation, SPARKHVD_SHUT_DOWN,
+        departure_text(operation->descriptor.collective, operation->name, *group->departed));
   } else {
     const bool ok = done.status == SPARKHVD_OK;
-    finish(*operation, done.status, ok ? std::string() : operation->label() + ": " + done.message);
+    in_flight_.finish(*operation, done.status,
+                      ok ? std::string() : operation->label() + ": " + done.message);
   }
 }
 
 // ---- Endings ---------------------------------------------------------------------------------
 
-void Engine::abort_device() {
+void DeviceOrders::abort() {
   auto* open = plane();
   if (open == nullptr) return;
   if (abort_deadline_ == kNever) abort_deadline_ = Clock::now() + nccl::kAbortTime;
@@ -169,36 +164,30 @@ void Engine::abort_device() {
 }
 
 /// The communicators have ended, or had their time: what was on them ends with the engine's error.
-void Engine::end_on_plane() noexcept {
+void DeviceOrders::end_on_plane() noexcept {
   for (; !on_plane_.empty(); on_plane_.pop_front()) {
     const auto& operation = on_plane_.front().operation;
     if (!operation) continue;
     operation->on_device->is_with_plane = false;
-    try {
-      const std::string label = operation->label() + ": ";
-      const std::string text = failure_->what();
-      finish(*operation, failure_->status(), text.starts_with(label) ? text : label + text);
-    } catch (const std::exception&) {
-      end_without_memory(*operation);
-    }
+    in_flight_.finish_failed(*operation);
   }
 }
 
 /// At shutdown: nothing of the plane runs afterwards, and every operation has ended.
-void Engine::stop_device() {
-  abort_device();
+void DeviceOrders::stop() {
+  abort();
   auto* open = plane();
   if (open == nullptr) return;
   if (!open->stop(abort_deadline_)) {
-    warn("NCCL or CUDA on " + rank_text(rank_) +
+    warn("NCCL or CUDA on " + rank_text(options_.rank) +
          " does not come back (it is in: " + open->whereabouts() + "); its thread is left behind.");
   }
   end_on_plane();
 }
 
 /// Operations that the departing rank has finished end here by themselves; later ones must be ended.
-void Engine::depart_on_device(Group& group, Rank rank, std::uint64_t executed) {
-  DeviceOrders& orders = group.device;
+void DeviceOrders::depart(Group& group, Rank rank, std::uint64_t executed) {
+  OnDevices& orders = group.device;
   if (!group.departed) group.departed = rank;
   orders.departure_limit = std::min(orders.departure_limit, executed);
   // A set that the departing rank's goodbye does not speak of has received its last message.
@@ -209,17 +198,17 @@ void Engine::depart_on_device(Group& group, Rank rank, std::uint64_t executed) {
 }
 
 /// NCCL has noticed first that a rank is gone.
-void Engine::on_broken(const nccl::News::Broken& broken) {
-  const auto entry = groups_.find(broken.process_set);
-  if (entry == groups_.end()) return;  // removed: nothing is left that it could keep from ending
+void DeviceOrders::on_broken(const nccl::News::Broken& broken) {
+  Group* group = groups_.find(broken.process_set);
+  if (group == nullptr) return;  // removed: nothing is left that it could keep from ending
   broken_.insert_or_assign(broken.process_set,
                            DeviceFailure{broken.error, Clock::now() + kNamingTime});
-  if (entry->second->departed) mark_for_abort(*entry->second);
+  if (group->departed) mark_for_abort(*group);
 }
 
 /// Ends what cannot end by itself on the device, of a process set that a rank has left.
-void Engine::mark_for_abort(Group& group) {
-  DeviceOrders& orders = group.device;
+void DeviceOrders::mark_for_abort(Group& group) {
+  OnDevices& orders = group.device;
   const bool is_broken = broken_.erase(group.id) > 0;
   for (const OnPlane& one : on_plane_) {
     // Then not even what the departing rank has finished.
@@ -236,38 +225,31 @@ void Engine::mark_for_abort(Group& group) {
 }
 
 /// Rank 0 has left, and passes nothing on any more.
-void Engine::on_relay_end() {
+void DeviceOrders::on_relay_end() {
   for (auto& [id, group] : groups_) {
     if (group->is_coordinator()) refuse_orders(*group);
-    settle_device(*group);
+    hooks_.settle(*group);
   }
 }
 
 /// True if its order may still come although the coordinator orders nothing more.
-bool Engine::may_be_ordered(const Group& group, const Operation& operation) const {
+bool DeviceOrders::may_be_ordered(const Group& group, const Operation& operation) const {
   return operation.on_device && group.device.expected &&
-         group.device.received < *group.device.expected && !said_goodbye_[0];
+         group.device.received < *group.device.expected && !peers_.has_left(Rank{0});
 }
 
-/// Refuses what waited for the orders behind the coordinator's last word, when these have come.
-void Engine::settle_device(Group& group) {
-  if (group.is_closed) {
-    std::erase_if(group.submitted, [&](const auto& entry) {
-      if (may_be_ordered(group, *entry.second)) return false;
-      finish(*entry.second, group.why_closed, entry.second->label() + ": " + group.closing_text);
-      return true;
-    });
-  }
-  refuse_after_coordinator(group);
-}
-
-/// A removed process set goes when what was ordered on devices there has ended.
-bool Engine::is_device_done(const Group& group) const {
-  const DeviceOrders& orders = group.device;
-  const bool may_come = orders.expected && orders.received < *orders.expected && !said_goodbye_[0];
+bool DeviceOrders::is_done(const Group& group) const {
+  const OnDevices& orders = group.device;
+  const bool may_come =
+      orders.expected && orders.received < *orders.expected && !peers_.has_left(Rank{0});
   return !may_come && std::ranges::none_of(on_plane_, [&](const OnPlane& one) {
     return one.process_set == group.id;
   });
+}
+
+void DeviceOrders::remove(const Group& group) {
+  if (auto* open = plane()) open->remove(group.id);
+  broken_.erase(group.id);
 }
 
 }  // namespace sparkhvd

@@ -1,14 +1,11 @@
-// Operations on devices: put into one order for all process sets, handed to the plane that launches
-// them, finished when the device has. Called by the driver (see engine.h), except for `open_device`.
-//
-// Two communicators that launch in different orders on two ranks wait for each other for ever. So there
-// is one order: a process set's coordinator decides what is next there, and rank 0, whom every
-// coordinator tells, passes it on; what a rank gets on rank 0's connection it launches in that order.
+// The order of operations on devices, and their way to the plane. How they end is in device_ends.cc.
+#include "engine/device_orders.h"
+
 #include <algorithm>
 #include <cstring>
 
 #include "collectives/spec.h"
-#include "engine.h"
+#include "engine/order_checks.h"
 #include "nccl/device_collectives.h"
 #include "text.h"
 
@@ -29,6 +26,11 @@ std::string joined_text(const std::string& label, Rank rank, const char* what) {
          ". Give join() the device.";
 }
 
+const Descriptor& descriptor_of(const Group& group, const Execute& execute) {
+  const auto mine = group.submitted.find(execute.name);
+  return mine != group.submitted.end() ? mine->second->descriptor : execute.descriptor.value();
+}
+
 /// True if the result has bytes of some rank: then it needs a place.
 bool lacks_output(const Operation& operation, const Execute& message, std::size_t members) {
   const Descriptor& descriptor = operation.descriptor;
@@ -44,28 +46,37 @@ bool lacks_output(const Operation& operation, const Execute& message, std::size_
 
 }  // namespace
 
-void Engine::open_device(const nccl::DeviceOptions& options) {
-  if (is_forked_copy()) throw created_before_fork();
-  const std::scoped_lock once(device_mutex_);
+DeviceOrders::DeviceOrders(const Options& options, Groups& groups, InFlight& in_flight,
+                           Peers& peers, Bell& bell, Recorder& recorder, Hooks hooks)
+    : options_(options),
+      groups_(groups),
+      in_flight_(in_flight),
+      peers_(peers),
+      bell_(bell),
+      recorder_(recorder),
+      hooks_(std::move(hooks)) {}
+
+void DeviceOrders::open(const nccl::DeviceOptions& options) {
+  const std::scoped_lock once(opening_);
   if (const auto* open = plane()) {
     if (open->device()->ordinal() == options.ordinal) return;
     throw Error(SPARKHVD_INVALID_ARGUMENT, "device " + std::to_string(options.ordinal) + ": " +
-                                               rank_text(rank_) + " has opened device " +
+                                               rank_text(options_.rank) + " has opened device " +
                                                std::to_string(open->device()->ordinal()) +
                                                " before, and a rank has one.");
   }
-  check();
+  in_flight_.check();
   auto plane = std::make_unique<nccl::DevicePlane>(
       std::make_shared<nccl::Device>(options), [this] { bell_.ring_self_if_asleep(); },
-      has_cpu_for_plane_);
-  const std::scoped_lock lock(mutex_);
-  if (failure_) throw *failure_;
-  own_plane_ = std::move(plane);
-  plane_.store(own_plane_.get(), std::memory_order_release);
+      options_.has_cpu_for_plane);
+  in_flight_.if_usable([&] {
+    own_plane_ = std::move(plane);
+    plane_.store(own_plane_.get(), std::memory_order_release);
+  });
   bell_.ring_self();  // who sleeps has not announced it to the plane
 }
 
-std::shared_ptr<nccl::Device> Engine::device() const {
+std::shared_ptr<nccl::Device> DeviceOrders::device() const {
   const auto* open = plane();
   return open == nullptr ? nullptr : open->device();
 }
@@ -73,156 +84,149 @@ std::shared_ptr<nccl::Device> Engine::device() const {
 // ---- The order -------------------------------------------------------------------------------
 
 /// The coordinator: all ranks of the set are ready for this.
-void Engine::order_on_device(Group& group, Execute execute) {
-  DeviceOrders& orders = group.device;
-  const auto mine = group.submitted.find(execute.name);
-  const Descriptor& descriptor =
-      mine != group.submitted.end() ? mine->second->descriptor : execute.descriptor.value();
+void DeviceOrders::order(Group& group, Execute execute) {
+  OnDevices& orders = group.device;
   orders.waiting.push_back(std::move(execute));
-  if (rank_ != Rank{0} && said_goodbye_[0]) return refuse_orders(group);
-  if (orders.has_id) return send_device_orders(group);
+  const Descriptor& descriptor = descriptor_of(group, orders.waiting.back());
+  if (options_.rank != Rank{0} && peers_.has_left(Rank{0})) return refuse_orders(group);
+  if (orders.has_id) return send_orders(group);
   if (orders.waiting.size() > 1) return;
   auto* open = plane();
   if (open == nullptr) {
-    return fail(SPARKHVD_INVALID_ARGUMENT,
-                joined_text(operation_label(descriptor.collective, orders.waiting.front().name),
-                            rank_, "it begins the communicator as the set's first rank"));
+    return in_flight_.fail(
+        SPARKHVD_INVALID_ARGUMENT,
+        joined_text(operation_label(descriptor.collective, orders.waiting.front().name),
+                    options_.rank, "it begins the communicator as the set's first rank"));
   }
   orders.id_deadline = deadline_after(Clock::now(), descriptor.timeout_s);
   open->make_unique_id(group.id);
 }
 
-void Engine::on_unique_id(std::int32_t process_set, const nccl::NcclUniqueId& id) {
-  const auto entry = groups_.find(process_set);
-  if (entry == groups_.end()) return;
-  DeviceOrders& orders = entry->second->device;
+void DeviceOrders::on_unique_id(std::int32_t process_set, const nccl::NcclUniqueId& id) {
+  Group* group = groups_.find(process_set);
+  if (group == nullptr) return;
+  OnDevices& orders = group->device;
   orders.has_id = true;
   orders.id_deadline = kNever;
   if (orders.waiting.empty()) return;  // refused meanwhile
   orders.waiting.front().unique_id.assign(id.bytes.begin(), id.bytes.end());
-  send_device_orders(*entry->second);
+  send_orders(*group);
 }
 
-void Engine::send_device_orders(Group& group) {
-  DeviceOrders& orders = group.device;
-  while (!orders.waiting.empty() && !has_failed_) {
+void DeviceOrders::send_orders(Group& group) {
+  OnDevices& orders = group.device;
+  while (!orders.waiting.empty() && !in_flight_.has_failed()) {
     Execute execute = std::move(orders.waiting.front());
     orders.waiting.pop_front();
-    if (rank_ == Rank{0}) {
+    if (options_.rank == Rank{0}) {
       pass_on(group.team, std::move(execute));
       continue;
     }
-    const auto mine = group.submitted.find(execute.name);
-    const auto collective = mine != group.submitted.end() ? mine->second->descriptor.collective
-                                                          : execute.descriptor.value().collective;
-    orders.sent.push_back({execute.name, collective});
-    world_->link(Rank{0}).send(encode(Order{std::move(execute)}));
+    orders.sent.push_back({execute.name, descriptor_of(group, execute).collective});
+    peers_.send(Rank{0}, encode(Order{std::move(execute)}));
   }
 }
 
 /// Rank 0 has left, so these will never come to anybody.
-void Engine::refuse_orders(Group& group) {
-  DeviceOrders& orders = group.device;
+void DeviceOrders::refuse_orders(Group& group) {
+  OnDevices& orders = group.device;
   std::vector<Refuse> refused;
   const auto refuse = [&](const std::string& name, Collective collective) {
     refused.push_back({group.id, name, SPARKHVD_SHUT_DOWN, relay_text(collective, name)});
   };
   for (const auto& sent : orders.sent) refuse(sent.name, sent.collective);
   for (const auto& waiting : orders.waiting) {
-    const auto mine = group.submitted.find(waiting.name);
-    refuse(waiting.name, mine != group.submitted.end() ? mine->second->descriptor.collective
-                                                       : waiting.descriptor.value().collective);
+    refuse(waiting.name, descriptor_of(group, waiting).collective);
   }
   orders.sent.clear();
   orders.waiting.clear();
   orders.id_deadline = kNever;
   for (const auto& message : refused) {
-    for (const Rank to : group.team.ranks()) {
-      if (to != rank_ && world_->link(to).is_open()) world_->link(to).send(encode(message));
-    }
-    on_refuse(rank_, message);
+    peers_.send_to(group.team.ranks(), encode(message));
+    hooks_.refuse(message);
   }
 }
 
 /// Rank 0: a new process set, of whose first rank it takes orders.
-void Engine::relay_to(std::int32_t process_set, std::vector<Rank> ranks) {
-  if (rank_ != Rank{0}) return;
+void DeviceOrders::relay_to(std::int32_t process_set, std::vector<Rank> ranks) {
+  if (options_.rank != Rank{0}) return;
   relays_[process_set].ranks = std::move(ranks);
-  auto held = std::exchange(held_orders_, {});
+  auto held = std::exchange(held_, {});
   for (auto& [from, execute] : held) on_order(from, std::move(execute));
 }
 
 /// Rank 0: the coordinator of a process set has said what is next there.
-void Engine::on_order(Rank from, Execute execute) {
-  if (rank_ != Rank{0}) throw nonsense("an order to pass on, which only rank 0 does");
+void DeviceOrders::on_order(Rank from, Execute execute) {
+  if (options_.rank != Rank{0}) throw nonsense("an order to pass on, which only rank 0 does");
   const auto entry = relays_.find(execute.process_set);
   if (entry == relays_.end()) {
     // The set's ranks may have finished making it before this one has begun.
-    if (execute.process_set < next_process_set_ || held_orders_.size() >= kMaxHeldOrders) {
+    if (groups_.was_made(execute.process_set) || held_.size() >= kMaxHeldOrders) {
       throw nonsense("an order for a process set that does not exist");
     }
-    held_orders_.emplace_back(from, std::move(execute));
+    held_.emplace_back(from, std::move(execute));
     return;
   }
   Relay& relay = entry->second;
-  if (from != relay.ranks.front() || from == rank_ || execute.sequence != relay.next) {
+  if (from != relay.ranks.front() || from == options_.rank || execute.sequence != relay.next) {
     throw nonsense("an order that only the coordinator of a process set may send, in order");
   }
   ++relay.next;
-  pass_on(Team(rank_, {relay.ranks}), std::move(execute));
+  pass_on(Team(options_.rank, {relay.ranks}), std::move(execute));
 }
 
-void Engine::pass_on(const Team& team, Execute execute) {
-  if (auto mine = send_order(std::move(execute), team)) on_device_execute(rank_, std::move(*mine));
+void DeviceOrders::pass_on(const Team& team, Execute execute) {
+  if (auto mine = peers_.send_order(std::move(execute), team))
+    on_execute(options_.rank, std::move(*mine));
 }
 
 // ---- To the device ---------------------------------------------------------------------------
 
-void Engine::on_device_execute(Rank from, Execute message) {
+void DeviceOrders::on_execute(Rank from, Execute message) {
   if (from != Rank{0}) throw nonsense("an order for devices that rank 0 has not passed on");
-  const auto place = groups_.find(message.process_set);
-  if (place == groups_.end() || !place->second->communicator) {
+  Group* const found = groups_.find(message.process_set);
+  if (found == nullptr || !found->communicator) {
     throw nonsense("an order for devices of a process set that is not there");
   }
-  Group& group = *place->second;
+  Group& group = *found;
   if (message.sequence != group.device.received) throw nonsense("an order out of order");
   if ((message.sequence == 0) == message.unique_id.empty()) throw nonsense("an id out of order");
   ++group.device.received;
   if (!group.device.sent.empty()) group.device.sent.pop_front();
-  check_contributors(group, message);
-  const bool is_contributor =
-      message.contributors.empty() || std::ranges::count(message.contributors, rank_) > 0;
+  check_contributors(group.team, message);
   const bool is_possible = message.sequence < group.device.departure_limit;
-  if (is_contributor) {
+  if (is_contributor(message, options_.rank)) {
     if (auto operation = take_submitted(group, message)) {
       if (is_possible) {
         hand_over(group, message, std::move(operation));
       } else {
-        finish(*operation, SPARKHVD_SHUT_DOWN,
-               departure_text(operation->descriptor.collective, operation->name, *group.departed));
+        in_flight_.finish(
+            *operation, SPARKHVD_SHUT_DOWN,
+            departure_text(operation->descriptor.collective, operation->name, *group.departed));
       }
     }
   } else if (is_possible) {
     hand_over(group, message, nullptr);
   }
-  if (!has_failed_) settle_device(group);
+  if (!in_flight_.has_failed()) hooks_.settle(group);
 }
 
 /// Null if it has ended here because a rank has left.
-std::shared_ptr<Operation> Engine::take_submitted(Group& group, const Execute& message) {
+std::shared_ptr<Operation> DeviceOrders::take_submitted(Group& group, const Execute& message) {
   const auto entry = group.submitted.find(message.name);
   if (entry == group.submitted.end() && group.departed) return nullptr;
   if (entry == group.submitted.end() || !entry->second->on_device) {
     throw nonsense("an order to run '" + message.name + "' on a device, which is unknown here");
   }
   const auto operation = entry->second;
-  check_order(group, *operation, message);
+  check_order(group.team, *operation, message);
   recorder_.agreed(*operation);
   group.submitted.erase(entry);
   return operation;
 }
 
-void Engine::hand_over(Group& group, const Execute& message, std::shared_ptr<Operation> operation) {
+void DeviceOrders::hand_over(Group& group, const Execute& message,
+                             std::shared_ptr<Operation> operation) {
   if (!operation && !message.descriptor) throw nonsense("an order without a description");
   const Descriptor& descriptor = operation ? operation->descriptor : *message.descriptor;
   const std::string label = operation_label(descriptor.collective, message.name);
@@ -230,15 +234,16 @@ void Engine::hand_over(Group& group, const Execute& message, std::shared_ptr<Ope
   if (*spec.device_algorithm == '\0') throw nonsense("no device runs " + label);
   auto* open = plane();
   if (open == nullptr) {
-    return fail(SPARKHVD_INVALID_ARGUMENT,
-                joined_text(label, rank_, "NCCL needs every rank, with zeros of one that joined"));
+    return in_flight_.fail(
+        SPARKHVD_INVALID_ARGUMENT,
+        joined_text(label, options_.rank, "NCCL needs every rank, with zeros of one that joined"));
   }
   nccl::Launch launch;
   if (operation) {
     if (lacks_output(*operation, message, group.team.size())) {
-      return fail(SPARKHVD_INVALID_ARGUMENT,
-                  label + ": it has no output on " + rank_text(rank_) +
-                      ". On a device the caller gives one with room for all rows.");
+      return in_flight_.fail(SPARKHVD_INVALID_ARGUMENT,
+                             label + ": it has no output on " + rank_text(options_.rank) +
+                                 ". On a device the caller gives one with room for all rows.");
     }
     operation->rows = message.rows;
     // Of an alltoall more than the caller reads.

@@ -12,8 +12,8 @@
 
 #include "collectives/collectives.h"
 #include "communicator.h"
+#include "engine/negotiation.h"
 #include "error.h"
-#include "negotiation.h"
 #include "operation.h"
 
 namespace sparkhvd {
@@ -32,7 +32,7 @@ struct Running {
 };
 
 /// Operations that a process set has agreed to run on its ranks' devices, beside `running`.
-struct DeviceOrders {
+struct OnDevices {
   std::uint64_t received = 0;
   std::uint64_t finished = 0;
   std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
@@ -67,13 +67,48 @@ struct Group {
   std::deque<Running> running;                                  // in the agreed order
   std::uint64_t executes_received = 0;
   std::uint64_t executed = 0;
-  DeviceOrders device;
+  OnDevices device;
   std::uint64_t departure_limit = UINT64_MAX;  // operations from this number on cannot run
   std::optional<Rank> departed;                // the first that has left in order
   bool is_closed = false;                      // the coordinator orders nothing more, and why
   std::int32_t why_closed = SPARKHVD_OK;
   std::string closing_text;
   bool is_removed = false;  // goes when nothing runs any more
+};
+
+/// The process sets that a rank is in, by number.
+class Groups {
+ public:
+  using Map = std::map<std::int32_t, std::unique_ptr<Group>>;
+
+  /// Null if there is none.
+  Group* find(std::int32_t id) const {
+    const auto entry = groups_.find(id);
+    return entry == groups_.end() ? nullptr : entry->second.get();
+  }
+  /// The same; null also if it was removed, and only finishes what was agreed on.
+  Group* find_open(std::int32_t id) const {
+    Group* group = find(id);
+    return group == nullptr || group->is_removed ? nullptr : group;
+  }
+  /// True if it was made, whether this rank is in it or not, and is no more.
+  bool is_gone(std::int32_t id) const { return id < next_ && !groups_.contains(id); }
+  bool was_made(std::int32_t id) const { return id < next_; }
+  std::int32_t take_number() { return next_++; }
+  Group& add(std::unique_ptr<Group> group) {
+    const std::int32_t id = group->id;
+    return *groups_.insert_or_assign(id, std::move(group)).first->second;
+  }
+  Map::iterator erase(Map::iterator entry) { return groups_.erase(entry); }
+
+  Map::iterator begin() { return groups_.begin(); }
+  Map::iterator end() { return groups_.end(); }
+  Map::const_iterator begin() const { return groups_.begin(); }
+  Map::const_iterator end() const { return groups_.end(); }
+
+ private:
+  Map groups_;
+  std::int32_t next_ = 1;  // 0 has all ranks
 };
 
 }  // namespace sparkhvd

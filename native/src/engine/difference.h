@@ -1,0 +1,20 @@
+// What ranks must agree on in one operation, and the sentence if they do not. Pure.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "message.h"
+#include "types.h"
+
+namespace sparkhvd {
+
+/// Message on the difference of two ranks' descriptions of one operation; nothing if they agree.
+struct Submission {
+  Rank rank;
+  const Descriptor& descriptor;
+};
+std::optional<std::string> difference(const std::string& name, const Submission& first,
+                                      const Submission& second);
+
+}  // namespace sparkhvd

@@ -1,0 +1,313 @@
+#include "engine/driver.h"
+
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "error.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace sparkhvd {
+namespace {
+
+// Once no caller has driven for this long, and at most twice as long, the progress thread takes
+// over. Waking it after every one of a series of calls would cost more than the calls; so does
+// setting a timer each time (5 us in a virtual machine), so one that runs is left alone.
+constexpr auto kTakeOverTime = std::chrono::microseconds(200);
+// The same while nothing is in flight here: peers get their answers, and no rank waits for bytes.
+constexpr auto kIdleTakeOverTime = std::chrono::milliseconds(10);
+constexpr auto kTrialPeriod = std::chrono::milliseconds(16);
+constexpr auto kTrialTime = std::chrono::milliseconds(1);
+
+// What the progress thread waits for.
+constexpr std::uint64_t kConnectionsKey = 0;
+constexpr std::uint64_t kControlKey = 1;
+constexpr std::uint64_t kTimerKey = 2;
+
+}  // namespace
+
+void relax(bool lets_others_run) noexcept {
+  if (lets_others_run) {
+    ::sched_yield();
+    return;
+  }
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+Driver::Driver(Drivable& driven, Bell& bell, Recorder& recorder, int connections,
+               const Spinning& spinning)
+    : driven_(driven),
+      bell_(bell),
+      recorder_(recorder),
+      connections_(connections),
+      spinning_(spinning),
+      control_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
+  if (!control_.valid()) throw_errno("eventfd");
+  if (!timer_.valid()) throw_errno("timerfd_create");
+  poller_.add(connections_, EPOLLIN, kConnectionsKey);
+  poller_.add(control_.get(), EPOLLIN, kControlKey);
+  poller_.add(timer_.get(), EPOLLIN, kTimerKey);
+}
+
+// ---- Who drives ------------------------------------------------------------------------------
+
+void Driver::become_driver() {
+  has_driver_ = true;
+  if (is_watching_) {
+    poller_.modify(connections_, 0, kConnectionsKey);
+    is_watching_ = false;
+  }
+  bell_.set_awake();
+  recorder_.woke();
+}
+
+void Driver::stop_driving() {
+  has_driver_ = false;
+  ++drives_;
+  start_timer();
+  if (waiters_ > 0) changed_.notify_all();
+}
+
+void Driver::start_timer() {
+  const bool is_idle = driven_.is_idle();
+  if (is_timer_running_ && (is_idle || !is_timer_idle_)) return;
+  itimerspec time{};
+  time.it_value.tv_nsec =
+      std::chrono::nanoseconds(is_idle ? kIdleTakeOverTime : kTakeOverTime).count();
+  if (::timerfd_settime(timer_.get(), 0, &time, nullptr) != 0) throw_errno("timerfd_settime");
+  is_timer_running_ = true;
+  is_timer_idle_ = is_idle;
+}
+
+void Driver::wake_sleeper() {
+  if (has_driver_ && driver_sleeps_) bell_.ring_self();
+}
+
+void Driver::serve() {
+  Lock lock(mutex_);
+  if (has_driver_) return wake_sleeper();
+  become_driver();
+  lock.unlock();
+  driven_.step(Work::kControl);
+  lock.lock();
+  stop_driving();
+}
+
+void Driver::notify() {
+  const Lock lock(mutex_);
+  if (waiters_ > 0) changed_.notify_all();
+}
+
+void Driver::take_for_good() {
+  Lock lock(mutex_);
+  is_stopping_ = true;
+  hand_over_.store(true, std::memory_order_relaxed);
+  bell_.ring_self();
+  changed_.notify_all();
+  ++waiters_;
+  while (has_driver_) lock.wait(changed_, kNever);
+  --waiters_;
+  become_driver();
+}
+
+void Driver::wake_progress_thread() noexcept {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(control_.get(), &one, sizeof(one));
+}
+
+void Driver::release() {
+  const Lock lock(mutex_);
+  has_driver_ = false;
+  changed_.notify_all();
+}
+
+void Driver::after_fork() noexcept {
+  // No epoll_ctl either: the epoll instance is shared with the parent.
+  poller_.close();
+  control_.reset();
+  timer_.reset();
+}
+
+// ---- The progress thread ---------------------------------------------------------------------
+
+void Driver::run_progress_thread() {
+  TimePoint deadline = kNever;
+  std::uint64_t drives_seen = 0;
+  while (true) {
+    bool interrupted = false;
+    bool is_timer = false;
+    const auto& events = poller_.wait(milliseconds_until(deadline), interrupted);
+    const bool is_called = !events.empty();
+    for (const auto& event : events) {
+      std::uint64_t count = 0;
+      if (event.data.u64 != kTimerKey) continue;
+      [[maybe_unused]] const auto result = ::read(timer_.get(), &count, sizeof(count));
+      is_timer = true;
+    }
+    deadline = kNever;
+    Lock lock(mutex_);
+    if (is_stopping_) return;
+    if (is_timer) is_timer_running_ = false;
+    // A caller that drives starts the timer when it stops.
+    if (has_driver_) continue;
+    if (is_timer && std::exchange(drives_seen, drives_) != drives_) {
+      start_timer();
+      continue;
+    }
+    has_driver_ = true;
+    bell_.set_awake();
+    lock.unlock();
+    const bool is_idle = progress_until_idle(is_called);
+    const TimePoint wake_up = driven_.wake_up();
+    lock.lock();
+    if (is_idle && !is_stopping_ && !driven_.has_requests()) {
+      deadline = wake_up;
+      has_driver_ = false;
+      if (!is_watching_) poller_.modify(connections_, EPOLLIN, kConnectionsKey);
+      is_watching_ = true;
+      if (waiters_ > 0) changed_.notify_all();
+    } else {
+      stop_driving();
+    }
+  }
+}
+
+/// Drives until there is nothing to do (true) or a caller wants to drive (false). `is_called`: something
+/// has happened.
+bool Driver::progress_until_idle(bool is_called) {
+  TimePoint spin_end = Clock::now() + (is_called ? spinning_.time : Clock::duration::zero());
+  driven_.look();
+  while (!hand_over_.load(std::memory_order_relaxed)) {
+    if (driven_.step(Work::kAll)) {
+      spin_end = Clock::now() + spinning_.time;
+      continue;
+    }
+    // A thread without waiters spins only in the middle of an operation that all ranks are
+    // in.
+    if (driven_.is_running() && Clock::now() < spin_end) {
+      relax(spinning_.is_crowded);
+      continue;
+    }
+    if (announce_sleep()) return true;
+  }
+  return false;
+}
+
+// ---- Waiting callers -------------------------------------------------------------------------
+
+void Driver::wait(const Goal& goal, TimePoint deadline, bool has_requested) {
+  Lock lock(mutex_);
+  if (has_requested) wake_sleeper();
+  ++waiters_;
+  while (!goal.is_reached() && !is_stopping_) {
+    if (has_driver_) {
+      hand_over_.store(true, std::memory_order_relaxed);
+      recorder_.activity().waits.add();
+      if (!lock.wait(changed_, deadline)) break;
+      continue;
+    }
+    hand_over_.store(false, std::memory_order_relaxed);
+    become_driver();
+    lock.unlock();
+    const bool stop = drive_to(goal, deadline);
+    lock.lock();
+    stop_driving();
+    if (stop) break;
+  }
+  --waiters_;
+  if (waiters_ == 0 && !is_stopping_) hand_over_.store(false, std::memory_order_relaxed);
+}
+
+/// True if the deadline, a signal or the end came before the goal.
+bool Driver::drive_to(const Goal& goal, TimePoint deadline) {
+  bool is_spinning = false;
+  TimePoint spin_end = Clock::now() + patience(goal);
+  while (!goal.is_reached()) {
+    if (driven_.step(Work::kAll)) {
+      if (std::exchange(is_spinning, false)) {
+        failed_spins_ = 0;
+        recorder_.activity().spins.add();
+      }
+      const auto now = Clock::now();
+      if (now >= deadline) return !goal.is_reached();
+      spin_end = now + patience(goal);
+      continue;
+    }
+    const auto now = Clock::now();
+    if (now >= deadline) return true;
+    if (now < spin_end) {
+      is_spinning = !goal.is_imminent();
+      if (is_spinning) {
+        relax(spinning_.is_crowded);
+      } else if (goal.await()) {
+        return false;
+      }
+      continue;
+    }
+    if (std::exchange(is_spinning, false)) {
+      ++failed_spins_;
+      recorder_.activity().failed_spins.add();
+    }
+    if (sleep_until(deadline)) return true;
+    spin_end = Clock::now() + patience(goal);
+  }
+  return false;
+}
+
+/// Between hosts the CPU that spins may be the one that the network's work needs: after a few
+/// fruitless spins in a row, waiters sleep at once. On one host it takes many: who sleeps makes the
+/// others wait for its wake-up, so that they sleep too, and small operations would cost a wake-up each
+/// from then on. They try again in the first of every 16 ms, by a clock that the processes of a host
+/// share, because a spin meets an answer in time only if the peer spins too.
+Clock::duration Driver::patience(const Goal& goal) const {
+  if (failed_spins_ < spinning_.max_failed || goal.is_imminent()) return spinning_.time;
+  const bool is_trial = Clock::now().time_since_epoch() % kTrialPeriod < kTrialTime;
+  return is_trial ? spinning_.time : Clock::duration::zero();
+}
+
+/// Sleeps until something happens. True if a signal, the deadline or the end ended it.
+bool Driver::sleep_until(TimePoint deadline) {
+  if (!announce_sleep()) return false;
+  {
+    const Lock lock(mutex_);
+    driver_sleeps_ = !is_stopping_ && !driven_.has_requests();
+    if (!driver_sleeps_) {
+      bell_.set_awake();
+      return is_stopping_;
+    }
+  }
+  recorder_.activity().waits.add();
+  bool interrupted = false;
+  const bool moved = driven_.sleep(deadline, interrupted);
+  {
+    const Lock lock(mutex_);
+    driver_sleeps_ = false;
+    if (is_stopping_) interrupted = true;
+  }
+  bell_.set_awake();
+  return interrupted || (!moved && Clock::now() >= deadline);
+}
+
+/// Tells the peers of this host and the plane to ring, if they matter at all. False if there is
+/// something to do after all.
+bool Driver::announce_sleep() {
+  if (!driven_.is_running() && !driven_.expects_bell()) return true;
+  bell_.set_sleeping();
+  if (!driven_.step(Work::kAll)) return true;
+  bell_.set_awake();
+  return false;
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,141 @@
+#include "engine/engine.h"
+
+#include <cstdio>
+#include <future>
+
+#include "nccl/device_operation.h"
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+// Time that a thread that waits for a launch looks at nothing else.
+constexpr auto kLaunchTime = std::chrono::microseconds(20);
+
+class Ended final : public Goal {
+ public:
+  explicit Ended(const Operation& operation) : operation_(operation) {}
+  bool is_reached() const override { return operation_.is_finished(); }
+
+ private:
+  const Operation& operation_;
+};
+
+/// Ended, or on its way on the device. A launch that the ranks have agreed on needs a few microseconds of the
+/// plane's thread.
+class Launched final : public Goal {
+ public:
+  Launched(const Operation& operation, bool has_cpu_for_plane)
+      : operation_(operation), has_cpu_for_plane_(has_cpu_for_plane) {}
+  bool is_reached() const override {
+    return operation_.is_finished() || nccl::is_launched(operation_);
+  }
+  bool is_imminent() const override {
+    return has_cpu_for_plane_ && operation_.on_device->is_with_plane;
+  }
+  /// The plane's thread has a CPU of its own, unless other programs take that: so it is let run here, too. A CPU
+  /// that they have taken may come back milliseconds later, and then everything else comes first.
+  bool await() const override {
+    const TimePoint end = Clock::now() + kLaunchTime;
+    do {
+      if (nccl::is_launched(operation_)) return true;
+      relax(true);
+    } while (Clock::now() < end);
+    return nccl::is_launched(operation_);
+  }
+
+ private:
+  const Operation& operation_;
+  const bool has_cpu_for_plane_;
+};
+
+}  // namespace
+
+Engine::Engine(EngineOptions options)
+    : stall_shutdown_s_(options.stall_shutdown_s),
+      core_(std::move(options), [this] { driver_.notify(); }),
+      driver_(core_, core_.bell(), core_.recorder(), core_.connections(), core_.spinning()) {
+  std::promise<void> held;
+  const auto is_held = held.get_future();
+  thread_ = std::jthread([this, held = std::move(held)]() mutable {
+    const auto life = core_.world().hold_life();
+    held.set_value();
+    driver_.run_progress_thread();
+  });
+  is_held.wait();
+}
+
+Engine::~Engine() { shutdown(); }
+
+void Engine::check() const {
+  if (is_forked_copy()) throw created_before_fork();
+  core_.in_flight().check();
+}
+
+void Engine::open_device(const nccl::DeviceOptions& options) {
+  if (is_forked_copy()) throw created_before_fork();
+  core_.devices().open(options);
+}
+
+void Engine::submit(std::shared_ptr<Operation> operation) {
+  core_.in_flight().submit(std::move(operation));
+  driver_.serve();
+}
+
+void Engine::wait(const Operation& operation, TimePoint deadline) {
+  if (!operation.is_finished()) driver_.wait(Ended(operation), deadline, false);
+}
+
+void Engine::wait_launched(const Operation& operation, TimePoint deadline) {
+  const Launched launched(operation, core_.devices().has_cpu_for_plane());
+  if (!launched.is_reached()) driver_.wait(launched, deadline, false);
+}
+
+void Engine::run(const std::shared_ptr<Operation>& operation, TimePoint deadline) {
+  core_.in_flight().submit(operation);
+  driver_.wait(Ended(*operation), deadline, true);
+}
+
+void Engine::abort(const std::string& reason) {
+  if (core_.in_flight().request_abort(reason)) driver_.serve();
+}
+
+void Engine::shutdown() {
+  const std::scoped_lock once(shutdown_mutex_);
+  if (is_shut_down_) return;
+  driver_.take_for_good();
+  // The reason for an abort must not be lost to a shutdown right behind it.
+  if (core_.in_flight().is_abort_requested()) core_.step(Work::kControl);
+  core_.leave();
+  // Nothing may keep the thread from being joined, least of all what has no memory to say so.
+  const auto attempt = [this](auto body) noexcept {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "sparkhvd warning: rank %d, shutting down: %s\n", index_of(rank()),
+                   error.what());
+    }
+  };
+  attempt([this] { core_.devices().stop(); });
+  driver_.wake_progress_thread();
+  if (thread_.joinable()) thread_.join();
+  attempt([this] { core_.recorder().stop_timeline(); });
+  driver_.release();
+  is_shut_down_ = true;
+}
+
+void Engine::after_fork() noexcept {
+  // A mutex may be held by a thread that does not exist here: no locks, no epoll_ctl (the epoll
+  // instances are shared with the parent), only the copies of the descriptors.
+  is_forked_copy_.store(true, std::memory_order_relaxed);
+  core_.after_fork();
+  driver_.after_fork();
+}
+
+Error created_before_fork() {
+  return {SPARKHVD_SHUT_DOWN,
+          "this engine was created before fork and does not work in the forked child. Start an "
+          "engine of its own in the child, or use it in the parent only."};
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,85 @@
+// The engine of one rank: takes submissions, agrees on them with the other ranks, and drives the
+// collectives. Its parts:
+//
+//     Driver        which thread works for all, and how it waits
+//     Core          all that the driver drives: what follows, put together
+//       InFlight      operations of callers, and the engine's failure
+//       Peers         connections, and ranks that leave or are lost
+//       ProcessSets   the life of collective operations
+//       DeviceOrders  those of them that a device runs
+//       PointToPoint  messages
+//
+// **Threads.** Any number of callers and one progress thread, which the driver explains.
+//
+// **Shutdown.** The last driver says goodbye on every connection, lets the peers read it, and closes;
+// then the progress thread is joined.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/core.h"
+#include "engine/driver.h"
+#include "error.h"
+#include "nccl/plane.h"
+#include "operation.h"
+
+namespace sparkhvd {
+
+/// Error of every call on an engine in a process forked after its creation.
+Error created_before_fork();
+
+class Engine {
+ public:
+  /// Collective; throws TIMEOUT, PEER_LOST or MISMATCH naming the rank.
+  explicit Engine(EngineOptions options);
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+  ~Engine();
+
+  Rank rank() const noexcept { return core_.world().rank(); }
+  std::size_t size() const noexcept { return core_.world().size(); }
+  const WorldOptions& world_options() const noexcept { return core_.world().options(); }
+  /// The ranks of a process set, ascending. Throws InvalidArgument if it does not exist or this rank
+  /// is not in it.
+  std::shared_ptr<const std::vector<Rank>> members(std::int32_t process_set) const {
+    return core_.in_flight().members(process_set);
+  }
+  double stall_shutdown_s() const noexcept { return stall_shutdown_s_; }
+
+  /// Throws UNSUPPORTED if a library or the device is missing; nothing happens if it is open.
+  void open_device(const nccl::DeviceOptions& options);
+  /// Null before it is open.
+  std::shared_ptr<nccl::Device> device() const { return core_.devices().device(); }
+
+  /// Throws InvalidArgument for a name in flight, else what made the engine unusable.
+  void submit(std::shared_ptr<Operation> operation);
+  /// Drives until the operation is finished, `deadline`, or a signal.
+  void wait(const Operation& operation, TimePoint deadline);
+  /// The same until it has been handed to the device, or has ended.
+  void wait_launched(const Operation& operation, TimePoint deadline);
+  /// Submits and waits, without a change of drivers in between.
+  void run(const std::shared_ptr<Operation>& operation, TimePoint deadline);
+  Recorder& recorder() noexcept { return core_.recorder(); }
+  void shutdown();
+  void abort(const std::string& reason);
+  /// Throws why the engine is not usable.
+  void check() const;
+  void after_fork() noexcept;
+  bool is_forked_copy() const noexcept { return is_forked_copy_.load(std::memory_order_relaxed); }
+
+ private:
+  const double stall_shutdown_s_;
+  Core core_;
+  Driver driver_;
+  std::atomic<bool> is_forked_copy_{false};
+  std::mutex shutdown_mutex_;
+  bool is_shut_down_ = false;  // guarded by shutdown_mutex_
+  std::jthread thread_;
+};
+
+}  // namespace sparkhvd

@@ -1,0 +1,201 @@
+#include "engine/in_flight.h"
+
+#include <algorithm>
+
+#include "collectives/spec.h"
+#include "engine/negotiation.h"
+#include "nccl/device_operation.h"
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+std::string labelled(const Operation& operation, const std::string& text) {
+  const std::string label = operation.label() + ": ";
+  return text.starts_with(label) ? text : label + text;
+}
+
+bool is_with_device(const Operation& operation) {
+  return operation.on_device && operation.on_device->is_with_plane;
+}
+
+}  // namespace
+
+InFlight::InFlight(Rank rank, Recorder& recorder, Failing& failing, std::function<void()> ended)
+    : rank_(rank),
+      recorder_(recorder),
+      failing_(failing),
+      ended_(std::move(ended)),
+      out_of_memory_(SPARKHVD_INTERNAL,
+                     rank_text(rank) + " is out of memory, and its engine failed.") {}
+
+// ---- Callers ---------------------------------------------------------------------------------
+
+void InFlight::submit(std::shared_ptr<Operation> operation) {
+  const Lock lock(mutex_);
+  if (failure_) throw Error(failure_->status(), operation->label() + ": " + failure_->what());
+  const auto members = members_.find(operation->process_set);
+  const bool needs_all = !spec_of(operation->descriptor.collective).is_point_to_point;
+  for (const Rank rank : departed_) {
+    if (!needs_all) break;
+    if (members != members_.end() && std::ranges::count(*members->second, rank) == 0) continue;
+    throw Error(SPARKHVD_SHUT_DOWN,
+                departure_text(operation->descriptor.collective, operation->name, rank));
+  }
+  auto& of_this_name = operations_[{operation->process_set, operation->name}];
+  // What is on the device already needs its name no more: the host may be many steps ahead of a GPU.
+  if (of_this_name && !nccl::is_launched(*of_this_name)) {
+    throw Error(SPARKHVD_INVALID_ARGUMENT,
+                operation->label() +
+                    ": an operation of this name is in flight on this rank. Wait for it, or use "
+                    "another name.");
+  }
+  of_this_name = operation;
+  recorder_.submitted(*operation);
+  submitted_.push_back(std::move(operation));
+}
+
+bool InFlight::request_abort(const std::string& reason) {
+  const Lock lock(mutex_);
+  if (failure_) return false;
+  abort_reason_ = reason;
+  return true;
+}
+
+void InFlight::check() const {
+  if_usable([] {});
+}
+
+std::shared_ptr<const std::vector<Rank>> InFlight::members(std::int32_t process_set) const {
+  const Lock lock(mutex_);
+  const auto entry = members_.find(process_set);
+  if (entry == members_.end()) {
+    throw Error(
+        SPARKHVD_INVALID_ARGUMENT,
+        "process set " + std::to_string(process_set) +
+            " does not exist. Add it on every rank first, and use it before it is removed.");
+  }
+  if (std::ranges::count(*entry->second, rank_) == 0) {
+    throw Error(SPARKHVD_INVALID_ARGUMENT, rank_text(rank_) + " is not in process set " +
+                                               std::to_string(process_set) + ", which has " +
+                                               rank_list(*entry->second) +
+                                               ". Only its ranks may call operations on it.");
+  }
+  return entry->second;
+}
+
+bool InFlight::has_requests() const {
+  const Lock lock(mutex_);
+  return !submitted_.empty() || abort_reason_;
+}
+
+bool InFlight::is_abort_requested() const {
+  const Lock lock(mutex_);
+  return abort_reason_.has_value();
+}
+
+bool InFlight::is_idle() const {
+  const Lock lock(mutex_);
+  return operations_.empty() && !abort_reason_;
+}
+
+// ---- The driver ------------------------------------------------------------------------------
+
+InFlight::Requests InFlight::take() {
+  const Lock lock(mutex_);
+  return {std::exchange(submitted_, {}), std::exchange(abort_reason_, std::nullopt)};
+}
+
+void InFlight::announce(std::int32_t process_set, std::vector<Rank> members) {
+  const Lock lock(mutex_);
+  members_.insert_or_assign(process_set,
+                            std::make_shared<const std::vector<Rank>>(std::move(members)));
+}
+
+void InFlight::withdraw(std::int32_t process_set) {
+  const Lock lock(mutex_);
+  members_.erase(process_set);
+}
+
+void InFlight::depart(Rank rank) {
+  const Lock lock(mutex_);
+  departed_.push_back(rank);
+}
+
+void InFlight::finish(Operation& operation, std::int32_t status, std::string message) {
+  recorder_.finished(operation, status, message);
+  operation.message = std::move(message);
+  {
+    const Lock lock(mutex_);
+    const auto entry = operations_.find({operation.process_set, operation.name});
+    // The caller may let go of it once it has ended; a later operation may have taken the name.
+    std::shared_ptr<Operation> kept;
+    if (entry != operations_.end() && entry->second.get() == &operation) {
+      kept = std::move(entry->second);
+      operations_.erase(entry);
+    }
+    operation.status.store(status, std::memory_order_release);
+  }
+  ended_();
+}
+
+void InFlight::finish_failed(Operation& operation) noexcept {
+  try {
+    const Error error = failure();
+    finish(operation, error.status(), labelled(operation, error.what()));
+  } catch (const std::exception&) {
+    operation.status.store(SPARKHVD_INTERNAL, std::memory_order_release);
+  }
+}
+
+void InFlight::finish_all(std::int32_t status, const std::string& message) {
+  // All that is in flight, in any state: no caller may wait for ever.
+  std::vector<std::shared_ptr<Operation>> operations;
+  {
+    const Lock lock(mutex_);
+    failure_.emplace(status, message);
+    for (const auto& [key, operation] : operations_) operations.push_back(operation);
+    submitted_.clear();
+  }
+  for (auto& operation : operations) {
+    // The device may still write to its tensors: it ends with the communicators.
+    if (!is_with_device(*operation)) finish(*operation, status, labelled(*operation, message));
+  }
+}
+
+void InFlight::fail(std::int32_t status, const std::string& message) noexcept {
+  if (has_failed_) return;
+  has_failed_ = true;
+  try {
+    failing_.spread(status, message);
+  } catch (const std::exception&) {
+    fail_without_memory();
+  }
+}
+
+/// Every operation ends without a new byte of memory, and the peers see the connections end.
+void InFlight::fail_without_memory() noexcept {
+  has_failed_ = true;
+  failing_.let_go();
+  {
+    const Lock lock(mutex_);
+    if (!failure_) failure_.emplace(std::move(out_of_memory_));
+    const std::int32_t status = failure_->status();
+    std::erase_if(operations_, [status](const auto& entry) {
+      if (is_with_device(*entry.second)) return false;
+      entry.second->status.store(status, std::memory_order_release);
+      return true;
+    });
+    submitted_.clear();
+  }
+  ended_();
+}
+
+Error InFlight::failure() const {
+  const Lock lock(mutex_);
+  // Before a failure only the end of an engine that never worked asks.
+  if (!failure_) return {SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(rank_) + " has ended."};
+  return *failure_;
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,106 @@
+// Ranks that keep others waiting, that leave, or are lost (see peers.h).
+#include <algorithm>
+
+#include "engine/peers.h"
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+// Ranks whose stacks one warning asks for: what keeps all of them is usually the same.
+constexpr std::size_t kMaxStacks = 8;
+// What a live peer, or its kernel, needs to tell why it has ended.
+constexpr auto kLastWordsTime = std::chrono::seconds(2);
+
+}  // namespace
+
+// ---- Ranks that keep others waiting ----------------------------------------------------------
+
+void Peers::ask_for_stacks(const std::vector<Rank>& ranks) {
+  std::size_t asked = 0;
+  for (const Rank rank : ranks) {
+    if (asked++ == kMaxStacks) return;
+    if (rank == world_.rank()) {
+      on_stack(rank, {stacks_.take()});
+      continue;
+    }
+    if (!world_.link(rank).is_open() || has_left(rank)) continue;
+    auto& requests = stack_requests_[rank];
+    if (std::ranges::count(requests, StackUse::kWarning) > 0) {
+      warn(rank_text(rank) +
+           " has not even answered the request for its stack: its process is stopped, or starved "
+           "of CPU, or its host is unreachable.");
+      continue;
+    }
+    requests.push_back(StackUse::kWarning);
+    send(rank, encode(StackRequest{}));
+  }
+}
+
+void Peers::ask_for_life(Rank rank) {
+  if (!world_.link(rank).is_open()) return;
+  stack_requests_[rank].push_back(StackUse::kSignOfLife);
+  send(rank, encode(StackRequest{}));
+}
+
+void Peers::answer_stack(Rank to) { send(to, encode(Stack{stacks_.take()})); }
+
+void Peers::on_stack(Rank from, const Stack& message) {
+  if (from != world_.rank()) {
+    auto& requests = stack_requests_[from];
+    if (requests.empty()) throw nonsense("a stack without request");
+    const StackUse use = requests.front();
+    requests.pop_front();
+    events_.on_life(from);
+    if (use == StackUse::kSignOfLife) return;
+  }
+  warn(rank_text(from) + " is here:\n" + message.text);
+}
+
+// ---- Ranks that leave or are lost ------------------------------------------------------------
+
+void Peers::note_goodbye(Rank rank) {
+  has_left_[static_cast<std::size_t>(index_of(rank))] = true;
+  suspects_.erase(rank);
+}
+
+void Peers::suspect(Rank peer, const std::string& trouble) {
+  suspects_.try_emplace(peer, Suspect{Clock::now() + kLastWordsTime, trouble});
+}
+
+bool Peers::look_for_ended() {
+  bool found = false;
+  for (const Rank rank : world_.ended_mates()) {
+    ControlLink& link = world_.link(rank);
+    while (!in_flight_.has_failed() && link.is_open() && read(link)) found = true;
+    if (in_flight_.has_failed()) return true;
+    if (!link.is_open() || has_left(rank)) continue;
+    lose(rank, link.trouble());
+    return true;
+  }
+  return found;
+}
+
+void Peers::check_time(TimePoint now) {
+  if (const auto peer = loss_watch_.look(world_.links(), now)) {
+    return lose(*peer, "its host has not answered for " + seconds_text(loss_watch_.limit_s()) +
+                           " s (host_loss_s): it is down, or the network is cut");
+  }
+  for (const auto& [peer, suspect] : suspects_) {
+    if (now >= suspect.until) return lose(peer, suspect.trouble);
+  }
+}
+
+TimePoint Peers::next_deadline() const {
+  TimePoint next = loss_watch_.next();
+  for (const auto& [rank, suspect] : suspects_) next = std::min(next, suspect.until);
+  return next;
+}
+
+void Peers::lose(Rank peer, const std::string& why) {
+  in_flight_.fail(SPARKHVD_PEER_LOST, rank_text(peer) + " is lost: " + why + ", as seen by " +
+                                          rank_text(world_.rank()) +
+                                          ". Start the engine again on the ranks that are left.");
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,278 @@
+// Connections of the other ranks: reading, writing, closing. How ranks end is in peer_ends.cc.
+#include "engine/peers.h"
+
+#include <chrono>
+#include <thread>
+
+#include "engine/orders.h"
+
+namespace sparkhvd {
+namespace {
+
+constexpr std::uint64_t kBellKey = UINT64_MAX;
+// Bytes from one connection before the others get their turn.
+constexpr std::size_t kReadBudget = 1 << 20;
+// How long shutdown waits for the peers' hosts to take the last bytes. Live hosts take microseconds.
+constexpr auto kGoodbyeTime = std::chrono::seconds(1);
+constexpr auto kGoodbyePause = std::chrono::microseconds(200);
+
+bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
+
+}  // namespace
+
+Peers::Peers(World& world, Bell& bell, InFlight& in_flight, Recorder& recorder, PeerEvents& events,
+             Stacks stacks, double host_loss_s)
+    : world_(world),
+      bell_(bell),
+      in_flight_(in_flight),
+      recorder_(recorder),
+      events_(events),
+      stacks_(std::move(stacks)),
+      watched_(world.links().size() + world.data_links().size()),
+      has_left_(world.size(), false),
+      loss_watch_(host_loss_s) {}
+
+void Peers::start() {
+  poller_.add(bell_.fd(), EPOLLIN, kBellKey);
+  bell_.count(recorder_.activity().wakeups);
+  const auto start = [this](auto& link) {
+    link.count(recorder_.activity().sockets);
+    if (link.is_open()) watch(link);
+  };
+  std::ranges::for_each(world_.links(), start);
+  std::ranges::for_each(world_.data_links(), start);
+  // What arrived behind the handshake is already buffered and would not wake a thread.
+  bell_.ring_self();
+}
+
+// ---- Reading and writing ---------------------------------------------------------------------
+
+bool Peers::poll(int timeout_ms, bool& interrupted) {
+  bool moved = false;
+  // Frames that were read together with earlier ones make no event.
+  for (auto& link : world_.links()) {
+    if (!in_flight_.has_failed() && link.is_open() && link.has_buffered()) {
+      moved |= read(link);
+      timeout_ms = 0;
+      if (in_flight_.has_failed()) return true;
+    }
+  }
+  const std::size_t size = world_.size();
+  for (const auto& event : poller_.wait(timeout_ms, interrupted)) {
+    if (event.data.u64 == kBellKey) {
+      // Counts as movement: what it was rung for may have come after this round looked, and a peer
+      // rings once per sleep.
+      bell_.clear();
+      moved = true;
+      continue;
+    }
+    const bool is_writable = (event.events & EPOLLOUT) != 0;
+    const bool is_readable = (event.events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0;
+    const bool had_failed = in_flight_.has_failed();
+    if (event.data.u64 >= size) {
+      on_event(world_.data_links()[event.data.u64 - size], is_writable, is_readable, moved);
+    } else {
+      on_event(world_.links()[event.data.u64], is_writable, is_readable, moved);
+    }
+    if (in_flight_.has_failed() && !had_failed) return true;
+  }
+  return moved;
+}
+
+void Peers::on_event(DataLink& link, bool is_writable, bool is_readable, bool& moved) {
+  if (in_flight_.has_failed() || !link.is_open()) return;
+  if (is_writable) moved |= link.flush();
+  if (is_readable) moved |= read(link);
+  if (link.is_open() && !in_flight_.has_failed()) watch(link);
+}
+
+void Peers::on_event(ControlLink& link, bool is_writable, bool is_readable, bool& moved) {
+  if (!link.is_open()) return;
+  if (in_flight_.has_failed()) {
+    moved |= link.read(ignore_frame, kReadBudget);
+    return part_with(link);
+  }
+  if (is_writable) moved |= flush(link);
+  if (is_readable) moved |= read(link);
+  if (link.is_open() && !in_flight_.has_failed()) watch(link);
+}
+
+bool Peers::read(ControlLink& link) {
+  const bool moved = link.read(
+      [this, &link](FrameType type, std::span<const std::byte> body) {
+        events_.on_frame(link.peer(), type, body);
+        return !in_flight_.has_failed();
+      },
+      kReadBudget);
+  if (in_flight_.has_failed()) return true;
+  if (link.state() != Link::State::kOpen) {
+    on_end(link);
+    return true;
+  }
+  // An answer goes out at once, so that a connection that takes it needs no other epoll events.
+  flush(link);
+  watch(link);
+  return moved;
+}
+
+bool Peers::read(DataLink& link) {
+  const bool moved = link.read(kReadBudget);
+  if (link.state() == Link::State::kOpen) return moved;
+  on_end(link);
+  if (&link == &world_.data_link(link.peer(), 0)) events_.on_data_end(link.peer());
+  return true;
+}
+
+bool Peers::flush(ControlLink& link) {
+  const bool moved = link.flush();
+  if (moved && link.is_tcp()) loss_watch_.start();
+  return moved;
+}
+
+bool Peers::flush(bool with_tensors) {
+  bool moved = false;
+  for (auto& link : world_.links()) {
+    if (!link.is_open() || !link.wants_write()) continue;
+    moved |= flush(link);
+    watch(link);
+  }
+  if (!with_tensors) return moved;
+  for (auto& link : world_.data_links()) {
+    if (!link.is_open() || !link.wants_write()) continue;
+    moved |= link.flush();
+    watch(link);
+  }
+  return moved;
+}
+
+void Peers::send(Rank to, const Bytes& frame) {
+  if (ControlLink& link = world_.link(to); link.is_open()) link.send(frame);
+}
+
+bool Peers::send_to(std::span<const Rank> to, const Bytes& frame) {
+  for (const Rank rank : to) {
+    if (rank != world_.rank()) send(rank, frame);
+  }
+  return std::ranges::count(to, world_.rank()) > 0;
+}
+
+std::optional<Execute> Peers::send_order(Execute order, const Team& team) {
+  std::optional<Execute> mine;
+  for (auto& part : parts_of(std::move(order), team)) {
+    if (send_to(part.to, encode(part.order))) mine = std::move(part.order);
+  }
+  return mine;
+}
+
+// ---- The epoll -------------------------------------------------------------------------------
+
+std::size_t Peers::index_of_link(const ControlLink& link) const {
+  return static_cast<std::size_t>(index_of(link.peer()));
+}
+
+std::size_t Peers::index_of_link(const DataLink& link) const {
+  return world_.size() + static_cast<std::size_t>(&link - world_.data_links().data());
+}
+
+template <class AnyLink>
+void Peers::watch(const AnyLink& link) {
+  const std::size_t index = index_of_link(link);
+  const std::uint32_t events = EPOLLIN | (link.wants_write() ? EPOLLOUT : 0U);
+  if (watched_[index] == events) return;
+  if (watched_[index].has_value()) {
+    poller_.modify(link.fd(), events, index);
+  } else {
+    poller_.add(link.fd(), events, index);
+  }
+  watched_[index] = events;
+}
+
+template <class AnyLink>
+void Peers::unwatch(const AnyLink& link) {
+  const std::size_t index = index_of_link(link);
+  if (watched_[index].has_value()) poller_.remove(link.fd());
+  watched_[index].reset();
+}
+
+void Peers::on_end(ControlLink& link) {
+  if (!has_left(link.peer())) return lose(link.peer(), link.trouble());
+  unwatch(link);
+  link.close();
+}
+
+/// The end of a rank is seen, with its last words, on the connection for control frames; if that says
+/// nothing, this connection alone has broken.
+void Peers::on_end(DataLink& link) {
+  if (!has_left(link.peer())) suspect(link.peer(), link.trouble());
+  unwatch(link);
+  link.close();
+}
+
+// ---- Parting ---------------------------------------------------------------------------------
+
+void Peers::part_with_all(const Bytes& last_words) {
+  for (auto& link : world_.links()) {
+    if (!link.is_open()) continue;
+    link.send(last_words);
+    part_with(link);
+  }
+  for (auto& link : world_.data_links()) {
+    link.close_write();
+    unwatch(link);
+  }
+}
+
+/// After a failure: the first cause travels before the end of the connection, so that nobody takes
+/// this rank for it, however long the peer needs to make room. Meanwhile what the peer sends is read
+/// and dropped, because it may need room too. The socket stays open for reading: closing it with
+/// unread bytes would reset it and lose the message.
+void Peers::part_with(ControlLink& link) {
+  flush(link);
+  if (link.wants_write() && link.state() == Link::State::kOpen) return watch(link);
+  link.close_write();
+  unwatch(link);
+}
+
+void Peers::leave() {
+  for (auto& link : world_.data_links()) link.close_write();
+  const TimePoint deadline = Clock::now() + kGoodbyeTime;
+  while (!close_delivered() && Clock::now() < deadline) {
+    std::this_thread::sleep_for(kGoodbyePause);
+  }
+  world_.close_descriptors();
+}
+
+/// Closes every connection whose bytes have reached the peer's host: closing earlier could destroy them,
+/// be it tensors, the goodbye or the cause of a failure. True if none is left.
+bool Peers::close_delivered() {
+  bool is_done = true;
+  const auto part = [&](Link& link) {
+    const bool is_over = link.state() != Link::State::kOpen || link.is_delivered();
+    if (is_over) link.close();
+    is_done = is_done && is_over;
+  };
+  for (auto& link : world_.data_links()) {
+    if (link.is_open()) part(link);
+  }
+  for (auto& link : world_.links()) {
+    if (!link.is_open()) continue;
+    const bool had_output = link.wants_write();
+    link.flush();
+    if (had_output && !link.wants_write()) link.close_write();
+    link.read(ignore_frame, kReadBudget);  // the peer may need room
+    if (link.wants_write() && link.state() == Link::State::kOpen) {
+      is_done = false;
+    } else {
+      part(link);
+    }
+  }
+  return is_done;
+}
+
+void Peers::after_fork() noexcept {
+  world_.close_descriptors();
+  stacks_.close();
+  poller_.close();
+}
+
+}  // namespace sparkhvd

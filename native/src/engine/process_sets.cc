@@ -1,0 +1,372 @@
+// Submission of operations, and the frames by which the ranks agree on them (see process_sets.h).
+#include "engine/process_sets.h"
+
+#include <algorithm>
+
+#include "collectives/spec.h"
+#include "engine/order_checks.h"
+#include "engine/orders.h"
+#include "text.h"
+
+namespace sparkhvd {
+namespace {
+
+std::int32_t status_of(const Refuse& message) {
+  return message.status > SPARKHVD_PENDING ? message.status : SPARKHVD_INTERNAL;
+}
+
+}  // namespace
+
+ProcessSets::ProcessSets(const Parts& parts, double stall_warning_s)
+    : world_(parts.world),
+      kernels_(parts.kernels),
+      in_flight_(parts.in_flight),
+      peers_(parts.peers),
+      messages_(parts.messages),
+      devices_(parts.devices),
+      groups_(parts.groups),
+      recorder_(parts.recorder),
+      rank_(parts.world.rank()),
+      stall_warning_s_(stall_warning_s) {}
+
+void ProcessSets::open_world() {
+  const Team& team = world_.team();
+  Group& group = open(std::make_unique<Group>(0, team));
+  group.communicator.emplace(world_, 0, team, world_.memory(), World::kMemoryOffset);
+  announce(team, 0);
+}
+
+Group& ProcessSets::open(std::unique_ptr<Group> group) {
+  if (group->is_coordinator()) {
+    Negotiation::Options options;
+    options.process_set = group->id;
+    options.members.assign(group->team.ranks().begin(), group->team.ranks().end());
+    options.stall_warning_s = stall_warning_s_;
+    group->negotiation.emplace(std::move(options));
+  }
+  return groups_.add(std::move(group));
+}
+
+void ProcessSets::announce(const Team& team, std::int32_t process_set) {
+  const auto ranks = team.ranks();
+  in_flight_.announce(process_set, {ranks.begin(), ranks.end()});
+}
+
+// ---- Submission ------------------------------------------------------------------------------
+
+void ProcessSets::submit(std::shared_ptr<Operation> operation) {
+  Group* const found = groups_.find_open(operation->process_set);
+  if (found == nullptr) return refuse_removed(*operation);
+  Group& group = *found;
+  const Rank coordinator = group.coordinator();
+  if (peers_.has_left(coordinator)) {
+    in_flight_.finish(
+        *operation, SPARKHVD_SHUT_DOWN,
+        departure_text(operation->descriptor.collective, operation->name, coordinator));
+    return;
+  }
+  if (group.is_closed) {
+    in_flight_.finish(*operation, group.why_closed, operation->label() + ": " + group.closing_text);
+    return;
+  }
+  const bool is_bounded = operation->descriptor.timeout_s > 0 && !group.is_coordinator();
+  operation->give_up_at =
+      deadline_after(Clock::now(), is_bounded ? operation->coordinator_patience_s() : 0);
+  if (!operation->on_device) place(group, *operation);
+  group.submitted.emplace(operation->name, operation);
+  Ready ready{operation->process_set, operation->name, operation->descriptor};
+  if (group.is_coordinator()) {
+    recorder_.arrived(group.id, operation->name, rank_);
+    apply(group, group.negotiation->ready(rank_, std::move(ready), Clock::now()));
+  } else {
+    const Bytes frame = encode(ready);
+    // A join tells that nothing follows, so it must not overtake what took the connection. Other
+    // operations may overtake each other: the coordinator decides their order anyway.
+    const bool may_overtake = operation->descriptor.collective != Collective::kJoin;
+    if (may_overtake && group.has_control_rings() && group.communicator->tell_coordinator(frame)) {
+      return;
+    }
+    world_.link(coordinator).send(frame);
+  }
+}
+
+void ProcessSets::refuse_removed(Operation& operation) {
+  in_flight_.finish(operation, SPARKHVD_INVALID_ARGUMENT,
+                    operation.label() + ": its process set was removed.");
+}
+
+/// Where the others of this host can read the operation's input without this rank's help: in
+/// registered memory, or, if it is small, in a mailbox.
+void ProcessSets::place(Group& group, Operation& operation) {
+  if (operation.descriptor.collective != Collective::kAllreduce || operation.pieces.bytes() == 0 ||
+      operation.descriptor.reduce_op == ReduceOp::kAdasum || group.team.local_size() < 2) {
+    return;
+  }
+  if (place_in_buffer(group, operation)) return;
+  Communicator& communicator = *group.communicator;
+  if (!group.team.is_one_island() || operation.pieces.bytes() > communicator.mailbox_bytes())
+    return;
+  const auto mailbox = communicator.take_mailbox();
+  if (!mailbox) return;
+  operation.pieces.read(0, {mailbox->data, operation.pieces.bytes()});
+  operation.mailbox = mailbox->index;
+  operation.descriptor.place = mailbox->place;
+}
+
+bool ProcessSets::place_in_buffer(Group& group, Operation& operation) {
+  const auto is_shared = [&](const Segment& segment) {
+    return std::ranges::all_of(group.team.island(), [&](Rank rank) { return segment.has(rank); });
+  };
+  const auto range = operation.pieces.single_range();
+  if (range.empty()) return false;
+  for (const auto& buffer : buffers_) {
+    auto segment = buffer.lock();
+    if (!segment) continue;
+    const std::byte* begin = segment->data(rank_);
+    if (std::less<>()(range.data(), begin) ||
+        std::less<>()(begin + segment->bytes(), range.data() + range.size()) ||
+        !is_shared(*segment)) {
+      continue;
+    }
+    operation.descriptor.place =
+        Place{segment->key(), static_cast<std::uint64_t>(range.data() - begin)};
+    operation.segment = std::move(segment);
+    return true;
+  }
+  return false;
+}
+
+// ---- Frames ----------------------------------------------------------------------------------
+
+bool ProcessSets::receive_shared() {
+  bool moved = false;
+  for (auto& [id, group] : groups_) {
+    if (!group->communicator) continue;
+    for (auto& reader : group->communicator->control_readers()) {
+      try {
+        while (!in_flight_.has_failed() && hear_next(*group, reader)) moved = true;
+      } catch (const Error& error) {
+        if (error.status() != SPARKHVD_PEER_LOST) throw;
+        peers_.lose(reader.from(), std::string("it sent ") + error.what());
+      }
+      if (in_flight_.has_failed()) return true;
+    }
+  }
+  return moved;
+}
+
+bool ProcessSets::hear_next(Group& group, ControlReader& reader) {
+  const Bytes& frame = reader.next();
+  if (frame.empty()) return false;
+  const auto header = decode_header(std::span(frame).first(kFrameHeaderBytes));
+  const auto body = std::span(frame).subspan(kFrameHeaderBytes);
+  const FrameType expected = group.is_coordinator() ? FrameType::kReady : FrameType::kExecute;
+  if (header.type != expected || header.body_bytes != body.size()) {
+    throw nonsense("a frame out of turn");
+  }
+  if (group.is_coordinator()) {
+    auto ready = decode<Ready>(body);
+    if (ready.process_set != group.id) throw nonsense("a frame of another process set");
+    reader.pop();
+    on_ready(reader.from(), std::move(ready));
+    return true;
+  }
+  auto execute = decode<Execute>(body);
+  if (execute.process_set != group.id) throw nonsense("a frame of another process set");
+  if (execute.is_on_device) throw nonsense("an order for devices in shared memory");
+  // An order before this one was too large, and comes on the connection.
+  if (execute.sequence > group.executes_received) return false;
+  reader.pop();
+  on_execute(reader.from(), std::move(execute));
+  return true;
+}
+
+bool ProcessSets::is_all_shared() const {
+  return std::ranges::all_of(groups_, [](const auto& entry) {
+    return entry.second->team.size() == 1 || entry.second->has_control_rings();
+  });
+}
+
+bool ProcessSets::listens() const {
+  return std::ranges::any_of(groups_,
+                             [](const auto& entry) { return entry.second->has_control_rings(); });
+}
+
+void ProcessSets::on_credit(Rank from, const Credit& message) {
+  const bool is_gone =
+      message.process_set != PointToPoint::kStream && groups_.is_gone(message.process_set);
+  if (is_gone) return;  // its operations ended here before the peer's last receive was posted
+  if (message.connection >= world_.options().streams) throw nonsense("credit for no connection");
+  world_.data_link(from, message.connection).grant(message.process_set, message.bytes);
+}
+
+/// Throws unless a rank may have sent this about new memory by now: a process set makes one piece at a
+/// time, and goes on only when all have answered.
+void ProcessSets::check_shares(Rank from, const SegmentKey& key, std::size_t outstanding,
+                               std::size_t limit) const {
+  const Group* group = groups_.find(key.process_set);
+  if (group == nullptr || !group->team.includes(from) || outstanding > limit) {
+    throw nonsense("memory that nobody asked for");
+  }
+}
+
+void ProcessSets::on_offer(Rank from, const SegmentOffer& message) {
+  world_.arrived(from, message);
+  check_shares(from, message.key, world_.num_offers(from, message.key.process_set), 1);
+}
+
+void ProcessSets::on_mapped(Rank from, const SegmentMapped& message) {
+  world_.arrived(from, message);
+  // Who has everybody's answer to one piece may answer for the next while others still collect.
+  check_shares(from, message.key, world_.num_mapped(from, message.key.process_set), 2);
+}
+
+void ProcessSets::on_ready(Rank from, Ready message) {
+  if (groups_.is_gone(message.process_set)) return;
+  Group* const found = groups_.find(message.process_set);
+  if (found == nullptr || !found->is_coordinator() || !found->team.includes(from) ||
+      spec_of(message.descriptor.collective).is_point_to_point) {
+    throw nonsense("a frame that only the coordinator of a process set receives");
+  }
+  Group& group = *found;
+  if (group.is_closed) {
+    // Its submitter may have missed the end, which came before it had the process set.
+    const std::string text =
+        operation_label(message.descriptor.collective, message.name) + ": " + group.closing_text;
+    peers_.send(from, encode(Refuse{group.id, message.name, group.why_closed, text}));
+    return;
+  }
+  recorder_.arrived(group.id, message.name, from);
+  apply(group, group.negotiation->ready(from, std::move(message), Clock::now()));
+}
+
+void ProcessSets::apply(Group& group, Negotiation::Outcome outcome) {
+  for (const auto& warning : outcome.warnings) warn(warning);
+  recorder_.activity().stall_warnings.add(outcome.warnings.size());
+  peers_.ask_for_stacks(outcome.awaited);
+  for (auto& decision : outcome.decisions) {
+    if (auto* execute = std::get_if<Execute>(&decision.message);
+        execute != nullptr && execute->is_on_device) {
+      devices_.order(group, std::move(*execute));
+      if (in_flight_.has_failed()) return;
+      continue;
+    }
+    if (auto* execute = std::get_if<Execute>(&decision.message)) {
+      give_order(group, std::move(*execute));
+    } else if (const auto& refuse = std::get<Refuse>(decision.message);
+               peers_.send_to(decision.to, encode(refuse))) {
+      on_refuse(group.coordinator(), refuse);
+    }
+  }
+}
+
+/// The coordinator: all ranks of the set run this next. Through shared memory all read one message, if
+/// it fits; an order's number keeps those that take different ways in order.
+void ProcessSets::give_order(Group& group, Execute order) {
+  const bool is_short = order.splits.size() * sizeof(std::int64_t) <= ControlRing::kMaxFrame;
+  if (is_short && group.has_control_rings() && group.communicator->tell_members(encode(order))) {
+    return on_execute(rank_, std::move(order));
+  }
+  if (auto mine = peers_.send_order(std::move(order), group.team))
+    on_execute(rank_, std::move(*mine));
+}
+
+void ProcessSets::on_execute(Rank from, Execute message) {
+  if (message.is_on_device) return devices_.on_execute(from, std::move(message));
+  Group* const found = groups_.find(message.process_set);
+  if (found == nullptr || from != found->coordinator()) {
+    throw nonsense("a frame that only the coordinator of a process set may send");
+  }
+  Group& group = *found;
+  if (!group.communicator) throw nonsense("an order for a process set that is not complete");
+  if (message.sequence != group.executes_received) throw nonsense("an order out of order");
+  ++group.executes_received;
+  check_contributors(group.team, message);
+  if (!is_contributor(message, rank_)) return pass_over(group, std::move(message));
+  const auto entry = group.submitted.find(message.name);
+  if (entry == group.submitted.end()) {
+    throw nonsense("an order to run '" + message.name + "', which is unknown here");
+  }
+  const auto operation = entry->second;
+  if (!message.splits.empty()) {
+    message.rows = alltoall_rows(message, group.team, rank_);
+    message.splits.clear();
+  }
+  check_order(group.team, *operation, message);
+  recorder_.agreed(*operation);
+  group.submitted.erase(entry);
+  if (operation->mailbox) group.communicator->address(*operation->mailbox, message.sequence);
+  if (message.sequence >= group.departure_limit) {
+    return in_flight_.finish(
+        *operation, SPARKHVD_SHUT_DOWN,
+        departure_text(operation->descriptor.collective, operation->name, *group.departed));
+  }
+  start_later(group, operation, std::move(message));
+}
+
+/// It runs when it is the first in its process set.
+void ProcessSets::start_later(Group& group, const std::shared_ptr<Operation>& operation,
+                              Execute message) {
+  Team team =
+      message.contributors.empty() ? group.team : group.team.restricted(message.contributors);
+  resolve_places(group, team, *operation, message);
+  Running running;
+  running.operation = operation;
+  running.sequence = message.sequence;
+  running.context.reset(
+      new Context{*group.communicator, kernels_, *operation, std::move(message), std::move(team)});
+  group.running.push_back(std::move(running));
+}
+
+/// An operation that goes on without this rank, because it has joined.
+void ProcessSets::pass_over(Group& group, Execute message) {
+  if (!message.descriptor) throw nonsense("an order without a description");
+  Running running;
+  running.sequence = message.sequence;
+  running.passed_over = std::make_unique<Execute>(std::move(message));
+  group.running.push_back(std::move(running));
+}
+
+/// Places in registered memory as addresses.
+void ProcessSets::resolve_places(Group& group, const Team& team, Operation& operation,
+                                 const Execute& message) {
+  if (message.places.empty()) return;
+  if (!operation.descriptor.place || message.places.size() != team.local_size()) {
+    throw nonsense("impossible places for " + operation.label());
+  }
+  const Segment* segment =
+      operation.mailbox ? group.communicator->segment() : operation.segment.get();
+  const std::size_t bytes = operation.pieces.bytes();
+  operation.registered.assign(team.size(), nullptr);
+  for (std::size_t local = 0; local < team.local_size(); ++local) {
+    const Place& place = message.places[local];
+    const Rank rank = team.island()[local];
+    if (place.segment != segment->key() || place.offset > segment->bytes() ||
+        bytes > segment->bytes() - place.offset || !segment->has(rank)) {
+      throw nonsense("a place outside of registered memory");
+    }
+    operation.registered[team.index_in(rank)] = segment->data(rank) + place.offset;
+  }
+}
+
+void ProcessSets::on_refuse(Rank from, const Refuse& message) {
+  Group* const found = groups_.find(message.process_set);
+  if (found == nullptr) return;  // removed
+  Group& group = *found;
+  if (from != group.coordinator()) {
+    throw nonsense("a frame that only the coordinator of a process set may send");
+  }
+  if (message.name.empty()) {
+    if (group.id == 0) throw nonsense("the end of the process set of all ranks");
+    group.device.expected = message.device_orders;
+    return close_group(group, status_of(message), message.message);
+  }
+  const auto entry = group.submitted.find(message.name);
+  if (entry == group.submitted.end()) return;  // given up here already
+  const auto operation = entry->second;
+  group.submitted.erase(entry);
+  if (operation->mailbox) group.communicator->free_mailbox(*operation->mailbox);
+  in_flight_.finish(*operation, status_of(message), message.message);
+}
+
+}  // namespace sparkhvd

@@ -1,0 +1,129 @@
+// The life of collective operations, by process set: told to the coordinator, agreed on, run in the agreed order,
+// finished; and process sets' own beginnings and ends.
+//
+// **Threads.** The driver's.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "clock.h"
+#include "collectives/collectives.h"
+#include "engine/device_orders.h"
+#include "engine/group.h"
+#include "engine/in_flight.h"
+#include "engine/peers.h"
+#include "kernels/kernels.h"
+#include "point_to_point/point_to_point.h"
+#include "recorder.h"
+#include "world.h"
+
+namespace sparkhvd {
+
+class ProcessSets {
+ public:
+  /// The parts of the engine that operations need.
+  struct Parts {
+    World& world;
+    const Kernels& kernels;
+    InFlight& in_flight;
+    Peers& peers;
+    PointToPoint& messages;
+    DeviceOrders& devices;
+    Groups& groups;
+    Recorder& recorder;
+  };
+  ProcessSets(const Parts& parts, double stall_warning_s);
+  ProcessSets(const ProcessSets&) = delete;
+  ProcessSets& operator=(const ProcessSets&) = delete;
+
+  /// Opens the process set of all ranks.
+  void open_world();
+  /// Takes a collective operation that this rank has submitted.
+  void submit(std::shared_ptr<Operation> operation);
+  void refuse_removed(Operation& operation);
+
+  /// Receives frames through shared memory. True if there were any.
+  bool receive_shared();
+  // Frames that came on a connection. Throw Error if the peer cannot have sent them.
+  void on_ready(Rank from, Ready message);
+  void on_execute(Rank from, Execute message);
+  void on_refuse(Rank from, const Refuse& message);
+  void on_credit(Rank from, const Credit& message);
+  void on_offer(Rank from, const SegmentOffer& message);
+  void on_mapped(Rank from, const SegmentMapped& message);
+
+  /// Lets operations that are agreed on go on. True if any did.
+  bool run();
+  bool is_running() const;
+  /// True if all ordinary frames between the ranks go through shared memory.
+  bool is_all_shared() const;
+  /// True if a peer may send frames through shared memory.
+  bool listens() const;
+  TimePoint next_deadline() const;
+  void check_time(TimePoint now);
+
+  /// Joins that asked the rank for a sign of life go on waiting.
+  void note_life(Rank rank);
+  /// A rank has left, with this goodbye.
+  void depart(Rank rank, const Goodbye& goodbye);
+  /// Refuses what waited for orders behind the coordinator's last word, when these have come.
+  void settle(Group& group);
+  /// What this rank has finished.
+  Goodbye goodbye() const;
+  /// Lets go of everything: the engine has failed or leaves, and ends the operations itself.
+  void let_go() noexcept;
+  /// Also no longer decides anything for others.
+  void stop_deciding() noexcept;
+
+ private:
+  Group& open(std::unique_ptr<Group> group);
+  void announce(const Team& team, std::int32_t process_set);
+  void place(Group& group, Operation& operation);
+  bool place_in_buffer(Group& group, Operation& operation);
+  bool hear_next(Group& group, ControlReader& reader);
+  void check_shares(Rank from, const SegmentKey& key, std::size_t outstanding,
+                    std::size_t limit) const;
+  void apply(Group& group, Negotiation::Outcome outcome);
+  void give_order(Group& group, Execute order);
+  void pass_over(Group& group, Execute message);
+  void start_later(Group& group, const std::shared_ptr<Operation>& operation, Execute message);
+  void resolve_places(Group& group, const Team& team, Operation& operation, const Execute& message);
+
+  bool run_first(Group& group);
+  bool go_on(Running& running);
+  void begin(Group& group, Running& running);
+  void conclude(Group& group, Running& running);
+  void keep_buffer(Operation& operation, std::shared_ptr<Segment> segment);
+  void complete_group(Group& group, const Operation& operation, Context& context);
+  void add_group(Group& group, Running& running);
+  void remove_group(Running& running);
+  void configure(Group& group, const Operation& operation);
+
+  bool check_running(Group& group, TimePoint now);
+  bool check_submitted(Group& group, TimePoint now);
+  bool asks_for_life(const Group& group, Operation& operation, TimePoint now);
+  void depart(Group& group, Rank rank, std::uint64_t executed);
+  void abandon_group(const Operation& operation, Rank departed);
+  void announce_end(Group& group, std::int32_t status, const std::string& text);
+  void close_group(Group& group, std::int32_t status, const std::string& text);
+  void end_closed(Group& group);
+  void refuse_after_coordinator(Group& group);
+
+  World& world_;
+  const Kernels& kernels_;
+  InFlight& in_flight_;
+  Peers& peers_;
+  PointToPoint& messages_;
+  DeviceOrders& devices_;
+  Groups& groups_;
+  Recorder& recorder_;
+  const Rank rank_;
+  const double stall_warning_s_;
+  std::vector<std::weak_ptr<Segment>> buffers_;  // registered by this rank
+};
+
+}  // namespace sparkhvd

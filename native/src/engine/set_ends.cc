@@ -1,0 +1,200 @@
+// Deadlines of operations, ranks that leave, and the ends of process sets (see process_sets.h).
+#include <algorithm>
+
+#include "engine/process_sets.h"
+#include "text.h"
+
+namespace sparkhvd {
+// ---- Time ------------------------------------------------------------------------------------
+
+TimePoint ProcessSets::next_deadline() const {
+  TimePoint next = kNever;
+  for (const auto& [id, group] : groups_) {
+    if (group->negotiation) next = std::min(next, group->negotiation->next_deadline());
+    if (!group->running.empty()) next = std::min(next, group->running.front().deadline);
+    for (const auto& [name, operation] : group->submitted) {
+      next = std::min(next, operation->give_up_at);
+    }
+  }
+  return next;
+}
+
+void ProcessSets::check_time(TimePoint now) {
+  for (auto& [id, group] : groups_) {
+    if (in_flight_.has_failed()) return;
+    if (group->negotiation) apply(*group, group->negotiation->tick(now));
+    if (!check_running(*group, now) || !check_submitted(*group, now)) return;
+  }
+}
+
+/// False if the engine has failed.
+bool ProcessSets::check_running(Group& group, TimePoint now) {
+  if (group.running.empty() || now < group.running.front().deadline) return true;
+  const auto& running = group.running.front();
+  const auto* waiting = running.context ? running.context->schedule.waiting : nullptr;
+  const auto ranks = waiting == nullptr ? std::vector<Rank>{} : waiting->awaited();
+  in_flight_.fail(SPARKHVD_TIMEOUT,
+                  running.operation->label() + ": " + rank_text(rank_) + " waited " +
+                      seconds_text(running.operation->descriptor.timeout_s) + " s for " +
+                      (ranks.empty() ? "the network" : rank_list(ranks)) +
+                      ", which took part but stopped in the middle of it. The process may "
+                      "be stopped or starved of CPU.");
+  return false;
+}
+
+bool ProcessSets::check_submitted(Group& group, TimePoint now) {
+  for (const auto& [name, operation] : group.submitted) {
+    if (now < operation->give_up_at || asks_for_life(group, *operation, now)) continue;
+    in_flight_.fail(SPARKHVD_TIMEOUT, operation->label() + ": " + rank_text(group.coordinator()) +
+                                          ", which coordinates, has not answered within " +
+                                          seconds_text(operation->coordinator_patience_s()) +
+                                          " s. Its process may be stopped or starved of CPU.");
+    return false;
+  }
+  return true;
+}
+
+/// A join lasts as long as the others are busy, so its coordinator may be silent for a long time; once
+/// in a while it is asked for its stack, which its engine sends by itself. False if it was asked before
+/// and has not answered, or need not be.
+bool ProcessSets::asks_for_life(const Group& group, Operation& operation, TimePoint now) {
+  if (operation.descriptor.collective != Collective::kJoin || operation.has_asked_for_life) {
+    return false;
+  }
+  operation.has_asked_for_life = true;
+  operation.give_up_at = deadline_after(now, operation.coordinator_patience_s());
+  peers_.ask_for_life(group.coordinator());
+  return true;
+}
+
+void ProcessSets::note_life(Rank rank) {
+  for (auto& [id, group] : groups_) {
+    if (group->coordinator() != rank) continue;
+    for (auto& [name, operation] : group->submitted) {
+      if (!std::exchange(operation->has_asked_for_life, false)) continue;
+      operation->give_up_at = deadline_after(Clock::now(), operation->coordinator_patience_s());
+    }
+  }
+}
+
+// ---- Ends ------------------------------------------------------------------------------------
+
+void ProcessSets::depart(Rank rank, const Goodbye& goodbye) {
+  for (auto& [id, group] : groups_) {
+    if (!group->team.includes(rank)) continue;
+    // A peer that does not mention a process set has removed it, after all that was agreed on there.
+    std::uint64_t executed = UINT64_MAX;
+    std::uint64_t executed_on_device = UINT64_MAX;
+    for (const auto& entry : goodbye.sets) {
+      if (entry.process_set != id) continue;
+      executed = entry.executed;
+      executed_on_device = entry.executed_on_device;
+    }
+    devices_.depart(*group, rank, executed_on_device);
+    depart(*group, rank, executed);
+  }
+}
+
+/// Operations that the departing rank has finished can be finished here; later ones cannot.
+void ProcessSets::depart(Group& group, Rank rank, std::uint64_t executed) {
+  if (!group.departed) group.departed = rank;
+  group.departure_limit = std::min(group.departure_limit, executed);
+  while (!group.running.empty() && group.running.back().sequence >= group.departure_limit) {
+    Running last = std::move(group.running.back());
+    group.running.pop_back();
+    // Only an operation that has started lends memory; an earlier one may be in the middle of its
+    // transfers.
+    if (last.is_started) {
+      for (auto& link : world_.data_links()) link.cancel_lent(group.id);
+    }
+    last.task = {};
+    if (!last.operation) continue;
+    if (last.operation->descriptor.collective == Collective::kAddProcessSet) {
+      abandon_group(*last.operation, rank);
+    }
+    in_flight_.finish(
+        *last.operation, SPARKHVD_SHUT_DOWN,
+        departure_text(last.operation->descriptor.collective, last.operation->name, rank));
+  }
+  if (group.negotiation) apply(group, group.negotiation->departed(rank));
+  refuse_after_coordinator(group);
+}
+
+/// A process set whose making ends half-way: other members may have finished it, and must not wait for a
+/// coordinator that never works.
+void ProcessSets::abandon_group(const Operation& operation, Rank departed) {
+  if (operation.rows.empty()) return;  // not begun
+  Group* group = groups_.find_open(static_cast<std::int32_t>(operation.rows.at(0)));
+  if (group == nullptr || group->communicator || !group->is_coordinator()) return;
+  announce_end(*group, SPARKHVD_SHUT_DOWN,
+               "its process set was never complete, because " + rank_text(departed) +
+                   " shut down while it was added.");
+}
+
+/// The coordinator's last word on a process set.
+void ProcessSets::announce_end(Group& group, std::int32_t status, const std::string& text) {
+  const std::uint64_t orders = group.negotiation ? group.negotiation->device_orders() : 0;
+  group.device.expected = orders;
+  const Bytes frame = encode(Refuse{group.id, "", status, text, orders});
+  peers_.send_to(group.team.ranks(), frame);
+  close_group(group, status, text);
+}
+
+void ProcessSets::close_group(Group& group, std::int32_t status, const std::string& text) {
+  group.is_closed = true;
+  group.why_closed = status;
+  group.closing_text = text;
+  end_closed(group);
+  group.negotiation.reset();
+  messages_.close(group.id, status, text);
+}
+
+/// What was submitted on a closed set, but for what may still be ordered on a device.
+void ProcessSets::end_closed(Group& group) {
+  std::erase_if(group.submitted, [&](const auto& entry) {
+    Operation& operation = *entry.second;
+    if (devices_.may_be_ordered(group, operation)) return false;
+    in_flight_.finish(operation, group.why_closed, operation.label() + ": " + group.closing_text);
+    return true;
+  });
+}
+
+void ProcessSets::settle(Group& group) {
+  if (group.is_closed) end_closed(group);
+  refuse_after_coordinator(group);
+}
+
+/// The coordinator answers for every operation, also after another rank has left. When it has left
+/// itself, everything that it had to say has come before.
+void ProcessSets::refuse_after_coordinator(Group& group) {
+  const Rank coordinator = group.coordinator();
+  if (!peers_.has_left(coordinator)) return;
+  std::erase_if(group.submitted, [&](const auto& entry) {
+    const auto& operation = *entry.second;
+    if (devices_.may_be_ordered(group, operation)) return false;
+    in_flight_.finish(*entry.second, SPARKHVD_SHUT_DOWN,
+                      departure_text(operation.descriptor.collective, operation.name, coordinator));
+    return true;
+  });
+}
+
+Goodbye ProcessSets::goodbye() const {
+  Goodbye goodbye;
+  for (const auto& [id, group] : groups_) {
+    goodbye.sets.push_back({id, group->executed, group->device.finished});
+  }
+  return goodbye;
+}
+
+void ProcessSets::let_go() noexcept {
+  for (auto& [id, group] : groups_) {
+    group->running.clear();
+    group->submitted.clear();
+  }
+}
+
+void ProcessSets::stop_deciding() noexcept {
+  for (auto& [id, group] : groups_) group->negotiation.reset();
+}
+
+}  // namespace sparkhvd
