@@ -20,7 +20,10 @@ from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import CollectiveError
 from sparkhvd.torch.collectives.tensors import DTYPES, lend
 
-__all__ = ["Launcher", "Plan", "Team", "gather_plan"]
+__all__ = ["MAX_NUMBER", "Launcher", "Plan", "Team", "gather_plan"]
+
+# Of groups of one process set: they share the engine's tags.
+MAX_NUMBER = 127
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Team:
         process_set: the engine's number of these ranks.
         ranks: the engine's rank of each rank of the group.
         is_own: the engine is this group's alone, and ends with it.
-        number: of the group among those that are one process set, from 1 to 127; 0 is `hvd`'s.
+        number: of the group among those that are one process set, from 1 to `MAX_NUMBER`; 0 is `hvd`'s.
     """
 
     engine: Engine
@@ -140,7 +143,8 @@ class Launcher:
             for work in works:
                 work.wait()
 
-        return Work((), [output for work in works for output in work.result()], finish)
+        outputs = [output for work in works for output in work.result()]
+        return Work([each for work in works for each in work.operations], outputs, finish)
 
     def _call(self, plan: Plan) -> Call:
         team = self.team
