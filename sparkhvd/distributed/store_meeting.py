@@ -29,7 +29,7 @@ from sparkhvd.rendezvous.endpoints import KEY_BYTES
 from sparkhvd.settings import Settings
 from sparkhvd.topology import address_towards
 
-__all__ = ["StoreRendezvous", "exchange", "meet"]
+__all__ = ["StoreRendezvous", "exchange", "forget", "meet"]
 
 _KEY_PREFIX = "sparkhvd-key-"
 
@@ -57,6 +57,12 @@ def exchange(
             f"{timeout.total_seconds():g} s ({what}). Start all ranks with the same init_method, or raise timeout=."
         ) from error
     return [store.get(key).decode() for key in keys]
+
+
+def forget(store: Store, rank: int) -> None:
+    """Delete what this rank has put into the store, once all have read it: ranks may meet there again."""
+    for key in (f"engine/{rank}", f"endpoint/{rank}", *(["key"] if rank == 0 else [])):
+        store.delete_key(key)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 from sparkhvd import rendezvous as meeting
 from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.launcher import MAX_NUMBER, Team
-from sparkhvd.distributed.store_meeting import StoreRendezvous, exchange, meet
+from sparkhvd.distributed.store_meeting import StoreRendezvous, exchange, forget, meet
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.launchers.handover import receive
@@ -33,6 +33,7 @@ class Teams:
         """Return all ranks, in the engine that `hvd` has in this process, or gets."""
         try:
             self._world = self._share(store, name, rank, size, timeout)
+            _clean_up(store, rank, self._world.engine, timeout)
         except CollectiveError as error:
             raise as_torch(error) from None
         return self._world
@@ -101,9 +102,18 @@ def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Te
         with meet(store, name, rank, size, timeout) as rendezvous:
             engine = Engine(rendezvous.connect(), rendezvous.settings)
             rendezvous.close()  # all have met, and these ranks meet once
+        _clean_up(store, rank, engine, timeout)
     except CollectiveError as error:
         raise as_torch(error) from None
     return Team(engine, 0, tuple(range(size)), is_own=True)
+
+
+def _clean_up(store: Store, rank: int, engine: Engine, timeout: timedelta) -> None:
+    """Leave the store as it was: a launcher's lasts for several default groups, which all have the same names."""
+    seconds = timeout.total_seconds()
+    engine.barrier(timeout_s=seconds).wait()  # all have read
+    forget(store, rank)
+    engine.barrier(timeout_s=seconds).wait()  # all have deleted
 
 
 def _state(rank: int, size: int) -> str:

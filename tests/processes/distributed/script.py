@@ -36,6 +36,15 @@ def meet(rank: int) -> None:
     dist.init_process_group("sparkhvd", init_method=sys.argv[4] + ".2", rank=rank, world_size=2)
     dist.all_reduce(total)
     say("then", total.item())
+    dist.destroy_process_group()
+    hvd.shutdown()
+    store = dist.FileStore(sys.argv[4][7:] + ".3", 2)
+    for _ in range(2):  # torchrun's store lasts for several groups, too
+        dist.init_process_group("sparkhvd", store=store, rank=rank, world_size=2)
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        hvd.shutdown()
+    say("same store", total.item())
 
 
 def die(_: torch.Tensor) -> None:
@@ -67,6 +76,8 @@ def lose(rank: int) -> None:
 
 def late(rank: int) -> None:
     """Rank 1 does not come to a collective."""
+    dist.barrier()
+    dist.group.WORLD.set_timeout(timedelta(seconds=0.5))  # type: ignore[union-attr]
     if rank == 1:
         time.sleep(1.5)
         return
@@ -84,7 +95,7 @@ def main() -> None:
         init_method=method,
         rank=rank,
         world_size=size,
-        timeout=timedelta(seconds=0.5 if body == "late" else 60),
+        timeout=timedelta(seconds=60),
     )
     {"meet": meet, "lose": lose, "late": late}[body](rank)
 
