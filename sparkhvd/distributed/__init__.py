@@ -28,6 +28,7 @@ Each module imports only those above it:
     store_meeting  ranks find each other through torch's store
     teams          engines and process sets of groups
     group          the process group that torch calls
+    hooks          communication hooks of DDP
     extras         what torch offers for its own backends only
 """
 
@@ -40,6 +41,7 @@ import torch.distributed as dist
 from sparkhvd.distributed.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from sparkhvd.distributed.extras import monitored_barrier, split_group
 from sparkhvd.distributed.group import Group
+from sparkhvd.distributed.hooks import PowerSGDState, ddp_hook, powersgd_hook
 from sparkhvd.distributed.teams import Teams, own
 
 __all__ = [
@@ -47,7 +49,10 @@ __all__ = [
     "CollectiveTimeoutError",
     "Group",
     "PeerLostError",
+    "PowerSGDState",
+    "ddp_hook",
     "monitored_barrier",
+    "powersgd_hook",
     "split_group",
 ]
 

@@ -1,6 +1,6 @@
 """Trainings by libraries that know nothing of this package but the word "sparkhvd".
 
-    torchrun ... -m tests.soak.users.program BACKEND FILE USER...     rank 0 writes the file
+torchrun ... -m tests.soak.users.program BACKEND FILE USER...     rank 0 writes the file
 """
 
 from __future__ import annotations
