@@ -25,6 +25,8 @@ __all__ = ["MAX_NUMBER", "Launcher", "Plan", "Team", "gather_plan"]
 # Of groups of one process set: they share the engine's tags.
 MAX_NUMBER = 127
 
+_ALLREDUCE = Collective.ALLREDUCE  # looking up a member of an enumeration costs time
+
 
 @dataclass(frozen=True)
 class Team:
@@ -130,6 +132,20 @@ class Launcher:
         if self._coalesced is not None:
             self._coalesced.append(made)
         return made
+
+    def reduce_now(
+        self, view: TensorView, dtype: DType, reduction: Reduction, keep: object, opts: Any
+    ) -> None:
+        """Reduce one tensor and wait: as `launch`, in less time."""
+        team = self.team
+        engine, scope = team.engine, current_scope() or self.scope
+        call = engine.prepare(
+            _ALLREDUCE, (view,), dtype, reduction, team.process_set, team.ranks[0]
+        )
+        try:
+            engine.run(call, scope.name(), keep, self._timeout_s(opts))
+        except CollectiveError as error:
+            raise as_torch(error) from None
 
     def start_coalescing(self) -> None:
         """Note works from now on."""
