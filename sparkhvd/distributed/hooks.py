@@ -13,11 +13,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.futures import Scope
 from sparkhvd.distributed.group import Group
 from sparkhvd.distributed.works import Work
-from sparkhvd.engine.engine import Engine, ReduceOp
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.torch.compressors import NoneCompressor
 from sparkhvd.torch.gradients.entry import Entry, ReduceOptions
 from sparkhvd.torch.gradients.low_rank import LowRankBucket
@@ -145,7 +146,10 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     low = state.low_rank(due, group)
     low.name = group.launcher.scope.name()
     engine = group.launcher.team.engine
-    low.start(engine)
+    try:
+        low.start(engine)
+    except CollectiveError as error:
+        raise as_torch(error) from None
     finish = partial(_second_round, low, engine, rest)
     first: Any = low.work
     return _first(Work([*rest.operations, first], [buffer], finish, Scope(low.name)))
@@ -180,9 +184,15 @@ def _registered(group: Group, key: Tensor, like: Tensor) -> Tensor:
     wanted = (id(team.engine), team.process_set, like.numel(), like.dtype)
     found, memory = _memory.get(key, (None, None))
     if found != wanted:
-        buffer = team.engine.allocate(
-            like.nbytes, name=group.launcher.scope.name(), process_set=team.process_set
-        )
+        # As `Engine.allocate`, within the group's timeout.
+        call = Call(Collective.REGISTER, process_set=team.process_set, numbers=(like.nbytes,))
+        name, timeout_s = group.launcher.scope.name(), group.launcher.timeout.total_seconds()
+        try:
+            work = team.engine.start(call, name, None, timeout_s)
+            work.wait()
+        except CollectiveError as error:
+            raise as_torch(error) from None
+        buffer = work.buffer()
         memory = over_buffer(buffer, like.dtype, like.numel())
         _memory[key] = wanted, memory
     assert isinstance(memory, Tensor)

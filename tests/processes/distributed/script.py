@@ -102,6 +102,7 @@ def impatience(rank: int) -> None:
     first, second = (
         torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64)) for _ in range(2)
     )
+    second.register_comm_hook(None, sparkhvd.distributed.ddp_hook)
     pids: list[Any] = [None, None]
     dist.all_gather_object(pids, os.getpid())
     loss = first(torch.ones(2, 64)).sum()
