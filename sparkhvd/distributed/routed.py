@@ -48,9 +48,9 @@ class Routed(Messages):
         """Wait for every rank."""
         device = getattr(opts, "device", None)
         types = self.inner.devices()
-        kind = (
-            device.type if isinstance(device, torch.device) and device.type in types else types[0]
-        )
+        kind = "cpu" if "cpu" in types else types[0]
+        if isinstance(device, torch.device) and device.type in types:
+            kind = device.type
         group = self.inner.of(kind)
         return super().barrier(opts) if group is None else group.barrier(opts)
 
