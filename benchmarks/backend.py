@@ -194,6 +194,7 @@ def main() -> None:
     add_reductions(report, reduced)
     add_steps(report, stepped)
     report.raw = {"all_reduce": reduced, "steps": stepped}
+    report.note(f"{options.rounds} rounds.")
     report.note("Cells: median (25 % to 75 %), and times the step without communication.")
     report.note(
         "views: DDP with gradient_as_bucket_view=True; ddp_hook: with sparkhvd.distributed.ddp_hook."
@@ -201,6 +202,8 @@ def main() -> None:
     report.note(
         f"Load of the machine: {before:.1f} before, {os.getloadavg()[0]:.1f} after (2 are this)."
     )
+    if before > 1:
+        report.note("Other programs kept the processors busy: figures of an idle machine differ.")
     report.finish("backend.py", write=options.write, json_path=options.json)
 
 
