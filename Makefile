@@ -53,7 +53,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: quick soak-python soak-packaging soak-help wheel test-wheels test-aarch64 test-oldest test-nccl
+.PHONY: quick soak-python soak-packaging soak-help wheel test-wheels test-aarch64 test-oldest test-users test-nccl
 .PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -196,6 +196,16 @@ test-oldest: env $(OLDEST_ENV)/.stamp
 	@test ! -x $(OLDEST_ENV)/bin/python || { $(WITH_JAVA) $(OLDEST_ENV)/bin/python -c "import petastorm" && \
 	  timeout --kill-after=30 $(TEST_TIMEOUT_S) $(OLDEST_ENV)/bin/python -m pytest -W ignore::FutureWarning $(PYTEST_FLAGS) $(OLDEST_TESTS); }
 
+# Libraries that run on torch.distributed, in an environment of their own.
+USERS_ENV := build/users-env
+
+$(USERS_ENV)/.stamp: tools/users_env.sh | $(PACKAGES)
+	@tools/users_env.sh $(PY) $(USERS_ENV)
+	@touch $@
+
+test-users: env $(USERS_ENV)/.stamp
+	@$(WITH_JAVA) timeout --kill-after=30 $(TEST_TIMEOUT_S) $(USERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/soak/users
+
 # Wheels are compiled by zig for old and other machines; it has an environment of its own.
 WHEEL_ENV := build/wheel-env
 WHEEL_TOOLS := $(WHEEL_ENV)/.stamp
@@ -220,7 +230,7 @@ demo: env
 
 # The long legs: more random examples, longer stress, what `make test` leaves out, sanitizers, wheels, other machines. Each
 # part by itself: make soak-python. Tests read the variable through tests/harness/soak.py.
-SOAK_PARTS := lint test-native soak-python soak-packaging test-nccl test-oldest test-sanitizers fuzz-if-clang test-aarch64 test-wheels
+SOAK_PARTS := lint test-native soak-python soak-packaging test-nccl test-oldest test-users test-sanitizers fuzz-if-clang test-aarch64 test-wheels
 soak soak-python soak-packaging: export SPARKHVD_TEST_SOAK := 1
 soak-python: TEST_TIMEOUT_S := 14400
 soak-python: TEST_JOBS := 0

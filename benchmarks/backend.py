@@ -1,17 +1,19 @@
 """torch.distributed over this engine beside Gloo, two ranks on this host, in turns inside the same two processes.
 
-    python -m benchmarks.backend
+    python -m benchmarks.backend [--rounds 9] [--json FILE] [--write]
 
-all_reduce by size, what the adapter adds to `hvd.allreduce_`, and steps of DDP and FSDP2 beside one without communication.
-A round is one turn of each; the tables have medians over rounds and the spread between the quartiles.
+all_reduce by size, also of registered memory; what the adapter adds to `hvd.allreduce_`; and steps of DDP and FSDP2 beside
+one without communication and one with our optimizer. A round is one turn of each. A cell is the median over rounds (25 % to
+75 %); targets are held against medians.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,26 +24,32 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sparkhvd.torch as hvd
+from benchmarks.common import Report, Target, median_and_quartiles
 from sparkhvd.runner import run_local
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-ROUNDS = 9
-TARGETS = {4: 1.5, 64 << 10: 3, 1 << 20: 5, 16 << 20: 5, 64 << 20: 5}
+# Times Gloo's, by size.
+FASTER_THAN_GLOO = {4: 1.5, 64 << 10: 3, 1 << 20: 5, 16 << 20: 5, 64 << 20: 5}
+REGISTERED_FROM, FASTER_WHEN_REGISTERED = 1 << 20, 8
+ADAPTER_US, ADAPTER_AT = 15, 4 << 10
+# Times a step without communication.
+STEPS = {"DDP, MLP": 1.15, "DDP, 121 layers": 1.30}
+FSDP_FASTER_THAN_GLOO = 1.5
 
 Times = dict[str, list[float]]
 
 
-def in_turns(calls: dict[str, Callable[[], object]], repeats: int) -> Times:
-    """Measure each call by rounds, in us; the first round warms up."""
+def in_turns(calls: Mapping[str, Callable[[], object]], repeats: int, rounds: int) -> Times:
+    """Measure each call by rounds, in seconds; the first round warms up."""
     times: Times = {name: [] for name in calls}
-    for number in range(ROUNDS + 1):
+    for number in range(rounds + 1):
         for name, call in calls.items():
             hvd.barrier()
             began = time.perf_counter()
             for _ in range(repeats):
                 call()
             if number:
-                times[name].append((time.perf_counter() - began) / repeats * 1e6)
+                times[name].append((time.perf_counter() - began) / repeats)
     return times
 
 
@@ -57,9 +65,9 @@ def deep() -> nn.Module:
     return nn.Sequential(*[nn.Linear(128, 128) for _ in range(121)])
 
 
-def step(model: Any, width: int) -> Callable[[], object]:
+def step(model: Any, width: int, optimizer: Any = None) -> Callable[[], object]:
     """Return a training step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-4)
     x = torch.randn(64, width)
 
     def run() -> None:
@@ -70,75 +78,133 @@ def step(model: Any, width: int) -> Callable[[], object]:
     return run
 
 
-def steps(ours: Any, gloo: Any) -> dict[str, Times]:
-    """Measure steps of models under DDP and FSDP2."""
-    measured = {}
-    for name, make, width in (("MLP", mlp, 1024), ("121 layers", deep, 128)):
-        models = {
-            "none": make(),
-            "sparkhvd": DistributedDataParallel(make(), process_group=ours),
-            "Gloo": DistributedDataParallel(make(), process_group=gloo),
-        }
-        calls = {label: step(model, width) for label, model in models.items()}
-        measured[f"DDP, {name}"] = in_turns(calls, 4)
-    sharded: dict[str, Callable[[], object]] = {"none": step(mlp(), 1024)}
-    for label, group in (("sparkhvd", ours), ("Gloo", gloo)):
+def data_parallel(make: Callable[[], nn.Module], width: int, gloo: Any) -> dict[str, Any]:
+    """Return a step of each kind of data parallelism."""
+    import sparkhvd.distributed
+
+    hooked = DistributedDataParallel(make())
+    hooked.register_comm_hook(None, sparkhvd.distributed.ddp_hook)
+    own = make()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(own.parameters(), lr=1e-4), own.named_parameters()
+    )
+    return {
+        "none": step(make(), width),
+        "sparkhvd": step(DistributedDataParallel(make()), width),
+        "views": step(DistributedDataParallel(make(), gradient_as_bucket_view=True), width),
+        "ddp_hook": step(hooked, width),
+        "Gloo": step(DistributedDataParallel(make(), process_group=gloo), width),
+        "hvd optimizer": step(own, width, optimizer),
+    }
+
+
+def sharded(gloo: Any) -> dict[str, Any]:
+    """Return a step of FSDP2 over each backend."""
+    steps = {"none": step(mlp(), 1024)}
+    for label, group in (("sparkhvd", dist.group.WORLD), ("Gloo", gloo)):
         model = mlp()
         mesh = DeviceMesh.from_group(group, "cpu")
         for layer in model:
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        sharded[label] = step(model, 1024)
-    measured["FSDP2, MLP"] = in_turns(sharded, 4)
-    return measured
+        steps[label] = step(model, 1024)
+    return steps
 
 
-def rank() -> tuple[dict[int, Times], dict[str, Times]]:
+def rank(rounds: int) -> tuple[dict[int, Times], dict[str, Times]]:
     """Measure on both ranks; rank 0's times count."""
     import sparkhvd.distributed  # noqa: F401 - this function travels by value, without the module's imports
 
+    torch.set_num_threads(1)
     hvd.init()
-    dist.init_process_group("gloo")
-    gloo: Any = dist.group.WORLD
-    ours = dist.new_group(backend="sparkhvd")
+    dist.init_process_group("sparkhvd")
+    gloo = dist.new_group(backend="gloo")
     reduced = {}
     for size in SIZES:
-        tensor = torch.zeros(size // 4)
+        plain, registered = torch.zeros(size // 4), hvd.registered_empty(size // 4)
         calls: dict[str, Callable[[], object]] = {
-            "hvd": lambda tensor=tensor: hvd.allreduce_(tensor, op=hvd.Sum),  # type: ignore[misc]
-            "sparkhvd": lambda tensor=tensor: dist.all_reduce(tensor, group=ours),  # type: ignore[misc]
-            "Gloo": lambda tensor=tensor: dist.all_reduce(tensor, group=gloo),  # type: ignore[misc]
+            "hvd": lambda t=plain: hvd.allreduce_(t, op=hvd.Sum),  # type: ignore[misc]
+            "sparkhvd": lambda t=plain: dist.all_reduce(t),  # type: ignore[misc]
+            "registered": lambda t=registered: dist.all_reduce(t),  # type: ignore[misc]
+            "Gloo": lambda t=plain: dist.all_reduce(t, group=gloo),  # type: ignore[misc]
         }
-        reduced[size] = in_turns(calls, max(2, min(300, (32 << 20) // size)))
-    return reduced, steps(ours, gloo)
+        reduced[size] = in_turns(calls, max(2, min(300, (32 << 20) // size)), rounds)
+    stepped = {
+        "DDP, MLP": in_turns(data_parallel(mlp, 1024, gloo), 4, rounds),
+        "DDP, 121 layers": in_turns(data_parallel(deep, 128, gloo), 4, rounds),
+        "FSDP2, MLP": in_turns(sharded(gloo), 4, rounds),
+    }
+    return reduced, stepped
 
 
-def shown(times: list[float], unit: float = 1.0) -> str:
-    """Write a median and its quartiles."""
-    low, middle, high = [each / unit for each in statistics.quantiles(times, n=4)]
-    return f"{middle:.1f} ({low:.1f} to {high:.1f})"
+def add_reductions(report: Report, reduced: Mapping[int, Times]) -> None:
+    """Add the table of all_reduce."""
+    rows: list[list[Any]] = []
+    for size, times in reduced.items():
+        middle = {name: statistics.median(each) for name, each in times.items()}
+        targets = []
+        if size in FASTER_THAN_GLOO:
+            ratio = middle["Gloo"] / middle["sparkhvd"]
+            targets.append(Target("Gloo /", ratio, FASTER_THAN_GLOO[size], at_least=True))
+        if size >= REGISTERED_FROM:
+            ratio = middle["Gloo"] / middle["registered"]
+            limit = FASTER_WHEN_REGISTERED
+            targets.append(Target("registered: Gloo /", ratio, limit, at_least=True))
+        if size == ADAPTER_AT:
+            added = (middle["sparkhvd"] - middle["hvd"]) * 1e6
+            targets.append(Target("adapter", added, ADAPTER_US, at_least=False, unit="us"))
+        rows.append([str(size), *map(median_and_quartiles, times.values()), targets])
+    names = ["hvd.allreduce_", "sparkhvd", "sparkhvd, registered", "Gloo"]
+    report.table(["all_reduce, bytes", *names, "targets"], rows)
+
+
+def add_steps(report: Report, stepped: Mapping[str, Times]) -> None:
+    """Add the table of training steps."""
+    columns = ["none", "sparkhvd", "views", "ddp_hook", "Gloo", "hvd optimizer"]
+    rows: list[list[Any]] = []
+    for name, times in stepped.items():
+        middle = {each: statistics.median(values) for each, values in times.items()}
+        if name in STEPS:
+            ratio = middle["sparkhvd"] / middle["none"]
+            targets = [Target("sparkhvd / none", ratio, STEPS[name], at_least=False)]
+        else:
+            ratio = middle["Gloo"] / middle["sparkhvd"]
+            targets = [Target("Gloo / sparkhvd", ratio, FSDP_FASTER_THAN_GLOO, at_least=True)]
+        cells = [
+            f"{median_and_quartiles(times[each])}, {middle[each] / middle['none']:.2f} x"
+            if each in times
+            else ""
+            for each in columns
+        ]
+        rows.append([name, *cells, targets])
+    report.table(["step", *columns, "targets"], rows)
 
 
 def main() -> None:
     """Print the tables, with the load of the machine before and after."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    report = Report("torch.distributed over the engine, beside Gloo: two ranks on one host")
     before = os.getloadavg()[0]
-    reduced, stepped = run_local(rank, num_proc=2)[0]
-    print(f"Load of the machine: {before:.1f} before, {os.getloadavg()[0]:.1f} after.\n")
-    print(
-        "| all_reduce, bytes | hvd.allreduce_, us | sparkhvd, us | Gloo, us | Gloo / sparkhvd | target |"
+    reduced, stepped = run_local(rank, args=(options.rounds,), num_proc=2)[0]
+    add_reductions(report, reduced)
+    add_steps(report, stepped)
+    report.raw = {"all_reduce": reduced, "steps": stepped}
+    report.note(f"{options.rounds} rounds.")
+    report.note("Cells: median (25 % to 75 %), and times the step without communication.")
+    report.note(
+        "views: DDP with gradient_as_bucket_view=True; ddp_hook: with sparkhvd.distributed.ddp_hook."
     )
-    print("|---|---|---|---|---|---|")
-    for size, times in reduced.items():
-        ratio = statistics.median(times["Gloo"]) / statistics.median(times["sparkhvd"])
-        cells = [shown(times[name]) for name in ("hvd", "sparkhvd", "Gloo")]
-        print(f"| {size} | {' | '.join(cells)} | {ratio:.1f} | {TARGETS.get(size, '')} |")
-    print("\n| step | none, ms | sparkhvd, ms | Gloo, ms | sparkhvd / none | Gloo / none |")
-    print("|---|---|---|---|---|---|")
-    for name, times in stepped.items():
-        cells = [shown(times[each], 1000) for each in ("none", "sparkhvd", "Gloo")]
-        none, ours, gloo = [statistics.median(times[n]) for n in ("none", "sparkhvd", "Gloo")]
-        print(f"| {name} | {' | '.join(cells)} | {ours / none:.2f} | {gloo / none:.2f} |")
+    report.note(
+        f"Load of the machine: {before:.1f} before, {os.getloadavg()[0]:.1f} after (2 are this)."
+    )
+    if before > 1:
+        report.note("Other programs kept the processors busy: figures of an idle machine differ.")
+    report.finish("backend.py", write=options.write, json_path=options.json)
 
 
 if __name__ == "__main__":

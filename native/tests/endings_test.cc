@@ -2,6 +2,7 @@
 // options that cannot be.
 #include <signal.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -69,6 +70,32 @@ TEST(a_failure_without_memory_ends_every_operation) {
       Status later;
       engine.submit(tensor.request.raw(), &later);
       CHECK(later.code > SPARKHVD_PENDING);
+    });
+  }
+}
+
+std::chrono::nanoseconds cpu_time() {
+  timespec time{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return std::chrono::seconds(time.tv_sec) + std::chrono::nanoseconds(time.tv_nsec);
+}
+
+TEST(an_engine_that_has_failed_rests) {
+  for (const bool use_tcp : {false, true}) {
+    WorldOptions options;
+    options.hosts = use_tcp ? std::vector<std::int32_t>{0, 1} : one_host(2);
+    options.use_tcp = use_tcp;
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      Tensor tensor;
+      CHECK_EQUAL(engine.submit(tensor.request.raw()).wait().message, "");
+      // The other rank has its result, too.
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      if (rank == 0) engine.abort("of the test");
+      // Beyond the next look for hosts that have vanished.
+      std::this_thread::sleep_for(std::chrono::milliseconds(700));
+      const auto before = cpu_time();
+      std::this_thread::sleep_for(std::chrono::milliseconds(200));
+      CHECK(cpu_time() - before < std::chrono::milliseconds(40));
     });
   }
 }

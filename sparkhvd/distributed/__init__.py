@@ -23,9 +23,12 @@ Each module imports only those above it:
     reducing       torch's reductions as plans of the engine's
     collectives    all of torch's collectives, likewise
     messages       torch's send and receive as the engine's
+    inner          groups of torch's own backends inside one of ours
+    routed         collectives and messages by device
     store_meeting  ranks find each other through torch's store
     teams          engines and process sets of groups
     group          the process group that torch calls
+    hooks          communication hooks of DDP
     extras         what torch offers for its own backends only
 """
 
@@ -38,6 +41,7 @@ import torch.distributed as dist
 from sparkhvd.distributed.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
 from sparkhvd.distributed.extras import monitored_barrier, split_group
 from sparkhvd.distributed.group import Group
+from sparkhvd.distributed.hooks import PowerSGDState, ddp_hook, powersgd_hook
 from sparkhvd.distributed.teams import Teams, own
 
 __all__ = [
@@ -45,12 +49,15 @@ __all__ = [
     "CollectiveTimeoutError",
     "Group",
     "PeerLostError",
+    "PowerSGDState",
+    "ddp_hook",
     "monitored_barrier",
+    "powersgd_hook",
     "split_group",
 ]
 
 
-def _create(options: Any, _: object) -> Group:
+def _create(options: Any, inner_options: object) -> Group:
     """Make the group for torch, which calls this on its members."""
     store, name, rank = options.store, options.group_id, options.group_rank
     size, timeout = options.group_size, options.timeout
@@ -58,7 +65,8 @@ def _create(options: Any, _: object) -> Group:
     make = (
         own if options.global_ranks_in_group else teams.world
     )  # torch lists no ranks of a default group
-    return Group(teams, make(store, name, rank, size, timeout), rank, name, store, timeout)
+    team = make(store, name, rank, size, timeout)
+    return Group(teams, team, rank, name, store, timeout, inner_options)
 
 
-dist.Backend.register_backend("sparkhvd", _create, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend("sparkhvd", _create, extended_api=True, devices=["cpu", "cuda"])

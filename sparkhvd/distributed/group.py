@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from sparkhvd.distributed.inner import Inner, Request
 from sparkhvd.distributed.launcher import Launcher, Team
-from sparkhvd.distributed.messages import Messages
+from sparkhvd.distributed.routed import Routed
 from sparkhvd.distributed.teams import Teams
-from sparkhvd.distributed.works import Work
 
 __all__ = ["Group"]
 
 
-class Group(Messages):
-    """Ranks of torch's group on the engine.
+class Group(Routed):
+    """Ranks of torch's group on the engine; tensors that are not on the CPU go to torch's own backends.
 
     Args:
         teams: makes the engine's side of groups; shared by all groups of the default one.
@@ -29,6 +30,7 @@ class Group(Messages):
         name: torch's.
         store: torch's, for this group alone.
         timeout: of operations that have none of their own.
+        options: the user's `pg_options`, for a backend of torch's inside.
     """
 
     # What torch asks of a backend.
@@ -36,12 +38,20 @@ class Group(Messages):
     supports_coalescing = False
     supports_shrinking = False
     supports_time_estimate = False
-    supports_tensor_alloc = False
 
     def __init__(
-        self, teams: Teams, team: Team, rank: int, name: str, store: Store, timeout: timedelta
+        self,
+        teams: Teams,
+        team: Team,
+        rank: int,
+        name: str,
+        store: Store,
+        timeout: timedelta,
+        options: object = None,
     ) -> None:
-        super().__init__(rank, len(team.ranks), Launcher(team, name, timeout))
+        size = len(team.ranks)
+        inner = Inner(self, Request(store, rank, size, timeout, name, options))
+        super().__init__(rank, size, Launcher(team, name, timeout), inner)
         self._teams = teams
         self._store = store
         self._name = name
@@ -51,7 +61,7 @@ class Group(Messages):
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
         """Return the backend's name."""
-        return "sparkhvd"
+        return self.inner.backend()
 
     name = _get_backend_name = getBackendName
 
@@ -89,12 +99,18 @@ class Group(Messages):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        return [torch.device(each) for each in self.inner.devices()]
 
-    def _get_backend(self, device: torch.device) -> Group:
-        if torch.device(device).type != "cpu":
+    def _get_backend(self, device: torch.device | str) -> Any:
+        place = torch.device(device)
+        if place.type not in self.inner.devices():
             raise RuntimeError(f"backend 'sparkhvd' has no collectives for tensors on {device}.")
-        return self
+        group = self.inner.of(place.type)
+        return self if group is None else group._get_backend(place)
+
+    def supports_tensor_alloc(self, _: torch.device) -> bool:
+        """Tell torch that it allocates tensors itself."""
+        return False
 
     def get_group_store(self) -> Store:
         """Return this group's store."""
@@ -109,14 +125,9 @@ class Group(Messages):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later operations."""
         self.launcher.timeout = timeout
+        self.inner.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
-
-    def _start_coalescing(self, _: torch.device) -> None:
-        self.launcher.start_coalescing()
-
-    def _end_coalescing(self, _: torch.device) -> Work:
-        return self.launcher.end_coalescing()
 
     def new_group(
         self,
@@ -136,15 +147,18 @@ class Group(Messages):
         team = self._teams.subset(tuple(ranks), self.rank(), group_name, store, timeout)
         if team is None:
             return None
-        made = Group(self._teams, team, ranks.index(self.rank()), group_name, store, timeout)
+        rank = ranks.index(self.rank())
+        made = Group(self._teams, team, rank, group_name, store, timeout, pg_options)
         made._description = group_desc or made._description
         return made
 
     def abort(self) -> None:
         """Fail every operation, here and on the other ranks; those of `hvd`, too, where the engine is shared."""
+        self.inner.each(lambda group: group.abort())
         self.launcher.team.engine.abort(f"torch group {self._name} was aborted")
 
     def shutdown(self) -> None:
         """End the group; a shared engine stays, for `hvd` and other groups."""
+        self.inner.each(lambda group: group.shutdown())
         if self.launcher.team.is_own:
             self.launcher.team.engine.shutdown()

@@ -20,7 +20,12 @@ from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import CollectiveError
 from sparkhvd.torch.collectives.tensors import DTYPES, lend
 
-__all__ = ["Launcher", "Plan", "Team", "gather_plan"]
+__all__ = ["MAX_NUMBER", "Launcher", "Plan", "Team", "gather_plan"]
+
+# Of groups of one process set: they share the engine's tags.
+MAX_NUMBER = 127
+
+_ALLREDUCE = Collective.ALLREDUCE  # looking up a member of an enumeration costs time
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Team:
         process_set: the engine's number of these ranks.
         ranks: the engine's rank of each rank of the group.
         is_own: the engine is this group's alone, and ends with it.
-        number: of the group among those that are one process set, from 1 to 127; 0 is `hvd`'s.
+        number: of the group among those that are one process set, from 1 to `MAX_NUMBER`; 0 is `hvd`'s.
     """
 
     engine: Engine
@@ -128,6 +133,20 @@ class Launcher:
             self._coalesced.append(made)
         return made
 
+    def reduce_now(
+        self, view: TensorView, dtype: DType, reduction: Reduction, keep: object, opts: Any
+    ) -> None:
+        """Reduce one tensor and wait: as `launch`, in less time."""
+        team = self.team
+        engine, scope = team.engine, current_scope() or self.scope
+        call = engine.prepare(
+            _ALLREDUCE, (view,), dtype, reduction, team.process_set, team.ranks[0]
+        )
+        try:
+            engine.run(call, scope.name(), keep, self._timeout_s(opts))
+        except CollectiveError as error:
+            raise as_torch(error) from None
+
     def start_coalescing(self) -> None:
         """Note works from now on."""
         self._coalesced = []
@@ -140,7 +159,8 @@ class Launcher:
             for work in works:
                 work.wait()
 
-        return Work((), [output for work in works for output in work.result()], finish)
+        outputs = [output for work in works for output in work.result()]
+        return Work([each for work in works for each in work.operations], outputs, finish)
 
     def _call(self, plan: Plan) -> Call:
         team = self.team

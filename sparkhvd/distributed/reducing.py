@@ -33,7 +33,7 @@ from sparkhvd.distributed.operands import (
     write,
 )
 from sparkhvd.distributed.reductions import SIMPLE, bits_of, reduction_of
-from sparkhvd.distributed.works import Work
+from sparkhvd.distributed.works import FINISHED, Work
 from sparkhvd.engine.engine import Collective, DType, TensorView
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import InvalidArgumentError
@@ -82,8 +82,11 @@ class Reducing(_ProcessGroup):
         # What training does most, in the least time.
         address = tensor.data_ptr()
         view = tuple.__new__(TensorView, (address, address, (tensor.numel(),)))
-        plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
         written(tensors)
+        if not getattr(opts, "asyncOp", True):
+            self.launcher.reduce_now(view, dtype, kind, tensor.untyped_storage(), opts)
+            return FINISHED
+        plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
         return self.launcher.launch((plan,), opts, tensors)
 
     def allreduce_coalesced(

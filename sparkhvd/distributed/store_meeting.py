@@ -23,7 +23,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.rendezvous.endpoints import KEY_BYTES
 from sparkhvd.settings import Settings
 
-__all__ = ["StoreRendezvous", "exchange", "meet"]
+__all__ = ["StoreRendezvous", "exchange", "forget", "meet"]
 
 _ADVICE = "Look at the output of the others."
 
@@ -51,6 +51,12 @@ def exchange(
             f"{timeout.total_seconds():g} s ({what}). Start all ranks with the same init_method, or raise timeout=."
         ) from error
     return [store.get(key).decode() for key in keys]
+
+
+def forget(store: Store, rank: int) -> None:
+    """Delete what this rank has put into the store, once all have read it: ranks may meet there again."""
+    for key in (f"engine/{rank}", f"endpoint/{rank}", *(["key"] if rank == 0 else [])):
+        store.delete_key(key)
 
 
 def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> StoreRendezvous:

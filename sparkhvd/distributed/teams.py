@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
 from sparkhvd import rendezvous as meeting
 from sparkhvd.distributed.errors import as_torch
-from sparkhvd.distributed.launcher import Team
-from sparkhvd.distributed.store_meeting import StoreRendezvous, exchange, meet
+from sparkhvd.distributed.launcher import MAX_NUMBER, Team
+from sparkhvd.distributed.store_meeting import StoreRendezvous, exchange, forget, meet
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.launchers.handover import receive
@@ -26,12 +25,15 @@ class Teams:
 
     def __init__(self) -> None:
         self._world: Team | None = None
-        self._groups: Counter[int] = Counter()  # by process set
+        # By ranks: groups so far, and process sets, of which each tells the messages of so many groups apart.
+        self._groups: Counter[tuple[int, ...]] = Counter()
+        self._sets: dict[tuple[int, ...], list[int]] = {}
 
     def world(self, store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
         """Return all ranks, in the engine that `hvd` has in this process, or gets."""
         try:
             self._world = self._share(store, name, rank, size, timeout)
+            _clean_up(store, rank, self._world.engine, timeout)
         except CollectiveError as error:
             raise as_torch(error) from None
         return self._world
@@ -68,21 +70,30 @@ class Teams:
             return (
                 own(store, name, ranks.index(rank), len(ranks), timeout) if rank in ranks else None
             )
-        if ranks == world.ranks:
-            return replace(world, number=self._number(world.process_set))
         try:
-            known = context.context().process_sets.get(ranks) or add_process_set(ranks)
+            process_set, number = self._place(world, ranks)
         except CollectiveError as error:
             raise as_torch(error) from None
-        number = self._number(known.process_set_id or 0)
         if rank not in ranks:
             return None
-        return Team(world.engine, known.process_set_id or 0, ranks, is_own=False, number=number)
+        return Team(world.engine, process_set, ranks, is_own=False, number=number)
 
-    def _number(self, process_set: int) -> int:
-        """Count the groups of a process set; beyond 126, messages of two with one tag are told apart no more."""
-        self._groups[process_set] += 1
-        return (self._groups[process_set] + (process_set == 0) - 1) % 127 + 1
+    def _place(self, world: Team, ranks: tuple[int, ...]) -> tuple[int, int]:
+        """Return the process set of the next group of these ranks, and its number there; every rank must call this."""
+        if ranks not in self._sets:
+            if ranks == world.ranks:
+                self._sets[ranks], self._groups[ranks] = [world.process_set], 1
+            else:
+                known = context.context().process_sets.get(ranks) or add_process_set(ranks)
+                self._sets[ranks] = [known.process_set_id or 0]
+        sets = self._sets[ranks]
+        which, number = divmod(self._groups[ranks], MAX_NUMBER)
+        if which == len(sets):
+            work = world.engine.add_process_set(ranks)
+            work.wait()
+            sets.append(work.output().rows[0])
+        self._groups[ranks] += 1
+        return sets[which], number + 1
 
 
 def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
@@ -91,9 +102,18 @@ def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Te
         rendezvous = meet(store, name, rank, size, timeout)
         engine = Engine(rendezvous.connect(), rendezvous.settings)
         rendezvous.close()  # all have met, and these ranks meet once
+        _clean_up(store, rank, engine, timeout)
     except CollectiveError as error:
         raise as_torch(error) from None
     return Team(engine, 0, tuple(range(size)), is_own=True)
+
+
+def _clean_up(store: Store, rank: int, engine: Engine, timeout: timedelta) -> None:
+    """Leave the store as it was: a launcher's lasts for several default groups, which all have the same names."""
+    seconds = timeout.total_seconds()
+    engine.barrier(timeout_s=seconds).wait()  # all have read
+    forget(store, rank)
+    engine.barrier(timeout_s=seconds).wait()  # all have deleted
 
 
 def _state(rank: int, size: int) -> str:

@@ -47,7 +47,7 @@ class Work(dist.Work):
         scope: Scope | None = None,
     ) -> None:
         super().__init__()
-        self._operations = operations
+        self.operations = operations
         self._outputs = list(outputs)
         self._finish = finish
         self._scope = scope or Scope("")
@@ -74,7 +74,7 @@ class Work(dist.Work):
         """Wait for the end, good or bad; raises only if the time is over."""
         error: BaseException | None = None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        for operation in self._operations:
+        for operation in self.operations:
             try:
                 operation.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Exception as e:  # noqa: BLE001 - kept, and raised by every wait
@@ -104,7 +104,7 @@ class Work(dist.Work):
         if self._is_settled:
             return True
         with contextlib.suppress(Exception):  # an error is an end
-            if not all([operation.done() for operation in self._operations]):
+            if not all([operation.done() for operation in self.operations]):
                 return False
         self.settle()
         return True

@@ -201,6 +201,8 @@ bool Core::expects_bell() const {
 TimePoint Core::wake_up() const { return std::min(next_deadline(), next_look()); }
 
 TimePoint Core::next_deadline() const {
+  // After a failure only the device has yet to end: all other deadlines are past, and would keep a thread awake.
+  if (in_flight_.has_failed()) return devices_.next_deadline();
   return std::min({devices_.next_deadline(), peers_.next_deadline(), messages_.next_deadline(),
                    sets_.next_deadline()});
 }

@@ -12,6 +12,7 @@ import torch.distributed._functional_collectives as functional
 import sparkhvd
 import sparkhvd.distributed
 import sparkhvd.torch as hvd
+from sparkhvd.distributed.launcher import MAX_NUMBER
 from tests.processes.distributed import collectives
 
 
@@ -22,6 +23,8 @@ def findings() -> dict[str, list[str]]:
         "subgroups": subgroups(),
         "mismatch": mismatches(),
         "functional": functional_collectives(),
+        "Gloo inside": gloo_inside(),
+        "messages of many groups": many_groups(),
     }
 
 
@@ -34,7 +37,8 @@ def answers() -> dict[str, bool]:
         "name": group.name() == "sparkhvd",
         "group_name": group.group_name == "0",
         "_get_backend": group._get_backend(torch.device("cpu")) is group,
-        "devices": group._device_types == [torch.device("cpu")],
+        "devices": torch.device("cpu") in group._device_types,
+        "configuration": dist.get_backend_config() == "cpu:sparkhvd,cuda:sparkhvd",
         "hvd shares the engine": hvd.size() == size and hvd.rank() == dist.get_rank(),
         "is_available": dist.is_backend_available("sparkhvd"),
         "monitored_barrier": sparkhvd.distributed.monitored_barrier() is None,
@@ -69,6 +73,60 @@ def subgroups() -> list[str]:
         if name not in ("all", "new_group"):
             dist.destroy_process_group(group)
     return wrong
+
+
+def gloo_inside() -> list[str]:
+    """A group of Gloo's in a job of ours is torch's own: collectives, messages, DDP, compiled names, timeouts."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group: Any = dist.new_group(backend="gloo")
+    cpu = torch.device("cpu")
+    backend = group._get_backend(cpu)
+    wrong = [] if isinstance(backend, dist.ProcessGroupGloo) else [f"backend {backend}"]
+    if size > 1:  # the last rank has not used the group yet
+        if rank == 0:
+            dist.send(torch.ones(2), 1, group)
+        elif rank == 1:
+            dist.recv(torch.empty(2), 0, group)
+    if dist.get_backend(group) != "gloo" or group.name() != "gloo":
+        wrong.append("name")
+    ranks = collectives.Ranks(group)
+    wrong += [name for name, ok in collectives.objects(ranks) if not ok]
+    rows = functional.all_gather_tensor(torch.full((1,), float(rank)), 0, group)
+    if functional.wait_tensor(rows).tolist() != list(range(size)):
+        wrong.append("functional")
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Linear(1, 1, bias=False), process_group=group
+    )
+    model(torch.full((1, 1), float(rank))).sum().backward()
+    gradient = model.module.weight.grad
+    if gradient is None or abs(gradient.item() - (size - 1) / 2) > 1e-6:
+        wrong.append(f"DDP {gradient}")
+    group.set_timeout(timedelta(seconds=77))
+    if backend.options._timeout != timedelta(seconds=77):
+        wrong.append("set_timeout")
+    dist.monitored_barrier(group)
+    dist.destroy_process_group(group)
+    return wrong
+
+
+def many_groups() -> list[str]:
+    """More groups of the same ranks than one process set can tell apart: none gets another's message."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    if size != 2:
+        return []
+    groups = [dist.new_group() for _ in range(MAX_NUMBER + 2)]
+    if rank == 0:
+        works: list[Any] = [
+            dist.isend(torch.tensor([float(number)]), 1, groups[number], tag=3)
+            for number in reversed(range(len(groups)))
+        ]
+        for work in works:
+            work.wait()
+        return []
+    got = [torch.empty(1) for _ in groups]
+    for tensor, group in zip(got, groups, strict=True):
+        dist.recv(tensor, 0, group, tag=3)
+    return [f"group {n} got {t.item()}" for n, t in enumerate(got) if t.item() != n]
 
 
 def mismatches() -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,49 +10,36 @@ from pathlib import Path
 from tests.harness.paths import ROOT
 
 
-def outputs(body: str, method: str, size: int = 2, **variables: str) -> list[tuple[int, str]]:
-    """Run the ranks of a script; return status and output of each."""
+def test_ranks_meet_through_a_file_share_hvds_engine_and_learn_of_a_death_in_backward(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-m", "tests.processes.distributed.script"]
     ranks = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.processes.distributed.script",
-                body,
-                str(rank),
-                str(size),
-                method,
-            ],
+            [*command, str(rank), f"file://{tmp_path}/store"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             cwd=ROOT,
-            env={**os.environ, **variables},
         )
-        for rank in range(size)
+        for rank in range(2)
     ]
-    found = []
-    for rank in ranks:
-        text, _ = rank.communicate(timeout=60)
-        found.append((rank.returncode, text))
-    return found
+    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    met = "sum 2.0 hvd 2\nagain 2.0\nthen 4.0\nsame store 16.0\n"
+    assert texts == [f"{met}lost True True True\nnew group 1\n", met]
+    assert [rank.returncode for rank in ranks] == [0, -9]
 
 
-def test_ranks_meet_through_a_file_and_hvd_shares_their_engine(tmp_path: Path) -> None:
-    for status, text in outputs("meet", f"file://{tmp_path}/store"):
-        assert (status, text.splitlines()) == (0, ["sum 2.0 hvd 2", "again 2.0", "then 4.0"])
-
-
-def test_a_rank_that_dies_in_backward_is_named_and_the_rest_make_a_new_group(
-    tmp_path: Path,
-) -> None:
-    survivor, killed = outputs("lose", f"file://{tmp_path}/store")
-    assert killed[0] == -9
-    assert survivor == (0, "lost True True True\nnew group 1\n")
-
-
-def test_a_rank_that_does_not_come_in_time_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    late = outputs("late", f"tcp://127.0.0.1:{port}")
-    assert late[0] == (0, "timeout True True\n")
+def test_ctrl_c_and_a_stopped_rank_end_backward_under_torchrun(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "tests.processes.distributed.script"),
+    ]
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = ["interrupted True", "resumed True", "timeout True True True"]
+    assert sorted(ended.stdout.splitlines()) == said, ended.stderr
+    assert not list(tmp_path.glob("sparkhvd-*"))

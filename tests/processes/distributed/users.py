@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
+import sparkhvd.distributed
+
 STEPS, BATCH, WIDTH = 5, 8, 6
 
 
@@ -122,6 +124,7 @@ def ddp_hooks() -> list[str]:
         "allreduce_hook": (None, default_hooks.allreduce_hook, 1e-12),
         "fp16": (None, default_hooks.fp16_compress_hook, 1e-2),
         "own": (None, own, 1e-12),
+        "ddp_hook": (None, sparkhvd.distributed.ddp_hook, 1e-12),
         "powerSGD": (state, powerSGD_hook.powerSGD_hook, 1.0),
     }
     for name, (argument, hook, tolerance) in hooks.items():
@@ -131,6 +134,76 @@ def ddp_hooks() -> list[str]:
         if not close(model.module, wanted, tolerance):
             wrong.append(f"hook {name}")
     return wrong
+
+
+def several_models() -> list[str]:
+    """Models whose buckets are reduced in one backward pass do not share memory; a model gets other buckets after its first."""
+    group: Any = dist.new_group()
+    makers: dict[str, Callable[[nn.Module], Any]] = {
+        "plain": DistributedDataParallel,
+        "ddp_hook": lambda net: DistributedDataParallel(
+            net, process_group=group, bucket_cap_mb=0.001
+        ),
+    }
+    found = {}
+    for name, make in makers.items():
+        models = [make(Net().double()) for _ in range(2)]
+        for model in models if name == "ddp_hook" else ():
+            model.register_comm_hook(group, sparkhvd.distributed.ddp_hook)
+        for x, y in batches()[:3]:
+            losses = [nn.functional.mse_loss(each(share(x)), share(y)) for each in models]
+            (losses[0] + 3 * losses[1]).backward()
+        found[name] = [p.grad for each in models for p in each.parameters()]
+    same = [torch.allclose(a, b) for a, b in zip(*found.values(), strict=True)]  # type: ignore[arg-type]
+    return [] if all(same) else ["ddp_hook of two models"]
+
+
+def powersgd() -> list[str]:
+    """Gradients of low rank arrive whole; of others as much as with torch's hook, and what does not arrive is not lost."""
+    torch_state = powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=4, start_powerSGD_iter=2, min_compression_rate=4
+    )
+    hooks: dict[str, Any] = {
+        "plain": None,
+        "torch": (torch_state, powerSGD_hook.powerSGD_hook),
+        "ours": (
+            sparkhvd.distributed.PowerSGDState(rank=4, warm_up_steps=2),
+            sparkhvd.distributed.powersgd_hook,
+        ),
+    }
+    wrong, losses = [], {}
+    for rows in (2, 32):  # of rank 2 in all, and of full rank
+        weights = {}
+        for name, hook in hooks.items():
+            torch.manual_seed(1)
+            model = DistributedDataParallel(nn.Linear(40, 40).double(), bucket_cap_mb=0.001)
+            if hook is not None:
+                state = hook[0]
+                if name == "ours":
+                    state = sparkhvd.distributed.PowerSGDState(rank=4, warm_up_steps=2)
+                model.register_comm_hook(state, hook[1])
+            losses[name] = fit(model, rows)
+            weights[name] = model.module.weight.detach()
+        near = {name: (weights[name] - weights["plain"]).norm().item() for name in weights}
+        if rows == 2 and near["ours"] > 1e-9:
+            wrong.append(f"powersgd_hook of low rank: {near}")
+        if rows == 32 and not 1e-6 < near["ours"] < 2 * near["torch"]:
+            wrong.append(f"powersgd_hook of full rank: {near}")
+        if losses["ours"] > 1.1 * max(losses["plain"], losses["torch"]) + 1e-12:
+            wrong.append(f"powersgd_hook's loss of {rows}: {losses}")
+    return wrong
+
+
+def fit(model: nn.Module, rows: int) -> float:
+    x = torch.randn(rows, 40, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(share(x)), share(x).flip(1))
+        loss.backward()
+        optimizer.step()
+    with torch.no_grad():
+        return nn.functional.mse_loss(model(x), x.flip(1)).item()
 
 
 def accumulation_and_join() -> list[str]:
@@ -198,29 +271,32 @@ def sharded() -> list[str]:
     return wrong
 
 
-def metrics_and_samplers() -> list[str]:
+def samplers() -> list[str]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = list(DistributedSampler(range(10), shuffle=False))
+    return [] if mine == [n % 10 for n in range(rank, size * len(mine), size)] else ["sampler"]
+
+
+def metrics() -> list[str]:
     import torchmetrics
 
-    rank, size = dist.get_rank(), dist.get_world_size()
     accuracy = torchmetrics.classification.BinaryAccuracy()
-    accuracy.update(torch.full((4,), float(rank == 0)), torch.ones(4))
-    wrong = [] if abs(accuracy.compute().item() - 1 / size) < 1e-6 else ["torchmetrics"]
-    mine = list(DistributedSampler(range(10), shuffle=False))
-    return (
-        wrong
-        if mine == [n % 10 for n in range(rank, size * len(mine), size)]
-        else [*wrong, "sampler"]
-    )
+    accuracy.update(torch.full((4,), float(dist.get_rank() == 0)), torch.ones(4))
+    found = accuracy.compute().item()
+    return [] if abs(found - 1 / dist.get_world_size()) < 1e-6 else ["torchmetrics"]
 
 
-def findings() -> dict[str, list[str]]:
-    """Return by subject what is wrong."""
-    checks = (
+def findings(with_metrics: bool) -> dict[str, list[str]]:
+    """Return by subject what is wrong; the import of torchmetrics takes as long as all else."""
+    checks = [
         ddp_options,
         ddp_hooks,
+        several_models,
+        powersgd,
         accumulation_and_join,
         zero_optimizer,
         sharded,
-        metrics_and_samplers,
-    )
+        samplers,
+        *([metrics] if with_metrics else []),
+    ]
     return {check.__name__: check() for check in checks}

@@ -1,0 +1,205 @@
+"""Communication hooks of DDP: `ddp_hook` reduces in registered memory, `powersgd_hook` compresses.
+
+Annotations here are no texts: torch compares those of a hook with its own types.
+"""
+
+import ctypes
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.utils.weak import WeakIdKeyDictionary
+
+from sparkhvd.distributed.errors import as_torch
+from sparkhvd.distributed.futures import Scope
+from sparkhvd.distributed.group import Group
+from sparkhvd.distributed.works import Work
+from sparkhvd.engine.engine import Call, Collective, Engine, ReduceOp
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.torch.compressors import NoneCompressor
+from sparkhvd.torch.gradients.entry import Entry, ReduceOptions
+from sparkhvd.torch.gradients.low_rank import LowRankBucket
+from sparkhvd.torch.gradients.powersgd import PowerSGD
+from sparkhvd.torch.registered import over_buffer
+
+__all__ = ["PowerSGDState", "ddp_hook", "powersgd_hook"]
+
+# Registered memory by a bucket's first parameter: it goes with the model, and two models never share one.
+_memory: Any = WeakIdKeyDictionary()
+
+
+def ddp_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in registered memory: copied in once, and read from there by DDP.
+
+    For `model.register_comm_hook(None, ddp_hook)`. Gradients are those of plain DDP, up to the rounding of the division.
+
+    Args:
+        process_group: of the model; None = the default one. Its backend is "sparkhvd".
+        bucket: DDP's, on the CPU; on a GPU it is reduced where it lies.
+
+    Raises:
+        InvalidArgumentError: the group is no group of ours, or there is no memory left.
+    """
+    group, buffer = _ours("ddp_hook", process_group), bucket.buffer()
+    if buffer.is_cpu and buffer.numel():
+        target = _registered(group, bucket.parameters()[0], buffer)
+        target.copy_(buffer)
+        buffer = target
+    work: Any = dist.all_reduce(buffer, dist.ReduceOp.AVG, group=group, async_op=True)
+    return _first(work)
+
+
+class PowerSGDState:
+    """State of `powersgd_hook`: matrices and errors of one model's parameters.
+
+    Args:
+        process_group: of the model; None = the default one.
+        rank: columns of the two matrices that are sent of a gradient.
+        warm_up_steps: steps at the beginning whose gradients are sent as they are.
+
+    Attributes:
+        compression: has `state_dict()` and `load_state_dict()`, as of `hvd.Compression.powersgd`.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        rank: int = 4,
+        warm_up_steps: int = 0,
+    ) -> None:
+        self.process_group = process_group
+        self.compression = PowerSGD(rank=rank, warm_up_steps=warm_up_steps)
+        self._entries: dict[int, Entry] = {}  # by id of the parameter, which the entry keeps
+        self._buckets: dict[tuple[int, ...], LowRankBucket] = {}
+
+    def entry(self, param: Tensor) -> Entry:
+        """Return the entry of a parameter; ranks meet parameters in the same order."""
+        found = self._entries.get(id(param))
+        if found is None:
+            number = len(self._entries)
+            found = Entry(number, f"parameter.{number}", param, param.dtype)
+            self.compression.claim([found])
+            self._entries[id(param)] = found
+        return found
+
+    def low_rank(self, entries: list[Entry], group: Group) -> LowRankBucket:
+        """Return the reduction of these parameters as two matrices each."""
+        key = tuple([entry.index for entry in entries])
+        if key not in self._buckets:
+            team = group.launcher.team
+            options = ReduceOptions(
+                ReduceOp.AVERAGE,
+                predivide=1.0,
+                compression=NoneCompressor,
+                passes=1,
+                sparse_as_dense=False,
+                bucket_bytes=0,
+                process_set=team.process_set,
+                ranks=team.ranks,
+            )
+            self._buckets[key] = LowRankBucket("", entries, options, self.compression, tuple)
+        return self._buckets[key]
+
+
+def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket as thin matrices with error feedback (PowerSGD): `hvd.Compression.powersgd` for DDP.
+
+    For `model.register_comm_hook(PowerSGDState(rank=4), powersgd_hook)`. Gradients of float32 and float64 with two dimensions
+    or more are compressed where that makes them at least four times smaller; others are averaged as they are.
+
+    Args:
+        state: of this model alone.
+        bucket: DDP's, on the CPU.
+
+    Raises:
+        InvalidArgumentError: the bucket is on a GPU, or the group is no group of ours.
+    """
+    group, buffer = _ours("powersgd_hook", state.process_group), bucket.buffer()
+    if not buffer.is_cpu:
+        raise InvalidArgumentError(
+            f"powersgd_hook: the gradients are on {buffer.device}, and it computes on the CPU. Use torch's powerSGD_hook, "
+            "which runs on any backend."
+        )
+    entries = [state.entry(param) for param in bucket.parameters()]
+    plain, due = [], []
+    for entry, grad in zip(entries, bucket.gradients(), strict=True):
+        is_whole = grad.is_contiguous() and grad.dtype in (torch.float32, torch.float64)
+        if is_whole and state.compression.is_due(entry):
+            entry.grad = _alone(grad)
+            due.append(entry)
+        else:
+            plain.append(grad)
+    state.compression.count_step(entries)
+    options: Any = dist.AllreduceCoalescedOptions()
+    options.reduceOp = dist.ReduceOp.AVG
+    rest: Any = group.allreduce_coalesced(plain, options)
+    if not due:
+        return _first(
+            Work(rest.operations, [buffer], rest.wait, Scope(f"{group.launcher.name}.sgd"))
+        )
+    low = state.low_rank(due, group)
+    low.name = group.launcher.scope.name()
+    engine = group.launcher.team.engine
+    try:
+        low.start(engine)
+    except CollectiveError as error:
+        raise as_torch(error) from None
+    finish = partial(_second_round, low, engine, rest)
+    first: Any = low.work
+    return _first(Work([*rest.operations, first], [buffer], finish, Scope(low.name)))
+
+
+def _second_round(low: LowRankBucket, engine: Engine, rest: Work) -> None:
+    rest.wait()
+    low.start_second_round(engine)
+    low.wait()
+    low.reset()
+
+
+def _first(work: Any) -> torch.futures.Future[torch.Tensor]:
+    """Return the future of a work's only tensor, which is what DDP reads."""
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda done: done.value()[0]
+    )
+    return future
+
+
+def _ours(what: str, process_group: dist.ProcessGroup | None) -> Group:
+    group: object = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(group, Group):
+        raise InvalidArgumentError(
+            f"{what}: the process group is a {type(group).__name__}. Give the model's, of backend 'sparkhvd'."
+        )
+    return group
+
+
+def _registered(group: Group, key: Tensor, like: Tensor) -> Tensor:
+    team = group.launcher.team
+    wanted = (id(team.engine), team.process_set, like.numel(), like.dtype)
+    found, memory = _memory.get(key, (None, None))
+    if found != wanted:
+        # As `Engine.allocate`, within the group's timeout.
+        call = Call(Collective.REGISTER, process_set=team.process_set, numbers=(like.nbytes,))
+        name, timeout_s = group.launcher.scope.name(), group.launcher.timeout.total_seconds()
+        try:
+            work = team.engine.start(call, name, None, timeout_s)
+            work.wait()
+        except CollectiveError as error:
+            raise as_torch(error) from None
+        buffer = work.buffer()
+        memory = over_buffer(buffer, like.dtype, like.numel())
+        _memory[key] = wanted, memory
+    assert isinstance(memory, Tensor)
+    return memory
+
+
+def _alone(grad: Tensor) -> Tensor:
+    """Return the same memory as a tensor that shares it with no other: results may be written there."""
+    memory = (ctypes.c_char * grad.nbytes).from_address(grad.data_ptr())
+    return torch.frombuffer(memory, dtype=grad.dtype).view(grad.shape)
