@@ -142,7 +142,7 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
         return {"endpoint": listener.endpoint().to_dict(), **key}
 
     listeners: list[Listener] = []
-    entries = _Step(what, comm, settings.start_timeout_s).share(listen)
+    entries = _Step(what, comm).share(listen)
     endpoints = tuple(Endpoint.from_dict(entry["endpoint"]) for entry in entries)
     job = Job(bytes.fromhex(entries[0]["key"]), entries[0]["id"], 0, rank, size, endpoints)
     _take_place(rank, [host["host"] for host in hosts], cleanup)
@@ -152,9 +152,11 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
 class _Step:
     """A step of all ranks, which fails on all of them where it fails on one."""
 
-    def __init__(self, what: str, comm: Communicator, timeout_s: float | None = None) -> None:
+    def __init__(self, what: str, comm: Communicator) -> None:
         self._what, self._comm = what, comm
-        self._timeout_s = Settings().start_timeout_s if timeout_s is None else timeout_s
+        self._timeout_s = Settings().start_timeout_s
+        with contextlib.suppress(InvalidArgumentError):  # the step itself raises it
+            self._timeout_s = Settings.resolve().start_timeout_s
 
     def share(self, step: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Return what the step returned on each rank, by rank.
