@@ -12,7 +12,6 @@ from sparkhvd import __version__
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.runner import launching
 from sparkhvd.runner.config_file import flags_of
-from sparkhvd.runner.doctor import examine
 from sparkhvd.runner.forwarding import forwarded, given_variables
 from sparkhvd.runner.host_names import Host, is_here, parse_hosts, place_ranks, read_hostfile
 from sparkhvd.runner.hosts.connection import Reach
@@ -74,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
     if parsed.check_build:
+        from sparkhvd.runner.doctor import examine  # no start of ranks waits for what it needs
+
         return examine()
     try:
         if parsed.config_file is not None:  # flags count before the file
