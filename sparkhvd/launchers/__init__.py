@@ -17,8 +17,8 @@ Each module imports only those above it:
     environment  a rank's place, by the variables of its launcher
     meeting      a rank's job, from the ranks themselves
     handover     a rank's job, from `sparkhvdrun`
-    communicator a rank's job, over mpi4py's communicator
-    horovod      what Horovod's variables and questions about MPI mean here
+    communicator  a rank's job, over mpi4py's communicator
+    horovod       what Horovod's variables and questions about MPI mean here
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from typing import Any, Protocol, TypeGuard
 from sparkhvd import processors, rank_context
 from sparkhvd._version import __version__
 from sparkhvd.errors import InvalidArgumentError, PreflightError, SparkhvdError
-from sparkhvd.interfaces import address_towards, interfaces, is_loopback
+from sparkhvd.interfaces import address_on, address_towards, interfaces, is_loopback
+from sparkhvd.launchers import network
 from sparkhvd.launchers.environment import place_in
 from sparkhvd.launchers.handover import receive
 from sparkhvd.launchers.meeting import mark
@@ -135,7 +136,7 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
     settings = Settings.resolve()
 
     def listen() -> dict[str, Any]:
-        listener = Listener.bind(_address(rank, hosts), settings)
+        listener = Listener.bind(_address(rank, hosts, settings.interfaces), settings)
         cleanup.callback(listener.close)
         listeners.append(listener)
         key = {"key": secrets.token_hex(32), "id": secrets.token_hex(8)} if rank == 0 else {}
@@ -144,6 +145,8 @@ def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
     listeners: list[Listener] = []
     entries = _Step(what, comm).share(listen)
     endpoints = tuple(Endpoint.from_dict(entry["endpoint"]) for entry in entries)
+    if not network.is_one_host(endpoints):
+        network.check_addresses(endpoints, what)
     job = Job(bytes.fromhex(entries[0]["key"]), entries[0]["id"], 0, rank, size, endpoints)
     _take_place(rank, [host["host"] for host in hosts], cleanup)
     return SocketRendezvous(job, listeners[0], Settings.resolve)
@@ -196,8 +199,10 @@ def _host() -> dict[str, Any]:
     }
 
 
-def _address(rank: int, hosts: list[dict[str, Any]]) -> str:
-    """Return the address at which this rank listens: of the interface towards another host, by its name or else its addresses.
+def _address(rank: int, hosts: list[dict[str, Any]], choice: str) -> str:
+    """Return the address at which this rank listens: of the chosen interface, or of the one towards another host.
+
+    That host is found by its name, or else by its addresses.
 
     Raises:
         PreflightError: there is no way to another host.
@@ -206,6 +211,8 @@ def _address(rank: int, hosts: list[dict[str, Any]]) -> str:
     other = next((host for host in hosts if host["host"] != own["host"]), None)
     if other is None:
         return _LOOPBACK
+    if choice:
+        return address_on(choice)
     # Bridges of containers have one address on every host.
     theirs = [each for each in other["addresses"] if each not in own["addresses"]]
     for place in (other["name"], *theirs):
@@ -214,7 +221,7 @@ def _address(rank: int, hosts: list[dict[str, Any]]) -> str:
                 return address
     raise PreflightError(
         f"init(comm=...): host {own['name']}, with the addresses {own['addresses']}, has no route to {other['name']}, with "
-        f"{other['addresses']}. Connect them by a network."
+        f"{other['addresses']}. Connect them by a network, or choose an interface with SPARKHVD_INTERFACES."
     )
 
 
