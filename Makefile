@@ -53,7 +53,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: quick soak-python soak-packaging soak-help wheel test-wheels test-aarch64 test-oldest test-nccl
+.PHONY: quick soak-python soak-packaging soak-launchers soak-help wheel test-wheels test-aarch64 test-oldest test-nccl
 .PHONY: env classes native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -214,8 +214,8 @@ demo: env
 
 # The long legs: more random examples, longer stress, what `make test` leaves out, sanitizers, wheels, other machines. Each
 # part by itself: make soak-python. Tests read the variable through tests/harness/soak.py.
-SOAK_PARTS := lint test-native soak-python soak-packaging test-nccl test-oldest test-sanitizers fuzz-if-clang test-aarch64 test-wheels
-soak soak-python soak-packaging: export SPARKHVD_TEST_SOAK := 1
+SOAK_PARTS := lint test-native soak-python soak-packaging soak-launchers test-nccl test-oldest test-sanitizers fuzz-if-clang test-aarch64 test-wheels
+soak soak-python soak-packaging soak-launchers: export SPARKHVD_TEST_SOAK := 1
 soak-python: TEST_TIMEOUT_S := 14400
 soak-python: TEST_JOBS := 0
 soak-python: PYTEST_FLAGS += --timeout=3600
@@ -231,6 +231,10 @@ soak-python: test-python
 
 soak-packaging: env
 	$(PY) -m pytest --timeout=1200 $(PYTEST_FLAGS) tests/soak/packaging
+
+# Real MPIs, linters and schemas, from PyPI into build/, skipped where there is no index; processes that are killed at random.
+soak-launchers: env
+	$(PY) -m pytest --timeout=3600 $(PYTEST_FLAGS) tests/soak/mpi tests/soak/manifests tests/soak/launchers
 
 soak-help:
 	@echo "make soak, or one of its parts: $(SOAK_PARTS)"
@@ -257,6 +261,7 @@ bench: env
 	@$(PY) benchmarks/network.py
 	@$(PY) benchmarks/point_to_point.py
 	@$(PY) benchmarks/scale.py
+	@$(PY) benchmarks/start.py
 	@$(PY) benchmarks/step.py
 	@$(PY) benchmarks/compression.py
 	@$(PY) benchmarks/scaling.py
