@@ -239,8 +239,9 @@ def _take_place(rank: int, hosts: list[str], cleanup: contextlib.ExitStack) -> N
     )
     rank_context.install(made)
     cleanup.callback(rank_context.install, before)
-    if place_in(os.environ, os.getppid()) is not None:  # noqa: TID251 - the launcher's
-        mark()
+    started = place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
+    if started is not None:
+        mark(started.job)
 
 
 def _check_world(comm: Communicator) -> None:
