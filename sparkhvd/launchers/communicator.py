@@ -4,7 +4,7 @@ MPI is neither linked nor imported: ranks, addresses and the job's key go throug
 nothing after that. So every MPI does, and a key is as safe as MPI's own messages.
 
 **Failure**: what stops one rank is an error on all of them: they exchange what they have before each step. A rank that does not call
-`init()` is waited for by `Ibarrier`, where the communicator has it, for `start_timeout_s`.
+`init()` is waited for for `start_timeout_s`, where the communicator has `Iallgather`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,11 @@ __all__ = ["Communicator", "gather", "is_communicator", "join", "place_of"]
 
 _LOOPBACK = "127.0.0.1"
 _PAUSE_S = 0.001
+# Room for a rank's text, where MPI wants to know it beforehand; addresses and failures are cut to fit.
+_TEXT_BYTES = 8192
+_MAX_ADDRESSES = 64
+_MAX_FAILURE = 1200  # of which a character may take six bytes
+_abandoned: list[object] = []
 _METHODS = ("Get_rank", "Get_size", "allgather")
 
 
@@ -91,23 +96,28 @@ def place_of(what: str, comm: Communicator) -> tuple[int, int]:
     return rank, size
 
 
-def gather(what: str, comm: Communicator, value: object, timeout_s: float) -> list[Any]:
-    """Return the values of all ranks, by rank; every process of the communicator must call this.
+def gather(what: str, comm: Communicator, text: str, timeout_s: float) -> list[str]:
+    """Return the texts of all ranks, by rank; every process of the communicator must call this.
 
     Raises:
-        PreflightError: a rank did not come within `timeout_s`.
+        PreflightError: a rank did not come within `timeout_s`, where the communicator has `Iallgather`.
     """
-    arrive = getattr(comm, "Ibarrier", None)
-    if arrive is not None:
-        request, deadline = arrive(), time.monotonic() + timeout_s
-        while not request.Test():
-            if time.monotonic() > deadline:
-                raise PreflightError(
-                    f"{what}: rank {comm.Get_rank()} waited {timeout_s:g} s (start_timeout_s) for the other {comm.Get_size() - 1} "
-                    "processes of the communicator. Every process in it must make this call."
-                )
-            time.sleep(_PAUSE_S)  # a blocking call of MPI would spin, and leave no room for Ctrl-C
-    return comm.allgather(value)
+    start = getattr(comm, "Iallgather", None)
+    if start is None:
+        return comm.allgather(text)
+    own = bytearray(text.encode().ljust(_TEXT_BYTES))
+    texts = bytearray(_TEXT_BYTES * comm.Get_size())
+    request, deadline = start(own, texts), time.monotonic() + timeout_s
+    while not request.Test():
+        if time.monotonic() > deadline:
+            _abandoned.append((request, own, texts))  # MPI may still write there
+            raise PreflightError(
+                f"{what}: rank {comm.Get_rank()} waited {timeout_s:g} s (start_timeout_s) for the other {comm.Get_size() - 1} "
+                "processes of the communicator. Every process in it must make this call."
+            )
+        time.sleep(_PAUSE_S)  # a blocking call of MPI would spin, and leave no room for Ctrl-C
+    ends = range(_TEXT_BYTES, len(texts) + 1, _TEXT_BYTES)
+    return [texts[end - _TEXT_BYTES : end].decode().rstrip() for end in ends]
 
 
 def join(comm: Communicator, cleanup: contextlib.ExitStack) -> Rendezvous:
@@ -172,7 +182,7 @@ class _Step:
         try:
             own = step()
         except SparkhvdError as error:
-            failure, own = error, {"failure": str(error)}
+            failure, own = error, {"failure": str(error)[:_MAX_FAILURE]}
         texts = gather(self._what, self._comm, json.dumps(own), self._timeout_s)
         if failure is not None:
             raise failure
@@ -194,7 +204,7 @@ def _host() -> dict[str, Any]:
         "name": name,
         "addresses": [
             each.address for each in interfaces() if each.is_up and not is_loopback(each.address)
-        ],
+        ][:_MAX_ADDRESSES],
         "version": __version__,
     }
 

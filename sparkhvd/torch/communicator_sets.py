@@ -90,7 +90,7 @@ def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
         return ()
     communicator.place_of(_WHAT, comm)
     rank = context().engine.topology.rank
-    return tuple(sorted(communicator.gather(_WHAT, comm, rank, timeout_s)))
+    return tuple(sorted(map(int, communicator.gather(_WHAT, comm, str(rank), timeout_s))))
 
 
 def _gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:

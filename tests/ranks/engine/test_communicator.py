@@ -111,7 +111,7 @@ def test_communicators_that_cannot_be_used_are_told() -> None:
 
 def test_a_rank_that_does_not_come_is_told_in_time() -> None:
     comm: Any = world(2)[0]
-    comm.Ibarrier = lambda: types.SimpleNamespace(Test=lambda: False)
+    comm.Iallgather = lambda *_: types.SimpleNamespace(Test=lambda: False)
     began = time.monotonic()
     with pytest.raises(PreflightError, match=r"rank 0 waited 0.2 s .* the other 1 processes"):
         communicator.gather("init(comm=...)", comm, "", 0.2)

@@ -66,7 +66,7 @@ def test_communicators_that_do_not_fit_are_an_error_on_every_rank() -> None:
         other: Any = comm.Split(0 if hvd.rank() > 0 else None)
         # Ranks 0 and 1 meet over one communicator, in which rank 1 says that it is rank 2.
         if hvd.rank() == 1:
-            of_two.allgather(2)
+            of_two.allgather("2")
             other = NullComm()
         with pytest.raises(
             InvalidArgumentError,
