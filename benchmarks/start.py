@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/start.py [--rounds 9] [--many 20] [--patience 900] [--write] [--json FILE]
 
 By turns: two `python -c 'import torch'` that are started together; `sparkhvdrun -np 2` of a script that imports torch, does one
-allreduce and ends; `torchrun` of the same script. One thread per process, compiled bytecode. A round in which other programs of this
-machine used more than a tenth of its CPUs does not count, and is done again while patience lasts. Then 64 ranks of a script that imports
-the engine alone, meets, and ends. Targets: at most 0.5 s over the two imports of the same round, and 15 s for each start of 64 ranks.
+allreduce and ends; `torchrun` of the same script. One thread per process, compiled bytecode. A round begins when the machine is quiet, and
+does not count where other programs used more than a tenth of its CPUs meanwhile, while patience lasts. Then 64 ranks of a script that
+imports the engine alone, meets, and ends. Targets: at most 0.5 s over the two imports of the same round, and 15 s for each start of 64
+ranks.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def _two_ranks(report: Report, folder: Path, rounds: int, until: float) -> None:
     for way in ways.values():  # warms the page cache
         way()
     while len(base) < rounds:
+        _wait_for_quiet(until)
         before = _busy()
         times = {name: _timed(way) for name, way in ways.items()}
         others = _busy() - before - sum(cpu for _, cpu in times.values())
@@ -164,6 +166,15 @@ def _timed(way: Callable[[], None]) -> tuple[float, float]:
 def _cpu_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def _wait_for_quiet(until: float) -> None:
+    """Return when other programs leave the CPUs alone, or when patience ends."""
+    share = 1.0
+    while share > QUIET and time.monotonic() < until:
+        before = _busy()
+        time.sleep(2)
+        share = (_busy() - before) / 2 / (os.cpu_count() or 1)
 
 
 def _busy() -> float:
