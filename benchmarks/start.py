@@ -102,7 +102,10 @@ def _two_ranks(report: Report, folder: Path, rounds: int, until: float) -> None:
         report.note(
             "Patience ended: rounds count in which other programs used more than a tenth of the CPUs."
         )
-    report.note(f"Rounds that other programs disturbed: {len(left_out)}.")
+    shares = (
+        f" (they used {min(left_out):.0%} to {max(left_out):.0%} of the CPUs)" if left_out else ""
+    )
+    report.note(f"Rounds that other programs disturbed: {len(left_out)}{shares}.")
     rows: list[Sequence[str | Sequence[Target]]] = []
     for name in ways:
         over = [wall - other for wall, other in zip(walls[name], base, strict=True)]
