@@ -53,7 +53,7 @@ WITH_JAVA = JAVA_HOME="$$(tools/java.sh)" && export JAVA_HOME &&
 
 # One thing at a time (but for packages, which come from the network): the cores belong to the compiler or to the tests, not to both.
 .NOTPARALLEL:
-.PHONY: quick soak-python soak-packaging soak-help wheel test-wheels test-aarch64 test-oldest test-users test-nccl
+.PHONY: quick soak-python soak-packaging soak-launchers soak-help wheel test-wheels test-aarch64 test-oldest test-users test-nccl test-locks
 .PHONY: env classes collected native compiled stand-in test test-native test-races test-python test-sanitizers fuzz fuzz-if-clang lint format demo soak bench gpu clean java
 
 env: $(PACKAGES) $(NATIVE) $(BYTECODE) java
@@ -176,6 +176,12 @@ fuzz: $(PACKAGES)
 	cd build/fuzz && ./message_fuzz -max_total_time=$(FUZZ_S) -max_len=16384 -timeout=10 -rss_limit_mb=2048 \
 	  -print_final_stats=1 corpus
 
+# What a mutex guards is touched under it only (native/src/sync.h), as clang sees it.
+test-locks:
+	@if test -z "$(CLANGXX)"; then echo "test-locks: skipped, because there is no clang++ here"; exit 0; fi; \
+	find native/src -name '*.cc' -not -path '*/kernels/*' | xargs -n 8 $(CLANGXX) -std=c++20 -fsyntax-only -Werror=thread-safety \
+	  -Inative/include -Inative/src && echo "test-locks: nothing found"
+
 # Part of the long legs where there is a clang.
 fuzz-if-clang:
 	@if test -n "$(CLANGXX)"; then $(MAKE) fuzz; else echo "fuzz: skipped, because there is no clang++ here"; fi
@@ -230,8 +236,9 @@ demo: env
 
 # The long legs: more random examples, longer stress, what `make test` leaves out, sanitizers, wheels, other machines. Each
 # part by itself: make soak-python. Tests read the variable through tests/harness/soak.py.
-SOAK_PARTS := lint test-native soak-python soak-packaging test-nccl test-oldest test-users test-sanitizers fuzz-if-clang test-aarch64 test-wheels
-soak soak-python soak-packaging: export SPARKHVD_TEST_SOAK := 1
+SOAK_PARTS := lint test-native soak-python soak-packaging soak-launchers test-nccl test-oldest test-users test-sanitizers test-locks fuzz-if-clang \
+  test-aarch64 test-wheels
+soak soak-python soak-packaging soak-launchers: export SPARKHVD_TEST_SOAK := 1
 soak-python: TEST_TIMEOUT_S := 14400
 soak-python: TEST_JOBS := 0
 soak-python: PYTEST_FLAGS += --timeout=3600
@@ -247,6 +254,10 @@ soak-python: test-python
 
 soak-packaging: env
 	$(PY) -m pytest --timeout=1200 $(PYTEST_FLAGS) tests/soak/packaging
+
+# Real MPIs, linters and schemas, from PyPI into build/, skipped where there is no index; processes that are killed at random.
+soak-launchers: env
+	$(PY) -m pytest --timeout=3600 $(PYTEST_FLAGS) tests/soak/mpi tests/soak/manifests tests/soak/launchers
 
 soak-help:
 	@echo "make soak, or one of its parts: $(SOAK_PARTS)"
@@ -273,6 +284,7 @@ bench: env
 	@$(PY) benchmarks/network.py
 	@$(PY) benchmarks/point_to_point.py
 	@$(PY) benchmarks/scale.py
+	@$(PY) benchmarks/start.py
 	@$(PY) benchmarks/step.py
 	@$(PY) benchmarks/compression.py
 	@$(PY) benchmarks/scaling.py

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from sparkhvd.runner import run as run
     from sparkhvd.runner import run_hosts as run_hosts
     from sparkhvd.runner import run_local as run_local
+    from sparkhvd.runner.horovod_runner import HorovodRunner as HorovodRunner
     from sparkhvd.settings import Settings as Settings
     from sparkhvd.torch import metrics as metrics
 
@@ -102,6 +103,7 @@ _HOMES = {
     "TorchRegressionModel": "sparkhvd.estimator",
     "TorchRegressor": "sparkhvd.estimator",
     "read_packed": "sparkhvd.estimator",
+    "HorovodRunner": "sparkhvd.runner.horovod_runner",
     "run": "sparkhvd.runner",
     "run_hosts": "sparkhvd.runner",
     "run_local": "sparkhvd.runner",

@@ -15,6 +15,7 @@ from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.launchers.handover import receive
 from sparkhvd.torch import context
+from sparkhvd.torch.joining import way_to_join
 from sparkhvd.torch.process_sets import add_process_set
 
 __all__ = ["Teams"]
@@ -49,10 +50,10 @@ class Teams:
         if found == "of another size":  # hvd's ranks are not torch's
             return own(store, name, rank, size, timeout)
         if found == "launched":
-            context.initialize()
+            context.initialize(way_to_join(None))
         elif found == "none":
             rendezvous = meet(store, name, rank, size, timeout)
-            context.initialize(rendezvous)
+            context.initialize(lambda _: rendezvous)
             meeting.install(rendezvous)  # hvd.init() after hvd.shutdown() finds the ranks again
         return Team(context.context().engine, 0, tuple(range(size)), is_own=False)
 

@@ -42,7 +42,7 @@ def network_key(settings: Settings, what: str) -> bytes | None:
     raise InvalidArgumentError(
         f"{what}: ranks on several hosts need a key by which they know each other. Put 32 or more random bytes into a file "
         "on each host, mode 0600, and name it in SPARKHVD_JOB_KEY_FILE; or set SPARKHVD_TRUST_NETWORK=1, and whoever reaches "
-        "rank 0 can join."
+        "rank 0 can join. Under mpirun, init(comm=MPI.COMM_WORLD) with mpi4py needs neither."
     )
 
 

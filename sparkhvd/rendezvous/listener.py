@@ -32,9 +32,9 @@ class Listener:
             PreflightError: the address is not of this host, or every port is taken.
         """
         tcp = _bind_tcp(address, settings)
-        host_key = _host_key()
-        unix, name = _bind_unix() if host_key else (None, "")
-        return cls(tcp, unix, Endpoint(address, tcp.getsockname()[1], host_key, name))
+        key = host_key()
+        unix, name = _bind_unix() if key else (None, "")
+        return cls(tcp, unix, Endpoint(address, tcp.getsockname()[1], key, name))
 
     @classmethod
     def from_filenos(cls, tcp_fd: int, unix_fd: int, endpoint: Endpoint) -> Listener:
@@ -123,7 +123,7 @@ def unix_address(name: str) -> bytes:
     return b"\0sparkhvd-" + name.encode()
 
 
-def _host_key() -> str:
+def host_key() -> str:
     """Return boot, network namespace and user: processes that share them reach each other's abstract Unix sockets."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 from sparkhvd.rendezvous.connections import Connections
@@ -47,6 +49,7 @@ class SocketRendezvous:
         self._parked: list[Parked] = []
         self._notices: list[Notice] = []
         self._made: Connections | None = None
+        self._among: dict[tuple[int, ...], SocketRendezvous] = {}  # they count their generations
         # A forked child (a DataLoader worker) must not keep the port or a connection of a dead rank open.
         _close_in_children()
         _open_rendezvous.add(self)
@@ -67,6 +70,30 @@ class SocketRendezvous:
         )
         self._made = meeting.run()
         return self._made
+
+    def among(self, ranks: Sequence[int]) -> SocketRendezvous:
+        """Return the rendezvous of some of the ranks: a job of its own, whose ranks are their places in the list.
+
+        Each of them must ask with the same list; another job may follow when this one has ended, because they share the listener.
+
+        Args:
+            ranks: different ones, this rank among them.
+        """
+        chosen = tuple(ranks)
+        if chosen == tuple(range(self.size)):
+            return self
+        if chosen not in self._among:
+            names = ",".join(map(str, chosen))
+            job = replace(
+                self.job,
+                key=hmac.digest(self.job.key, f"among {names}".encode(), "sha256"),
+                job_id=f"{self.job.job_id} ranks {names}",
+                rank=chosen.index(self.rank),
+                size=len(chosen),
+                endpoints=tuple(self.job.endpoints[rank] for rank in chosen),
+            )
+            self._among[chosen] = SocketRendezvous(job, self._listener, self._ask or self.settings)
+        return self._among[chosen]
 
     def close(self) -> None:
         """Stop listening, and close connections of later generations."""

@@ -69,6 +69,7 @@ Each module imports only those above it:
     command     the command line: `sparkhvdrun`
     task        executor's side of a launch under Spark
     job         driver's side of a launch under Spark: `run`
+    horovod_runner  Databricks' `HorovodRunner`
 """
 
 from __future__ import annotations

@@ -12,11 +12,8 @@ from sparkhvd import __version__
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.runner import launching
 from sparkhvd.runner.config_file import flags_of
-from sparkhvd.runner.doctor import examine
 from sparkhvd.runner.forwarding import forwarded, given_variables
 from sparkhvd.runner.host_names import Host, is_here, parse_hosts, place_ranks, read_hostfile
-from sparkhvd.runner.hosts.connection import Reach
-from sparkhvd.runner.hosts.script import run_script_on_hosts
 from sparkhvd.runner.screen import Output
 from sparkhvd.runner.script_ranks import check_command, words_of
 from sparkhvd.runner.scripts import run_script
@@ -74,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
     if parsed.check_build:
+        from sparkhvd.runner.doctor import examine  # no start of ranks waits for what it needs
+
         return examine()
     try:
         if parsed.config_file is not None:  # flags count before the file
@@ -169,6 +168,10 @@ def _run(parsed: argparse.Namespace) -> int:
         env = {**environ, **given}
         check_command(command, env)
         return run_script(command, parsed.num_proc, env, output)
+    # Ranks of this host start without ssh's part.
+    from sparkhvd.runner.hosts.connection import Reach
+    from sparkhvd.runner.hosts.script import run_script_on_hosts
+
     settings = Settings.resolve({**environ, **given})
     reach = Reach(
         settings.ssh_command, parsed.ssh_port, parsed.ssh_identity_file, parsed.start_timeout

@@ -24,6 +24,7 @@ __all__ = ["Crew"]
 _LINE_BYTES = 1 << 20
 # How long a pipe may stay open in what a rank has started and left behind.
 _DRAIN_S = 2.0
+_GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
 
 class Crew:
@@ -53,16 +54,20 @@ class Crew:
         Raises:
             OSError: the program cannot be started.
         """
+        # It begins when the guard knows of it: if this process is killed before, its standard input ends without a line.
         process = subprocess.Popen(
-            command,
+            [*_GATE, *command],
             env=env,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             pass_fds=descriptors,
             start_new_session=True,
         )
         self._guard.add(process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(b"\n")
         with self._lock:
             self._running[rank] = process
         readers = [

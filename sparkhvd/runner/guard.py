@@ -28,11 +28,16 @@ class Guard:
 
     def add(self, group: int) -> None:
         """Kill a process group at the end, unless `remove` comes before."""
-        os.write(self._writer, f"+{group}\n".encode())
+        self._tell(f"+{group}")
 
     def remove(self, group: int) -> None:
         """Leave a process group alone that has ended; called before its number is free."""
-        os.write(self._writer, f"-{group}\n".encode())
+        self._tell(f"-{group}")
+
+    def _tell(self, line: str) -> None:
+        # Somebody may kill the guard: this process still ends the groups itself.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._writer, f"{line}\n".encode())
 
     def __enter__(self) -> Guard:
         return self

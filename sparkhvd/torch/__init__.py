@@ -16,10 +16,12 @@ Each module imports only those above it:
     arguments        users' arguments, converted
     context          the engine that `rank()` and `allreduce()` use
     compressors      16-bit floats on the wire
+    joining          meaning of `init(comm=...)`
     own_gpu          the launcher's GPU as torch's current device
     cuda             streams, events and memory of CUDA; NCCL
     process_sets     the ranks that take part in an operation
     collectives      allreduce, allgather and their like
+    communicator_sets  process sets from communicators of MPI
     registered       tensors in registered memory
     broadcast        parameters, optimizer state and objects
     gradients        gradients reduced in buckets
@@ -32,10 +34,11 @@ Each module imports only those above it:
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -49,9 +52,10 @@ from sparkhvd.errors import (
     NotInitializedError,
     PeerLostError,
 )
+from sparkhvd.launchers import horovod
+from sparkhvd.launchers.communicator import Communicator
 from sparkhvd.observe import timeline
-from sparkhvd.torch import collectives, context, own_gpu
-from sparkhvd.torch.arguments import to_integers, to_list
+from sparkhvd.torch import collectives, context, joining, own_gpu
 from sparkhvd.torch.broadcast import (
     allgather_object,
     broadcast_object,
@@ -59,20 +63,14 @@ from sparkhvd.torch.broadcast import (
     broadcast_parameters,
 )
 from sparkhvd.torch.collectives import *  # noqa: F403 - its `__all__` is the list of public collectives
+from sparkhvd.torch.communicator_sets import add_process_set, remove_process_set
 from sparkhvd.torch.compression import Compression
 from sparkhvd.torch.cuda import nccl_version
+from sparkhvd.torch.joining import Comm
 from sparkhvd.torch.optimizer import DistributedOptimizer
-from sparkhvd.torch.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
+from sparkhvd.torch.process_sets import ProcessSet, global_process_set
 from sparkhvd.torch.registered import registered_empty
 from sparkhvd.torch.sync_batch_norm import SyncBatchNorm
-
-if TYPE_CHECKING:
-    from sparkhvd.rendezvous import Rendezvous
 
 __all__ = [
     *collectives.__all__,
@@ -129,40 +127,37 @@ def __getattr__(name: str) -> NoReturn:
 
 
 def init(
-    comm: Rendezvous | Sequence[int] | None = None,
-    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
+    comm: Comm | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int] | Communicator] | str | None = None,
 ) -> None:
     """Join the job; every rank must call it. Does nothing while initialised; works again after `shutdown()`.
 
     The GPU that `sparkhvd.runner.run` gave this rank becomes torch's current device, unless another one is.
 
     Args:
-        comm: how the ranks find each other: a `Rendezvous`. None means the job that this process was started
-            for, or a job of one rank if it was started for none. Horovod's list of ranks must name all of them.
+        comm: which ranks there are, and how they find each other. None means the job that this process was started for, or a job
+            of one rank if it was started for none. A list names ranks of that job, which are a job of their own, numbered by
+            their places in it. A communicator of mpi4py (or an object with its Get_rank, Get_size and allgather) is a job of
+            its processes with its ranks; all of them must call this, processes of several communicators are independent jobs,
+            and MPI is not used later. Or a `Rendezvous`.
         process_sets: sets to register at once, the same on every rank. Horovod's "dynamic" has no effect: sets
             may always be added and removed.
 
     Raises:
-        InvalidArgumentError: an argument is wrong.
+        InvalidArgumentError: an argument is wrong; or this process has joined a job of another size or with another rank than
+            `comm` has, or MPI's world is not what the launcher has started.
+        PreflightError: a rank cannot take part, or did not come to the communicator within `Settings.start_timeout_s`.
         CollectiveTimeoutError: a rank did not come within `Settings.connect_timeout_s`; the message names it.
         PeerLostError: a rank's process ended before it came.
         EngineUnavailableError: the compiled library is missing.
     """
     sets = _sets(process_sets)
-    rendezvous: Rendezvous | None = None
-    ranks: list[int] | None = None
-    if hasattr(comm, "connect"):
-        rendezvous = comm  # type: ignore[assignment]  # lists of ranks have no connect()
-    elif comm is not None:
-        ranks = _ranks(comm)
-    if not context.initialize(rendezvous):
+    if not context.initialize(joining.way_to_join(comm)):
+        joining.check_joined(comm)
         return
+    if rank() == 0:
+        _tell_choices()
     try:
-        if ranks is not None and sorted(ranks) != list(range(size())):
-            raise InvalidArgumentError(
-                f"init(comm={ranks}): the job has the ranks 0 to {size() - 1}, and all take part. Leave comm out, "
-                "and give process_sets for operations among some of them."
-            )
         for process_set in sets:
             add_process_set(process_set)
         own_gpu.make_current()
@@ -171,9 +166,15 @@ def init(
         raise
 
 
+@functools.cache  # once per process
+def _tell_choices() -> None:
+    if note := horovod.note_of():
+        sys.stderr.write(f"{note}\n")
+
+
 def _sets(
-    process_sets: Iterable[ProcessSet | Sequence[int]] | str | None,
-) -> list[ProcessSet | Sequence[int]]:
+    process_sets: Iterable[ProcessSet | Sequence[int] | Communicator] | str | None,
+) -> list[ProcessSet | Sequence[int] | Communicator]:
     """Return the sets to register, from the argument of `init`."""
     if process_sets is None or (isinstance(process_sets, str) and process_sets == "dynamic"):
         return []
@@ -182,17 +183,6 @@ def _sets(
             f"init(process_sets={process_sets!r}): give a list of process sets, 'dynamic' or None."
         )
     return list(process_sets)
-
-
-def _ranks(comm: Sequence[int]) -> list[int]:
-    """Return the ranks of the argument of `init`."""
-    items = to_list(f"init(comm={comm!r})", comm, "ranks")
-    ranks = to_integers(items)
-    if ranks is None:
-        raise InvalidArgumentError(
-            f"init(comm={items!r}): expected ranks, which are integers. Leave comm out: all ranks of the job take part."
-        )
-    return ranks
 
 
 def shutdown() -> None:
@@ -293,8 +283,11 @@ def mpi_enabled() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return False: MPI is not used."""
-    return False
+    """Return True in a process that MPI has started: its own calls of MPI and collectives mix in any order and thread.
+
+    Nothing here calls MPI, so nothing waits for it.
+    """
+    return horovod.is_mpi()
 
 
 def gloo_built() -> bool:

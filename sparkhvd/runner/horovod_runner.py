@@ -1,0 +1,58 @@
+"""Databricks' `HorovodRunner`, over `run` and `run_local`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner import run, run_local
+
+__all__ = ["HorovodRunner"]
+
+R = TypeVar("R")
+_VERBOSITIES = ("all", "log_callback_only")
+
+
+class HorovodRunner:
+    """Run a function on ranks and return rank 0's result, as Databricks' class of this name does.
+
+    Args:
+        np: number of ranks. Negative: -np processes of this host, as `run_local` starts them. Positive: so many tasks of one barrier
+            stage of the active Spark session, as `run` does. 0: every task slot.
+        driver_log_verbosity: "all": the last lines of each rank's output come to the driver's stdout, too, when the ranks have ended;
+            "log_callback_only": they stay in the executors' logs. Output of processes of this host always comes, line by line.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong.
+    """
+
+    def __init__(self, *, np: int, driver_log_verbosity: str = "log_callback_only") -> None:
+        if not isinstance(np, int) or isinstance(np, bool):
+            raise InvalidArgumentError(
+                f"HorovodRunner(np={np!r}): it must be an integer: negative for processes of this host, positive for Spark tasks, 0 "
+                "for every task slot."
+            )
+        if driver_log_verbosity not in _VERBOSITIES:
+            raise InvalidArgumentError(
+                f"HorovodRunner(driver_log_verbosity={driver_log_verbosity!r}): it must be one of {', '.join(_VERBOSITIES)}."
+            )
+        self.num_processor = np
+        self.driver_log_verbosity = driver_log_verbosity
+
+    def run(self, main: Callable[..., R], **kwargs: object) -> R:
+        """Call `main(**kwargs)` on every rank; return rank 0's result.
+
+        Args:
+            main: any function that pickles; in it `sparkhvd.torch.init()` connects the ranks.
+            **kwargs: its arguments.
+
+        Raises:
+            RankError: `main` failed on a rank.
+            InvalidArgumentError, PreflightError: as `run` and `run_local` do.
+        """
+        if self.num_processor < 0:
+            return run_local(main, kwargs=kwargs, num_proc=-self.num_processor)[0]
+        stdout = sys.stdout if self.driver_log_verbosity == "all" else None
+        return run(main, kwargs=kwargs, num_proc=self.num_processor or None, stdout=stdout)[0]

@@ -1,0 +1,124 @@
+"""Process sets from communicators of MPI, beside those from ranks.
+
+Processes may give different communicators at once, as `Split` makes them: every set is registered on every rank, and each process's
+object is the set that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers import communicator
+from sparkhvd.launchers.communicator import Communicator
+from sparkhvd.torch import process_sets
+from sparkhvd.torch.collectives import allgather
+from sparkhvd.torch.context import context
+from sparkhvd.torch.process_sets import ProcessSet
+
+__all__ = ["add_process_set", "remove_process_set"]
+
+_WHAT = "add_process_set(ProcessSet(<communicator>))"
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int] | Communicator) -> ProcessSet:
+    """Register a process set; every rank must call this with the same ranks, members or not. Waits for all.
+
+    With communicators of MPI every rank gives the one that it belongs to, or MPI.COMM_NULL; those that `Split` makes become as many
+    sets, and the result is the one that this process is in (the first of them for a process in none). A communicator is used here,
+    and not later.
+
+    Args:
+        process_set: a set that is not registered, its ranks, or a communicator.
+
+    Returns:
+        The registered set.
+
+    Raises:
+        InvalidArgumentError: a rank is no integer or does not exist, a set of these ranks is registered already, or ranks of a
+            communicator are not ranks of the job or give another communicator.
+        MismatchError: ranks disagree on the set; raised on every rank.
+        CollectiveTimeoutError, PeerLostError: as for `allreduce`.
+    """
+    if communicator.is_communicator(process_set):
+        process_set = ProcessSet(process_set)
+    if isinstance(process_set, ProcessSet) and process_set.mpi_comm is not None:
+        return _add_of_communicators(process_set, process_set.mpi_comm)
+    return process_sets.add_process_set(process_set)  # type: ignore[arg-type]  # no communicator
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set; every rank must call this. The object may be added again.
+
+    Sets that were made together, of communicators that differ between ranks, go together.
+
+    Returns:
+        False, without doing anything, for the set of all ranks and for one that is not registered.
+
+    Raises:
+        InvalidArgumentError: it is no process set.
+        MismatchError, CollectiveTimeoutError, PeerLostError: as for `add_process_set`.
+    """
+    together = process_set.together if isinstance(process_set, ProcessSet) else ()
+    return all([process_sets.remove_process_set(each) for each in together or (process_set,)])
+
+
+def _add_of_communicators(process_set: ProcessSet, comm: Communicator) -> ProcessSet:
+    current = context()
+    if process_set.process_set_id is not None:
+        raise InvalidArgumentError(
+            f"{_WHAT}: {process_set} is registered already. Use it as it is."
+        )
+    own = _ranks_in(comm, current.engine.settings.start_timeout_s)
+    sets = _agree(_gather(own), current.engine.topology.size)
+    mine = own if own in sets else sets[0]
+    made = tuple(process_set if ranks == mine else ProcessSet(ranks) for ranks in sets)
+    for each, ranks in zip(made, sets, strict=True):
+        each.take(ranks)
+        process_sets.check_new(current, each)
+    for each in made:
+        process_sets.add_process_set(each)
+    process_set.together = made
+    return process_set
+
+
+def _ranks_in(comm: Communicator, timeout_s: float) -> tuple[int, ...]:
+    """Return the job's ranks of a communicator's processes; none of a null one."""
+    if not comm:
+        return ()
+    communicator.place_of(_WHAT, comm)
+    rank = context().engine.topology.rank
+    return tuple(sorted(map(int, communicator.gather(_WHAT, comm, str(rank), timeout_s))))
+
+
+def _gather(own: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the ranks that each rank gives, by rank."""
+    numbers = allgather(torch.tensor([len(own), *own]), name="process_sets.of_communicators")
+    left, claims = numbers.tolist(), []
+    while left:
+        claims.append(tuple(left[1 : 1 + left[0]]))
+        del left[: 1 + left[0]]
+    return claims
+
+
+def _agree(claims: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Return the sets by their first ranks.
+
+    Raises:
+        InvalidArgumentError: no rank gives one, or members of one give another.
+    """
+    sets = sorted({ranks for ranks in claims if ranks})
+    if not sets:
+        raise InvalidArgumentError(
+            f"{_WHAT}: every rank gives a null communicator. A process set needs at least one rank."
+        )
+    for ranks in sets:
+        for rank in ranks:
+            if claims[rank] != ranks:
+                raise InvalidArgumentError(
+                    f"{_WHAT}: the communicator of ranks {list(ranks)} has rank {rank}, which gives one of ranks "
+                    f"{list(claims[rank])}. Give the same communicator on each of its processes; all {size} ranks call this."
+                )
+    return sets
