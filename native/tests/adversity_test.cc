@@ -14,8 +14,8 @@
 #include <numeric>
 #include <random>
 
-#include "message.h"
 #include "engine/negotiation.h"
+#include "message.h"
 #include "transport/link.h"
 #include "world.h"
 

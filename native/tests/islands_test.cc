@@ -5,8 +5,8 @@
 #include <cmath>
 #include <numeric>
 
-#include "error.h"
 #include "engine/orders.h"
+#include "error.h"
 #include "world.h"
 
 namespace sparkhvd::test::islands_test {

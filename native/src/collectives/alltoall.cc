@@ -4,9 +4,9 @@
 
 #include "collectives/collectives.h"
 #include "collectives/spec.h"
+#include "engine/orders.h"
 #include "error.h"
 #include "nccl/calls.h"
-#include "engine/orders.h"
 
 namespace sparkhvd {
 namespace {
