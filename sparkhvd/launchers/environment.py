@@ -113,7 +113,8 @@ def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
     """Return the place that a process's variables tell; None without a launcher, or with one process.
 
     A launcher started by another one wins: torchrun over MPI's and Slurm's, MPI's over Slurm's, each over torch's variables alone.
-    torchrun and MPI at once are one inside the other by mistake, unless one of them has a single process.
+    torchrun and MPI at once are one inside the other by mistake, unless one of them has a single process; so are two MPIs that do not
+    agree on rank and size.
 
     Args:
         variables: environment of the process.
@@ -132,15 +133,16 @@ def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
     if not places:
         return None
     kinds = {place.launcher for place in places} - {"srun", PLAIN}
-    if "torchrun" in kinds and len(kinds) > 1:
+    numbers = {(place.rank, place.size) for place in places if place.launcher in kinds}
+    if len(kinds) > 1 and ("torchrun" in kinds or len(numbers) > 1):
         both = " and ".join(
             f"{place.launcher} (rank {place.rank} of {place.size})"
             for place in places
             if place.launcher in kinds
         )
         raise InvalidArgumentError(
-            f"init(): this process has the variables of two launchers: {both}. Start torchrun once per host with a "
-            "single MPI process there, or use one of them alone."
+            f"init(): this process has the variables of two launchers: {both}. Use one of them alone, or start "
+            "torchrun once per host with a single MPI process there."
         )
     return places[0]
 

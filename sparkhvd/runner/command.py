@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,8 @@ _WITHOUT_EFFECT = {
     "--log-level": 1,
     "--log-with-timestamp": 0,
     "--log-without-timestamp": 0,
+    "--log-hide-timestamp": 0,
+    "--no-log-hide-timestamp": 0,
     "--autotune-log-file": 1,
     "--autotune-warmup-samples": 1,
     "--autotune-steps-per-sample": 1,
@@ -147,6 +150,10 @@ def _run(parsed: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             f"-np is {parsed.num_proc}; it must be at least 1, as in sparkhvdrun -np 2 python train.py"
         )
+    if not 0 < parsed.start_timeout < math.inf:
+        raise InvalidArgumentError(
+            f"--start-timeout is {parsed.start_timeout:g}; it must be a number of seconds above 0, such as 30."
+        )
     hosts = [Host("localhost", parsed.num_proc)]
     if parsed.hostfile is not None:
         hosts = read_hostfile(parsed.hostfile)
@@ -199,7 +206,7 @@ def _variables(parsed: argparse.Namespace) -> dict[str, str]:
 def _scaled(name: str, value: str, factor: int) -> str:
     try:
         return f"{float(value) * factor:g}" if factor == 1 else str(round(float(value) * factor))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # no number; not a finite one
         raise InvalidArgumentError(
             f"--{name.replace('_', '-')} is {value!r}; it must be a number."
         ) from error

@@ -59,7 +59,7 @@ def _load(path: str) -> Any:
         ) from error
     try:
         return yaml.safe_load(Path(path).read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidArgumentError(f"--config-file {path!r} cannot be read: {error}.") from error
 
 

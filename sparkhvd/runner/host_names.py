@@ -71,14 +71,14 @@ def read_hostfile(path: str) -> list[Host]:
     """
     try:
         lines = Path(path).read_text().splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"--hostfile {path!r} cannot be read: {error}.") from error
     return _checked(f"--hostfile {path!r}", _hosts_of(path, lines))
 
 
 def _hosts_of(path: str, lines: Sequence[str]) -> Iterator[Host]:
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
         if not words:
             continue
         given = dict(word.split("=", 1) for word in words[1:] if "=" in word)

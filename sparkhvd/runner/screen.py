@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.runner import launching
 
 __all__ = ["Output", "Screen"]
@@ -42,9 +43,15 @@ class Screen:
             return
         for rank in range(size):
             folder = output.folder / f"rank.{rank}"
-            folder.mkdir(parents=True, exist_ok=True)
-            for stream in ("stdout", "stderr"):
-                self._files[rank, stream] = open(folder / stream, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                for stream in ("stdout", "stderr"):
+                    self._files[rank, stream] = open(folder / stream, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
+            except OSError as error:
+                self.__exit__()
+                raise InvalidArgumentError(
+                    f"--output-filename {str(output.folder)!r} cannot be written: {error}. Give a folder that may be made there."
+                ) from error
 
     def show(self, rank: int, stream: str, line: bytes) -> None:
         """Pass a line on, with its end or cut."""

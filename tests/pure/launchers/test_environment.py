@@ -92,3 +92,7 @@ def test_wrong_variables_are_told() -> None:
     text = r"two launchers: torchrun \(rank 3 of 4\) and Open MPI \(rank 1 of 2\)"
     with pytest.raises(InvalidArgumentError, match=text):
         place_in({**TORCHRUN, **OPEN_MPI}, 9)
+    with pytest.raises(
+        InvalidArgumentError, match=r"two launchers: Open MPI .* and MPI \(rank 2 of 3\)"
+    ):
+        place_in({**OPEN_MPI, "PMI_RANK": "2", "PMI_SIZE": "3"}, 9)

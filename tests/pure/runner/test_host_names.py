@@ -38,7 +38,7 @@ def test_a_host_twice_is_refused_also_by_another_name_of_this_one() -> None:
 
 def test_files_of_open_mpi_and_of_slots(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# cluster\na slots=4 max_slots=8\n\nb:2  # old\nc\n")
+    path.write_text("# cluster\na slots = 4 max_slots = 8\n\nb:2  # old\nc\n")
     assert read_hostfile(str(path)) == [Host("a", 4), Host("b", 2), Host("c", 1)]
     path.write_text("a slots=4\nb slots=many\n")
     with pytest.raises(InvalidArgumentError, match="line 2: 'b slots=many' is neither"):
