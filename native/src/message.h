@@ -223,6 +223,8 @@ Bytes encode(const SegmentOffer& message);
 Bytes encode(const SegmentMapped& message);
 Bytes encode(const Credit& message);
 Bytes encode(const Point& message);
+/// The frame but for its payload, which follows.
+Bytes encode_head(const Point& message);
 
 /// The header of a data frame; the body follows from the tensor's own memory. `stream` is the
 /// process set.

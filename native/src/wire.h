@@ -56,8 +56,9 @@ class Writer {
 
   Writer& flag(bool value) { return number(static_cast<std::uint8_t>(value)); }
 
-  Bytes finish() {
-    const std::size_t body = bytes_.size() - kFrameHeaderBytes;
+  /// The frame, or its beginning if `more` bytes of it follow.
+  Bytes finish(std::size_t more = 0) {
+    const std::size_t body = bytes_.size() - kFrameHeaderBytes + more;
     if (body > kMaxControlBytes) {
       throw Error(SPARKHVD_INVALID_ARGUMENT,
                   "the operation's description needs " + std::to_string(body) +

@@ -132,6 +132,7 @@ bool Peers::flush(ControlLink& link) {
 bool Peers::flush(bool with_tensors) {
   bool moved = false;
   for (auto& link : world_.links()) {
+    if (link.take_has_written() && link.is_tcp()) loss_watch_.start();
     if (!link.is_open() || !link.wants_write()) continue;
     moved |= flush(link);
     watch(link);

@@ -1,4 +1,5 @@
 // POINT frames as bytes.
+#include <span>
 #include <string>
 
 #include "message.h"
@@ -6,7 +7,11 @@
 
 namespace sparkhvd {
 
-Bytes encode(const Point& message) {
+namespace {
+
+/// The frame of a message; without its payload, the beginning of the frame.
+Bytes frame_of(const Point& message, bool with_payload) {
+  const auto payload = with_payload ? message.payload : std::span<const std::byte>();
   return Writer(FrameType::kPoint)
       .number(static_cast<std::uint8_t>(message.kind))
       .number(message.process_set)
@@ -15,9 +20,15 @@ Bytes encode(const Point& message) {
       .number(message.bytes)
       .number(message.number)
       .text(message.text)
-      .raw(message.payload)
-      .finish();
+      .raw(payload)
+      .finish(message.payload.size() - payload.size());
 }
+
+}  // namespace
+
+Bytes encode(const Point& message) { return frame_of(message, true); }
+
+Bytes encode_head(const Point& message) { return frame_of(message, false); }
 
 template <>
 Point decode<Point>(std::span<const std::byte> body) {

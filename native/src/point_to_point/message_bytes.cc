@@ -40,7 +40,7 @@ void PointToPoint::tell(Rank to, const Point& message, std::shared_ptr<Operation
     if (!target.frames.empty()) make_busy(to);
     return;
   }
-  world_.link(to).send(encode(message));
+  world_.link(to).send(encode_head(message), message.payload);
   if (send) finish_(*send, SPARKHVD_OK, {});
 }
 

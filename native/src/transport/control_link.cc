@@ -15,6 +15,21 @@ void ControlLink::send(Bytes frame) {
   if (can_write()) outgoing_.push_back({std::move(frame), 0, {}});
 }
 
+void ControlLink::send(Bytes head, std::span<const std::byte> payload) {
+  if (!can_write()) return;
+  std::size_t written = 0;
+  if (outgoing_.empty()) {
+    // sendmsg() does not write to what it sends.
+    auto* bytes = const_cast<std::byte*>(payload.data());
+    std::array<iovec, 2> parts{iovec{head.data(), head.size()}, iovec{bytes, payload.size()}};
+    written = write_some(parts).value_or(0);
+    has_written_ = has_written_ || written > 0;
+  }
+  if (written == head.size() + payload.size()) return;
+  head.insert(head.end(), payload.begin(), payload.end());
+  outgoing_.push_back({std::move(head), written, {}});
+}
+
 void ControlLink::send_with_fds(Bytes frame, std::span<const int> fds) {
   if (fds.size() > kMaxFds) throw Error(SPARKHVD_INTERNAL, "too many descriptors in one message.");
   if (!can_write()) return;

@@ -9,6 +9,7 @@
 #include <deque>
 #include <functional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "message.h"
@@ -25,6 +26,10 @@ class ControlLink : public Link {
 
   /// Queues a frame; `flush` writes it.
   void send(Bytes frame);
+  /// Sends a frame in two parts. What the socket takes at once goes straight from `payload`; the rest is queued.
+  void send(Bytes head, std::span<const std::byte> payload);
+  /// True if `send` has written anything since the last call.
+  bool take_has_written() noexcept { return std::exchange(has_written_, false); }
   /// Queues a frame whose first byte carries descriptors (AF_UNIX only); they are copied.
   void send_with_fds(Bytes frame, std::span<const int> fds);
   /// Writes what the socket takes. True if bytes moved.
@@ -57,6 +62,7 @@ class ControlLink : public Link {
   std::size_t end_ = 0;
   bool resume_ = false;
   bool accept_fds_ = true;
+  bool has_written_ = false;
   std::deque<Fd> fds_;
 };
 
