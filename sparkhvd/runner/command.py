@@ -67,6 +67,16 @@ _WITHOUT_EFFECT = {
     "--autotune-bayes-opt-max-samples": 1,
     "--autotune-gaussian-process-noise": 1,
 }
+# Of horovodrun's elastic jobs.
+_ELASTIC = (
+    "--min-np",
+    "--max-np",
+    "--host-discovery-script",
+    "--slots-per-host",
+    "--elastic-timeout",
+    "--reset-limit",
+    "--blacklist-cooldown-range",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,11 +151,18 @@ def _parser() -> argparse.ArgumentParser:
             add(flag, dest=flag, metavar="VALUE", help=argparse.SUPPRESS)
         else:
             add(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+    for flag in _ELASTIC:
+        add(flag, dest=flag, metavar="VALUE", help=argparse.SUPPRESS)
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="such as: python train.py")
     return parser
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    if elastic := [flag for flag in _ELASTIC if getattr(parsed, flag) is not None]:
+        raise InvalidArgumentError(
+            f"{elastic[0]} is of elastic jobs, and sparkhvdrun starts a fixed number of ranks. Give -np and the hosts (-H, "
+            "--hostfile), and let the script go on from its last checkpoint after a loss."
+        )
     if parsed.num_proc is None or parsed.num_proc < 1:
         raise InvalidArgumentError(
             f"-np is {parsed.num_proc}; it must be at least 1, as in sparkhvdrun -np 2 python train.py"

@@ -201,6 +201,7 @@ def test_the_doctor_says_what_is_there_and_what_to_do() -> None:
         (["-np", "2", "--fusion-threshold-mb", "much", "true"], "is 'much'; it must be a number"),
         (["-np", "2", "--fusion-threshold-mb", "inf", "true"], "is 'inf'; it must be a number"),
         (["-np", "2", "--start-timeout", "nan", "true"], "--start-timeout is nan; it must be"),
+        (["--min-np", "2", "-np", "2", "true"], "--min-np is of elastic jobs"),
         (["-np", "2", "--output-filename", "/dev/null", "true"], "'/dev/null' cannot be written"),
         (["-np", "2", "--hostfile", sys.executable, "true"], "cannot be read"),
         (["-np", "1", "--log-hide-timestamp", "no-program"], "--log-hide-timestamp is accepted"),
