@@ -114,7 +114,7 @@ class Served final : public Goal {
 /// A driver with its fake and its progress thread.
 struct World {
   explicit World(microseconds spin = microseconds(50))
-      : fake(bell), driver(fake, bell, recorder, fake.fd(), {spin, false, 100}) {
+      : fake(bell), driver({}, fake, bell, recorder, fake.fd(), {spin, false, 100}) {
     fake.on_served([this] { driver.notify(); });
     thread = std::jthread([this] { driver.run_progress_thread(); });
   }
@@ -212,7 +212,7 @@ TEST(driver_taken_for_good_ends_every_wait) {
   Bell bell;
   Recorder recorder{Rank{0}, 1};
   Fake fake(bell);
-  Driver driver(fake, bell, recorder, fake.fd(), {microseconds(50), false, 100});
+  Driver driver({}, fake, bell, recorder, fake.fd(), {microseconds(50), false, 100});
   fake.on_served([&] { driver.notify(); });
   std::jthread progress([&] { driver.run_progress_thread(); });
   Job never(1 << 30);

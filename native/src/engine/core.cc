@@ -5,7 +5,6 @@
 
 #include "collectives/spec.h"
 #include "kernels/kernels.h"
-#include "stacks.h"
 #include "text.h"
 #include "transport/tcp.h"
 
@@ -58,11 +57,11 @@ Core::Core(EngineOptions options, const std::function<void()>& notify,
     : rank_(options.world.rank),
       kernels_(kernels_or_error(options.isa)),
       recorder_(rank_, options.world.hosts.size()),
+      stacks_(options.stack_signal, options.stack_pipe),
       world_(std::move(options.world), tuned_sockets(options), bell_, warnings),
       spinning_(spinning_of(world_, options.spin_us)),
       in_flight_(rank_, recorder_, *this, notify),
-      peers_(world_, bell_, in_flight_, recorder_, *this,
-             Stacks(options.stack_signal, options.stack_pipe), options.host_loss_s),
+      peers_(world_, poller_, bell_, in_flight_, recorder_, *this, stacks_, options.host_loss_s),
       messages_(world_,
                 [this](Operation& operation, std::int32_t status, std::string text) {
                   in_flight_.finish(operation, status, std::move(text));

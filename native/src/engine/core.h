@@ -22,6 +22,7 @@
 #include "engine/process_sets.h"
 #include "point_to_point/point_to_point.h"
 #include "recorder.h"
+#include "stacks.h"
 #include "transport/bell.h"
 #include "world.h"
 
@@ -97,6 +98,9 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   const Kernels& kernels_;
   Recorder recorder_;
   Bell bell_;
+  // Descriptors, made before the ranks meet, as the driver's are.
+  Poller poller_;
+  Stacks stacks_;
   World world_;
   const Spinning spinning_;
   InFlight in_flight_;

@@ -45,20 +45,24 @@ void relax(bool lets_others_run) noexcept {
 #endif
 }
 
-Driver::Driver(Drivable& driven, Bell& bell, Recorder& recorder, int connections,
-               const Spinning& spinning)
+Driver::Descriptors::Descriptors()
+    : control(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      timer(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
+  if (!control.valid()) throw_errno("eventfd");
+  if (!timer.valid()) throw_errno("timerfd_create");
+}
+
+Driver::Driver(Descriptors descriptors, Drivable& driven, Bell& bell, Recorder& recorder,
+               int connections, const Spinning& spinning)
     : driven_(driven),
       bell_(bell),
       recorder_(recorder),
       connections_(connections),
       spinning_(spinning),
-      control_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-      timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
-  if (!control_.valid()) throw_errno("eventfd");
-  if (!timer_.valid()) throw_errno("timerfd_create");
-  poller_.add(connections_, EPOLLIN, kConnectionsKey);
-  poller_.add(control_.get(), EPOLLIN, kControlKey);
-  poller_.add(timer_.get(), EPOLLIN, kTimerKey);
+      own_(std::move(descriptors)) {
+  own_.poller.add(connections_, EPOLLIN, kConnectionsKey);
+  own_.poller.add(own_.control.get(), EPOLLIN, kControlKey);
+  own_.poller.add(own_.timer.get(), EPOLLIN, kTimerKey);
 }
 
 // ---- Who drives ------------------------------------------------------------------------------
@@ -66,7 +70,7 @@ Driver::Driver(Drivable& driven, Bell& bell, Recorder& recorder, int connections
 void Driver::become_driver() {
   has_driver_ = true;
   if (is_watching_) {
-    poller_.modify(connections_, 0, kConnectionsKey);
+    own_.poller.modify(connections_, 0, kConnectionsKey);
     is_watching_ = false;
   }
   bell_.set_awake();
@@ -86,7 +90,7 @@ void Driver::start_timer() {
   itimerspec time{};
   time.it_value.tv_nsec =
       std::chrono::nanoseconds(is_idle ? kIdleTakeOverTime : kTakeOverTime).count();
-  if (::timerfd_settime(timer_.get(), 0, &time, nullptr) != 0) throw_errno("timerfd_settime");
+  if (::timerfd_settime(own_.timer.get(), 0, &time, nullptr) != 0) throw_errno("timerfd_settime");
   is_timer_running_ = true;
   is_timer_idle_ = is_idle;
 }
@@ -124,7 +128,7 @@ void Driver::take_for_good() {
 
 void Driver::wake_progress_thread() noexcept {
   const std::uint64_t one = 1;
-  [[maybe_unused]] const auto written = ::write(control_.get(), &one, sizeof(one));
+  [[maybe_unused]] const auto written = ::write(own_.control.get(), &one, sizeof(one));
 }
 
 void Driver::release() {
@@ -135,9 +139,9 @@ void Driver::release() {
 
 void Driver::after_fork() noexcept {
   // No epoll_ctl either: the epoll instance is shared with the parent.
-  poller_.close();
-  control_.reset();
-  timer_.reset();
+  own_.poller.close();
+  own_.control.reset();
+  own_.timer.reset();
 }
 
 // ---- The progress thread ---------------------------------------------------------------------
@@ -148,12 +152,12 @@ void Driver::run_progress_thread() {
   while (true) {
     bool interrupted = false;
     bool is_timer = false;
-    const auto& events = poller_.wait(milliseconds_until(deadline), interrupted);
+    const auto& events = own_.poller.wait(milliseconds_until(deadline), interrupted);
     const bool is_called = !events.empty();
     for (const auto& event : events) {
       std::uint64_t count = 0;
       if (event.data.u64 != kTimerKey) continue;
-      [[maybe_unused]] const auto result = ::read(timer_.get(), &count, sizeof(count));
+      [[maybe_unused]] const auto result = ::read(own_.timer.get(), &count, sizeof(count));
       is_timer = true;
     }
     deadline = kNever;
@@ -175,7 +179,7 @@ void Driver::run_progress_thread() {
     if (is_idle && !is_stopping_ && !driven_.has_requests()) {
       deadline = wake_up;
       has_driver_ = false;
-      if (!is_watching_) poller_.modify(connections_, EPOLLIN, kConnectionsKey);
+      if (!is_watching_) own_.poller.modify(connections_, EPOLLIN, kConnectionsKey);
       is_watching_ = true;
       if (waiters_ > 0) changed_.notify_all();
     } else {

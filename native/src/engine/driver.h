@@ -75,8 +75,16 @@ void relax(bool lets_others_run) noexcept;
 
 class Driver {
  public:
+  /// What the progress thread waits for. Made before the ranks meet: a rank that can open no more descriptors says
+  /// so before others count on it.
+  struct Descriptors {
+    Descriptors();
+    Poller poller;  // the connections, while no other thread drives
+    Fd control;     // wakes the progress thread itself
+    Fd timer;       // wakes it when a caller has stopped driving and does not come back
+  };
   /// `connections`: an epoll that says when there is something to do.
-  Driver(Drivable& driven, Bell& bell, Recorder& recorder, int connections,
+  Driver(Descriptors descriptors, Drivable& driven, Bell& bell, Recorder& recorder, int connections,
          const Spinning& spinning);
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
@@ -113,9 +121,7 @@ class Driver {
   Recorder& recorder_;
   const int connections_;
   const Spinning spinning_;
-  Poller poller_;  // the progress thread's: `connections_`, while no other thread drives
-  Fd control_;     // wakes the progress thread itself
-  Fd timer_;       // wakes it when a caller has stopped driving and does not come back
+  Descriptors own_;
   std::atomic<bool> hand_over_{false};  // a caller waits for the progress thread to stop driving
   std::uint32_t failed_spins_ = 0;      // the driver's: waiters' spins in a row that ended in sleep
 

@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <future>
+#include <utility>
 
 #include "nccl/device_operation.h"
 #include "text.h"
@@ -51,10 +52,13 @@ class Launched final : public Goal {
 
 }  // namespace
 
-Engine::Engine(EngineOptions options)
+Engine::Engine(EngineOptions options) : Engine(std::move(options), Driver::Descriptors()) {}
+
+Engine::Engine(EngineOptions options, Driver::Descriptors descriptors)
     : stall_shutdown_s_(options.stall_shutdown_s),
       core_(std::move(options), [this] { driver_.notify(); }),
-      driver_(core_, core_.bell(), core_.recorder(), core_.connections(), core_.spinning()) {
+      driver_(std::move(descriptors), core_, core_.bell(), core_.recorder(), core_.connections(),
+              core_.spinning()) {
   std::promise<void> held;
   const auto is_held = held.get_future();
   thread_ = std::jthread([this, held = std::move(held)]() mutable {

@@ -73,6 +73,8 @@ class Engine {
   bool is_forked_copy() const noexcept { return is_forked_copy_.load(std::memory_order_relaxed); }
 
  private:
+  Engine(EngineOptions options, Driver::Descriptors descriptors);
+
   const double stall_shutdown_s_;
   Core core_;
   Driver driver_;

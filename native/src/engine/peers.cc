@@ -20,14 +20,15 @@ bool ignore_frame(FrameType, std::span<const std::byte>) { return true; }
 
 }  // namespace
 
-Peers::Peers(World& world, Bell& bell, InFlight& in_flight, Recorder& recorder, PeerEvents& events,
-             Stacks stacks, double host_loss_s)
+Peers::Peers(World& world, Poller& poller, Bell& bell, InFlight& in_flight, Recorder& recorder,
+             PeerEvents& events, Stacks& stacks, double host_loss_s)
     : world_(world),
+      poller_(poller),
       bell_(bell),
       in_flight_(in_flight),
       recorder_(recorder),
       events_(events),
-      stacks_(std::move(stacks)),
+      stacks_(stacks),
       watched_(world.links().size() + world.data_links().size()),
       has_left_(world.size(), false),
       loss_watch_(host_loss_s) {}

@@ -40,8 +40,8 @@ class PeerEvents {
 
 class Peers {
  public:
-  Peers(World& world, Bell& bell, InFlight& in_flight, Recorder& recorder, PeerEvents& events,
-        Stacks stacks, double host_loss_s);
+  Peers(World& world, Poller& poller, Bell& bell, InFlight& in_flight, Recorder& recorder,
+        PeerEvents& events, Stacks& stacks, double host_loss_s);
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
@@ -114,14 +114,14 @@ class Peers {
   std::size_t index_of_link(const DataLink& link) const;
 
   World& world_;
+  // Tells of the bell, or of a connection by its index: those for control frames by rank, then those
+  // for tensors.
+  Poller& poller_;
   Bell& bell_;
   InFlight& in_flight_;
   Recorder& recorder_;
   PeerEvents& events_;
-  Stacks stacks_;
-  // Tells of the bell, or of a connection by its index: those for control frames by rank, then those
-  // for tensors.
-  Poller poller_;
+  Stacks& stacks_;
   std::vector<std::optional<std::uint32_t>> watched_;  // epoll events by connection
   std::vector<bool> has_left_;
   std::map<Rank, Suspect> suspects_;
