@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ _IS_UP, _HAS_CARRIER = 0x1, 0x40
 _ENTRY_BYTES = 40
 _MOST = 1024
 _LINK_LOCAL = 0x20
+# Linux tells of a carrier up to a second after it has come.
+_CARRIER_S = 2.0
 # Hosts of documentation, which nobody has: where the default route leads.
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 
@@ -99,12 +102,17 @@ def address_on(choice: str) -> str:
         InvalidArgumentError: a network of the choice is none.
         PreflightError: no interface of the choice is here and up.
     """
-    there = interfaces()
     wanted = [part for text in choice.split(",") if (part := text.strip())]
-    matching = [each for part in wanted for each in there if _is_in(each, part)]
-    for each in matching:
-        if each.is_up:
-            return each.address
+    until = time.monotonic() + _CARRIER_S
+    while True:
+        there = interfaces()
+        matching = [each for part in wanted for each in there if _is_in(each, part)]
+        for each in matching:
+            if each.is_up:
+                return each.address
+        if not matching or time.monotonic() > until:
+            break
+        time.sleep(0.1)
     what = "is down" if matching else "is not there"
     raise PreflightError(
         f"interfaces={choice!r}: on host {socket.gethostname()} none of them is up ({what}). It has "

@@ -34,6 +34,7 @@ Stacks::Stacks(int signal, int pipe) : signal_(signal) {
                                                " has no handler. Install it before the engine.");
   }
   pipe_ = Fd(::fcntl(pipe, F_DUPFD_CLOEXEC, 0));
+  if (!pipe_.valid() && errno != EBADF) throw_errno("fcntl(F_DUPFD_CLOEXEC)");
   const int flags = pipe_.valid() ? ::fcntl(pipe_.get(), F_GETFL) : -1;
   if (flags < 0 || (flags & O_NONBLOCK) == 0) {
     throw Error(SPARKHVD_INVALID_ARGUMENT,
