@@ -107,9 +107,10 @@ class Inner:
                 f"backend 'sparkhvd': the group has backends for {self._config()}, and the tensor is on {device}. Move it, "
                 f"or name a backend for {device} too, as in 'cpu:sparkhvd,cuda:nccl'."
             )
+        backend = _torchs(backend)
         with self._lock:
             if backend not in self._groups:
-                self._groups[backend] = self._make("nccl" if backend == OURS else backend)
+                self._groups[backend] = self._make(backend)
             return self._groups[backend]
 
     def devices(self) -> list[str]:
@@ -135,10 +136,10 @@ class Inner:
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later operations."""
         self._request = self._request._replace(timeout=timeout)
-        for device in self._read():
-            backend = self._groups.get(self._read()[device])
-            if backend is not None:
-                backend._get_backend(torch.device(device))._set_default_timeout(timeout)
+        for device, backend in self._read().items():
+            group = self._groups.get(_torchs(backend))
+            if group is not None and not (device == "cpu" and backend == OURS):
+                group._get_backend(torch.device(device))._set_default_timeout(timeout)
 
     def _read(self) -> dict[str, str]:
         found = self._backends
@@ -173,6 +174,11 @@ class Inner:
                 # C++ that wants a group's backend, such as DDP's logger, asks ours.
                 self._owner._register_backend(torch.device(device), kind, made)
         return group
+
+
+def _torchs(backend: str) -> str:
+    """Return the backend of torch's that a device has where ours is asked for and cannot serve it."""
+    return "nccl" if backend == OURS else backend
 
 
 def device_of(items: Iterable[object]) -> str | None:

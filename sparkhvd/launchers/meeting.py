@@ -53,9 +53,8 @@ def meet() -> Rendezvous | None:
         return None
     rank_process, _, job_of_rank = variables.get(_MARK, "").partition(" ")
     if job_of_rank == place.job and rank_process != str(os.getpid()):
-        if (
-            place.launcher == PLAIN
-        ):  # mostly of `run` or sparkhvdrun, which set them for torch.distributed
+        # Mostly of `run` or sparkhvdrun, which set them for torch.distributed.
+        if place.launcher == PLAIN:
             return None
         raise InvalidArgumentError(
             f"init(): this process inherited the variables of {place.launcher} from process {rank_process}, which is rank "

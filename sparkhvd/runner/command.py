@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import signal
 import sys
 from collections.abc import Sequence
@@ -167,10 +166,7 @@ def _run(parsed: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             f"-np is {parsed.num_proc}; it must be at least 1, as in sparkhvdrun -np 2 python train.py"
         )
-    if not 0 < parsed.start_timeout < math.inf:
-        raise InvalidArgumentError(
-            f"--start-timeout is {parsed.start_timeout:g}; it must be a number of seconds above 0, such as 30."
-        )
+    launching.check_start_timeout("--start-timeout", parsed.start_timeout)
     hosts = [Host("localhost", parsed.num_proc)]
     if parsed.hostfile is not None:
         hosts = read_hostfile(parsed.hostfile)

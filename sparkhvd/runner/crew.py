@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
@@ -22,7 +23,7 @@ __all__ = ["Crew"]
 
 # A longer line is passed on in pieces.
 _LINE_BYTES = 1 << 20
-# How long a pipe may stay open in what a rank has started and left behind.
+# How long pipes may stay open in what a rank has started and left behind.
 _DRAIN_S = 2.0
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
@@ -98,8 +99,9 @@ class Crew:
                 os.killpg(process.pid, signal.SIGKILL)  # what it has started and left behind
             self._guard.remove(process.pid)
             status = process.wait()
+        deadline = time.monotonic() + _DRAIN_S
         for reader in readers:
-            reader.join(_DRAIN_S)
+            reader.join(max(0.0, deadline - time.monotonic()))
         self._on_end(rank, status)
 
     def __enter__(self) -> Crew:

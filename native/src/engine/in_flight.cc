@@ -144,7 +144,9 @@ void InFlight::finish_failed(Operation& operation) noexcept {
     const Error error = failure();
     finish(operation, error.status(), labelled(operation, error.what()));
   } catch (const std::exception&) {
-    operation.status.store(SPARKHVD_INTERNAL, std::memory_order_release);
+    const Lock lock(mutex_);
+    operation.status.store(failure_ ? failure_->status() : SPARKHVD_INTERNAL,
+                           std::memory_order_release);
   }
 }
 

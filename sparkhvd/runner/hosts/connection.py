@@ -27,6 +27,8 @@ __all__ = ["CONNECT_S", "END_S", "Connection", "HostError", "Reach"]
 CONNECT_S = 10.0
 # How long an agent may take to end with its connection, before ssh is killed.
 END_S = 2.0
+# Of this, how long ssh looks for the host: then it says itself why it does not reach it.
+_SSH_S = 8.0
 _SAID_LINES = 5
 _OF_RANKS = ("line", "ended", "outcome")
 
@@ -52,17 +54,26 @@ class Reach:
     start_timeout_s: float = 30.0
 
     def command(self, host: str) -> list[str]:
-        """Return the command line that starts an agent on a host."""
+        """Return the command line that starts an agent on a host.
+
+        Raises:
+            HostError: the command of ssh is not written as in a shell.
+        """
         if is_here(host):
             return [sys.executable, "-c", BOOTSTRAP]
         options = {
             "BatchMode": "yes",  # nobody is there to type a password
-            "ConnectTimeout": f"{CONNECT_S:g}",
+            "ConnectTimeout": f"{_SSH_S:g}",
             "ControlMaster": "no",  # which would stay, and hold the pipes
             "ServerAliveInterval": "5",
             "ServerAliveCountMax": "3",
         }
-        words = [*shlex.split(self.ssh_command), "-T", "-x"]
+        try:
+            words = [*shlex.split(self.ssh_command), "-T", "-x"]
+        except ValueError as error:
+            raise HostError(
+                f"SPARKHVD_SSH is {self.ssh_command!r}: {error}. Write it as in a shell, such as: ssh -F file"
+            ) from error
         words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         if self.port is not None:
             words += ["-p", str(self.port)]
@@ -126,6 +137,9 @@ class Connection:
         self._listener.join(END_S)
         return " | ".join(self._said) or "it ended without a word"
 
+    def _silence(self, text: str) -> str:
+        return " ".join([text, *([" | ".join(self._said)] if self._said else [])])
+
     def greet(self, timeout_s: float) -> None:
         """Compare versions.
 
@@ -136,7 +150,7 @@ class Connection:
         try:
             line = self._channel.read_line(MARK, CONNECT_S)
         except TimeoutError:
-            raise HostError(f"no answer within {CONNECT_S:g} s. {' | '.join(self._said)}") from None
+            raise HostError(self._silence(f"no answer within {CONNECT_S:g} s.")) from None
         if line is None:
             raise HostError(self.said())
         version, _, executable = line.decode(errors="replace").partition(" ")
@@ -148,7 +162,15 @@ class Connection:
         with contextlib.suppress(BrokenPipeError):
             self._writer.write(json.dumps(path).encode() + b"\n")
             self._writer.flush()
-        found = self.expect("hello", timeout_s).values["version"]
+        try:
+            found = self.expect("hello", timeout_s).values["version"]
+        except HostError as error:
+            if "No module named 'sparkhvd'" not in str(error):
+                raise
+            raise HostError(
+                f"sparkhvd is not installed there for {executable}. Install version {__version__}, or have it on PYTHONPATH here and "
+                "there."
+            ) from None
         if found != __version__:
             raise HostError(
                 f"sparkhvd {found} is installed there for {executable}, and {__version__} here; install the same version."
@@ -181,7 +203,7 @@ class Connection:
                 self._early.append(message)
         except TimeoutError:
             raise HostError(
-                f"no answer within {timeout_s:g} s ({kind}). Raise --start-timeout. {' | '.join(self._said)}"
+                self._silence(f"no answer within {timeout_s:g} s ({kind}). Raise --start-timeout.")
             ) from None
         if message is None:
             raise HostError(self.said())

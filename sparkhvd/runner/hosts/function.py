@@ -82,11 +82,13 @@ def launch_on_hosts(
     chosen = launching.choose_settings(options.settings, given)
     if options.interfaces:
         chosen = JobSettings(replace(chosen.values, interfaces=options.interfaces), chosen.fixed)
+    start_timeout_s = _START_S if options.start_timeout_s is None else options.start_timeout_s
+    launching.check_start_timeout("start_timeout", start_timeout_s)
     reach = Reach(
         chosen.values.ssh_command,
         options.ssh_port,
         options.ssh_identity_file,
-        options.start_timeout_s or _START_S,
+        start_timeout_s,
     )
     plan = decide.decide({"spark.master": "local"}, options.use_gpu)
 
