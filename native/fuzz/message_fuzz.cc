@@ -52,6 +52,8 @@ void decode_everything(Input body) {
   try_decode<SegmentMapped>(body);
   try_decode<Credit>(body);
   try_decode<Point>(body);
+  try_decode<ReadyAgain>(body);
+  try_decode<ExecuteAgain>(body);
 }
 
 /// The input as what a peer sends, cut where the input says. Returns how much of it was taken.
@@ -129,7 +131,12 @@ void write_corpus(const std::filesystem::path& folder) {
       frames.push_back(encode(ready));
     }
   }
-  frames.push_back(encode(Execute{0, 17, "allgather.x", {3, 0, 5}}));
+  Execute planned{0, 17, "allgather.x", {3, 0, 5}};
+  frames.push_back(encode(planned));
+  planned.number = 4;
+  frames.push_back(encode(planned));
+  frames.push_back(encode(ReadyAgain{0, {4, 0, 31}}));
+  frames.push_back(encode(ExecuteAgain{0, 18, {0, 4}}));
   frames.push_back(encode(Refuse{0, "x", SPARKHVD_MISMATCH, "ranks disagree on shape."}));
   Execute partial{1, 18, "bucket.3", {}};
   partial.contributors = {Rank{0}, Rank{2}};

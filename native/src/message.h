@@ -33,9 +33,11 @@ enum class FrameType : std::uint8_t {
   kStack = 10,          // the answer: stacks of the Python threads
   kSegmentOffer = 11,   // new memory for the ranks of this host, with its descriptor
   kSegmentMapped = 12,  // "I could (not) map what was offered"
-  kOrder = 13,   // from a coordinator to rank 0: this operation on devices is next of its set
-  kCredit = 14,  // "I take so many tensor bytes"
-  kPoint = 15,   // of a message from one rank to another
+  kOrder = 13,         // from a coordinator to rank 0: this operation on devices is next of its set
+  kCredit = 14,        // "I take so many tensor bytes"
+  kPoint = 15,         // of a message from one rank to another
+  kReadyAgain = 16,    // to the coordinator: operations of the plan
+  kExecuteAgain = 17,  // from the coordinator: these, in this order
 };
 
 /// Before every frame: u32 length of the body, u8 type, 3 bytes 0; little-endian.
@@ -83,6 +85,7 @@ struct Descriptor {
   std::optional<Place> place;
   /// They lie on the rank's device, and NCCL runs the operation.
   bool is_on_device = false;
+  bool operator==(const Descriptor&) const = default;
 };
 
 struct Hello {
@@ -129,6 +132,21 @@ struct Execute {
   /// alltoall: rows [from][to], as the coordinator and rank 0 know them. Ranks that read one message
   /// in shared memory take their own `rows` from it.
   std::vector<std::int64_t> splits = {};
+  /// The operation's number in the plan: every rank remembers what it has submitted, and this order.
+  std::optional<std::uint32_t> number = {};
+};
+
+/// Operations of the plan that a rank has submitted as the last time.
+struct ReadyAgain {
+  std::int32_t process_set = 0;
+  std::vector<std::uint32_t> numbers;
+};
+
+/// Orders of the plan, in this order; the first is number `sequence` of its process set.
+struct ExecuteAgain {
+  std::int32_t process_set = 0;
+  std::uint64_t sequence = 0;
+  std::vector<std::uint32_t> numbers;
 };
 
 /// Message that rank 0 passes on to a process set that it does not coordinate.
@@ -223,6 +241,8 @@ Bytes encode(const SegmentOffer& message);
 Bytes encode(const SegmentMapped& message);
 Bytes encode(const Credit& message);
 Bytes encode(const Point& message);
+Bytes encode(const ReadyAgain& message);
+Bytes encode(const ExecuteAgain& message);
 /// The frame but for its payload, which follows.
 Bytes encode_head(const Point& message);
 
@@ -266,5 +286,9 @@ template <>
 Credit decode<Credit>(std::span<const std::byte> body);
 template <>
 Point decode<Point>(std::span<const std::byte> body);
+template <>
+ReadyAgain decode<ReadyAgain>(std::span<const std::byte> body);
+template <>
+ExecuteAgain decode<ExecuteAgain>(std::span<const std::byte> body);
 
 }  // namespace sparkhvd

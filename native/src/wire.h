@@ -136,4 +136,24 @@ T known(std::optional<T> value, const char* what) {
   return *value;
 }
 
+inline void write(Writer& writer, const SegmentKey& key) {
+  writer.number(key.process_set).number(key.sequence);
+}
+
+inline SegmentKey read_key(Reader& reader) {
+  SegmentKey key;
+  key.process_set = reader.number<std::int32_t>();
+  key.sequence = reader.number<std::uint64_t>();
+  return key;
+}
+
+/// A failure: who believed OK or PENDING here would take garbage for a result, or wait for ever.
+inline std::int32_t read_failure(Reader& reader) {
+  const auto status = reader.number<std::int32_t>();
+  if (status <= SPARKHVD_PENDING || status > SPARKHVD_NO_MEMORY) {
+    malformed("a failure of unknown status " + std::to_string(status));
+  }
+  return status;
+}
+
 }  // namespace sparkhvd

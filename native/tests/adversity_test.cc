@@ -635,6 +635,19 @@ TEST(an_order_with_a_place_outside_of_memory_fails_the_operation_at_once) {
   }));
 }
 
+TEST(orders_of_a_plan_that_nobody_made_end_the_connection) {
+  check_is_named(receive({encode(ExecuteAgain{0, 0, {0}})}, submit_join));
+  check_is_named(receive({encode(ReadyAgain{0, {0}})}, submit_join));
+  Floats data(10, 1);
+  Execute order;
+  order.name = "x";
+  order.number = 3;
+  check_is_named(receive({encode(order)}, [&](TestEngine& engine) {
+    Request request = allreduce_of("x", data);
+    return engine.submit(request.raw());
+  }));
+}
+
 TEST(offers_of_memory_that_nobody_asked_for_end_the_connection) {
   std::vector<Bytes> offers;
   std::vector<Bytes> answers;

@@ -51,6 +51,8 @@ void survive_all(std::span<const std::byte> body) {
   survive<StackRequest>(body);
   survive<Stack>(body);
   survive<Abort>(body);
+  survive<ReadyAgain>(body);
+  survive<ExecuteAgain>(body);
 }
 
 }  // namespace
@@ -171,7 +173,7 @@ TEST(impossible_headers_and_shapes_are_refused) {
     return bytes;
   };
   CHECK_THROWS(Error, decode_header(header(0, 0)));
-  CHECK_THROWS(Error, decode_header(header(0, 16)));
+  CHECK_THROWS(Error, decode_header(header(0, 18)));
   CHECK_THROWS(Error, decode_header(header(0xffffffff, 3)));
   CHECK_THROWS(Error, decode_header(header(3, 6)));
   CHECK_THROWS(Error, decode_header(header(kMaxDataBytes + 5, 6)));

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.errors import EngineUnavailableError
 
 ABI_VERSION = 7
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 
 
 class Status(IntEnum):

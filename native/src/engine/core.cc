@@ -117,6 +117,7 @@ bool Core::move(Work work) {
   }
   // A submission writes frames only: a peer that reads on could hold it, and Python's lock, for a whole
   // tensor.
+  sets_.tell(work == Work::kAll);
   moved |= peers_.flush(work == Work::kAll);
   moved |= check_time();
   return moved;
@@ -188,7 +189,10 @@ bool Core::sleep(TimePoint deadline, bool& interrupted) noexcept {
       if (!in_flight_.has_failed()) moved |= peers_.look_for_ended();
     } while (!moved && !interrupted && !in_flight_.has_failed() && Clock::now() < end);
     // The caller may have got what it waits for, and not step again.
-    if (!in_flight_.has_failed()) peers_.flush(true);
+    if (!in_flight_.has_failed()) {
+      sets_.tell(true);
+      peers_.flush(true);
+    }
     return moved;
   });
 }
@@ -235,6 +239,10 @@ void Core::on_frame(Rank from, FrameType type, std::span<const std::byte> body) 
       return sets_.on_ready(from, decode<Ready>(body));
     case FrameType::kExecute:
       return sets_.on_execute(from, decode<Execute>(body));
+    case FrameType::kReadyAgain:
+      return sets_.on_ready_again(from, decode<ReadyAgain>(body));
+    case FrameType::kExecuteAgain:
+      return sets_.on_execute_again(from, decode<ExecuteAgain>(body));
     case FrameType::kOrder:
       return devices_.on_order(from, decode<Order>(body).execute);
     case FrameType::kRefuse:
@@ -316,6 +324,7 @@ void Core::leave() noexcept {
 }
 
 void Core::say_goodbye() {
+  if (!in_flight_.has_failed()) sets_.tell(true);
   devices_.hear();  // what has ended on the device belongs into the goodbye
   if (!in_flight_.has_failed()) {
     end_all(SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(rank_) +

@@ -13,6 +13,7 @@
 #include "collectives/collectives.h"
 #include "communicator.h"
 #include "engine/negotiation.h"
+#include "engine/plan.h"
 #include "error.h"
 #include "operation.h"
 
@@ -64,7 +65,11 @@ struct Group {
   std::optional<Communicator> communicator;  // once the members share what memory they can
   std::optional<Negotiation> negotiation;    // on the coordinator
   std::map<std::string, std::shared_ptr<Operation>> submitted;  // not agreed on yet
-  std::deque<Running> running;                                  // in the agreed order
+  TimePoint give_up_at = kNever;                                // of these, or earlier
+  Plan plan;
+  ReadyAgain untold;            // submitted, and the coordinator has yet to be told
+  ExecuteAgain untold_orders;   // the coordinator's: decided, and the members have yet to be told
+  std::deque<Running> running;  // in the agreed order
   std::uint64_t executes_received = 0;
   std::uint64_t executed = 0;
   OnDevices device;

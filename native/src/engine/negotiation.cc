@@ -13,6 +13,10 @@ namespace {
 // From here on every rank says whether it has memory for its result: a message is nothing beside the bytes.
 constexpr std::size_t kLargeResult = 64 << 20;
 
+const Descriptor& first_of(const std::vector<std::shared_ptr<const Descriptor>>& arrived) {
+  return **std::ranges::find_if(arrived, [](const auto& each) { return each != nullptr; });
+}
+
 }  // namespace
 
 std::string departure_text(Collective collective, const std::string& name, Rank departed) {
@@ -22,10 +26,15 @@ std::string departure_text(Collective collective, const std::string& name, Rank 
          "operation.";
 }
 
+std::size_t Negotiation::member_index(Rank rank) const {
+  return static_cast<std::size_t>(std::ranges::lower_bound(options_.members, rank) -
+                                  options_.members.begin());
+}
+
 std::vector<Rank> Negotiation::missing(const Pending& pending) const {
   std::vector<Rank> ranks;
-  for (const Rank rank : options_.members) {
-    if (!pending.arrived.contains(rank)) ranks.push_back(rank);
+  for (std::size_t i = 0; i < options_.members.size(); ++i) {
+    if (!pending.arrived[i]) ranks.push_back(options_.members[i]);
   }
   return ranks;
 }
@@ -38,7 +47,9 @@ std::vector<Rank> Negotiation::absent(const Pending& pending) const {
 
 std::vector<Rank> Negotiation::arrived(const Pending& pending) const {
   std::vector<Rank> ranks;
-  for (const auto& [rank, descriptor] : pending.arrived) ranks.push_back(rank);
+  for (std::size_t i = 0; i < options_.members.size(); ++i) {
+    if (pending.arrived[i]) ranks.push_back(options_.members[i]);
+  }
   return ranks;
 }
 
@@ -53,11 +64,15 @@ void Negotiation::refuse(const std::string& name, const Pending& pending, std::i
 
 std::optional<std::string> Negotiation::disagreement(const std::string& name,
                                                      const Pending& pending) const {
-  const auto& [first_rank, first] = *pending.arrived.begin();
-  for (const auto& [rank, descriptor] : pending.arrived) {
-    if (auto text = difference(name, {first_rank, first}, {rank, descriptor})) return text;
+  const Descriptor& first = first_of(pending.arrived);
+  const Rank first_rank = arrived(pending).front();
+  for (std::size_t i = 0; i < options_.members.size(); ++i) {
+    if (!pending.arrived[i]) continue;
+    if (auto text =
+            difference(name, {first_rank, first}, {options_.members[i], *pending.arrived[i]}))
+      return text;
   }
-  if (pending.arrived.size() == options_.members.size()) return std::nullopt;
+  if (pending.num_arrived == options_.members.size()) return std::nullopt;
   // The missing ones have joined: they add nothing, which only a sum is indifferent to.
   const bool is_sum = first.reduce_op == ReduceOp::kSum || first.reduce_op == ReduceOp::kAverage;
   const bool goes_on = spec_of(first.collective).goes_on_without_joined;
@@ -72,26 +87,26 @@ std::optional<std::string> Negotiation::disagreement(const std::string& name,
 }
 
 Execute Negotiation::order(const std::string& name, const Pending& pending) {
-  const Descriptor& first = pending.arrived.begin()->second;
+  const Descriptor& first = first_of(pending.arrived);
+  std::vector<const Descriptor*> contributors;
+  for (const auto& descriptor : pending.arrived) {
+    if (descriptor) contributors.push_back(descriptor.get());
+  }
   Execute execute;
   execute.process_set = options_.process_set;
   execute.is_on_device = first.is_on_device;
   execute.name = name;
   if (const auto write_rows = spec_of(first.collective).write_rows) {
-    std::vector<const Descriptor*> by_member;
-    for (const auto& [rank, descriptor] : pending.arrived) by_member.push_back(&descriptor);
-    write_rows(by_member, execute);
+    write_rows(contributors, execute);
   }
   // Only if all lie in the same registered memory: a mailbox is read, a buffer is written too.
-  const auto is_same = [&](const auto& entry) {
-    return entry.second.place && entry.second.place->segment == first.place->segment;
+  const auto is_same = [&](const Descriptor* each) {
+    return each->place && each->place->segment == first.place->segment;
   };
-  if (first.place && std::ranges::all_of(pending.arrived, is_same)) {
-    for (const auto& [rank, descriptor] : pending.arrived) {
-      execute.places.push_back(*descriptor.place);
-    }
+  if (first.place && std::ranges::all_of(contributors, is_same)) {
+    for (const Descriptor* each : contributors) execute.places.push_back(*each->place);
   }
-  if (pending.arrived.size() < options_.members.size()) {
+  if (pending.num_arrived < options_.members.size()) {
     execute.contributors = arrived(pending);
     execute.descriptor = first;
     execute.descriptor->place.reset();
@@ -103,23 +118,25 @@ Execute Negotiation::order(const std::string& name, const Pending& pending) {
 /// large the order has every rank say first whether it has memory.
 std::string Negotiation::check_results(const std::string& name, const Pending& pending,
                                        Execute& order) const {
-  const Descriptor& first = pending.arrived.begin()->second;
+  const Descriptor& first = first_of(pending.arrived);
   const auto rows_of_result = spec_of(first.collective).rows_of_result;
   if (rows_of_result == nullptr) return {};
   for (std::size_t tensor = 0; tensor < first.shapes.size(); ++tensor) {
     const std::size_t row_bytes =
         row_elements(first.shapes[tensor], first.dtype) * element_size(first.dtype);
     std::size_t member = 0;
-    for (const auto& [rank, descriptor] : pending.arrived) {
+    for (std::size_t i = 0; i < options_.members.size(); ++i) {
+      if (!pending.arrived[i]) continue;
+      const Descriptor& descriptor = *pending.arrived[i];
       const auto rows = rows_of_result(first, order, tensor, options_.members, member++);
       const std::size_t bytes = static_cast<std::size_t>(rows) * row_bytes;
       order.asks_for_memory |= bytes >= kLargeResult && !first.is_on_device;
       if (descriptor.room.empty()) continue;
       const auto room = static_cast<std::size_t>(descriptor.room.at(tensor));
       if (bytes <= room) continue;
-      return operation_label(first.collective, name) + ": the result on " + rank_text(rank) +
-             " has " + std::to_string(bytes) + " bytes (" + std::to_string(rows) +
-             " rows), and its output " + std::to_string(room) +
+      return operation_label(first.collective, name) + ": the result on " +
+             rank_text(options_.members[i]) + " has " + std::to_string(bytes) + " bytes (" +
+             std::to_string(rows) + " rows), and its output " + std::to_string(room) +
              ". Give an output for all rows that the ranks bring.";
     }
   }
@@ -128,6 +145,10 @@ std::string Negotiation::check_results(const std::string& name, const Pending& p
 
 void Negotiation::conclude(const std::string& name, const Pending& pending, TimePoint now,
                            Outcome& outcome) {
+  if (pending.num_planned == options_.members.size()) {
+    outcome.decisions.push_back({options_.members, Again{*pending.number, next_sequence_++}});
+    return wait_longer_for_joins(now);
+  }
   if (auto text = disagreement(name, pending)) {
     outcome.decisions.push_back({arrived(pending), Refuse{options_.process_set, name,
                                                           SPARKHVD_MISMATCH, std::move(*text)}});
@@ -140,54 +161,80 @@ void Negotiation::conclude(const std::string& name, const Pending& pending, Time
     return;
   }
   execute.sequence = execute.is_on_device ? next_device_sequence_++ : next_sequence_++;
+  if (!execute.is_on_device && execute.contributors.empty()) execute.number = plan(name, pending);
   outcome.decisions.push_back({options_.members, std::move(execute)});
-  // Who goes on without those who have joined keeps them waiting for a good reason.
-  if (join_) {
-    join_->since = now;
-    join_->deadline = deadline_after(now, join_->joined.begin()->second.timeout_s);
-  }
+  wait_longer_for_joins(now);
+}
+
+/// Who goes on without those who have joined keeps them waiting for a good reason.
+void Negotiation::wait_longer_for_joins(TimePoint now) {
+  if (!join_) return;
+  join_->since = now;
+  join_->deadline = deadline_after(now, join_->joined.begin()->second.timeout_s);
 }
 
 bool Negotiation::is_complete(const Pending& pending) const {
-  return std::ranges::all_of(options_.members, [&](Rank rank) {
-    return pending.arrived.contains(rank) || has_joined(rank);
-  });
+  if (!join_) return pending.num_arrived == options_.members.size();
+  for (std::size_t i = 0; i < options_.members.size(); ++i) {
+    if (!pending.arrived[i] && !has_joined(options_.members[i])) return false;
+  }
+  return true;
 }
 
-Negotiation::Outcome Negotiation::ready(Rank from, Ready message, TimePoint now) {
-  Outcome outcome;
-  const auto [begin, end] = refused_.equal_range(message.name);
+/// A pending operation that is pending no more.
+Negotiation::Pending Negotiation::take(const std::string& name) {
+  Pending pending = std::move(pending_.extract(name).mapped());
+  if (pending.number) planned_[*pending.number].pending = nullptr;
+  return pending;
+}
+
+std::optional<Negotiation::Outcome> Negotiation::take_refusal(Rank from, const std::string& name) {
+  const auto [begin, end] = refused_.equal_range(name);
   for (auto entry = begin; entry != end; ++entry) {
     auto& unaware = entry->second.unaware;
     const auto place = std::ranges::find(unaware, from);
     if (place == unaware.end()) continue;
+    Outcome outcome;
     outcome.decisions.push_back({{from}, entry->second.message});
     unaware.erase(place);
     if (unaware.empty()) refused_.erase(entry);
     return outcome;
   }
+  return std::nullopt;
+}
+
+Negotiation::Outcome Negotiation::ready(Rank from, Ready message, TimePoint now) {
+  if (auto refusal = take_refusal(from, message.name)) return std::move(*refusal);
   if (message.descriptor.collective == Collective::kJoin) {
     return join(from, std::move(message), now);
   }
-  Pending& pending = pending_[message.name];
-  if (pending.arrived.contains(from)) {
-    throw Error(SPARKHVD_PEER_LOST, "the operation '" + message.name + "' twice");
-  }
-  if (pending.arrived.empty()) {
+  return arrive(from, pending_[message.name], message.name,
+                std::make_shared<const Descriptor>(std::move(message.descriptor)), now);
+}
+
+Negotiation::Outcome Negotiation::arrive(Rank from, Pending& pending, const std::string& name,
+                                         std::shared_ptr<const Descriptor> descriptor,
+                                         TimePoint now) {
+  Outcome outcome;
+  if (pending.num_arrived == 0) {
+    pending.arrived.resize(options_.members.size());
     pending.since = now;
     pending.warn_at = deadline_after(now, options_.stall_warning_s);
   }
-  pending.deadline = std::min(pending.deadline, deadline_after(now, message.descriptor.timeout_s));
-  pending.arrived.emplace(from, std::move(message.descriptor));
+  pending.deadline = std::min(pending.deadline, deadline_after(now, descriptor->timeout_s));
+  next_tick_ = std::min({next_tick_, pending.deadline, pending.warn_at});
+  auto& place = pending.arrived[member_index(from)];
+  if (place) throw Error(SPARKHVD_PEER_LOST, "the operation '" + name + "' twice");
+  place = std::move(descriptor);
+  ++pending.num_arrived;
   if (is_complete(pending)) {
-    const auto done = pending_.extract(message.name);
-    conclude(message.name, done.mapped(), now, outcome);
+    const std::string concluded = name;
+    conclude(concluded, take(concluded), now, outcome);
   } else if (!departed_.empty()) {
-    const auto done = pending_.extract(message.name);
-    refuse(message.name, done.mapped(), SPARKHVD_SHUT_DOWN,
-           departure_text(done.mapped().arrived.begin()->second.collective, message.name,
-                          departed_.front()),
-           outcome);
+    const std::string refused = name;
+    const Pending done = take(refused);
+    refuse(refused, done, SPARKHVD_SHUT_DOWN,
+           departure_text(first_of(done.arrived).collective, refused, departed_.front()), outcome);
   }
   return outcome;
 }
@@ -201,6 +248,7 @@ Negotiation::Outcome Negotiation::join(Rank from, Ready message, TimePoint now) 
     join_->since = now;
   }
   join_->deadline = deadline_after(now, message.descriptor.timeout_s);
+  next_tick_ = std::min(next_tick_, join_->deadline);
   join_->last = from;
   join_->joined.emplace(from, std::move(message.descriptor));
   // It will not come late any more: a refusal from before must not meet its next operation.
@@ -215,8 +263,8 @@ Negotiation::Outcome Negotiation::join(Rank from, Ready message, TimePoint now) 
   for (auto entry = pending_.begin(); entry != pending_.end();) {
     const auto current = entry++;
     if (!is_complete(current->second)) continue;
-    const auto done = pending_.extract(current);
-    conclude(done.key(), done.mapped(), now, outcome);
+    const std::string name = current->first;
+    conclude(name, take(name), now, outcome);
   }
   if (join_->joined.size() == options_.members.size()) {
     Execute execute;
@@ -242,9 +290,10 @@ Negotiation::Outcome Negotiation::departed(Rank rank) {
   departed_.push_back(rank);
   for (const auto& [name, pending] : pending_) {
     refuse(name, pending, SPARKHVD_SHUT_DOWN,
-           departure_text(pending.arrived.begin()->second.collective, name, rank), outcome);
+           departure_text(first_of(pending.arrived).collective, name, rank), outcome);
   }
   pending_.clear();
+  for (auto& planned : planned_) planned.pending = nullptr;
   if (join_) {
     refuse_join(SPARKHVD_SHUT_DOWN, departure_text(Collective::kJoin, join_->name, rank), outcome);
   }
@@ -253,17 +302,18 @@ Negotiation::Outcome Negotiation::departed(Rank rank) {
 
 Negotiation::Outcome Negotiation::tick(TimePoint now) {
   Outcome outcome;
+  if (now < next_tick_) return outcome;
   for (auto entry = pending_.begin(); entry != pending_.end();) {
     auto& [name, pending] = *entry;
     const double waited = std::chrono::duration<double>(now - pending.since).count();
-    const auto& first = pending.arrived.begin()->second;
-    const std::string label = operation_label(first.collective, name);
+    const std::string label = operation_label(first_of(pending.arrived).collective, name);
     if (now >= pending.deadline) {
       refuse(name, pending, SPARKHVD_TIMEOUT,
              label + ": " + rank_list(absent(pending)) + " did not submit it within " +
                  seconds_text(waited) + " s, while " + rank_list(arrived(pending)) +
                  " waited. Look at what the missing rank does, or raise stall_shutdown_s.",
              outcome);
+      if (pending.number) planned_[*pending.number].pending = nullptr;
       entry = pending_.erase(entry);
       continue;
     }
@@ -290,15 +340,11 @@ Negotiation::Outcome Negotiation::tick(TimePoint now) {
                     " s. Look at what the missing rank does, or raise stall_shutdown_s.",
                 outcome);
   }
-  return outcome;
-}
-
-TimePoint Negotiation::next_deadline() const {
-  TimePoint next = join_ ? join_->deadline : kNever;
+  next_tick_ = join_ ? join_->deadline : kNever;
   for (const auto& [name, pending] : pending_) {
-    next = std::min({next, pending.deadline, pending.warn_at});
+    next_tick_ = std::min({next_tick_, pending.deadline, pending.warn_at});
   }
-  return next;
+  return outcome;
 }
 
 }  // namespace sparkhvd

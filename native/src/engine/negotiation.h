@@ -4,8 +4,10 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <variant>
 #include <vector>
 
@@ -18,15 +20,29 @@ namespace sparkhvd {
 /// Why an operation cannot run once `departed` has left in order.
 std::string departure_text(Collective collective, const std::string& name, Rank departed);
 
+/// An order of the plan.
+struct Again {
+  std::uint32_t number = 0;
+  std::uint64_t sequence = 0;
+};
+
 /// Message of the coordinator, and its recipients.
 struct Decision {
   std::vector<Rank> to;
-  std::variant<Execute, Refuse> message;
+  std::variant<Execute, Again, Refuse> message;
 };
 
 /// The coordinator's view of one process set.
+///
+/// **Plan.** An operation that every rank has submitted twice in a row with the same description gets a number with
+/// its order. From then on a rank that submits it unchanged sends the number alone, and where all did the order is
+/// the number, too: nothing is compared or computed again. Whoever submits something else under the name describes it
+/// as ever, and is compared with what the others' numbers mean.
 class Negotiation {
  public:
+  /// So many operations have numbers; others are described each time.
+  static constexpr std::size_t kMaxPlanned = 4096;
+
   struct Options {
     std::int32_t process_set = 0;
     std::vector<Rank> members;
@@ -42,21 +58,38 @@ class Negotiation {
 
   /// A rank has submitted an operation.
   Outcome ready(Rank from, Ready message, TimePoint now);
+  /// A rank has submitted operation `number` of the plan. Throws Error if there is none.
+  Outcome ready_again(Rank from, std::uint32_t number, TimePoint now);
   /// A rank has left in order: what needs it cannot happen any more.
   Outcome departed(Rank rank);
   /// Warnings and timeouts that are due.
   Outcome tick(TimePoint now);
   /// Number of operations on devices that have been ordered.
   std::uint64_t device_orders() const noexcept { return next_device_sequence_; }
-  /// When `tick` has something to say next.
-  TimePoint next_deadline() const;
+  /// When `tick` may have something to say next.
+  TimePoint next_deadline() const noexcept { return next_tick_; }
 
  private:
+  using Arrived = std::vector<std::shared_ptr<const Descriptor>>;  // by member; null: missing
   struct Pending {
-    std::map<Rank, Descriptor> arrived;
+    Arrived arrived;
+    std::size_t num_arrived = 0;
+    std::size_t num_planned = 0;          // of these, by number
+    std::optional<std::uint32_t> number;  // if one of them was
     TimePoint since{};
     TimePoint deadline = kNever;
     TimePoint warn_at = kNever;
+  };
+  /// An operation of the plan, as the ranks submit it.
+  struct Planned {
+    std::string name;
+    Arrived descriptors;
+    Pending* pending = nullptr;
+  };
+  /// A name's last operation.
+  struct Seen {
+    std::uint64_t digest = 0;  // of all descriptions
+    std::optional<std::uint32_t> number;
   };
   /// A refusal that some members have yet to receive, because they had not submitted.
   struct Refused {
@@ -75,6 +108,13 @@ class Negotiation {
   };
 
   Outcome join(Rank from, Ready message, TimePoint now);
+  /// The refusal that a rank which comes late has yet to receive.
+  std::optional<Outcome> take_refusal(Rank from, const std::string& name);
+  Outcome arrive(Rank from, Pending& pending, const std::string& name,
+                 std::shared_ptr<const Descriptor> descriptor, TimePoint now);
+  Pending take(const std::string& name);
+  std::size_t member_index(Rank rank) const;
+  std::optional<std::uint32_t> plan(const std::string& name, const Pending& pending);
   std::vector<Rank> missing(const Pending& pending) const;
   /// Missing ranks that others wait for.
   std::vector<Rank> absent(const Pending& pending) const;
@@ -85,6 +125,7 @@ class Negotiation {
   std::optional<std::string> disagreement(const std::string& name, const Pending& pending) const;
   Execute order(const std::string& name, const Pending& pending);
   std::string check_results(const std::string& name, const Pending& pending, Execute& order) const;
+  void wait_longer_for_joins(TimePoint now);
   void refuse_join(std::int32_t status, const std::string& text, Outcome& outcome);
   void refuse(const std::string& name, const Pending& pending, std::int32_t status,
               std::string text, Outcome& outcome);
@@ -93,6 +134,9 @@ class Negotiation {
   std::uint64_t next_sequence_ = 0;
   std::uint64_t next_device_sequence_ = 0;  // operations on devices are numbered by themselves
   std::map<std::string, Pending> pending_;
+  std::vector<Planned> planned_;  // by number
+  std::unordered_map<std::string, Seen> seen_;
+  TimePoint next_tick_ = kNever;  // or earlier
   std::multimap<std::string, Refused> refused_;
   std::optional<Join> join_;
   std::vector<Rank> departed_;

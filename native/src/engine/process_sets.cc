@@ -72,8 +72,11 @@ void ProcessSets::submit(std::shared_ptr<Operation> operation) {
   const bool is_bounded = operation->descriptor.timeout_s > 0 && !group.is_coordinator();
   operation->give_up_at =
       deadline_after(Clock::now(), is_bounded ? operation->coordinator_patience_s() : 0);
+  group.give_up_at = std::min(group.give_up_at, operation->give_up_at);
   if (!operation->on_device) place(group, *operation);
   group.submitted.emplace(operation->name, operation);
+  if (const auto number = group.plan.find(*operation)) return submit_again(group, *number);
+  tell(true);  // what was submitted before comes first
   Ready ready{operation->process_set, operation->name, operation->descriptor};
   if (group.is_coordinator()) {
     recorder_.arrived(group.id, operation->name, rank_);
@@ -138,103 +141,14 @@ bool ProcessSets::place_in_buffer(Group& group, Operation& operation) {
 
 // ---- Frames ----------------------------------------------------------------------------------
 
-bool ProcessSets::receive_shared() {
-  bool moved = false;
-  for (auto& [id, group] : groups_) {
-    if (!group->communicator) continue;
-    for (auto& reader : group->communicator->control_readers()) {
-      try {
-        while (!in_flight_.has_failed() && hear_next(*group, reader)) moved = true;
-      } catch (const Error& error) {
-        if (error.status() != SPARKHVD_PEER_LOST) throw;
-        peers_.lose(reader.from(), std::string("it sent ") + error.what());
-      }
-      if (in_flight_.has_failed()) return true;
-    }
-  }
-  return moved;
-}
-
-bool ProcessSets::hear_next(Group& group, ControlReader& reader) {
-  const Bytes& frame = reader.next();
-  if (frame.empty()) return false;
-  const auto header = decode_header(std::span(frame).first(kFrameHeaderBytes));
-  const auto body = std::span(frame).subspan(kFrameHeaderBytes);
-  const FrameType expected = group.is_coordinator() ? FrameType::kReady : FrameType::kExecute;
-  if (header.type != expected || header.body_bytes != body.size()) {
-    throw nonsense("a frame out of turn");
-  }
-  if (group.is_coordinator()) {
-    auto ready = decode<Ready>(body);
-    if (ready.process_set != group.id) throw nonsense("a frame of another process set");
-    reader.pop();
-    on_ready(reader.from(), std::move(ready));
-    return true;
-  }
-  auto execute = decode<Execute>(body);
-  if (execute.process_set != group.id) throw nonsense("a frame of another process set");
-  if (execute.is_on_device) throw nonsense("an order for devices in shared memory");
-  // An order before this one was too large, and comes on the connection.
-  if (execute.sequence > group.executes_received) return false;
-  reader.pop();
-  on_execute(reader.from(), std::move(execute));
-  return true;
-}
-
-bool ProcessSets::is_all_shared() const {
-  return std::ranges::all_of(groups_, [](const auto& entry) {
-    return entry.second->team.size() == 1 || entry.second->has_control_rings();
-  });
-}
-
-bool ProcessSets::listens() const {
-  return std::ranges::any_of(groups_,
-                             [](const auto& entry) { return entry.second->has_control_rings(); });
-}
-
-void ProcessSets::on_credit(Rank from, const Credit& message) {
-  const bool is_gone =
-      message.process_set != PointToPoint::kStream && groups_.is_gone(message.process_set);
-  if (is_gone) return;  // its operations ended here before the peer's last receive was posted
-  if (message.connection >= world_.options().streams) throw nonsense("credit for no connection");
-  world_.data_link(from, message.connection).grant(message.process_set, message.bytes);
-}
-
-/// Throws unless a rank may have sent this about new memory by now: a process set makes one piece at a
-/// time, and goes on only when all have answered.
-void ProcessSets::check_shares(Rank from, const SegmentKey& key, std::size_t outstanding,
-                               std::size_t limit) const {
-  const Group* group = groups_.find(key.process_set);
-  if (group == nullptr || !group->team.includes(from) || outstanding > limit) {
-    throw nonsense("memory that nobody asked for");
-  }
-}
-
-void ProcessSets::on_offer(Rank from, const SegmentOffer& message) {
-  world_.arrived(from, message);
-  check_shares(from, message.key, world_.num_offers(from, message.key.process_set), 1);
-}
-
-void ProcessSets::on_mapped(Rank from, const SegmentMapped& message) {
-  world_.arrived(from, message);
-  // Who has everybody's answer to one piece may answer for the next while others still collect.
-  check_shares(from, message.key, world_.num_mapped(from, message.key.process_set), 2);
-}
-
 void ProcessSets::on_ready(Rank from, Ready message) {
   if (groups_.is_gone(message.process_set)) return;
-  Group* const found = groups_.find(message.process_set);
-  if (found == nullptr || !found->is_coordinator() || !found->team.includes(from) ||
-      spec_of(message.descriptor.collective).is_point_to_point) {
-    throw nonsense("a frame that only the coordinator of a process set receives");
+  Group& group = coordinated(message.process_set, from);
+  if (spec_of(message.descriptor.collective).is_point_to_point) {
+    throw nonsense("a message that is negotiated");
   }
-  Group& group = *found;
   if (group.is_closed) {
-    // Its submitter may have missed the end, which came before it had the process set.
-    const std::string text =
-        operation_label(message.descriptor.collective, message.name) + ": " + group.closing_text;
-    peers_.send(from, encode(Refuse{group.id, message.name, group.why_closed, text}));
-    return;
+    return refuse_closed(from, group, message.descriptor.collective, message.name);
   }
   recorder_.arrived(group.id, message.name, from);
   apply(group, group.negotiation->ready(from, std::move(message), Clock::now()));
@@ -253,6 +167,8 @@ void ProcessSets::apply(Group& group, Negotiation::Outcome outcome) {
     }
     if (auto* execute = std::get_if<Execute>(&decision.message)) {
       give_order(group, std::move(*execute));
+    } else if (const auto* again = std::get_if<Again>(&decision.message)) {
+      give_order_again(group, *again);
     } else if (const auto& refuse = std::get<Refuse>(decision.message);
                peers_.send_to(decision.to, encode(refuse))) {
       on_refuse(group.coordinator(), refuse);
@@ -263,6 +179,7 @@ void ProcessSets::apply(Group& group, Negotiation::Outcome outcome) {
 /// The coordinator: all ranks of the set run this next. Through shared memory all read one message, if
 /// it fits; an order's number keeps those that take different ways in order.
 void ProcessSets::give_order(Group& group, Execute order) {
+  tell(group);  // orders before this one
   const bool is_short = order.splits.size() * sizeof(std::int64_t) <= ControlRing::kMaxFrame;
   if (is_short && group.has_control_rings() && group.communicator->tell_members(encode(order))) {
     return on_execute(rank_, std::move(order));
@@ -273,16 +190,20 @@ void ProcessSets::give_order(Group& group, Execute order) {
 
 void ProcessSets::on_execute(Rank from, Execute message) {
   if (message.is_on_device) return devices_.on_execute(from, std::move(message));
-  Group* const found = groups_.find(message.process_set);
-  if (found == nullptr || from != found->coordinator()) {
-    throw nonsense("a frame that only the coordinator of a process set may send");
-  }
-  Group& group = *found;
-  if (!group.communicator) throw nonsense("an order for a process set that is not complete");
-  if (message.sequence != group.executes_received) throw nonsense("an order out of order");
-  ++group.executes_received;
+  Group& group = followed(message.process_set, from);
+  count_order(group, message.sequence);
   check_contributors(group.team, message);
   if (!is_contributor(message, rank_)) return pass_over(group, std::move(message));
+  agree(group, std::move(message));
+}
+
+void ProcessSets::count_order(Group& group, std::uint64_t sequence) {
+  if (sequence != group.executes_received) throw nonsense("an order out of order");
+  ++group.executes_received;
+}
+
+/// All ranks have agreed on an operation that this one has submitted.
+void ProcessSets::agree(Group& group, Execute message) {
   const auto entry = group.submitted.find(message.name);
   if (entry == group.submitted.end()) {
     throw nonsense("an order to run '" + message.name + "', which is unknown here");
@@ -293,6 +214,7 @@ void ProcessSets::on_execute(Rank from, Execute message) {
     message.splits.clear();
   }
   check_order(group.team, *operation, message);
+  if (message.number) group.plan.remember(*operation, message);
   recorder_.agreed(*operation);
   group.submitted.erase(entry);
   if (operation->mailbox) group.communicator->address(*operation->mailbox, message.sequence);

@@ -48,9 +48,14 @@ class ProcessSets {
 
   /// Receives frames through shared memory. True if there were any.
   bool receive_shared();
+  /// Tells the other ranks what was held back so that one frame says it: what goes through shared memory at once,
+  /// the rest if it is much or `waits_for_no_more`.
+  void tell(bool waits_for_no_more);
   // Frames that came on a connection. Throw Error if the peer cannot have sent them.
   void on_ready(Rank from, Ready message);
   void on_execute(Rank from, Execute message);
+  void on_ready_again(Rank from, const ReadyAgain& message);
+  void on_execute_again(Rank from, const ExecuteAgain& message);
   void on_refuse(Rank from, const Refuse& message);
   void on_credit(Rank from, const Credit& message);
   void on_offer(Rank from, const SegmentOffer& message);
@@ -89,6 +94,15 @@ class ProcessSets {
                     std::size_t limit) const;
   void apply(Group& group, Negotiation::Outcome outcome);
   void give_order(Group& group, Execute order);
+  Group& coordinated(std::int32_t process_set, Rank from);
+  Group& followed(std::int32_t process_set, Rank from);
+  void refuse_closed(Rank to, const Group& group, Collective collective, const std::string& name);
+  void count_order(Group& group, std::uint64_t sequence);
+  void agree(Group& group, Execute message);
+  void submit_again(Group& group, std::uint32_t number);
+  void give_order_again(Group& group, const Again& order);
+  void run_again(Group& group, std::uint32_t number, std::uint64_t sequence);
+  void tell(Group& group);
   void pass_over(Group& group, Execute message);
   void start_later(Group& group, const std::shared_ptr<Operation>& operation, Execute message);
   void resolve_places(Group& group, const Team& team, Operation& operation, const Execute& message);
@@ -124,6 +138,7 @@ class ProcessSets {
   const Rank rank_;
   const double stall_warning_s_;
   std::vector<std::weak_ptr<Segment>> buffers_;  // registered by this rank
+  bool has_untold_ = false;                      // a process set holds something back
 };
 
 }  // namespace sparkhvd

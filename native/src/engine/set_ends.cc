@@ -12,9 +12,7 @@ TimePoint ProcessSets::next_deadline() const {
   for (const auto& [id, group] : groups_) {
     if (group->negotiation) next = std::min(next, group->negotiation->next_deadline());
     if (!group->running.empty()) next = std::min(next, group->running.front().deadline);
-    for (const auto& [name, operation] : group->submitted) {
-      next = std::min(next, operation->give_up_at);
-    }
+    next = std::min(next, group->give_up_at);
   }
   return next;
 }
@@ -43,6 +41,7 @@ bool ProcessSets::check_running(Group& group, TimePoint now) {
 }
 
 bool ProcessSets::check_submitted(Group& group, TimePoint now) {
+  if (now < group.give_up_at) return true;
   for (const auto& [name, operation] : group.submitted) {
     if (now < operation->give_up_at || asks_for_life(group, *operation, now)) continue;
     in_flight_.fail(SPARKHVD_TIMEOUT, operation->label() + ": " + rank_text(group.coordinator()) +
@@ -50,6 +49,10 @@ bool ProcessSets::check_submitted(Group& group, TimePoint now) {
                                           seconds_text(operation->coordinator_patience_s()) +
                                           " s. Its process may be stopped or starved of CPU.");
     return false;
+  }
+  group.give_up_at = kNever;
+  for (const auto& [name, operation] : group.submitted) {
+    group.give_up_at = std::min(group.give_up_at, operation->give_up_at);
   }
   return true;
 }
@@ -133,6 +136,7 @@ void ProcessSets::abandon_group(const Operation& operation, Rank departed) {
 
 /// The coordinator's last word on a process set.
 void ProcessSets::announce_end(Group& group, std::int32_t status, const std::string& text) {
+  tell(group);
   const std::uint64_t orders = group.negotiation ? group.negotiation->device_orders() : 0;
   group.device.expected = orders;
   const Bytes frame = encode(Refuse{group.id, "", status, text, orders});

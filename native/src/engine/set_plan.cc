@@ -1,0 +1,99 @@
+// Operations of the plan: told to the coordinator and by it as numbers, many in a frame (see process_sets.h).
+#include <algorithm>
+
+#include "engine/process_sets.h"
+
+namespace sparkhvd {
+namespace {
+
+// Over connections numbers wait for a thread that drives on, or for so many of them.
+constexpr std::size_t kToldAtOnce = 32;
+
+}  // namespace
+
+void ProcessSets::tell(bool waits_for_no_more) {
+  if (!has_untold_) return;
+  has_untold_ = false;
+  for (auto& [id, group] : groups_) {
+    const std::size_t untold = group->untold.numbers.size() + group->untold_orders.numbers.size();
+    if (untold == 0) continue;
+    if (waits_for_no_more || group->has_control_rings() || untold >= kToldAtOnce) {
+      tell(*group);
+    } else {
+      has_untold_ = true;
+    }
+  }
+}
+
+void ProcessSets::tell(Group& group) {
+  if (auto& ready = group.untold; !ready.numbers.empty()) {
+    ready.process_set = group.id;
+    const Bytes frame = encode(ready);
+    ready.numbers.clear();
+    if (!group.has_control_rings() || !group.communicator->tell_coordinator(frame)) {
+      peers_.send(group.coordinator(), frame);
+    }
+  }
+  if (auto& orders = group.untold_orders; !orders.numbers.empty()) {
+    orders.process_set = group.id;
+    const Bytes frame = encode(orders);
+    orders.numbers.clear();
+    if (!group.has_control_rings() || !group.communicator->tell_members(frame)) {
+      peers_.send_to(group.team.ranks(), frame);
+    }
+  }
+}
+
+/// This rank submits an operation of the plan.
+void ProcessSets::submit_again(Group& group, std::uint32_t number) {
+  if (group.is_coordinator()) {
+    recorder_.arrived(group.id, group.plan.at(number).name, rank_);
+    return apply(group, group.negotiation->ready_again(rank_, number, Clock::now()));
+  }
+  group.untold.numbers.push_back(number);
+  has_untold_ = true;
+}
+
+void ProcessSets::on_ready_again(Rank from, const ReadyAgain& message) {
+  if (groups_.is_gone(message.process_set)) return;
+  Group& group = coordinated(message.process_set, from);
+  const TimePoint now = Clock::now();
+  for (const std::uint32_t number : message.numbers) {
+    const Plan::Entry& planned = group.plan.at(number);
+    if (group.is_closed) {
+      refuse_closed(from, group, planned.descriptor.collective, planned.name);
+      continue;
+    }
+    recorder_.arrived(group.id, planned.name, from);
+    apply(group, group.negotiation->ready_again(from, number, now));
+    if (in_flight_.has_failed()) return;
+  }
+}
+
+/// The coordinator: all ranks have submitted an operation of the plan.
+void ProcessSets::give_order_again(Group& group, const Again& order) {
+  auto& orders = group.untold_orders;
+  if (orders.numbers.empty()) orders.sequence = order.sequence;
+  orders.numbers.push_back(order.number);
+  has_untold_ = true;
+  run_again(group, order.number, order.sequence);
+}
+
+void ProcessSets::on_execute_again(Rank from, const ExecuteAgain& message) {
+  Group& group = followed(message.process_set, from);
+  std::uint64_t sequence = message.sequence;
+  for (const std::uint32_t number : message.numbers) {
+    run_again(group, number, sequence++);
+    if (in_flight_.has_failed()) return;
+  }
+}
+
+void ProcessSets::run_again(Group& group, std::uint32_t number, std::uint64_t sequence) {
+  const Plan::Entry& planned = group.plan.at(number);
+  count_order(group, sequence);
+  Execute order = planned.order;
+  order.sequence = sequence;
+  agree(group, std::move(order));
+}
+
+}  // namespace sparkhvd
