@@ -36,12 +36,17 @@ Peers::Peers(World& world, Poller& poller, Bell& bell, InFlight& in_flight, Reco
 void Peers::start() {
   poller_.add(bell_.fd(), EPOLLIN, kBellKey);
   bell_.count(recorder_.activity().wakeups);
-  const auto start = [this](auto& link) {
-    link.count(recorder_.activity().sockets);
-    if (link.is_open()) watch(link);
+  const auto start = [this](auto links, std::vector<Link*>& with_output) {
+    for (auto& link : links) {
+      link.count(recorder_.activity().sockets);
+      link.list_output(with_output);
+      if (!link.is_open()) continue;
+      watch(link);
+      if (link.wants_write()) with_output.push_back(&link);
+    }
   };
-  std::ranges::for_each(world_.links(), start);
-  std::ranges::for_each(world_.data_links(), start);
+  start(world_.links(), with_frames_);
+  start(world_.data_links(), with_tensors_);
   // What arrived behind the handshake is already buffered and would not wake a thread.
   bell_.ring_self();
 }
@@ -132,18 +137,24 @@ bool Peers::flush(ControlLink& link) {
 
 bool Peers::flush(bool with_tensors) {
   bool moved = false;
-  for (auto& link : world_.links()) {
+  for (Link* listed : with_frames_) {
+    auto& link = static_cast<ControlLink&>(*listed);
+    link.unlist();
     if (link.take_has_written() && link.is_tcp()) loss_watch_.start();
     if (!link.is_open() || !link.wants_write()) continue;
     moved |= flush(link);
-    watch(link);
+    watch(link);  // what is left goes when the socket takes it
   }
+  with_frames_.clear();
   if (!with_tensors) return moved;
-  for (auto& link : world_.data_links()) {
+  for (Link* listed : with_tensors_) {
+    auto& link = static_cast<DataLink&>(*listed);
+    link.unlist();
     if (!link.is_open() || !link.wants_write()) continue;
     moved |= link.flush();
     watch(link);
   }
+  with_tensors_.clear();
   return moved;
 }
 

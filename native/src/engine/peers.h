@@ -123,6 +123,8 @@ class Peers {
   PeerEvents& events_;
   Stacks& stacks_;
   std::vector<std::optional<std::uint32_t>> watched_;  // epoll events by connection
+  std::vector<Link*> with_frames_;   // links for control frames with something to write
+  std::vector<Link*> with_tensors_;  // those for tensors
   std::vector<bool> has_left_;
   std::map<Rank, Suspect> suspects_;
   LossWatch loss_watch_;

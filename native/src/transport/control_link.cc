@@ -12,11 +12,14 @@
 namespace sparkhvd {
 
 void ControlLink::send(Bytes frame) {
-  if (can_write()) outgoing_.push_back({std::move(frame), 0, {}});
+  if (!can_write()) return;
+  outgoing_.push_back({std::move(frame), 0, {}});
+  has_output();
 }
 
 void ControlLink::send(Bytes head, std::span<const std::byte> payload) {
   if (!can_write()) return;
+  has_output();
   std::size_t written = 0;
   if (outgoing_.empty()) {
     // sendmsg() does not write to what it sends.
@@ -39,6 +42,7 @@ void ControlLink::send_with_fds(Bytes frame, std::span<const int> fds) {
     if (!item.fds.back().valid()) throw_errno("fcntl(F_DUPFD_CLOEXEC)");
   }
   outgoing_.push_back(std::move(item));
+  has_output();
 }
 
 bool ControlLink::flush() {

@@ -44,6 +44,7 @@ void DataLink::make_frames(std::int32_t stream, Stream& state) {
       state.sends.pop_front();
     }
     frames_.push_back(std::move(frame));
+    has_output();
   }
 }
 

@@ -14,6 +14,8 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "counter.h"
 #include "transport/fd.h"
@@ -40,6 +42,9 @@ class Link {
   bool is_tcp() const noexcept { return is_tcp_; }
   /// Why it is not open any more, as a clause.
   std::string trouble() const;
+  /// From now on the link adds itself to this list when it has something to write, once until `unlist`.
+  void list_output(std::vector<Link*>& list) noexcept { list_ = &list; }
+  void unlist() noexcept { is_listed_ = false; }
   /// From now on bytes are counted there.
   void count(Traffic& traffic) noexcept { traffic_ = &traffic; }
 
@@ -62,6 +67,9 @@ class Link {
   /// with them are handed to `take`, where it is not null.
   std::optional<std::size_t> read_some(std::span<iovec> vectors,
                                        void (*take)(Link&, int) = nullptr);
+  void has_output() {
+    if (list_ != nullptr && !std::exchange(is_listed_, true)) list_->push_back(this);
+  }
   bool can_write() const noexcept { return write_errno_ == 0 && socket_.valid(); }
   void fail(std::string trouble);
 
@@ -71,6 +79,8 @@ class Link {
   bool is_tcp_ = false;
   State state_ = State::kOpen;
   Traffic* traffic_ = nullptr;
+  std::vector<Link*>* list_ = nullptr;
+  bool is_listed_ = false;
   std::string trouble_;
   int write_errno_ = 0;  // of the first write that failed
 };
