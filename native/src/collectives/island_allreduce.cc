@@ -46,9 +46,9 @@ constexpr std::size_t kMaxRingPartBytes = 256 << 10;
 
 /// Cut of the tensors, and the steps in which they pass. Equal on all ranks of
 /// the team, and of an island also on those that have joined.
-struct Plan {
-  Plan(const Communicator& communicator, const Team& team, const Descriptor& descriptor,
-       const Execute& agreed)
+struct Pipeline {
+  Pipeline(const Communicator& communicator, const Team& team, const Descriptor& descriptor,
+           const Execute& agreed)
       : element(element_size(descriptor.dtype)), bytes(total_bytes(descriptor)) {
     is_ring = team.islands().size() > communicator.knobs().direct_ranks;
     is_registered = !agreed.places.empty();
@@ -96,7 +96,7 @@ struct Plan {
 /// Work of a rank inside its island.
 class Inside {
  public:
-  Inside(const Context& context, const Plan& plan)
+  Inside(const Context& context, const Pipeline& plan)
       : context_(context),
         communicator_(context.communicator),
         team_(context.team),
@@ -209,7 +209,7 @@ class Inside {
   Communicator& communicator_;
   const Team& team_;
   const Pieces& pieces_;
-  const Plan& plan_;
+  const Pipeline& plan_;
   DType dtype_;
   std::size_t accumulator_;
   std::uint64_t first_;
@@ -232,13 +232,13 @@ Task wait_for_local_peers(Context& context) {
 
 std::uint64_t island_allreduce_chunks(const Communicator& communicator, const Team& team,
                                       const Descriptor& descriptor, const Execute& agreed) {
-  const Plan plan(communicator, team, descriptor, agreed);
+  const Pipeline plan(communicator, team, descriptor, agreed);
   return plan.has_slots ? 2 * plan.steps : 0;
 }
 
 Task island_allreduce(Context& context) {
   Communicator& communicator = context.communicator;
-  const Plan plan(communicator, context.team, context.operation.descriptor, context.agreed);
+  const Pipeline plan(communicator, context.team, context.operation.descriptor, context.agreed);
   Inside inside(context, plan);
   context.algorithm = plan.is_ring ? "ring" : context.team.is_all_alone() ? "direct" : "islands";
   const bool uses_slots = inside.uses_slots();
