@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/scale.py [--ranks 2,4,8,16,32,64] [--rounds 5] [--json FILE] [--write]
 
 **Control plane.** Real processes without torch, tiny tensors: a barrier (agreement alone), one named allreduce of 4
-bytes, and a step of 32 of them submitted together; once as ranks of one host, which agree through shared memory,
+bytes, and steps of 32 of either submitted together; once as ranks of one host, which agree through shared memory,
 and once as if each were on a host of its own, over TCP. Wall time on a machine with fewer cores than ranks is mostly
 other ranks' turns; the CPU time of rank 0, which coordinates, is what one more rank costs it anywhere.
 
@@ -35,7 +35,13 @@ from tests.harness.rank_process import rank_processes  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "scale.md"
 BODY = "benchmarks.scale_rank:rank"
-TINY = {"barrier": "barrier", "one": "allreduce of 4 B", "many": "step of 32 allreduces of 4 B"}
+TINY = {
+    "barrier": "barrier",
+    "one": "allreduce of 4 B",
+    "agree": "step of 32 barriers",
+    "many": "step of 32 allreduces of 4 B",
+}
+AGREEMENT_S = 2e-3  # of rank 0's CPU, for a step at 64 ranks over TCP
 WAYS = {"one host": False, "TCP": True}
 CROWDED = {"1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 CROWDS = (2, 4, 8)
@@ -69,7 +75,7 @@ def control_plane(world_size: int, rounds: int, *, tcp_only: bool) -> dict[str, 
     with rank_processes(BODY, world_size, settings=settings, tcp_only=tcp_only) as ranks:
         for number in range(rounds + 1):
             for what in TINY:
-                steps = max(4, (400 if what != "many" else 40) // world_size)
+                steps = max(4, (400 if what in ("barrier", "one") else 40) // world_size)
                 measured = ordered(ranks, what, 4, steps)
                 if number > 0:
                     found[what].append(measured)
@@ -139,8 +145,12 @@ def report_control_plane(
         for what, rounds in kinds.items():
             walls = [wall for each in rounds for wall in each["wall"]]
             cpu = [shown(median_of(rounds, key)) for key in ("cpu_rank_0", "cpu_others")]
-            rows.append([size, TINY[what], median_and_quartiles(walls), *cpu])
-    columns = ["ranks", f"step, {way}", "time", "CPU of rank 0", "CPU of another rank"]
+            target: list[Target] = []
+            if (way, size, what) == ("TCP", 64, "agree"):
+                spent = median_of(rounds, "cpu_rank_0") * 1e3
+                target = [Target("rank 0, ms", spent, AGREEMENT_S * 1e3, at_least=False)]
+            rows.append([size, TINY[what], median_and_quartiles(walls), *cpu, target])
+    columns = ["ranks", f"step, {way}", "time", "CPU of rank 0", "CPU of another rank", "target"]
     report.table(columns, rows)
     lines = {}
     for what in TINY:

@@ -18,8 +18,12 @@ GPUS_PER_HOST = 8
 # Published: bus bandwidth of NVLink on 8 x H100 without NVLS, and what one 400 Gbit/s adapter moves (bytes/s).
 INSIDE = 370e9
 ADAPTER = 46e9
-# As native/src/collectives has it: hosts that exchange directly; above, a ring between them.
+# As native/src/collectives has it: hosts that exchange directly; above, halving and doubling up to so many bytes of a
+# part, else a ring.
 MAX_DIRECT_HOSTS = 16
+MAX_HALVING_PART = 32 * KIB
+# Operations of a measured step (benchmarks/scale_rank.py).
+STEP = 32
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,14 @@ def tree(num_bytes: int, hosts: int, protocol: Protocol) -> float:
 def hierarchical(num_bytes: int, hosts: int, protocol: Protocol) -> float:
     """Reduce inside, each GPU exchanges its slice with its peers on the other hosts, share inside.
 
-    Between hosts: directly (two steps), above 16 hosts a ring.
+    Between hosts: directly (two steps), above 16 hosts by halving and doubling, or in a ring.
     """
-    steps = min(2, 2 * (hosts - 1)) if hosts <= MAX_DIRECT_HOSTS else 2 * (hosts - 1)
+    if hosts <= MAX_DIRECT_HOSTS:
+        steps = min(2, 2 * (hosts - 1))
+    elif num_bytes / (hosts * GPUS_PER_HOST) <= MAX_HALVING_PART:
+        steps = 2 * math.ceil(math.log2(hosts))
+    else:
+        steps = 2 * (hosts - 1)
     # Inside, everyone sends to everyone at once: two steps over the switch.
     messages = 2 * protocol.inside_s + steps * protocol.between_s
     return messages + overlapped_s(num_bytes, hosts, protocol)
@@ -114,12 +123,12 @@ def table_of_times(agreement: Mapping[str, tuple[float, float]]) -> str:
     """Return a Markdown table of the time by world, size and algorithm; the best in bold.
 
     Args:
-        agreement: by "one": what agreeing on an operation costs rank 0, (seconds, seconds per rank); the last
-            column. Without it there is no such column.
+        agreement: by "agree": what agreeing on a step of 32 operations of a plan costs rank 0, (seconds, seconds per rank);
+            the last column is that of one operation. Without it there is no such column.
     """
     columns = ["GPUs", "bytes", *ALGORITHMS]
-    if "one" in agreement:
-        columns.append("agreement, through rank 0 alone")
+    if "agree" in agreement:
+        columns.append("agreement, one of 32 in a step")
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for world in WORLDS:
         for label, num_bytes in SIZES.items():
@@ -127,9 +136,9 @@ def table_of_times(agreement: Mapping[str, tuple[float, float]]) -> str:
             best = min(times.values())
             cells = [str(world), label]
             cells += [f"**{shown(t)}**" if t == best else shown(t) for t in times.values()]
-            if "one" in agreement:
-                offset, slope = agreement["one"]
-                cells.append(shown(max(0.0, offset) + slope * world))
+            if "agree" in agreement:
+                offset, slope = agreement["agree"]
+                cells.append(shown((max(0.0, offset) + slope * world) / STEP))
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

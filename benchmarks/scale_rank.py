@@ -24,6 +24,7 @@ def rank(engine: Engine, talk: Any) -> None:
         "barrier": lambda array: engine.barrier(name="barrier").wait(),
         "one": lambda array: start(engine, "one", array).wait(),
         "many": lambda array: many(engine, array),
+        "agree": lambda _: agree(engine),
     }
     while (order := talk.hear()) is not None:
         array = np.zeros(max(1, order["bytes"] // 4), np.float32)
@@ -38,6 +39,12 @@ def rank(engine: Engine, talk: Any) -> None:
             step(array)
             walls.append(time.perf_counter() - began)
         talk.say({"wall": walls, "cpu": (time.process_time() - cpu) / order["steps"]})
+
+
+def agree(engine: Engine) -> None:
+    """Submit and wait for a step that the ranks agree on and nothing more."""
+    for work in [engine.barrier(name=f"barrier {i}") for i in range(MANY)]:
+        work.wait()
 
 
 def start(engine: Engine, name: str, array: Any) -> Any:

@@ -191,12 +191,12 @@ TEST(allreduce_knows_every_reduction_on_every_layout) {
   }
 }
 
-TEST(allreduce_uses_a_ring_beyond_16_islands) {
+TEST(allreduce_halves_or_uses_a_ring_beyond_16_islands) {
   WorldOptions options;
   options.hosts.resize(18);
   std::iota(options.hosts.begin(), options.hosts.end(), 0);
   run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
-    for (const std::size_t count : {std::size_t{1}, std::size_t{19}, std::size_t{300007}}) {
+    for (const std::size_t count : {1, 19, 4099, 100003, 300007}) {
       const Floats input = input_of(rank, count);
       Floats output(count);
       const Status status = allreduce(engine, "ring", input, output);

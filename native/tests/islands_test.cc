@@ -199,6 +199,39 @@ TEST(an_order_of_alltoall_tells_each_rank_what_concerns_it) {
   CHECK_THROWS(Error, alltoall_rows(order, all, Rank{0}));
 }
 
+TEST(stepped_exchanges_add_up_on_every_layout) {
+  const std::vector<Hosts> layouts = {alone(2),        alone(3),           alone(5),
+                                      alone(8),        {0, 0, 1, 1},       {0, 0, 1, 1, 2},
+                                      {0, 1, 0, 2, 1}, {0, 0, 0, 1, 2, 2}, {0, 0, 1, 1, 2, 2, 3}};
+  for (const auto& hosts : layouts) {
+    WorldOptions options;
+    options.hosts = hosts;
+    const auto ranks = static_cast<unsigned>(hosts.size());
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      Request configure(SPARKHVD_CONFIGURE, "never directly");
+      std::vector<std::int64_t> knobs(SPARKHVD_NUM_KNOBS);
+      knobs[SPARKHVD_KNOB_DIRECT_RANKS] = 1;
+      CHECK_EQUAL(engine.submit(configure.numbers(knobs).raw()).wait().message, "");
+      for (const std::size_t count : {1, 7, 64, 1001, 40009, 150001, 500009}) {
+        // Fewer than 2^24 in all, so that every order of addition is exact.
+        const auto addend = [&](unsigned of_rank, std::size_t i) {
+          return static_cast<float>((i * 31 + of_rank * 7) % 1009);
+        };
+        Floats data(count);
+        for (std::size_t i = 0; i < count; ++i) data[i] = addend(static_cast<unsigned>(rank), i);
+        Request request(SPARKHVD_ALLREDUCE, "x");
+        request.tensor(data.data(), data.data(), {static_cast<std::int64_t>(count)});
+        CHECK_EQUAL(engine.submit(request.raw()).wait().message, "");
+        for (std::size_t i = 0; i < count; ++i) {
+          float sum = 0;
+          for (unsigned from = 0; from < ranks; ++from) sum += addend(from, i);
+          CHECK_EQUAL(data[i], sum);
+        }
+      }
+    });
+  }
+}
+
 TEST(registered_memory_while_all_ranks_of_an_island_have_joined) {
   WorldOptions options;
   options.hosts = {0, 0, 1, 1, 2};

@@ -21,6 +21,7 @@
 
 #include "collectives/claims.h"
 #include "collectives/island_exchange.h"
+#include "collectives/stepped_exchange.h"
 
 namespace sparkhvd {
 namespace {
@@ -50,10 +51,11 @@ struct Pipeline {
   Pipeline(const Communicator& communicator, const Team& team, const Descriptor& descriptor,
            const Execute& agreed)
       : element(element_size(descriptor.dtype)), bytes(total_bytes(descriptor)) {
-    is_ring = team.islands().size() > communicator.knobs().direct_ranks;
+    is_stepped = team.islands().size() > communicator.knobs().direct_ranks;
+    is_halving = is_stepped && bytes / (team.num_lanes() * team.islands().size()) <= kMinPartBytes;
     is_registered = !agreed.places.empty();
     has_slots = !is_registered && !team.is_all_alone();
-    results_ahead = is_ring || team.is_all_alone() ? 0 : kResultsAhead;
+    results_ahead = is_stepped || team.is_all_alone() ? 0 : kResultsAhead;
     // With 2 slots a slot must be emptied before the next one can be filled.
     slot_lag = has_slots && communicator.num_slots() > 2 ? 1 : 0;
     if (has_slots) {
@@ -63,29 +65,32 @@ struct Pipeline {
       // With more islands each connection has less to do at a time.
       const std::size_t most = std::max(2 * kMaxPartBytes / team.islands().size(), kMinPartBytes);
       const std::size_t part_bytes =
-          is_ring ? std::clamp(bytes / parts / kRingChunks, kMinPartBytes, kMaxRingPartBytes)
-                  : std::clamp(bytes / parts / (2 * kPartsAhead), kMinPartBytes, most);
+          is_stepped ? std::clamp(bytes / parts / kRingChunks, kMinPartBytes, kMaxRingPartBytes)
+                     : std::clamp(bytes / parts / (2 * kPartsAhead), kMinPartBytes, most);
       chunk_bytes = part_bytes / 64 * 64 * parts;
     }
     chunks = (bytes + chunk_bytes - 1) / chunk_bytes;
     parts_ahead = kPartsAhead;
-    if (is_ring) {
+    if (is_stepped) {
       const std::size_t part_bytes = chunk_bytes / (team.num_lanes() * team.islands().size());
-      const std::size_t needed = RingExchange::steps(team.islands().size());
+      const std::size_t islands = team.islands().size();
+      const std::size_t needed =
+          is_halving ? HalvingExchange::steps(islands) : RingExchange::steps(islands);
       const std::size_t most = std::max(kRingChunks, kRingBytesAhead / std::max(part_bytes, 1UL));
-      ring_steps = chunks <= most ? 1 : (needed + most - 1) / most;
-      parts_ahead = (needed + ring_steps - 1) / ring_steps - 1;
+      exchange_steps = chunks <= most ? 1 : (needed + most - 1) / most;
+      parts_ahead = (needed + exchange_steps - 1) / exchange_steps - 1;
     }
     steps = chunks + parts_ahead + results_ahead + 2 * slot_lag;
   }
 
   std::size_t element;
   std::size_t bytes;
-  bool is_ring;
+  bool is_stepped;  // else everyone exchanges with everyone
+  bool is_halving;  // where the messages of a ring would be short, fewer steps count more
   bool is_registered;
   bool has_slots;
   std::uint64_t parts_ahead;
-  std::size_t ring_steps = 0;  // of each chunk on its way, between the starts of two chunks
+  std::size_t exchange_steps = 0;  // of each chunk on its way, between the starts of two chunks
   std::uint64_t results_ahead;
   std::uint64_t slot_lag;
   std::size_t chunk_bytes;
@@ -118,7 +123,7 @@ class Inside {
   bool uses_slots() const noexcept { return plan_.has_slots && team_.local_size() > 1; }
   /// Nothing to add up, nothing to convert: the tensors themselves can be sent.
   bool is_partial_needless() const noexcept {
-    return team_.local_size() == 1 && !plan_.is_ring &&
+    return team_.local_size() == 1 && !plan_.is_stepped &&
            (team_.is_all_alone() || (accumulator_ == plan_.element && has_no_prescale()));
   }
   std::size_t largest_slice() const noexcept {
@@ -240,7 +245,10 @@ Task island_allreduce(Context& context) {
   Communicator& communicator = context.communicator;
   const Pipeline plan(communicator, context.team, context.operation.descriptor, context.agreed);
   Inside inside(context, plan);
-  context.algorithm = plan.is_ring ? "ring" : context.team.is_all_alone() ? "direct" : "islands";
+  context.algorithm = plan.is_halving               ? "halving"
+                      : plan.is_stepped             ? "ring"
+                      : context.team.is_all_alone() ? "direct"
+                                                    : "islands";
   const bool uses_slots = inside.uses_slots();
   const bool uses_claims = plan.is_registered && context.team.local_size() > 1;
   if (uses_claims) co_await communicator.claim_is_free(context.agreed.sequence);
@@ -259,9 +267,11 @@ Task island_allreduce(Context& context) {
     partials = std::make_unique_for_overwrite<std::byte[]>(window * partial_bytes);
   }
   std::unique_ptr<DirectExchange> direct;
-  std::unique_ptr<RingExchange> ring;
-  if (inside.has_lane() && plan.is_ring) {
-    ring = std::make_unique<RingExchange>(context, window, slice_elements);
+  std::unique_ptr<SteppedExchange> stepped;
+  if (inside.has_lane() && plan.is_halving) {
+    stepped = std::make_unique<HalvingExchange>(context, window, slice_elements);
+  } else if (inside.has_lane() && plan.is_stepped) {
+    stepped = std::make_unique<RingExchange>(context, window, slice_elements);
   } else if (inside.has_lane()) {
     direct = std::make_unique<DirectExchange>(context, window, slice_elements,
                                               context.team.is_all_alone());
@@ -288,18 +298,18 @@ Task island_allreduce(Context& context) {
         co_await direct->results_received(chunk - window);
         co_await direct->results_sent(chunk - window);
       }
-      if (ring && chunk >= window) co_await ring->sent(chunk - window);
+      if (stepped && chunk >= window) co_await stepped->sent(chunk - window);
       if (partials) inside.reduce(chunk, number, partial(chunk));
-      if (ring) ring->start(chunk, inside.own_slice(chunk), partial(chunk));
+      if (stepped) stepped->start(chunk, inside.own_slice(chunk), partial(chunk));
       if (direct) direct->send_parts(chunk, inside.own_slice(chunk), partial(chunk));
     }
     if (uses_slots && step >= lag) {
       communicator.publish(Stage::kCopiedOut, inside.input_number(step - lag) + 1);
     }
-    for (std::size_t turn = 0; ring && turn < plan.ring_steps; ++turn) {
-      for (std::uint64_t chunk = ring->oldest(); chunk < ring->end(); ++chunk) {
-        co_await ring->arrived(chunk);
-        ring->advance(chunk);
+    for (std::size_t turn = 0; stepped && turn < plan.exchange_steps; ++turn) {
+      for (std::uint64_t chunk = stepped->oldest(); chunk < stepped->end(); ++chunk) {
+        co_await stepped->arrived(chunk);
+        stepped->advance(chunk);
       }
     }
     lag += plan.parts_ahead;
@@ -329,7 +339,7 @@ Task island_allreduce(Context& context) {
   }
   if (uses_slots) publish_all(communicator);
   for (std::uint64_t chunk = plan.chunks - window; chunk < plan.chunks; ++chunk) {
-    if (ring) co_await ring->sent(chunk);
+    if (stepped) co_await stepped->sent(chunk);
     if (!direct) continue;
     co_await direct->parts_sent(chunk);
     co_await direct->results_received(chunk);
