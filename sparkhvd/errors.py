@@ -8,6 +8,9 @@ failed: it carries the failure as data.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 __all__ = [
     "CollectiveError",
     "CollectiveTimeoutError",
@@ -55,7 +58,13 @@ class CollectiveError(SparkhvdError, RuntimeError):
 
     The contents of every buffer that was in flight are undefined, and the engine is unusable until it is
     initialised again.
+
+    Attributes:
+        lost: by rank, how it was lost, as far as this rank knows: "dead" (its process has ended), "silent" (it may live, but
+            does not answer, stopped in the middle of an operation, or its connection broke), "left" (it shut down).
     """
+
+    lost: Mapping[int, str] = MappingProxyType({})
 
 
 class ResultMemoryError(SparkhvdError, MemoryError):
@@ -77,7 +86,7 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 
 class PeerLostError(CollectiveError, ConnectionError):
-    """The process or the connection of another rank is gone; the message names it."""
+    """The process or the connection of another rank is gone; the message names it, and `lost` all that are."""
 
 
 HorovodInternalError = CollectiveError

@@ -25,7 +25,7 @@ extern "C" {
 #define SPARKHVD_API __attribute__((visibility("default")))
 
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
-#define SPARKHVD_ABI_VERSION 7
+#define SPARKHVD_ABI_VERSION 8
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
 #define SPARKHVD_WIRE_VERSION 11
 
@@ -249,6 +249,21 @@ SPARKHVD_API void sparkhvd_engine_after_fork(sparkhvd_engine* engine);
 /* Shuts down if that was not done, and frees. No wait may be running. Works live on until they are released;
  * every one has finished, so poll, wait, work_output and work_release go on working. */
 SPARKHVD_API void sparkhvd_engine_destroy(sparkhvd_engine* engine);
+
+/* How a rank was lost: its process has ended; it may live, but does not answer, stopped in the middle of an operation, or
+ * its connection broke; it has left in order. */
+#define SPARKHVD_DEAD 1
+#define SPARKHVD_SILENT 2
+#define SPARKHVD_LEFT 3
+typedef struct sparkhvd_loss {
+  int32_t rank;
+  int32_t kind;
+} sparkhvd_loss;
+/* Ranks that are lost, ascending, as far as this rank has seen or been told: those that made the engine fail, and those
+ * that have left. Writes at most `max_losses` of them and returns how many there are; 0 in a forked child. Any thread, at
+ * any time until sparkhvd_engine_destroy. */
+SPARKHVD_API uint32_t sparkhvd_engine_lost(sparkhvd_engine* engine, sparkhvd_loss* losses,
+                                           uint32_t max_losses);
 
 /* Writes what the engine has counted since its start, a JSON object (docs/observe.md), NUL-terminated and
  * cut to fit. Returns the length of the whole text without NUL; 0 if there is none (in a forked child). Any

@@ -157,6 +157,22 @@ void sparkhvd_engine_destroy(sparkhvd_engine* engine) {
   if (owner && owner->engine->is_forked_copy()) (void)owner.release();
 }
 
+uint32_t sparkhvd_engine_lost(sparkhvd_engine* engine, sparkhvd_loss* losses, uint32_t max_losses) {
+  std::uint32_t count = 0;
+  guard({nullptr, 0}, [&] {
+    check_handle(engine, "engine");
+    if (engine->engine->is_forked_copy()) throw sparkhvd::created_before_fork();
+    for (const auto& loss : engine->engine->losses()) {
+      if (count < max_losses) {
+        losses[count] = {sparkhvd::index_of(loss.rank), static_cast<std::int32_t>(loss.kind)};
+      }
+      ++count;
+    }
+    return SPARKHVD_OK;
+  });
+  return count;
+}
+
 size_t sparkhvd_engine_counters(sparkhvd_engine* engine, char* buffer, size_t size) {
   std::size_t length = 0;
   guard({nullptr, 0}, [&] {

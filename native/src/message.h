@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "membership.h"
 #include "segment.h"
 #include "types.h"
 
@@ -224,6 +225,7 @@ struct Stack {
 struct Abort {
   std::int32_t status = 0;
   std::string message;
+  std::vector<Loss> losses = {};  // that the sender knows of
 };
 
 /// A whole frame, header included.

@@ -56,8 +56,8 @@ EngineOptions read_options(const sparkhvd_engine_options* given) {
     invalid("slot_bytes must be from 4096 to 4 GiB.");
   }
   if (raw.spin_us < 0) invalid("spin_us must not be negative.");
-  options.world.rank = Rank{raw.rank};
-  options.world.hosts.assign(raw.hosts, raw.hosts + raw.size);
+  options.world.membership.self = Rank{raw.rank};
+  options.world.membership.hosts.assign(raw.hosts, raw.hosts + raw.size);
   options.world.slot_bytes = raw.slot_bytes;
   options.world.slots = raw.slots;
   options.world.use_shared_memory = raw.use_shared_memory != 0;

@@ -59,10 +59,10 @@ std::size_t World::memory_bytes() const noexcept {
 }
 
 std::vector<Rank> World::ranks_of_host() const {
-  const auto me = static_cast<std::size_t>(index_of(options_.rank));
+  const auto me = static_cast<std::size_t>(index_of(options_.membership.self));
   std::vector<Rank> local_peers;
   for (std::size_t i = 0; i < size(); ++i) {
-    if (i != me && options_.hosts[i] == options_.hosts[me]) {
+    if (i != me && options_.membership.hosts[i] == options_.membership.hosts[me]) {
       local_peers.push_back(Rank{static_cast<std::int32_t>(i)});
     }
   }
@@ -70,9 +70,10 @@ std::vector<Rank> World::ranks_of_host() const {
 }
 
 Lane* World::lane(Rank owner, Rank other) const {
-  const auto host = options_.hosts[static_cast<std::size_t>(index_of(owner))];
-  const auto end = options_.hosts.begin() + index_of(other);
-  const auto index = static_cast<std::size_t>(std::count(options_.hosts.begin(), end, host));
+  const auto host = options_.membership.hosts[static_cast<std::size_t>(index_of(owner))];
+  const auto end = options_.membership.hosts.begin() + index_of(other);
+  const auto index =
+      static_cast<std::size_t>(std::count(options_.membership.hosts.begin(), end, host));
   std::byte* lanes = memory_->data(owner) + kPageBytes + Communicator::memory_bytes(options_);
   return reinterpret_cast<Lane*>(lanes + index * Lane::bytes(ranks_of_own_host()));
 }
@@ -80,8 +81,8 @@ Lane* World::lane(Rank owner, Rank other) const {
 std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
   const auto local_peers = ranks_of_host();
   if (!options_.use_shared_memory || local_peers.empty()) return std::nullopt;
-  const std::string prefix =
-      rank_text(options_.rank) + ": no shared memory with the ranks of this host, because ";
+  const std::string prefix = rank_text(options_.membership.self) +
+                             ": no shared memory with the ranks of this host, because ";
   const std::string suffix = ". Their tensors go through sockets, which is slower.";
   for (const Rank local_peer : local_peers) {
     if (link(local_peer).is_tcp()) {
@@ -99,8 +100,9 @@ std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
     auto segment = std::make_shared<Segment>(SegmentKey{0, kWorldMemory}, memory_bytes(),
                                              Segment::Kind::kWorkspace);
     // Fresh memory is zero, which is what every word in it starts with.
-    segment->add(options_.rank, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
-    Page& page = page_of(segment->data(options_.rank));
+    segment->add(options_.membership.self,
+                 Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
+    Page& page = page_of(segment->data(options_.membership.self));
     page.cpus = own_cpus_;
     page.life.open();
     memory_ = std::move(segment);
@@ -113,8 +115,8 @@ std::optional<Fd> World::create_memory(std::vector<std::string>& warnings) {
 
 Hello World::own_hello() const {
   Hello hello;
-  hello.rank = index_of(options_.rank);
-  hello.hosts = options_.hosts;
+  hello.rank = index_of(options_.membership.self);
+  hello.hosts = options_.membership.hosts;
   hello.slot_bytes = options_.slot_bytes;
   hello.slots = options_.slots;
   hello.streams = options_.streams;
@@ -128,7 +130,7 @@ void World::check_hello(Rank peer, const Hello& hello) const {
                           const std::string& ours) {
     throw Error(SPARKHVD_MISMATCH, "ranks disagree on " + what + ". " + "Rank " +
                                        std::to_string(index_of(peer)) + " has " + theirs + ", " +
-                                       rank_text(options_.rank) + " has " + ours +
+                                       rank_text(options_.membership.self) + " has " + ours +
                                        ". Start every rank with the same settings and version.");
   };
   const auto compare = [&](const char* what, std::uint64_t theirs, std::uint64_t ours) {
@@ -140,7 +142,7 @@ void World::check_hello(Rank peer, const Hello& hello) const {
   compare("slots", hello.slots, own.slots);
   compare("streams", hello.streams, own.streams);
   if (hello.hosts != own.hosts) {
-    throw Error(SPARKHVD_MISMATCH, rank_text(peer) + " and " + rank_text(options_.rank) +
+    throw Error(SPARKHVD_MISMATCH, rank_text(peer) + " and " + rank_text(options_.membership.self) +
                                        " disagree on which ranks share a host.");
   }
   if (hello.rank != index_of(peer)) {
@@ -153,7 +155,7 @@ void World::check_hello(Rank peer, const Hello& hello) const {
 template <class Handle>
 void World::receive_one(FrameType type, TimePoint deadline, Handle handle) {
   std::vector<bool> arrived(size(), false);
-  arrived[static_cast<std::size_t>(index_of(options_.rank))] = true;
+  arrived[static_cast<std::size_t>(index_of(options_.membership.self))] = true;
   while (true) {
     std::vector<pollfd> polls;
     std::vector<Rank> missing;
@@ -219,7 +221,7 @@ void World::exchange(std::vector<std::string>& warnings) {
     }
   }
   std::vector<bool> has_memory(size(), false);
-  has_memory[static_cast<std::size_t>(index_of(options_.rank))] = memory.has_value();
+  has_memory[static_cast<std::size_t>(index_of(options_.membership.self))] = memory.has_value();
   receive_one(FrameType::kHello, deadline, [&](Rank peer, std::span<const std::byte> body) {
     const auto message = decode<Hello>(body);
     check_hello(peer, message);
@@ -240,7 +242,7 @@ void World::exchange(std::vector<std::string>& warnings) {
     if (link.is_open()) link.send(encode(Mapped{ok}));
   }
   std::vector<bool> mapped(size(), false);
-  mapped[static_cast<std::size_t>(index_of(options_.rank))] = ok;
+  mapped[static_cast<std::size_t>(index_of(options_.membership.self))] = ok;
   receive_one(FrameType::kMapped, deadline, [&](Rank peer, std::span<const std::byte> body) {
     mapped[static_cast<std::size_t>(index_of(peer))] = decode<Mapped>(body).ok;
   });
@@ -258,13 +260,13 @@ bool World::map_local_peers(std::vector<std::string>& warnings) {
       memory_->add(local_peer, Mapping(memory, memory_bytes(), Mapping::Access::kReadWrite));
       memory.reset();
     } catch (const Error& error) {
-      warnings.push_back(rank_text(options_.rank) + ": the memory of " + rank_text(local_peer) +
-                         " cannot be mapped (" + error.what() +
+      warnings.push_back(rank_text(options_.membership.self) + ": the memory of " +
+                         rank_text(local_peer) + " cannot be mapped (" + error.what() +
                          "). Tensors of this host go through sockets, which is slower.");
       return false;
     }
   }
-  bell_->use_word(page_of(memory_->data(options_.rank)).asleep);
+  bell_->use_word(page_of(memory_->data(options_.membership.self)).asleep);
   for (const Rank local_peer : local_peers) {
     bell_->add_peer(local_peer, page_of(memory_->data(local_peer)).asleep,
                     std::move(mate_event_[static_cast<std::size_t>(index_of(local_peer))]));
@@ -275,14 +277,15 @@ bool World::map_local_peers(std::vector<std::string>& warnings) {
 void World::form_islands(const std::vector<bool>& mapped) {
   std::vector<std::vector<Rank>> islands;
   for (std::size_t i = 0; i < size(); ++i) {
-    const auto host = options_.hosts[i];
+    const auto host = options_.membership.hosts[i];
     bool shares = options_.use_shared_memory;
     for (std::size_t j = 0; j < size(); ++j) {
-      if (options_.hosts[j] == host) shares = shares && mapped[j];
+      if (options_.membership.hosts[j] == host) shares = shares && mapped[j];
     }
     const auto rank = Rank{static_cast<std::int32_t>(i)};
     const auto place = std::ranges::find_if(islands, [&](const std::vector<Rank>& island) {
-      return shares && options_.hosts[static_cast<std::size_t>(index_of(island[0]))] == host;
+      return shares &&
+             options_.membership.hosts[static_cast<std::size_t>(index_of(island[0]))] == host;
     });
     if (place == islands.end()) {
       islands.push_back({rank});
@@ -291,7 +294,7 @@ void World::form_islands(const std::vector<bool>& mapped) {
     }
   }
   // The bell may point into `memory_`, which therefore stays, also if the island is not used.
-  team_ = Team(options_.rank, std::move(islands));
+  team_ = Team(options_.membership.self, std::move(islands));
 }
 
 std::vector<CpuShare> World::cpu_shares() const {
@@ -303,7 +306,7 @@ std::vector<CpuShare> World::cpu_shares() const {
 }
 
 World::Life World::hold_life() const {
-  return Life(memory_ ? &page_of(memory_->data(options_.rank)).life : nullptr);
+  return Life(memory_ ? &page_of(memory_->data(options_.membership.self)).life : nullptr);
 }
 
 std::vector<Rank> World::ended_mates() const {

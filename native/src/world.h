@@ -16,6 +16,7 @@
 
 #include "clock.h"
 #include "cpus.h"
+#include "membership.h"
 #include "message.h"
 #include "point_to_point/lane.h"
 #include "segment.h"
@@ -30,8 +31,7 @@
 namespace sparkhvd {
 
 struct WorldOptions {
-  Rank rank{};
-  std::vector<std::int32_t> hosts;  // by rank
+  Membership membership;
   std::uint64_t slot_bytes = 0;
   std::uint32_t slots = 0;
   std::uint32_t streams = 1;  // connections for tensors per pair of ranks
@@ -53,8 +53,9 @@ class World {
         std::vector<std::string>& warnings);
 
   const WorldOptions& options() const noexcept { return options_; }
-  Rank rank() const noexcept { return options_.rank; }
-  std::size_t size() const noexcept { return options_.hosts.size(); }
+  const Membership& membership() const noexcept { return options_.membership; }
+  Rank rank() const noexcept { return membership().self; }
+  std::size_t size() const noexcept { return membership().size(); }
   /// The connection for control frames.
   ControlLink& link(Rank peer) { return links_[static_cast<std::size_t>(index_of(peer))]; }
   /// A connection for tensors.

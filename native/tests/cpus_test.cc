@@ -119,8 +119,7 @@ std::array<bool, 2> ranks_have_cpus(std::array<std::size_t, 2> cpus) {
       std::vector<std::string> warnings;
       std::vector<Fd> sockets(2);
       sockets[1 - rank] = Fd(pair[rank]);
-      const World world({.rank = Rank{static_cast<std::int32_t>(rank)},
-                         .hosts = {0, 0},
+      const World world({.membership = {Rank{static_cast<std::int32_t>(rank)}, {0, 0}},
                          .slot_bytes = 4096,
                          .slots = 2,
                          .connect_timeout_s = 20},

@@ -19,6 +19,7 @@ namespace sparkhvd::test::engine_test {
 namespace {
 
 using Floats = std::vector<float>;
+using Losses = std::vector<std::pair<std::int32_t, std::int32_t>>;
 
 struct Layout {
   const char* name;
@@ -522,6 +523,8 @@ TEST(a_killed_process_is_named_on_every_other_rank) {
             CHECK_MESSAGE(status.message.find(name) != std::string::npos, status.message);
             CHECK(took < std::chrono::seconds(2));
             CHECK_EQUAL(try_allreduce(engine, "later", data).code, SPARKHVD_PEER_LOST);
+            // Also on ranks that have heard of it.
+            CHECK(engine.losses() == (Losses{{victim, SPARKHVD_DEAD}}));
           } catch (const std::exception& error) {
             problems[i] = error.what();
           }
@@ -576,6 +579,7 @@ TEST(a_process_stopped_inside_an_operation_is_named_after_the_timeout) {
         status.message);
     // A stopped rank may go on later: the engine has failed, and nothing of it is used again.
     CHECK_EQUAL(try_allreduce(engine, "y", data).code, SPARKHVD_TIMEOUT);
+    CHECK(engine.losses() == (Losses{{1, SPARKHVD_SILENT}}));
   }
   ::close(filled[0]);
   ::kill(child, SIGKILL);
@@ -602,6 +606,7 @@ TEST(a_rank_that_shuts_down_is_named_and_finished_work_survives) {
         }
         Floats data(10, 1);
         const Status status = try_allreduce(engine, "after", data);
+        CHECK(engine.losses() == (Losses{{departing, SPARKHVD_LEFT}}));
         together.arrive_and_wait();  // nobody else has left yet
         CHECK_EQUAL(status.code, SPARKHVD_SHUT_DOWN);
         CHECK_EQUAL(status.message, "allreduce('after'): rank " + std::to_string(departing) +
@@ -625,6 +630,7 @@ TEST(abort_fails_every_rank_with_the_reason) {
     const Status status = try_allreduce(engine, "x", data);
     CHECK_EQUAL(status.code, SPARKHVD_PEER_LOST);
     CHECK_EQUAL(status.message, "allreduce('x'): rank 1 aborted: the loss is NaN");
+    CHECK(engine.losses().empty());
   });
 }
 

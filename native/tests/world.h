@@ -161,6 +161,14 @@ class TestEngine {
     }
     return TestWork(work);
   }
+  /// Ranks that are lost, and how.
+  std::vector<std::pair<std::int32_t, std::int32_t>> losses() const {
+    std::vector<sparkhvd_loss> found(sparkhvd_engine_lost(engine_, nullptr, 0));
+    sparkhvd_engine_lost(engine_, found.data(), static_cast<std::uint32_t>(found.size()));
+    std::vector<std::pair<std::int32_t, std::int32_t>> losses;
+    for (const auto& loss : found) losses.emplace_back(loss.rank, loss.kind);
+    return losses;
+  }
   Status shutdown() {
     char text[4096] = "";
     const auto code = sparkhvd_engine_shutdown(engine_, text, sizeof(text));

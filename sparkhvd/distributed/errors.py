@@ -31,4 +31,8 @@ _TORCH: dict[type[BaseException], type[errors.CollectiveError]] = {
 def as_torch(error: BaseException) -> BaseException:
     """Return the error of this module for one of the engine's; others as they are."""
     kind = _TORCH.get(type(error))
-    return error if kind is None else kind(str(error))
+    if kind is None:
+        return error
+    ours = kind(str(error))
+    ours.lost = getattr(error, "lost", {})
+    return ours

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import EngineUnavailableError
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 WIRE_VERSION = 11
 
 
@@ -120,6 +120,14 @@ class Knob(IntEnum):
     DIRECT_RANKS = 2
 
 
+class Loss(IntEnum):
+    """How a rank was lost."""
+
+    DEAD = 1
+    SILENT = 2
+    LEFT = 3
+
+
 class Isa(IntEnum):
     """Instruction sets of the reduce kernels; `Settings.isa` has their names."""
 
@@ -222,12 +230,19 @@ class Output(ctypes.Structure):
     ]
 
 
+class LossEntry(ctypes.Structure):
+    """`sparkhvd_loss`."""
+
+    _fields_ = [("rank", ctypes.c_int32), ("kind", ctypes.c_int32)]
+
+
 STRUCTURES: dict[str, type[ctypes.Structure]] = {
     "sparkhvd_engine_options": EngineOptions,
     "sparkhvd_device_options": DeviceOptions,
     "sparkhvd_tensor": Tensor,
     "sparkhvd_request": Request,
     "sparkhvd_output": Output,
+    "sparkhvd_loss": LossEntry,
 }
 
 _HANDLE = ctypes.c_void_p
@@ -273,6 +288,9 @@ FUNCTIONS: dict[str, Signature] = {
     "sparkhvd_engine_destroy": Signature(None, (_HANDLE,), may_block=True),
     "sparkhvd_engine_counters": Signature(
         ctypes.c_size_t, (_HANDLE, ctypes.c_char_p, ctypes.c_size_t)
+    ),
+    "sparkhvd_engine_lost": Signature(
+        ctypes.c_uint32, (_HANDLE, ctypes.POINTER(LossEntry), ctypes.c_uint32)
     ),
     # Both wait for the disk.
     "sparkhvd_timeline_start": Signature(

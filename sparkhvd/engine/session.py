@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd.engine import stacks
-from sparkhvd.engine.library import DeviceOptions, EngineOptions, Isa, Library
+from sparkhvd.engine.library import DeviceOptions, EngineOptions, Isa, Library, Loss
 from sparkhvd.engine.state import State, load, states
 from sparkhvd.engine.status import ERROR_BYTES, OK, error_text, to_exception
 from sparkhvd.errors import InvalidArgumentError
@@ -127,7 +127,11 @@ class Session:
         buffer = error_text.buffer
         status = self._state.library.engine_status(self._state.handle, buffer, ERROR_BYTES)
         if status != OK:
-            raise to_exception(status, buffer)
+            raise self._state.to_exception(status, buffer)
+
+    def losses(self) -> dict[int, Loss]:
+        """Return the ranks that are lost, and how, as far as this rank knows."""
+        return self._state.losses()
 
     def counters(self) -> dict[str, Any]:
         """Return this rank's counters since the engine was made (docs/observe.md); also after a shutdown.

@@ -9,15 +9,16 @@ is dropped before its operation has finished leaves its handle to the state, whi
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from collections import deque
 from functools import cache
 from pathlib import Path
 
-from sparkhvd.engine.library import Library, Status
-from sparkhvd.engine.status import PENDING
-from sparkhvd.errors import NotInitializedError
+from sparkhvd.engine.library import Library, Loss, LossEntry, Status
+from sparkhvd.engine.status import PENDING, to_exception
+from sparkhvd.errors import CollectiveError, NotInitializedError, SparkhvdError
 
 __all__ = ["State", "library_path", "load", "states"]
 
@@ -69,6 +70,22 @@ class State:
             )
         if self.closed:
             raise NotInitializedError(f"{what}: the engine was shut down. Create a new one.")
+
+    def losses(self) -> dict[int, Loss]:
+        """Return the ranks that are lost, and how, as far as this rank knows; none once the engine is gone."""
+        if self.destroyed or self.pid != os.getpid():
+            return {}
+        found = self.library.engine_lost(self.handle, None, 0)
+        entries = (LossEntry * found)()
+        found = min(found, self.library.engine_lost(self.handle, entries, found))
+        return {entry.rank: Loss(entry.kind) for entry in entries[:found]}
+
+    def to_exception(self, status: int, buffer: ctypes.Array[ctypes.c_char]) -> SparkhvdError:
+        """Return the exception for a status of an operation and its sentence."""
+        error = to_exception(status, buffer)
+        if isinstance(error, CollectiveError):
+            error.lost = {rank: loss.name.lower() for rank, loss in self.losses().items()}
+        return error
 
     def reap(self, patience: int | None = None) -> None:
         """Release dropped works that have finished, until `patience` unfinished ones were seen; None = all."""

@@ -14,7 +14,6 @@ from sparkhvd.engine.status import (
     OK,
     PENDING,
     error_text,
-    to_exception,
 )
 from sparkhvd.engine.work import WAIT_SLICE_MS, Work
 from sparkhvd.settings import Settings
@@ -88,7 +87,7 @@ class Submitter(Session):
             raise
         if status == INTERNAL:
             state.lost.append(keep)
-        raise to_exception(status, buffer)
+        raise self._state.to_exception(status, buffer)
 
     def run(
         self, call: Call, name: str, keep: object = None, timeout_s: float | None = None
@@ -121,7 +120,7 @@ class Submitter(Session):
         elif status != OK:
             if status == INTERNAL:
                 state.lost.append(keep)
-            raise to_exception(status, buffer)
+            raise self._state.to_exception(status, buffer)
         elif call.key is not None:
             self._calls[call.key] = call
 

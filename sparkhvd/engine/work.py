@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from sparkhvd.engine.library import DEVICE_CPU, Library, Output
 from sparkhvd.engine.state import State
-from sparkhvd.engine.status import ERROR_BYTES, INTERNAL, OK, PENDING, error_text, to_exception
+from sparkhvd.engine.status import ERROR_BYTES, INTERNAL, OK, PENDING, error_text
 from sparkhvd.errors import CollectiveTimeoutError, NotInitializedError
 
 __all__ = ["WAIT_SLICE_MS", "Buffer", "GatherOutput", "Work"]
@@ -182,7 +182,7 @@ class Work:
                 if status == OK:
                     return
                 if status != PENDING:
-                    raise to_exception(status, buffer)
+                    raise self._state.to_exception(status, buffer)
                 if time.monotonic() >= deadline:
                     raise CollectiveTimeoutError(
                         f"{self._name}: not handed to the device after the {timeout_s} s that wait_stream() was "
@@ -205,7 +205,7 @@ class Work:
             self._handle, ctypes.byref(output), buffer, ERROR_BYTES
         )
         if status != OK:
-            raise to_exception(status, buffer)
+            raise self._state.to_exception(status, buffer)
         return GatherOutput(
             output.data or 0, output.num_bytes, tuple(output.rows[: output.num_rows])
         )
@@ -220,7 +220,7 @@ class Work:
         library, handle, text = self._state.library, ctypes.c_void_p(), error_text.buffer
         status = library.work_buffer(self._handle, ctypes.byref(handle), text, ERROR_BYTES)
         if status != OK:
-            raise to_exception(status, text)
+            raise self._state.to_exception(status, text)
         assert handle.value is not None
         return Buffer(library, handle.value)
 
@@ -229,12 +229,12 @@ class Work:
             return False
         works, handle = self._state.works, self._handle
         if status == INTERNAL and self._state.library.poll(handle, None, 0) == PENDING:
-            raise to_exception(status, buffer)  # the wait failed; the operation goes on
+            raise self._state.to_exception(status, buffer)  # the wait failed; the operation goes on
         # Finished: the caller's memory is released, also when the Work lives on for its output.
         if handle in works:
             works[handle] = None
         if status != OK:
-            raise to_exception(status, buffer)
+            raise self._state.to_exception(status, buffer)
         return True
 
     def _check(self) -> None:

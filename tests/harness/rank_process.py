@@ -185,6 +185,7 @@ def main() -> None:
             raise
         text = traceback.format_exc()
         message = {"error": f"{type(error).__name__}: {error}", "kind": type(error).__name__}
+        message["lost"] = dict(getattr(error, "lost", {}))
         print(json.dumps({**message, "text": str(error), "traceback": text}), flush=True)
 
 

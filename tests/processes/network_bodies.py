@@ -95,5 +95,5 @@ def until_a_rank_is_lost(engine: Engine, talk: Talk, run: Callable[[], Any]) -> 
     try:
         run()
     except PeerLostError as error:
-        return {"at": time.monotonic(), "text": str(error)}
+        return {"at": time.monotonic(), "text": str(error), "lost": dict(error.lost)}
     raise AssertionError("no rank was lost")

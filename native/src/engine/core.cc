@@ -54,21 +54,20 @@ Core::Core(EngineOptions options, const std::function<void()>& notify)
 
 Core::Core(EngineOptions options, const std::function<void()>& notify,
            std::vector<std::string> warnings)
-    : rank_(options.world.rank),
-      kernels_(kernels_or_error(options.isa)),
-      recorder_(rank_, options.world.hosts.size()),
+    : kernels_(kernels_or_error(options.isa)),
+      recorder_(options.world.membership.self, options.world.membership.size()),
       stacks_(options.stack_signal, options.stack_pipe),
       world_(std::move(options.world), tuned_sockets(options), bell_, warnings),
       spinning_(spinning_of(world_, options.spin_us)),
-      in_flight_(rank_, recorder_, *this, notify),
+      in_flight_(world_.membership(), recorder_, *this, notify),
       peers_(world_, poller_, bell_, in_flight_, recorder_, *this, stacks_, options.host_loss_s),
       messages_(world_,
                 [this](Operation& operation, std::int32_t status, std::string text) {
                   in_flight_.finish(operation, status, std::move(text));
                 }),
-      devices_({rank_, options.stall_warning_s, have_cpus(world_.cpu_shares(), 2)}, groups_,
+      devices_({world_.rank(), options.stall_warning_s, have_cpus(world_.cpu_shares(), 2)}, groups_,
                in_flight_, peers_, bell_, recorder_,
-               {[this](const Refuse& refuse) { sets_.on_refuse(rank_, refuse); },
+               {[this](const Refuse& refuse) { sets_.on_refuse(world_.rank(), refuse); },
                 [this](Group& group) { sets_.settle(group); }, notify}),
       sets_({world_, kernels_, in_flight_, peers_, messages_, devices_, groups_, recorder_},
             options.stall_warning_s) {
@@ -88,8 +87,8 @@ bool Core::protect(Body body) noexcept {
     } catch (const Error& error) {
       in_flight_.fail(error.status(), error.what());
     } catch (const std::exception& error) {
-      in_flight_.fail(SPARKHVD_INTERNAL,
-                      rank_text(rank_) + " failed inside the engine: " + error.what() + ".");
+      in_flight_.fail(SPARKHVD_INTERNAL, rank_text(world_.rank()) +
+                                             " failed inside the engine: " + error.what() + ".");
     }
   } catch (...) {
     in_flight_.fail_without_memory();
@@ -153,7 +152,8 @@ bool Core::take_requests() {
     }
   }
   if (requests.abort_reason) {
-    in_flight_.fail(SPARKHVD_SHUT_DOWN, rank_text(rank_) + " aborted: " + *requests.abort_reason);
+    in_flight_.fail(SPARKHVD_SHUT_DOWN,
+                    rank_text(world_.rank()) + " aborted: " + *requests.abort_reason);
   }
   return !requests.empty();
 }
@@ -170,7 +170,8 @@ void Core::submit(std::shared_ptr<Operation> operation) {
 }
 
 bool Core::receive_messages() {
-  return messages_.receive([this](Rank from, const std::string& why) { peers_.lose(from, why); });
+  return messages_.receive(
+      [this](Rank from, const std::string& why) { peers_.lose(from, LossKind::kSilent, why); });
 }
 
 // ---- Waiting ---------------------------------------------------------------------------------
@@ -251,6 +252,10 @@ void Core::on_frame(Rank from, FrameType type, std::span<const std::byte> body) 
       return on_goodbye(from, decode<Goodbye>(body));
     case FrameType::kAbort: {
       const auto message = decode<Abort>(body);
+      for (const Loss& loss : message.losses) {
+        if (!world_.membership().includes(loss.rank)) throw nonsense("a loss of no rank");
+        in_flight_.note(loss);
+      }
       return in_flight_.fail(message.status, message.message);
     }
     case FrameType::kStackRequest:
@@ -297,7 +302,8 @@ void Core::spread(std::int32_t status, const std::string& message) {
   end_all(status, message);
   devices_.abort();
   const bool is_abort = status == SPARKHVD_SHUT_DOWN;
-  peers_.part_with_all(encode(Abort{is_abort ? SPARKHVD_PEER_LOST : status, message}));
+  peers_.part_with_all(
+      encode(Abort{is_abort ? SPARKHVD_PEER_LOST : status, message, in_flight_.losses()}));
 }
 
 void Core::let_go() noexcept {
@@ -317,8 +323,8 @@ void Core::leave() noexcept {
   try {
     say_goodbye();
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "sparkhvd warning: rank %d could not say goodbye: %s\n", index_of(rank_),
-                 error.what());
+    std::fprintf(stderr, "sparkhvd warning: rank %d could not say goodbye: %s\n",
+                 index_of(world_.rank()), error.what());
     in_flight_.fail_without_memory();
   }
 }
@@ -327,7 +333,7 @@ void Core::say_goodbye() {
   if (!in_flight_.has_failed()) sets_.tell(true);
   devices_.hear();  // what has ended on the device belongs into the goodbye
   if (!in_flight_.has_failed()) {
-    end_all(SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(rank_) +
+    end_all(SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(world_.rank()) +
                                     " was shut down while the operation was in flight.");
     const Bytes goodbye = encode(sets_.goodbye());
     for (auto& link : world_.links()) peers_.send(link.peer(), goodbye);

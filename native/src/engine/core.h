@@ -94,7 +94,6 @@ class Core final : public Drivable, private PeerEvents, private Failing {
   void spread(std::int32_t status, const std::string& message) override;
   void let_go() noexcept override;
 
-  const Rank rank_;
   const Kernels& kernels_;
   Recorder recorder_;
   Bell bell_;

@@ -64,6 +64,7 @@ class Engine {
   void wait_launched(const Operation& operation, TimePoint deadline);
   /// Submits and waits, without a change of drivers in between.
   void run(const std::shared_ptr<Operation>& operation, TimePoint deadline);
+  std::vector<Loss> losses() const { return core_.in_flight().losses(); }
   Recorder& recorder() noexcept { return core_.recorder(); }
   void shutdown();
   void abort(const std::string& reason);

@@ -21,13 +21,14 @@ bool is_with_device(const Operation& operation) {
 
 }  // namespace
 
-InFlight::InFlight(Rank rank, Recorder& recorder, Failing& failing, std::function<void()> ended)
-    : rank_(rank),
+InFlight::InFlight(const Membership& membership, Recorder& recorder, Failing& failing,
+                   std::function<void()> ended)
+    : membership_(membership),
       recorder_(recorder),
       failing_(failing),
       ended_(std::move(ended)),
       out_of_memory_(SPARKHVD_INTERNAL,
-                     rank_text(rank) + " is out of memory, and its engine failed.") {}
+                     rank_text(membership.self) + " is out of memory, and its engine failed.") {}
 
 // ---- Callers ---------------------------------------------------------------------------------
 
@@ -36,7 +37,8 @@ void InFlight::submit(std::shared_ptr<Operation> operation) {
   if (failure_) throw Error(failure_->status(), operation->label() + ": " + failure_->what());
   const auto members = members_.find(operation->process_set);
   const bool needs_all = !spec_of(operation->descriptor.collective).is_point_to_point;
-  for (const Rank rank : departed_) {
+  // An engine that works has lost none but those that have left.
+  for (const auto& [rank, kind] : losses_) {
     if (!needs_all) break;
     if (members != members_.end() && std::ranges::count(*members->second, rank) == 0) continue;
     throw Error(SPARKHVD_SHUT_DOWN,
@@ -75,8 +77,8 @@ std::shared_ptr<const std::vector<Rank>> InFlight::members(std::int32_t process_
         "process set " + std::to_string(process_set) +
             " does not exist. Add it on every rank first, and use it before it is removed.");
   }
-  if (std::ranges::count(*entry->second, rank_) == 0) {
-    throw Error(SPARKHVD_INVALID_ARGUMENT, rank_text(rank_) + " is not in process set " +
+  if (std::ranges::count(*entry->second, membership_.self) == 0) {
+    throw Error(SPARKHVD_INVALID_ARGUMENT, rank_text(membership_.self) + " is not in process set " +
                                                std::to_string(process_set) + ", which has " +
                                                rank_list(*entry->second) +
                                                ". Only its ranks may call operations on it.");
@@ -99,6 +101,13 @@ bool InFlight::is_idle() const {
   return operations_.empty() && !abort_reason_;
 }
 
+std::vector<Loss> InFlight::losses() const {
+  const Lock lock(mutex_);
+  std::vector<Loss> losses;
+  for (const auto& [rank, kind] : losses_) losses.push_back({rank, kind});
+  return losses;
+}
+
 // ---- The driver ------------------------------------------------------------------------------
 
 InFlight::Requests InFlight::take() {
@@ -117,9 +126,11 @@ void InFlight::withdraw(std::int32_t process_set) {
   members_.erase(process_set);
 }
 
-void InFlight::depart(Rank rank) {
+void InFlight::depart(Rank rank) { note({rank, LossKind::kLeft}); }
+
+void InFlight::note(Loss loss) {
   const Lock lock(mutex_);
-  departed_.push_back(rank);
+  losses_.try_emplace(loss.rank, loss.kind);
 }
 
 void InFlight::finish(Operation& operation, std::int32_t status, std::string message) {
@@ -196,7 +207,8 @@ void InFlight::fail_without_memory() noexcept {
 Error InFlight::failure() const {
   const Lock lock(mutex_);
   // Before a failure only the end of an engine that never worked asks.
-  if (!failure_) return {SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(rank_) + " has ended."};
+  if (!failure_)
+    return {SPARKHVD_SHUT_DOWN, "the engine of " + rank_text(membership_.self) + " has ended."};
   return *failure_;
 }
 

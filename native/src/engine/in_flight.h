@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "error.h"
+#include "membership.h"
 #include "operation.h"
 #include "recorder.h"
 #include "sync.h"
@@ -37,7 +38,8 @@ class Failing {
 class InFlight {
  public:
   /// `ended` is called after an operation has ended, by the driver.
-  InFlight(Rank rank, Recorder& recorder, Failing& failing, std::function<void()> ended);
+  InFlight(const Membership& membership, Recorder& recorder, Failing& failing,
+           std::function<void()> ended);
   InFlight(const InFlight&) = delete;
   InFlight& operator=(const InFlight&) = delete;
 
@@ -64,6 +66,8 @@ class InFlight {
   bool is_abort_requested() const;
   /// True if no operation is in flight, and no abort asked for.
   bool is_idle() const;
+  /// Ranks that are lost, ascending, as far as this rank knows.
+  std::vector<Loss> losses() const;
 
   // The driver's.
 
@@ -77,6 +81,8 @@ class InFlight {
   void withdraw(std::int32_t process_set);
   /// A rank has left in order: operations that need it are refused from now on.
   void depart(Rank rank);
+  /// A rank is lost; the first that is noted of it counts. The engine fails next.
+  void note(Loss loss);
   /// Ends an operation.
   void finish(Operation& operation, std::int32_t status, std::string message);
   /// Ends an operation because the engine has failed.
@@ -93,7 +99,7 @@ class InFlight {
 
   Error failure() const;
 
-  const Rank rank_;
+  const Membership& membership_;
   Recorder& recorder_;
   Failing& failing_;
   const std::function<void()> ended_;
@@ -107,7 +113,7 @@ class InFlight {
   // a name.
   std::map<Key, std::shared_ptr<Operation>> operations_ GUARDED_BY(mutex_);
   std::map<std::int32_t, std::shared_ptr<const std::vector<Rank>>> members_ GUARDED_BY(mutex_);
-  std::vector<Rank> departed_ GUARDED_BY(mutex_);
+  std::map<Rank, LossKind> losses_ GUARDED_BY(mutex_);
   std::optional<Error> failure_ GUARDED_BY(mutex_);
   Error out_of_memory_ GUARDED_BY(mutex_);  // there when nothing can be made any more
 };

@@ -64,8 +64,13 @@ void Peers::note_goodbye(Rank rank) {
   suspects_.erase(rank);
 }
 
-void Peers::suspect(Rank peer, const std::string& trouble) {
-  suspects_.try_emplace(peer, Suspect{Clock::now() + kLastWordsTime, trouble});
+LossKind Peers::kind_of(const Link& link) {
+  return link.is_ended_by_peer() ? LossKind::kDead : LossKind::kSilent;
+}
+
+void Peers::suspect(const DataLink& link) {
+  suspects_.try_emplace(link.peer(),
+                        Suspect{Clock::now() + kLastWordsTime, kind_of(link), link.trouble()});
 }
 
 bool Peers::look_for_ended() {
@@ -75,7 +80,7 @@ bool Peers::look_for_ended() {
     while (!in_flight_.has_failed() && link.is_open() && read(link)) found = true;
     if (in_flight_.has_failed()) return true;
     if (!link.is_open() || has_left(rank)) continue;
-    lose(rank, link.trouble());
+    lose(rank, LossKind::kDead, link.trouble());
     return true;
   }
   return found;
@@ -83,11 +88,12 @@ bool Peers::look_for_ended() {
 
 void Peers::check_time(TimePoint now) {
   if (const auto peer = loss_watch_.look(world_.links(), now)) {
-    return lose(*peer, "its host has not answered for " + seconds_text(loss_watch_.limit_s()) +
-                           " s (host_loss_s): it is down, or the network is cut");
+    return lose(*peer, LossKind::kSilent,
+                "its host has not answered for " + seconds_text(loss_watch_.limit_s()) +
+                    " s (host_loss_s): it is down, or the network is cut");
   }
   for (const auto& [peer, suspect] : suspects_) {
-    if (now >= suspect.until) return lose(peer, suspect.trouble);
+    if (now >= suspect.until) return lose(peer, suspect.kind, suspect.trouble);
   }
 }
 
@@ -97,7 +103,8 @@ TimePoint Peers::next_deadline() const {
   return next;
 }
 
-void Peers::lose(Rank peer, const std::string& why) {
+void Peers::lose(Rank peer, LossKind kind, const std::string& why) {
+  in_flight_.note({peer, kind});
   in_flight_.fail(SPARKHVD_PEER_LOST, rank_text(peer) + " is lost: " + why + ", as seen by " +
                                           rank_text(world_.rank()) +
                                           ". Start the engine again on the ranks that are left.");

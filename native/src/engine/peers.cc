@@ -208,7 +208,7 @@ void Peers::unwatch(const AnyLink& link) {
 }
 
 void Peers::on_end(ControlLink& link) {
-  if (!has_left(link.peer())) return lose(link.peer(), link.trouble());
+  if (!has_left(link.peer())) return lose(link.peer(), kind_of(link), link.trouble());
   unwatch(link);
   link.close();
 }
@@ -216,7 +216,7 @@ void Peers::on_end(ControlLink& link) {
 /// The end of a rank is seen, with its last words, on the connection for control frames; if that says
 /// nothing, this connection alone has broken.
 void Peers::on_end(DataLink& link) {
-  if (!has_left(link.peer())) suspect(link.peer(), link.trouble());
+  if (!has_left(link.peer())) suspect(link);
   unwatch(link);
   link.close();
 }

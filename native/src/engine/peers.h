@@ -66,8 +66,8 @@ class Peers {
   /// True if the rank has said goodbye.
   bool has_left(Rank rank) const { return has_left_[static_cast<std::size_t>(index_of(rank))]; }
   void note_goodbye(Rank rank);
-  /// Fails the engine: `why` a rank is lost.
-  void lose(Rank peer, const std::string& why);
+  /// Fails the engine: how and `why` a rank is lost.
+  void lose(Rank peer, LossKind kind, const std::string& why);
 
   void send(Rank to, const Bytes& frame);
   /// Sends a frame to the other ranks among `to`. True if this one is among them.
@@ -92,6 +92,7 @@ class Peers {
   /// A peer whose connection for tensors has ended, and that must say why until then.
   struct Suspect {
     TimePoint until;
+    LossKind kind;
     std::string trouble;
   };
   enum class StackUse : std::uint8_t { kWarning, kSignOfLife };
@@ -103,7 +104,8 @@ class Peers {
   void on_event(DataLink& link, bool is_writable, bool is_readable, bool& moved);
   void on_end(ControlLink& link);
   void on_end(DataLink& link);
-  void suspect(Rank peer, const std::string& trouble);
+  static LossKind kind_of(const Link& link);
+  void suspect(const DataLink& link);
   void part_with(ControlLink& link);
   bool close_delivered();
   template <class AnyLink>

@@ -26,7 +26,6 @@ ProcessSets::ProcessSets(const Parts& parts, double stall_warning_s)
       devices_(parts.devices),
       groups_(parts.groups),
       recorder_(parts.recorder),
-      rank_(parts.world.rank()),
       stall_warning_s_(stall_warning_s) {}
 
 void ProcessSets::open_world() {
@@ -79,8 +78,8 @@ void ProcessSets::submit(std::shared_ptr<Operation> operation) {
   tell(true);  // what was submitted before comes first
   Ready ready{operation->process_set, operation->name, operation->descriptor};
   if (group.is_coordinator()) {
-    recorder_.arrived(group.id, operation->name, rank_);
-    apply(group, group.negotiation->ready(rank_, std::move(ready), Clock::now()));
+    recorder_.arrived(group.id, operation->name, world_.rank());
+    apply(group, group.negotiation->ready(world_.rank(), std::move(ready), Clock::now()));
   } else {
     const Bytes frame = encode(ready);
     // A join tells that nothing follows, so it must not overtake what took the connection. Other
@@ -125,7 +124,7 @@ bool ProcessSets::place_in_buffer(Group& group, Operation& operation) {
   for (const auto& buffer : buffers_) {
     auto segment = buffer.lock();
     if (!segment) continue;
-    const std::byte* begin = segment->data(rank_);
+    const std::byte* begin = segment->data(world_.rank());
     if (std::less<>()(range.data(), begin) ||
         std::less<>()(begin + segment->bytes(), range.data() + range.size()) ||
         !is_shared(*segment)) {
@@ -182,10 +181,10 @@ void ProcessSets::give_order(Group& group, Execute order) {
   tell(group);  // orders before this one
   const bool is_short = order.splits.size() * sizeof(std::int64_t) <= ControlRing::kMaxFrame;
   if (is_short && group.has_control_rings() && group.communicator->tell_members(encode(order))) {
-    return on_execute(rank_, std::move(order));
+    return on_execute(world_.rank(), std::move(order));
   }
   if (auto mine = peers_.send_order(std::move(order), group.team))
-    on_execute(rank_, std::move(*mine));
+    on_execute(world_.rank(), std::move(*mine));
 }
 
 void ProcessSets::on_execute(Rank from, Execute message) {
@@ -193,7 +192,7 @@ void ProcessSets::on_execute(Rank from, Execute message) {
   Group& group = followed(message.process_set, from);
   count_order(group, message.sequence);
   check_contributors(group.team, message);
-  if (!is_contributor(message, rank_)) return pass_over(group, std::move(message));
+  if (!is_contributor(message, world_.rank())) return pass_over(group, std::move(message));
   agree(group, std::move(message));
 }
 
@@ -210,7 +209,7 @@ void ProcessSets::agree(Group& group, Execute message) {
   }
   const auto operation = entry->second;
   if (!message.splits.empty()) {
-    message.rows = alltoall_rows(message, group.team, rank_);
+    message.rows = alltoall_rows(message, group.team, world_.rank());
     message.splits.clear();
   }
   check_order(group.team, *operation, message);

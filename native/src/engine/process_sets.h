@@ -135,7 +135,6 @@ class ProcessSets {
   DeviceOrders& devices_;
   Groups& groups_;
   Recorder& recorder_;
-  const Rank rank_;
   const double stall_warning_s_;
   std::vector<std::weak_ptr<Segment>> buffers_;  // registered by this rank
   bool has_untold_ = false;                      // a process set holds something back

@@ -31,8 +31,9 @@ bool ProcessSets::check_running(Group& group, TimePoint now) {
   const auto& running = group.running.front();
   const auto* waiting = running.context ? running.context->schedule.waiting : nullptr;
   const auto ranks = waiting == nullptr ? std::vector<Rank>{} : waiting->awaited();
+  for (const Rank rank : ranks) in_flight_.note({rank, LossKind::kSilent});
   in_flight_.fail(SPARKHVD_TIMEOUT,
-                  running.operation->label() + ": " + rank_text(rank_) + " waited " +
+                  running.operation->label() + ": " + rank_text(world_.rank()) + " waited " +
                       seconds_text(running.operation->descriptor.timeout_s) + " s for " +
                       (ranks.empty() ? "the network" : rank_list(ranks)) +
                       ", which took part but stopped in the middle of it. The process may "
@@ -44,6 +45,7 @@ bool ProcessSets::check_submitted(Group& group, TimePoint now) {
   if (now < group.give_up_at) return true;
   for (const auto& [name, operation] : group.submitted) {
     if (now < operation->give_up_at || asks_for_life(group, *operation, now)) continue;
+    in_flight_.note({group.coordinator(), LossKind::kSilent});
     in_flight_.fail(SPARKHVD_TIMEOUT, operation->label() + ": " + rank_text(group.coordinator()) +
                                           ", which coordinates, has not answered within " +
                                           seconds_text(operation->coordinator_patience_s()) +

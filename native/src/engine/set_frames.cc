@@ -42,7 +42,7 @@ bool ProcessSets::receive_shared() {
         while (!in_flight_.has_failed() && hear_next(*group, reader)) moved = true;
       } catch (const Error& error) {
         if (error.status() != SPARKHVD_PEER_LOST) throw;
-        peers_.lose(reader.from(), std::string("it sent ") + error.what());
+        peers_.lose(reader.from(), LossKind::kSilent, std::string("it sent ") + error.what());
       }
       if (in_flight_.has_failed()) return true;
     }

@@ -47,8 +47,8 @@ void ProcessSets::tell(Group& group) {
 /// This rank submits an operation of the plan.
 void ProcessSets::submit_again(Group& group, std::uint32_t number) {
   if (group.is_coordinator()) {
-    recorder_.arrived(group.id, group.plan.at(number).name, rank_);
-    return apply(group, group.negotiation->ready_again(rank_, number, Clock::now()));
+    recorder_.arrived(group.id, group.plan.at(number).name, world_.rank());
+    return apply(group, group.negotiation->ready_again(world_.rank(), number, Clock::now()));
   }
   group.untold.numbers.push_back(number);
   has_untold_ = true;

@@ -175,7 +175,7 @@ void ProcessSets::conclude(Group& group, Running& running) {
 
 void ProcessSets::keep_buffer(Operation& operation, std::shared_ptr<Segment> segment) {
   operation.segment = std::move(segment);
-  if (!operation.segment || !operation.segment->has(rank_)) {
+  if (!operation.segment || !operation.segment->has(world_.rank())) {
     operation.segment = nullptr;  // sparkhvd_work_buffer says so
     return;
   }
@@ -203,7 +203,7 @@ void ProcessSets::add_group(Group& group, Running& running) {
   running.operation->rows = {id};
   Team team = group.team.restricted(ranks_of(*running.operation));
   devices_.relay_to(id, ranks_of(*running.operation));
-  if (!team.includes(rank_)) return;
+  if (!team.includes(world_.rank())) return;
   open(std::make_unique<Group>(id, team));
   running.context->team = std::move(team);
   running.task = share_memory(*running.context, Communicator::memory_bytes(world_.options()),

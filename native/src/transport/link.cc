@@ -29,6 +29,10 @@ bool is_end(int code) noexcept { return code == 0 || code == EPIPE || code == EC
 Link::Link(Rank peer, Fd socket)
     : peer_(peer), socket_(std::move(socket)), is_tcp_(is_internet(socket_.get())) {}
 
+bool Link::is_ended_by_peer() const noexcept {
+  return state_ == State::kBroken ? is_end(broken_by_) : is_end(write_errno_);
+}
+
 std::string Link::trouble() const {
   if (state_ == State::kBroken) return trouble_;
   if (!is_end(write_errno_)) return "its connection broke: " + errno_text(write_errno_);
@@ -45,9 +49,10 @@ void Link::close_write() noexcept {
   if (socket_.valid()) ::shutdown(socket_.get(), SHUT_WR);
 }
 
-void Link::fail(std::string trouble) {
+void Link::fail(std::string trouble, int code) {
   state_ = State::kBroken;
   trouble_ = std::move(trouble);
+  broken_by_ = code;
 }
 
 std::optional<std::size_t> Link::write_some(std::span<iovec> vectors, std::span<const Fd> fds) {
@@ -93,7 +98,8 @@ std::optional<std::size_t> Link::read_some(std::span<iovec> vectors, void (*take
     if (errno == EINTR) continue;
     if (errno != EAGAIN && errno != EWOULDBLOCK) {
       // The error of a write came first, and is the cause.
-      fail("its connection broke: " + errno_text(is_end(write_errno_) ? errno : write_errno_));
+      const int code = is_end(write_errno_) ? errno : write_errno_;
+      fail("its connection broke: " + errno_text(code), code);
     }
     return std::nullopt;
   }

@@ -40,6 +40,8 @@ class Link {
   State state() const noexcept { return state_; }
   /// Between hosts.
   bool is_tcp() const noexcept { return is_tcp_; }
+  /// The peer's process has ended, or has closed the connection: its kernel says so.
+  bool is_ended_by_peer() const noexcept;
   /// Why it is not open any more, as a clause.
   std::string trouble() const;
   /// From now on the link adds itself to this list when it has something to write, once until `unlist`.
@@ -71,7 +73,7 @@ class Link {
     if (list_ != nullptr && !std::exchange(is_listed_, true)) list_->push_back(this);
   }
   bool can_write() const noexcept { return write_errno_ == 0 && socket_.valid(); }
-  void fail(std::string trouble);
+  void fail(std::string trouble, int code = -1);
 
  private:
   Rank peer_{};
@@ -83,6 +85,7 @@ class Link {
   bool is_listed_ = false;
   std::string trouble_;
   int write_errno_ = 0;  // of the first write that failed
+  int broken_by_ = -1;   // errno that broke it; -1: nonsense
 };
 
 }  // namespace sparkhvd

@@ -30,10 +30,11 @@ def ending(rank: RankProcess, timeout_s: float = 30) -> dict[str, Any]:
         assert "value" in message, f"rank {rank.rank} ended without a word"
 
 
-def assert_named(rank: RankProcess, lost: int, kinds: tuple[str, ...] = ("PeerLostError",)) -> None:
+def assert_named(rank: RankProcess, lost: int, kinds: tuple[str, ...] = ("PeerLostError",)) -> dict[str, Any]:
     error = ending(rank)
     assert error["kind"] in kinds, error
     assert f"rank {lost}" in error["text"].lower(), error
+    return error
 
 
 @pytest.mark.timeout(120 if not SOAK else 3600)
@@ -51,7 +52,9 @@ def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
             began = time.monotonic()
             for rank in ranks:
                 if rank.rank != lost:
-                    assert_named(rank, lost)
+                    error = assert_named(rank, lost)
+                    if starts_first:  # else the meeting has failed
+                        assert error["lost"] == {str(lost): "dead"}, error
             if starts_first:
                 assert time.monotonic() - began < WITHIN_S
 
