@@ -30,7 +30,9 @@ def ending(rank: RankProcess, timeout_s: float = 30) -> dict[str, Any]:
         assert "value" in message, f"rank {rank.rank} ended without a word"
 
 
-def assert_named(rank: RankProcess, lost: int, kinds: tuple[str, ...] = ("PeerLostError",)) -> dict[str, Any]:
+def assert_named(
+    rank: RankProcess, lost: int, kinds: tuple[str, ...] = ("PeerLostError",)
+) -> dict[str, Any]:
     error = ending(rank)
     assert error["kind"] in kinds, error
     assert f"rank {lost}" in error["text"].lower(), error
