@@ -27,16 +27,18 @@ from sparkhvd.torch.registered import over_buffer
 
 __all__ = ["PowerSGDState", "ddp_hook", "powersgd_hook"]
 
-# Registered memory by a bucket's first parameter: it goes with the model, and two models never share one.
-_memory: Any = WeakIdKeyDictionary()
+# Buckets that were reduced, by their buffers, each one tensor as long as DDP keeps the bucket; True from the second time on.
+_buckets: Any = WeakIdKeyDictionary()
 
 
 def ddp_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in registered memory: copied in once, and read from there by DDP.
+    """Average a bucket; where gradients are views of buckets, in registered memory, without copies.
 
-    For `model.register_comm_hook(None, ddp_hook)`. Gradients are those of plain DDP, up to the rounding of the division.
+    For `model.register_comm_hook(None, ddp_hook)` with `gradient_as_bucket_view=True`: buckets and gradients then move to
+    registered memory, once, in the second step after DDP has made them. Gradients are those of plain DDP, up to the rounding of
+    the division.
 
     Args:
         process_group: of the model; None = the default one. Its backend is "sparkhvd".
@@ -47,9 +49,10 @@ def ddp_hook(
     """
     group, buffer = _ours("ddp_hook", process_group), bucket.buffer()
     if buffer.is_cpu and buffer.numel():
-        target = _registered(group, bucket.parameters()[0], buffer)
-        target.copy_(buffer)
-        buffer = target
+        # DDP makes other buckets after the first step.
+        if _buckets.get(buffer) is False:
+            _register(group, bucket)
+        _buckets[buffer] = buffer in _buckets
     work: Any = dist.all_reduce(buffer, dist.ReduceOp.AVG, group=group, async_op=True)
     return _first(work)
 
@@ -179,24 +182,36 @@ def _ours(what: str, process_group: dist.ProcessGroup | None) -> Group:
     return group
 
 
-def _registered(group: Group, key: Tensor, like: Tensor) -> Tensor:
+def _register(group: Group, bucket: GradBucket) -> None:
+    """Move a bucket to registered memory, if its gradients are views of it on every rank."""
+    buffer, grads = bucket.buffer(), [param.grad for param in bucket.parameters()]
+    old = buffer.untyped_storage().data_ptr()
+    are_views = [
+        grad is not None
+        and grad.layout is torch.strided
+        and grad.untyped_storage().data_ptr() == old
+        for grad in grads
+    ]
+    agreed = torch.tensor(all(are_views) and buffer.storage_offset() == 0)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    if not agreed:
+        return
+    # As `Engine.allocate`, within the group's timeout.
     team = group.launcher.team
-    wanted = (id(team.engine), team.process_set, like.numel(), like.dtype)
-    found, memory = _memory.get(key, (None, None))
-    if found != wanted:
-        # As `Engine.allocate`, within the group's timeout.
-        call = Call(Collective.REGISTER, process_set=team.process_set, numbers=(like.nbytes,))
-        name, timeout_s = group.launcher.scope.name(), group.launcher.timeout.total_seconds()
-        try:
-            work = team.engine.start(call, name, None, timeout_s)
-            work.wait()
-        except CollectiveError as error:
-            raise as_torch(error) from None
-        buffer = work.buffer()
-        memory = over_buffer(buffer, like.dtype, like.numel())
-        _memory[key] = wanted, memory
-    assert isinstance(memory, Tensor)
-    return memory
+    call = Call(Collective.REGISTER, process_set=team.process_set, numbers=(buffer.nbytes,))
+    name, timeout_s = group.launcher.scope.name(), group.launcher.timeout.total_seconds()
+    try:
+        work = team.engine.start(call, name, None, timeout_s)
+        work.wait()
+    except CollectiveError as error:
+        raise as_torch(error) from None
+    memory = over_buffer(work.buffer(), buffer.dtype, buffer.numel())
+    memory.copy_(buffer)
+    # DDP's own views of the bucket are these very tensors, or it tells at the end of the pass.
+    for grad in grads:
+        assert grad is not None
+        grad.data = memory.as_strided(grad.size(), grad.stride(), grad.storage_offset())
+    buffer.data = memory
 
 
 def _alone(grad: Tensor) -> Tensor:

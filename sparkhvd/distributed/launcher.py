@@ -13,12 +13,13 @@ from torch import Tensor
 from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.futures import Scope, current_scope
 from sparkhvd.distributed.operands import reading_into
-from sparkhvd.distributed.works import FINISHED, Work
+from sparkhvd.distributed.works import FINISHED, Passes, Work
 from sparkhvd.engine.call import NO_REDUCTION
 from sparkhvd.engine.engine import Call, Collective, DType, Engine, Reduction, TensorView
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import CollectiveError
 from sparkhvd.torch.collectives.tensors import DTYPES, lend
+from sparkhvd.torch.gradients.backward_end import is_worth_overlapping
 
 __all__ = ["MAX_NUMBER", "Launcher", "Plan", "Team", "gather_plan"]
 
@@ -90,7 +91,9 @@ class Launcher:
         self.timeout = timeout
         self.name = f"torch.{name}"
         self.scope = Scope(self.name)
+        self.passes = Passes()
         self._coalesced: list[Work] | None = None
+        self._overlaps: bool | None = None
 
     def launch(
         self,
@@ -128,10 +131,24 @@ class Launcher:
         except CollectiveError as error:
             raise as_torch(error) from None
         last = None if finish is None else partial(finish, works)
-        made = Work(works, outputs, last, Scope(names[0]))
+        made = Work(works, outputs, last, Scope(names[0]), self.passes)
         if self._coalesced is not None:
             self._coalesced.append(made)
         return made
+
+    def launch_in_backward(self, plan: Plan, opts: Any, outputs: Sequence[Tensor]) -> Work:
+        """Launch an asynchronous collective of gradients: at the end of the backward pass where overlapping is not worth it."""
+        if self._overlaps is None:
+            self._overlaps = is_worth_overlapping(self.team.engine, self.team.ranks)
+        if self._overlaps or self._coalesced is not None:
+            return self.launch((plan,), opts, outputs)
+        name, timeout_s = (current_scope() or self.scope).name(), self._timeout_s(opts)
+        engine = self.team.engine
+
+        def start() -> Sequence[Operation]:
+            return (engine.start(self._call(plan), name, plan.keep, timeout_s),)
+
+        return Work((), outputs, None, Scope(name), self.passes, start)
 
     def reduce_now(
         self, view: TensorView, dtype: DType, reduction: Reduction, keep: object, opts: Any
