@@ -199,7 +199,7 @@ def _register(group: Group, bucket: GradBucket) -> None:
     # As `Engine.allocate`, within the group's timeout.
     team = group.launcher.team
     call = Call(Collective.REGISTER, process_set=team.process_set, numbers=(buffer.nbytes,))
-    name, timeout_s = group.launcher.scope.name(), group.launcher.timeout.total_seconds()
+    name, timeout_s = group.launcher.scope.name(), group.launcher.timeout_s
     try:
         work = team.engine.start(call, name, None, timeout_s)
         work.wait()
