@@ -46,7 +46,7 @@ class Request(NamedTuple):
 
 def _gloo(request: Request) -> Any:
     kind: Any = dist.ProcessGroupGloo
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")  # noqa: TID251 - Gloo's
     try:
         # As torch's own groups of Gloo do, but lazily: two ranks may exchange a message before a third one has used the group.
         devices = [kind.create_device(interface=name, lazy_init=True) for name in named if name]
