@@ -84,6 +84,9 @@ class Launcher:
     """Launches a group's collectives. They match across ranks by their place in the group's order, whatever their kind.
 
     So ranks that call different collectives get a `MismatchError` that names both.
+
+    Attributes:
+        overlaps: launch reductions of gradients while backward runs; None = not known yet whether that is worth it.
     """
 
     def __init__(self, team: Team, name: str, timeout: timedelta) -> None:
@@ -93,7 +96,7 @@ class Launcher:
         self.scope = Scope(self.name)
         self.passes = Passes()
         self._coalesced: list[Work] | None = None
-        self._overlaps: bool | None = None
+        self.overlaps: bool | None = None
 
     def launch(
         self,
@@ -138,9 +141,9 @@ class Launcher:
 
     def launch_in_backward(self, plan: Plan, opts: Any, outputs: Sequence[Tensor]) -> Work:
         """Launch an asynchronous collective of gradients: at the end of the backward pass where overlapping is not worth it."""
-        if self._overlaps is None:
-            self._overlaps = is_worth_overlapping(self.team.engine, self.team.ranks)
-        if self._overlaps or self._coalesced is not None:
+        if self.overlaps is None:
+            self.overlaps = is_worth_overlapping(self.team.engine, self.team.ranks)
+        if self.overlaps or self._coalesced is not None:
             return self.launch((plan,), opts, outputs)
         name, timeout_s = (current_scope() or self.scope).name(), self._timeout_s(opts)
         engine = self.team.engine
