@@ -27,8 +27,11 @@ from sparkhvd.torch.registered import over_buffer
 
 __all__ = ["PowerSGDState", "ddp_hook", "powersgd_hook"]
 
-# Buckets that were reduced, by their buffers, each one tensor as long as DDP keeps the bucket; True from the second time on.
-_buckets: Any = WeakIdKeyDictionary()
+# How often each bucket was reduced in a group, by its first parameter: a rank that has joined (`Join`) has other buffers for it, and
+# must count alike.
+_times: Any = WeakIdKeyDictionary()
+# Groups in whose registered memory buckets lie, by their buffers, each one tensor as long as DDP keeps the bucket.
+_homes: Any = WeakIdKeyDictionary()
 
 
 def ddp_hook(
@@ -49,10 +52,10 @@ def ddp_hook(
     """
     group, buffer = _ours("ddp_hook", process_group), bucket.buffer()
     if buffer.is_cpu and buffer.numel():
-        # DDP makes other buckets after the first step.
-        if _buckets.get(buffer) is False:
+        # Not at first, for DDP makes other buckets after one step; later for those of a new DDP over the same parameters.
+        times = _count(group, bucket)
+        if times & (times - 1) == 0 and times > 0:
             _register(group, bucket)
-        _buckets[buffer] = buffer in _buckets
     work: Any = dist.all_reduce(buffer, dist.ReduceOp.AVG, group=group, async_op=True)
     return _first(work)
 
@@ -182,8 +185,22 @@ def _ours(what: str, process_group: dist.ProcessGroup | None) -> Group:
     return group
 
 
+def _home(group: Group) -> tuple[int, int]:
+    return id(group.launcher.team.engine), group.launcher.team.process_set
+
+
+def _count(group: Group, bucket: GradBucket) -> int:
+    """Return how often a bucket like this was reduced before."""
+    key, buffer = bucket.parameters()[0], bucket.buffer()
+    kind = (_home(group), buffer.numel(), buffer.dtype)
+    found, times = _times.get(key, (kind, 0))
+    times = times if found == kind else 0
+    _times[key] = kind, times + 1
+    return times
+
+
 def _register(group: Group, bucket: GradBucket) -> None:
-    """Move a bucket to registered memory, if its gradients are views of it on every rank."""
+    """Move a bucket to registered memory, if it is not there and its gradients are views of it, on every rank."""
     buffer, grads = bucket.buffer(), [param.grad for param in bucket.parameters()]
     old = buffer.untyped_storage().data_ptr()
     are_views = [
@@ -192,7 +209,8 @@ def _register(group: Group, bucket: GradBucket) -> None:
         and grad.untyped_storage().data_ptr() == old
         for grad in grads
     ]
-    agreed = torch.tensor(all(are_views) and buffer.storage_offset() == 0)
+    is_elsewhere = _homes.get(buffer) != _home(group)
+    agreed = torch.tensor(is_elsewhere and all(are_views) and buffer.storage_offset() == 0)
     dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
     if not agreed:
         return
@@ -212,6 +230,7 @@ def _register(group: Group, bucket: GradBucket) -> None:
         assert grad is not None
         grad.data = memory.as_strided(grad.size(), grad.stride(), grad.storage_offset())
     buffer.data = memory
+    _homes[buffer] = _home(group)
 
 
 def _alone(grad: Tensor) -> Tensor:

@@ -314,14 +314,17 @@ def accumulation_and_join() -> list[str]:
     size = dist.get_world_size()
     if not torch.allclose(model.module.first.weight.grad * size, alone.first.weight.grad):
         wrong.append("no_sync")
+    hooked = DistributedDataParallel(Net().double(), gradient_as_bucket_view=True)
+    hooked.register_comm_hook(None, sparkhvd.distributed.ddp_hook)
     rank = dist.get_rank()
-    steps = 0
-    with Join([model]):  # rank n has n + 1 batches
-        for x, _ in batches()[: rank + 1]:
-            model(x).sum().backward()
-            steps += 1
-    if steps != rank + 1:
-        wrong.append("join")
+    for each in (model, hooked):
+        steps = 0
+        with Join([each]):  # rank n has n + 1 batches
+            for x, _ in batches()[: rank + 1]:
+                each(x).sum().backward()
+                steps += 1
+        if steps != rank + 1:
+            wrong.append("join")
     return wrong
 
 
