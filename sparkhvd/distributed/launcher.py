@@ -19,7 +19,7 @@ from sparkhvd.engine.engine import Call, Collective, DType, Engine, Reduction, T
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import CollectiveError
 from sparkhvd.torch.collectives.tensors import DTYPES, lend
-from sparkhvd.torch.gradients.backward_end import is_worth_overlapping
+from sparkhvd.torch.gradients.backward_end import in_backward, is_worth_overlapping
 
 __all__ = ["MAX_NUMBER", "Launcher", "Plan", "Team", "gather_plan"]
 
@@ -139,11 +139,9 @@ class Launcher:
             self._coalesced.append(made)
         return made
 
-    def launch_in_backward(self, plan: Plan, opts: Any, outputs: Sequence[Tensor]) -> Work:
-        """Launch an asynchronous collective of gradients: at the end of the backward pass where overlapping is not worth it."""
-        if self.overlaps is None:
-            self.overlaps = is_worth_overlapping(self.team.engine, self.team.ranks)
-        if self.overlaps or self._coalesced is not None:
+    def launch_one(self, plan: Plan, opts: Any, outputs: Sequence[Tensor]) -> Work:
+        """Launch an asynchronous collective: in a backward pass at its end, where overlapping is not worth it."""
+        if not in_backward() or self._coalesced is not None or self._is_overlapping():
             return self.launch((plan,), opts, outputs)
         name, timeout_s = (current_scope() or self.scope).name(), self._timeout_s(opts)
         engine = self.team.engine
@@ -152,6 +150,11 @@ class Launcher:
             return (engine.start(self._call(plan), name, plan.keep, timeout_s),)
 
         return Work((), outputs, None, Scope(name), self.passes, start)
+
+    def _is_overlapping(self) -> bool:
+        if self.overlaps is None:
+            self.overlaps = is_worth_overlapping(self.team.engine, self.team.ranks)
+        return self.overlaps
 
     def reduce_now(
         self, view: TensorView, dtype: DType, reduction: Reduction, keep: object, opts: Any

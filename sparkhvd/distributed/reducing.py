@@ -87,7 +87,7 @@ class Reducing(_ProcessGroup):
             self.launcher.reduce_now(view, dtype, kind, tensor.untyped_storage(), opts)
             return FINISHED
         plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
-        return self.launcher.launch_in_backward(plan, opts, tensors)
+        return self.launcher.launch_one(plan, opts, tensors)
 
     def allreduce_coalesced(
         self, tensors: Sequence[Tensor], opts: Any, what: str = "all_reduce_coalesced"

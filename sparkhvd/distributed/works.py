@@ -17,14 +17,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.futures import Future, Scope
 from sparkhvd.engine.engine import Work as Operation
-from sparkhvd.torch.gradients.backward_end import after_backward
+from sparkhvd.torch.gradients.backward_end import after_backward, in_backward
 
 __all__ = ["FINISHED", "Passes", "Work"]
 
@@ -66,8 +65,8 @@ class Passes:
         Returns:
             False outside of a pass.
         """
-        # None also in the callbacks at the end, behind which nothing may be put off: DDP waits in them for what they launch.
-        if torch._C._current_autograd_node() is None:
+        # Behind callbacks at the end nothing may be put off: DDP waits in them for what they launch.
+        if not in_backward():
             return False
         end = _End(self, work)
         try:

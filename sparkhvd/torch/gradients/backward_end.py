@@ -11,7 +11,12 @@ from torch.autograd.variable import Variable
 from sparkhvd import processors
 from sparkhvd.engine.engine import Engine
 
-__all__ = ["BackwardEnd", "after_backward", "is_worth_overlapping"]
+__all__ = ["BackwardEnd", "after_backward", "in_backward", "is_worth_overlapping"]
+
+
+def in_backward() -> bool:
+    """Check whether this thread runs a node of a backward pass, or its hooks; not in callbacks at the end of a pass."""
+    return torch._C._current_autograd_node() is not None
 
 
 def after_backward(callback: Callable[[], None]) -> None:
