@@ -2,9 +2,10 @@
 
     python -m benchmarks.backend [--rounds 9] [--json FILE] [--write]
 
-all_reduce by size, also of registered memory; what the adapter adds to `hvd.allreduce_`; and steps of DDP and FSDP2 beside
-one without communication and one with our optimizer. A round is one turn of each. A cell is the median over rounds (25 % to
-75 %); targets are held against medians.
+all_reduce by size, also of registered memory and beside a copy of as many bytes on both ranks at once; what the adapter adds to
+`hvd.allreduce_`; steps of DDP and FSDP2 beside one without communication, one of DDP whose hook sends nothing and one with our
+optimizer; and, where root may make network namespaces, all_reduce between two of them. A round is one turn of each. A cell is
+the median over rounds (25 % to 75 %); targets are held against medians.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 import sparkhvd.torch as hvd
 from benchmarks.common import Report, Target, median_and_quartiles
 from sparkhvd.runner import run_local
+from tests.harness.netns import two_hosts, why_not
+from tests.harness.ranks_on_hosts import ranks_on
 
 SIZES = (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
 # Times Gloo's, by size.
@@ -35,6 +39,13 @@ ADAPTER_US, ADAPTER_AT = 15, 4 << 10
 # Times a step without communication.
 STEPS = {"DDP, MLP": 1.15, "DDP, 121 layers": 1.30}
 FSDP_FASTER_THAN_GLOO = 1.5
+BETWEEN_HOSTS = {1 << 20: None, 64 << 20: 2.0}
+HOSTS_S = 300.0
+
+# DDP as it stands, and with gradients that are views of its buckets.
+VIEWS = {"": False, ", views": True}
+
+COLUMNS = ("hvd", "sparkhvd", "registered", "Gloo", "copy")  # of all_reduce
 
 Times = dict[str, list[float]]
 
@@ -78,21 +89,33 @@ def step(model: Any, width: int, optimizer: Any = None) -> Callable[[], object]:
     return run
 
 
+def sends_nothing(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Hand the bucket back: what is left is DDP's own work."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 def data_parallel(make: Callable[[], nn.Module], width: int, gloo: Any) -> dict[str, Any]:
     """Return a step of each kind of data parallelism."""
     import sparkhvd.distributed
 
-    hooked = DistributedDataParallel(make())
-    hooked.register_comm_hook(None, sparkhvd.distributed.ddp_hook)
+    sends_nothing.__annotations__ = sparkhvd.distributed.ddp_hook.__annotations__  # no texts
     own = make()
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(own.parameters(), lr=1e-4), own.named_parameters()
     )
-    return {
-        "none": step(make(), width),
-        "sparkhvd": step(DistributedDataParallel(make()), width),
-        "views": step(DistributedDataParallel(make(), gradient_as_bucket_view=True), width),
-        "ddp_hook": step(hooked, width),
+    steps = {"none": step(make(), width)}
+    for label, hook in (("DDP alone", sends_nothing), ("sparkhvd", None)):
+        for views, as_views in VIEWS.items():
+            model = DistributedDataParallel(make(), gradient_as_bucket_view=as_views)
+            if hook is not None:
+                model.register_comm_hook(None, hook)
+            steps[label + views] = step(model, width)
+    hooked = DistributedDataParallel(make(), gradient_as_bucket_view=True)
+    hooked.register_comm_hook(None, sparkhvd.distributed.ddp_hook)
+    return steps | {
+        "ddp_hook, views": step(hooked, width),
         "Gloo": step(DistributedDataParallel(make(), process_group=gloo), width),
         "hvd optimizer": step(own, width, optimizer),
     }
@@ -129,6 +152,9 @@ def rank(rounds: int) -> tuple[dict[int, Times], dict[str, Times]]:
             "registered": lambda t=registered: dist.all_reduce(t),  # type: ignore[misc]
             "Gloo": lambda t=plain: dist.all_reduce(t, group=gloo),  # type: ignore[misc]
         }
+        if size >= REGISTERED_FROM:
+            source, target = plain.numpy(), np.zeros(size // 4, np.float32)
+            calls["copy"] = lambda s=source, t=target: np.copyto(t, s)  # type: ignore[misc]
         reduced[size] = in_turns(calls, max(2, min(300, (32 << 20) // size)), rounds)
     stepped = {
         "DDP, MLP": in_turns(data_parallel(mlp, 1024, gloo), 4, rounds),
@@ -136,6 +162,53 @@ def rank(rounds: int) -> tuple[dict[int, Times], dict[str, Times]]:
         "FSDP2, MLP": in_turns(sharded(gloo), 4, rounds),
     }
     return reduced, stepped
+
+
+def host_rank(rendezvous: Any, talk: Any) -> None:
+    """Measure all_reduce of a rank on a host of its own."""
+    import sparkhvd.distributed  # noqa: F401 - registers the backend
+
+    torch.set_num_threads(1)
+    order = talk.hear()
+    os.environ["GLOO_SOCKET_IFNAME"] = order["device"]
+    hvd.init(rendezvous)
+    dist.init_process_group("sparkhvd", order["url"], rank=hvd.rank(), world_size=hvd.size())
+    gloo = dist.new_group(backend="gloo")
+    found = {}
+    for size in BETWEEN_HOSTS:
+        tensor = torch.zeros(size // 4)
+        calls: dict[str, Callable[[], object]] = {
+            "sparkhvd": lambda t=tensor: dist.all_reduce(t),  # type: ignore[misc]
+            "Gloo": lambda t=tensor: dist.all_reduce(t, group=gloo),  # type: ignore[misc]
+        }
+        found[size] = in_turns(calls, max(2, (16 << 20) // size), order["rounds"])
+    talk.say(list(found.items()))
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+def between_hosts(rounds: int) -> dict[int, Times]:
+    """Measure between two network namespaces; rank 0's times count."""
+    with (
+        two_hosts() as hosts,
+        ranks_on(hosts, "benchmarks.backend:host_rank", with_engine=False) as ranks,
+    ):
+        url = f"tcp://{hosts[0].address}:29577"
+        for rank, host in zip(ranks, hosts, strict=True):
+            rank.tell({"device": host.device, "url": url, "rounds": rounds})
+        answers = [rank.expect(HOSTS_S) for rank in ranks]
+        return dict(answers[0])
+
+
+def add_between_hosts(report: Report, found: Mapping[int, Times]) -> None:
+    """Add the table of all_reduce between two network namespaces."""
+    rows: list[list[Any]] = []
+    for size, times in found.items():
+        middle = {name: statistics.median(each) for name, each in times.items()}
+        least, ratio = BETWEEN_HOSTS[size], middle["Gloo"] / middle["sparkhvd"]
+        targets = [] if least is None else [Target("Gloo /", ratio, least, at_least=True)]
+        rows.append([str(size), *map(median_and_quartiles, times.values()), targets])
+    report.table(["all_reduce between two hosts, bytes", "sparkhvd", "Gloo", "targets"], rows)
 
 
 def add_reductions(report: Report, reduced: Mapping[int, Times]) -> None:
@@ -154,14 +227,15 @@ def add_reductions(report: Report, reduced: Mapping[int, Times]) -> None:
         if size == ADAPTER_AT:
             added = (middle["sparkhvd"] - middle["hvd"]) * 1e6
             targets.append(Target("adapter", added, ADAPTER_US, at_least=False, unit="us"))
-        rows.append([str(size), *map(median_and_quartiles, times.values()), targets])
-    names = ["hvd.allreduce_", "sparkhvd", "sparkhvd, registered", "Gloo"]
+        cells = [median_and_quartiles(times[name]) if name in times else "" for name in COLUMNS]
+        rows.append([str(size), *cells, targets])
+    names = ["hvd.allreduce_", "sparkhvd", "sparkhvd, registered", "Gloo", "numpy.copyto"]
     report.table(["all_reduce, bytes", *names, "targets"], rows)
 
 
 def add_steps(report: Report, stepped: Mapping[str, Times]) -> None:
     """Add the table of training steps."""
-    columns = ["none", "sparkhvd", "views", "ddp_hook", "Gloo", "hvd optimizer"]
+    columns = list(next(iter(stepped.values())))
     rows: list[list[Any]] = []
     for name, times in stepped.items():
         middle = {each: statistics.median(values) for each, values in times.items()}
@@ -194,11 +268,18 @@ def main() -> None:
     add_reductions(report, reduced)
     add_steps(report, stepped)
     report.raw = {"all_reduce": reduced, "steps": stepped}
+    if reason := why_not():
+        report.note(f"Nothing between two hosts: {reason}.")
+    else:
+        report.raw["between hosts"] = between_hosts(options.rounds)
+        add_between_hosts(report, report.raw["between hosts"])
     report.note(f"{options.rounds} rounds.")
     report.note("Cells: median (25 % to 75 %), and times the step without communication.")
     report.note(
-        "views: DDP with gradient_as_bucket_view=True; ddp_hook: with sparkhvd.distributed.ddp_hook."
+        "DDP alone: with a communication hook that sends nothing, what DDP itself takes over any backend; views: with "
+        "gradient_as_bucket_view=True; ddp_hook: with sparkhvd.distributed.ddp_hook; hosts: network namespaces."
     )
+    report.note("numpy.copyto: the same bytes copied inside each of the two processes at once.")
     report.note(
         f"Load of the machine: {before:.1f} before, {os.getloadavg()[0]:.1f} after (2 are this)."
     )

@@ -124,7 +124,7 @@ class Group(Routed):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later operations."""
-        self.launcher.timeout = timeout
+        self.launcher.timeout_s = timeout.total_seconds()
         self.inner.set_timeout(timeout)
 
     _set_default_timeout = set_timeout

@@ -27,16 +27,21 @@ from sparkhvd.torch.registered import over_buffer
 
 __all__ = ["PowerSGDState", "ddp_hook", "powersgd_hook"]
 
-# Registered memory by a bucket's first parameter: it goes with the model, and two models never share one.
-_memory: Any = WeakIdKeyDictionary()
+# How often each bucket was reduced in a group, by its first parameter: a rank that has joined (`Join`) has other buffers for it, and
+# must count alike.
+_times: Any = WeakIdKeyDictionary()
+# Groups in whose registered memory buckets lie, by their buffers, each one tensor as long as DDP keeps the bucket.
+_homes: Any = WeakIdKeyDictionary()
 
 
 def ddp_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in registered memory: copied in once, and read from there by DDP.
+    """Average a bucket; where gradients are views of buckets, in registered memory, without copies.
 
-    For `model.register_comm_hook(None, ddp_hook)`. Gradients are those of plain DDP, up to the rounding of the division.
+    For `model.register_comm_hook(None, ddp_hook)` with `gradient_as_bucket_view=True`: buckets and gradients then move to
+    registered memory, once, in the second step after DDP has made them. Gradients are those of plain DDP, up to the rounding of
+    the division.
 
     Args:
         process_group: of the model; None = the default one. Its backend is "sparkhvd".
@@ -47,9 +52,10 @@ def ddp_hook(
     """
     group, buffer = _ours("ddp_hook", process_group), bucket.buffer()
     if buffer.is_cpu and buffer.numel():
-        target = _registered(group, bucket.parameters()[0], buffer)
-        target.copy_(buffer)
-        buffer = target
+        # Not at first, for DDP makes other buckets after one step; later for those of a new DDP over the same parameters.
+        times = _count(group, bucket)
+        if times & (times - 1) == 0 and times > 0:
+            _register(group, bucket)
     work: Any = dist.all_reduce(buffer, dist.ReduceOp.AVG, group=group, async_op=True)
     return _first(work)
 
@@ -179,24 +185,52 @@ def _ours(what: str, process_group: dist.ProcessGroup | None) -> Group:
     return group
 
 
-def _registered(group: Group, key: Tensor, like: Tensor) -> Tensor:
+def _home(group: Group) -> tuple[int, int]:
+    return id(group.launcher.team.engine), group.launcher.team.process_set
+
+
+def _count(group: Group, bucket: GradBucket) -> int:
+    """Return how often a bucket like this was reduced before."""
+    key, buffer = bucket.parameters()[0], bucket.buffer()
+    kind = (_home(group), buffer.numel(), buffer.dtype)
+    found, times = _times.get(key, (kind, 0))
+    times = times if found == kind else 0
+    _times[key] = kind, times + 1
+    return times
+
+
+def _register(group: Group, bucket: GradBucket) -> None:
+    """Move a bucket to registered memory, if it is not there and its gradients are views of it, on every rank."""
+    buffer, grads = bucket.buffer(), [param.grad for param in bucket.parameters()]
+    old = buffer.untyped_storage().data_ptr()
+    are_views = [
+        grad is not None
+        and grad.layout is torch.strided
+        and grad.untyped_storage().data_ptr() == old
+        for grad in grads
+    ]
+    is_elsewhere = _homes.get(buffer) != _home(group)
+    agreed = torch.tensor(is_elsewhere and all(are_views) and buffer.storage_offset() == 0)
+    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
+    if not agreed:
+        return
+    # As `Engine.allocate`, within the group's timeout.
     team = group.launcher.team
-    wanted = (id(team.engine), team.process_set, like.numel(), like.dtype)
-    found, memory = _memory.get(key, (None, None))
-    if found != wanted:
-        # As `Engine.allocate`, within the group's timeout.
-        call = Call(Collective.REGISTER, process_set=team.process_set, numbers=(like.nbytes,))
-        name, timeout_s = group.launcher.scope.name(), group.launcher.timeout.total_seconds()
-        try:
-            work = team.engine.start(call, name, None, timeout_s)
-            work.wait()
-        except CollectiveError as error:
-            raise as_torch(error) from None
-        buffer = work.buffer()
-        memory = over_buffer(buffer, like.dtype, like.numel())
-        _memory[key] = wanted, memory
-    assert isinstance(memory, Tensor)
-    return memory
+    call = Call(Collective.REGISTER, process_set=team.process_set, numbers=(buffer.nbytes,))
+    name, timeout_s = group.launcher.scope.name(), group.launcher.timeout_s
+    try:
+        work = team.engine.start(call, name, None, timeout_s)
+        work.wait()
+    except CollectiveError as error:
+        raise as_torch(error) from None
+    memory = over_buffer(work.buffer(), buffer.dtype, buffer.numel())
+    memory.copy_(buffer)
+    # DDP's own views of the bucket are these very tensors, or it tells at the end of the pass.
+    for grad in grads:
+        assert grad is not None
+        grad.data = memory.as_strided(grad.size(), grad.stride(), grad.storage_offset())
+    buffer.data = memory
+    _homes[buffer] = _home(group)
 
 
 def _alone(grad: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ the configuration that was asked for, which is read at the first operation: only
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -45,13 +46,15 @@ class Request(NamedTuple):
 
 def _gloo(request: Request) -> Any:
     kind: Any = dist.ProcessGroupGloo
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")  # noqa: TID251 - Gloo's
     try:
-        device = kind.create_default_device(lazy_init=True)
+        # As torch's own groups of Gloo do, but lazily: two ranks may exchange a message before a third one has used the group.
+        devices = [kind.create_device(interface=name, lazy_init=True) for name in named if name]
+        devices = devices or [kind.create_default_device(lazy_init=True)]
     except TypeError:  # torch before 2.8: all ranks connect here
         return kind(request.store, request.rank, request.size, request.timeout)
-    # Two ranks may exchange a message before a third one has used the group.
     options = kind._Options()
-    options._devices = [device]
+    options._devices = devices
     options._timeout = request.timeout
     return kind(request.store, request.rank, request.size, options)
 

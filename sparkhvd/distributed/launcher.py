@@ -13,12 +13,13 @@ from torch import Tensor
 from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.futures import Scope, current_scope
 from sparkhvd.distributed.operands import reading_into
-from sparkhvd.distributed.works import FINISHED, Work
+from sparkhvd.distributed.works import FINISHED, Passes, Work
 from sparkhvd.engine.call import NO_REDUCTION
 from sparkhvd.engine.engine import Call, Collective, DType, Engine, Reduction, TensorView
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import CollectiveError
 from sparkhvd.torch.collectives.tensors import DTYPES, lend
+from sparkhvd.torch.gradients.backward_end import in_backward, is_worth_overlapping
 
 __all__ = ["MAX_NUMBER", "Launcher", "Plan", "Team", "gather_plan"]
 
@@ -83,14 +84,19 @@ class Launcher:
     """Launches a group's collectives. They match across ranks by their place in the group's order, whatever their kind.
 
     So ranks that call different collectives get a `MismatchError` that names both.
+
+    Attributes:
+        overlaps: launch reductions of gradients while backward runs; None = not known yet whether that is worth it.
     """
 
     def __init__(self, team: Team, name: str, timeout: timedelta) -> None:
         self.team = team
-        self.timeout = timeout
+        self.timeout_s = timeout.total_seconds()  # of operations that have none of their own
         self.name = f"torch.{name}"
         self.scope = Scope(self.name)
+        self.passes = Passes()
         self._coalesced: list[Work] | None = None
+        self.overlaps: bool | None = None
 
     def launch(
         self,
@@ -128,10 +134,27 @@ class Launcher:
         except CollectiveError as error:
             raise as_torch(error) from None
         last = None if finish is None else partial(finish, works)
-        made = Work(works, outputs, last, Scope(names[0]))
+        made = Work(works, outputs, last, Scope(names[0]), self.passes)
         if self._coalesced is not None:
             self._coalesced.append(made)
         return made
+
+    def launch_one(self, plan: Plan, opts: Any, outputs: Sequence[Tensor]) -> Work:
+        """Launch an asynchronous collective: in a backward pass at its end, where overlapping is not worth it."""
+        if not in_backward() or self._coalesced is not None or self._is_overlapping():
+            return self.launch((plan,), opts, outputs)
+        name, timeout_s = (current_scope() or self.scope).name(), self._timeout_s(opts)
+        engine = self.team.engine
+
+        def start() -> Sequence[Operation]:
+            return (engine.start(self._call(plan), name, plan.keep, timeout_s),)
+
+        return Work((), outputs, None, Scope(name), self.passes, start)
+
+    def _is_overlapping(self) -> bool:
+        if self.overlaps is None:
+            self.overlaps = is_worth_overlapping(self.team.engine, self.team.ranks)
+        return self.overlaps
 
     def reduce_now(
         self, view: TensorView, dtype: DType, reduction: Reduction, keep: object, opts: Any
@@ -177,5 +200,5 @@ class Launcher:
     def _timeout_s(self, opts: Any) -> float:
         given = getattr(opts, "timeout", None)
         if given is None or given.days < 0:  # torch's way to say that there is none
-            given = self.timeout
+            return self.timeout_s
         return float(given.total_seconds())

@@ -80,7 +80,7 @@ class Messages(Collectives):
             root_rank=peer,
             numbers=numbers,
         )
-        timeout_s = self.launcher.timeout.total_seconds()
+        timeout_s = self.launcher.timeout_s
         try:
             return engine.start(call, self._messages.name(), lend(flat.numbers), timeout_s)
         except CollectiveError as error:

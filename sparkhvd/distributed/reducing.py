@@ -32,7 +32,7 @@ from sparkhvd.distributed.operands import (
     restoring,
     write,
 )
-from sparkhvd.distributed.reductions import SIMPLE, bits_of, reduction_of
+from sparkhvd.distributed.reductions import SIMPLE_BY_HASH, bits_of, reduction_of
 from sparkhvd.distributed.works import FINISHED, Work
 from sparkhvd.engine.engine import Collective, DType, TensorView
 from sparkhvd.engine.engine import Work as Operation
@@ -73,11 +73,11 @@ class Reducing(_ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduce one tensor in place, dense or sparse."""
-        tensor = only("all_reduce", tensors)
-        if tensor.is_sparse:
-            return self._allreduce_sparse(tensor, opts)
-        kind, dtype = SIMPLE.get(opts.reduceOp.op), DTYPES.get(tensor.dtype)
-        if kind is None or dtype is None or not is_plain(tensor):
+        tensor = tensors[0]
+        kind, dtype = SIMPLE_BY_HASH.get(hash(opts.reduceOp)), DTYPES.get(tensor.dtype)
+        if kind is None or dtype is None or len(tensors) > 1 or not is_plain(tensor):
+            if only("all_reduce", tensors).is_sparse:
+                return self._allreduce_sparse(tensor, opts)
             return self.allreduce_coalesced(tensors, opts, "all_reduce")
         # What training does most, in the least time.
         address = tensor.data_ptr()
@@ -87,7 +87,7 @@ class Reducing(_ProcessGroup):
             self.launcher.reduce_now(view, dtype, kind, tensor.untyped_storage(), opts)
             return FINISHED
         plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
-        return self.launcher.launch((plan,), opts, tensors)
+        return self.launcher.launch_one(plan, opts, tensors)
 
     def allreduce_coalesced(
         self, tensors: Sequence[Tensor], opts: Any, what: str = "all_reduce_coalesced"

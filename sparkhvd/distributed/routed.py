@@ -40,7 +40,7 @@ class Routed(Messages):
         """Reduce one tensor in place."""
         # What training does most, in the least time.
         if self.inner.cpu_is_ours and tensors[0].is_cpu:
-            return super().allreduce(tensors, opts)
+            return Messages.allreduce(self, tensors, opts)
         group = self.inner.of(device_of(tensors) or "cpu")
         return super().allreduce(tensors, opts) if group is None else group.allreduce(tensors, opts)
 

@@ -2,13 +2,18 @@
 
 A caller that waits drives the engine itself. A future is completed by whoever finds the work finished first: a waiter, the
 end of the backward pass in which it was asked for, or the thread of `_Completer`.
+
+Where the ranks compute on all cores of one host, what is launched in a backward pass starts when the pass ends (`Passes`): until
+then the engine's thread would take the cores from them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -18,15 +23,67 @@ from torch import Tensor
 from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.futures import Future, Scope
 from sparkhvd.engine.engine import Work as Operation
-from sparkhvd.torch.gradients.backward_end import after_backward
+from sparkhvd.torch.gradients.backward_end import after_backward, in_backward
 
-__all__ = ["FINISHED", "Work"]
+__all__ = ["FINISHED", "Passes", "Work"]
 
 _UNLIMITED = timedelta(0)
 
 # Between two looks at the works of futures: the engine's own thread finishes them within 1 ms of being ready.
 _FIRST_LOOK_S = 0.0005
 _LAST_LOOK_S = 0.004
+# The same of works for which the end of a backward pass waits: a pass that ends in an exception, or whose own
+# callbacks wait in C++ for a work of another pass, shall not wait for ever.
+_LOOK_AFTER_PASS_S = 0.25
+# How long the thread stays without works: one step of training does not start it anew for the next.
+_IDLE_S = 1.0
+
+
+class _End:
+    """Callback at the end of a backward pass. Autograd alone holds it, so it is gone when the pass ends in an exception."""
+
+    def __init__(self, passes: Passes, work: Work) -> None:
+        self._passes = passes
+        self.work = work
+
+    def __call__(self) -> None:
+        self._passes.finish()
+
+
+class Passes:
+    """Works of one group that are launched, or waited for, at the end of the running backward pass."""
+
+    def __init__(self) -> None:
+        self._ends: list[weakref.ref[_End]] = []
+
+    def add(self, work: Work) -> bool:
+        """Have the end of the backward pass launch a work, and wait for it if its future was asked for.
+
+        An error then is backward()'s, with its own type: torch's C++, where DDP waits for the future, would lose that. DDP's
+        own callback comes behind, and may wait for works of passes around this one, so its end is that of all works.
+
+        Returns:
+            False outside of a pass.
+        """
+        # Behind callbacks at the end nothing may be put off: DDP waits in them for what they launch.
+        if not in_backward():
+            return False
+        end = _End(self, work)
+        try:
+            after_backward(end)
+        except RuntimeError:  # in a node, but not in a pass that has an end
+            return False
+        self._ends.append(weakref.ref(end))
+        return True
+
+    def finish(self) -> None:
+        """Launch all works, and wait for those whose future was asked for."""
+        ends, self._ends = self._ends, []
+        works = [end.work for reference in ends if (end := reference()) is not None]
+        for work in works:
+            work.launch()
+        for work in works:
+            work.finish_backward()
 
 
 class Work(dist.Work):
@@ -37,6 +94,8 @@ class Work(dist.Work):
         outputs: the value of the future and of `result()`.
         finish: called once, when all have finished, before anyone is told: moves results to where torch wants them.
         scope: names what callbacks of the future launch.
+        passes: of the group, for works whose future DDP may wait for.
+        launch: starts the operations, for a work that is launched later.
     """
 
     def __init__(
@@ -45,17 +104,25 @@ class Work(dist.Work):
         outputs: Sequence[Tensor] = (),
         finish: Callable[[], object] | None = None,
         scope: Scope | None = None,
+        passes: Passes | None = None,
+        launch: Callable[[], Sequence[Operation]] | None = None,
     ) -> None:
         super().__init__()
         self.operations = operations
+        self._passes = passes
+        self._launch = launch
+        # A work that could not be put off is launched at once.
+        self._in_pass = launch is not None and passes is not None and passes.add(self)
         self._outputs = list(outputs)
         self._finish = finish
         self._scope = scope or Scope("")
         self._lock = threading.RLock()
-        self._is_settled = not operations and finish is None
+        self._is_settled = not operations and finish is None and launch is None
         self._error: BaseException | None = None
         self._future: Future | None = None
         self.source: int | None = None
+        if not self._in_pass:
+            self.launch()
 
     def wait(self, timeout: timedelta = _UNLIMITED) -> bool:
         """Wait until the results are there; raises what went wrong.
@@ -70,8 +137,23 @@ class Work(dist.Work):
             raise self._error
         return True
 
+    def launch(self) -> None:
+        """Start the operations of a work that is launched later, unless that was done."""
+        with self._lock:
+            launch, self._launch = self._launch, None
+            if launch is None:
+                return
+            try:
+                self.operations = launch()
+            except Exception as e:  # noqa: BLE001 - kept, and raised by every wait
+                error = e
+            else:
+                return
+        self._end(error)
+
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait for the end, good or bad; raises only if the time is over."""
+        self.launch()
         error: BaseException | None = None
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for operation in self.operations:
@@ -97,12 +179,14 @@ class Work(dist.Work):
             self._is_settled = True
             future = self._future
         if future is not None:
+            _completer.forget(self)
             future.finish(self._outputs, self._error)
 
     def is_completed(self) -> bool:
         """Check whether it has ended, good or bad; never blocks."""
         if self._is_settled:
             return True
+        self.launch()
         with contextlib.suppress(Exception):  # an error is an end
             if not all([operation.done() for operation in self.operations]):
                 return False
@@ -136,9 +220,9 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def finish_backward(self) -> None:
-        """Wait at the end of the backward pass; raises also what callbacks of the future have raised."""
-        self.wait()
+        """Wait at the end of the backward pass for the future, if somebody has it; raises also what its callbacks have raised."""
         if self._future is not None:
+            self.wait()
             self._future.check()
 
     def get_future(self) -> Future:
@@ -146,10 +230,12 @@ class Work(dist.Work):
         with self._lock:
             if self._future is None:
                 self._future = Future(self.settle, self._scope)
-                if not self._is_settled:
-                    _complete_later(self)
-                    return self._future
-                self._future.finish(self._outputs, self._error)
+                if self._is_settled:
+                    self._future.finish(self._outputs, self._error)
+                else:
+                    if not self._in_pass and self._passes is not None:
+                        self._in_pass = self._passes.add(self)
+                    _completer.add(self, _LOOK_AFTER_PASS_S if self._in_pass else 0.0)
             return self._future
 
 
@@ -157,46 +243,54 @@ FINISHED = Work(())
 """The work of a caller who has waited already."""
 
 
-def _complete_later(work: Work) -> None:
-    # Inside backward(): its end waits for the work, in the thread of the pass, before DDP reads the future; an error then
-    # is backward()'s, with its own type. torch's C++ would lose that.
-    with contextlib.suppress(RuntimeError):  # not inside backward()
-        after_backward(work.finish_backward)
-    _completer.add(work)
-
-
 class _Completer:
-    """Thread that completes futures; there while works wait for it."""
+    """Thread that completes futures nobody waits for."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._works: list[Work] = []
+        self._changed = threading.Condition()
+        self._works: list[tuple[float, Work]] = []  # with the time of the first look
         self._thread: threading.Thread | None = None
+        self._next_look = math.inf
 
-    def add(self, work: Work) -> None:
-        """Complete the work's future when it ends."""
-        with self._lock:
-            self._works.append(work)
+    def add(self, work: Work, patience_s: float) -> None:
+        """Complete the work's future when it ends; first look at it after `patience_s`."""
+        first_look = time.monotonic() + patience_s
+        with self._changed:
+            self._works.append((first_look, work))
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
                     target=self._run, name="sparkhvd-futures", daemon=True
                 )
                 self._thread.start()
+            elif first_look < self._next_look:
+                self._changed.notify()
+
+    def forget(self, work: Work) -> None:
+        """Let go of a work that has ended."""
+        with self._changed:
+            self._works = [each for each in self._works if each[1] is not work]
 
     def _run(self) -> None:
         pause = _FIRST_LOOK_S
         while True:
-            with self._lock:
-                works = list(self._works)
-                if not works:
+            with self._changed:
+                now = time.monotonic()
+                works = [work for first_look, work in self._works if first_look <= now]
+            # Those that have ended are forgotten.
+            if any([work.is_completed() for work in works]):
+                pause = _FIRST_LOOK_S
+                continue
+            with self._changed:
+                now = time.monotonic()
+                pause = min(2 * pause, _LAST_LOOK_S)
+                times = [max(first_look, now + pause) for first_look, _ in self._works]
+                self._next_look = min(times, default=now + _IDLE_S)
+                if self._changed.wait(self._next_look - now):
+                    pause = _FIRST_LOOK_S
+                elif not self._works:
                     self._thread = None
                     return
-            ended = {id(work) for work in works if work.is_completed()}
-            with self._lock:
-                self._works = [work for work in self._works if id(work) not in ended]
-            pause = _FIRST_LOOK_S if ended else min(2 * pause, _LAST_LOOK_S)
-            if not ended:
-                time.sleep(pause)
+                self._next_look = -math.inf
 
 
 _completer = _Completer()

@@ -38,11 +38,14 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from sparkhvd import processors
 from sparkhvd.engine.engine import ReduceOp
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.context import Context
-from sparkhvd.torch.gradients.backward_end import BackwardEnd, after_backward
+from sparkhvd.torch.gradients.backward_end import (
+    BackwardEnd,
+    after_backward,
+    is_worth_overlapping,
+)
 from sparkhvd.torch.gradients.buckets import Buckets
 from sparkhvd.torch.gradients.cuda import DeviceBucket
 from sparkhvd.torch.gradients.cycle import Cycle, State
@@ -88,8 +91,8 @@ class Reducer:
         if options.as_views:
             self._settlement.settle_views()
             self._planner.allocate_views()
-        self._overlaps = self._planner.device is not None or _is_worth_overlapping(
-            context, options.ranks
+        self._overlaps = self._planner.device is not None or is_worth_overlapping(
+            context.engine, options.ranks
         )
         self._buckets = Buckets(self._planner, context.engine)
         self._gradient_order: Sequence[int] = list(reversed(range(len(self._entries))))
@@ -332,18 +335,6 @@ class Reducer:
         if order is not None:
             self._ready, self._gradient_order = None, order
             self._plan_anew()
-
-
-def _is_worth_overlapping(context: Context, ranks: Sequence[int]) -> bool:
-    """Return True if reducing while backward runs saves time: where ranks wait for a network, or cores are left over.
-
-    Where the ranks of one host compute on all of its cores, the engine's threads would take these from them, in turns
-    that make every rank wait for every other: a step of ResNet-50 with 2 ranks on 2 cores took 5 % longer.
-    """
-    topology = context.engine.topology
-    if len({topology.hosts[rank] for rank in ranks}) > 1:
-        return True
-    return len(ranks) * torch.get_num_threads() < processors.allowed()
 
 
 def _leave(reducer: weakref.ref[Reducer]) -> Callable[[BackwardEnd], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -106,6 +107,16 @@ def gloo_inside() -> list[str]:
         wrong.append("set_timeout")
     dist.monitored_barrier(group)
     dist.destroy_process_group(group)
+    os.environ["GLOO_SOCKET_IFNAME"] = "sparkhvd-none"
+    elsewhere: Any = dist.new_group(backend="gloo")
+    try:
+        elsewhere._get_backend(cpu)
+        wrong.append("GLOO_SOCKET_IFNAME")
+    except RuntimeError as error:
+        if "sparkhvd-none" not in str(error):
+            wrong.append(f"GLOO_SOCKET_IFNAME: {error}")
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    dist.destroy_process_group(elsewhere)
     return wrong
 
 

@@ -18,9 +18,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DistributedSampler
 
 import sparkhvd.distributed
+from sparkhvd.torch.context import context
 
 STEPS, BATCH, WIDTH = 5, 8, 6
 
@@ -88,7 +90,85 @@ def reference(kind: type[Net] = Net) -> nn.Module:
     return model
 
 
+class Reentrant(Net):
+    """Its backward pass has another one inside, where the last gradient and the end of DDP come."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = recompute(self.first, x.requires_grad_(), use_reentrant=True)
+        return self.last(torch.tanh(hidden))  # type: ignore[no-any-return]
+
+
+class Inside(torch.autograd.Function):
+    """Calls a function in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], object]) -> Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        ctx.act()
+        return gradient, None
+
+
+def in_backward(act: Callable[[], object]) -> None:
+    Inside.apply(torch.ones(1, requires_grad=True), act).backward()
+
+
+def backward_passes() -> list[str]:
+    """What a pass launches starts at its end, or when somebody asks; also after an error; an error of it is the pass's."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    overlaps(False)
+    tensors = [torch.ones(3) for _ in range(5)]
+    works: list[Any] = []
+
+    def start() -> None:
+        works.append(dist.all_reduce(tensors[len(works)], async_op=True))
+
+    def ask() -> None:
+        start()
+        while not works[-1].is_completed():
+            pass
+
+    def fail() -> None:
+        start()
+        works[-1].get_future()
+        raise KeyError
+
+    in_backward(start)
+    in_backward(ask)
+    try:
+        in_backward(fail)
+    except KeyError:
+        start()  # outside
+        in_backward(start)
+    # Nobody waits for the last pass's work but this, and for the failed pass's nobody at its end.
+    for work in works:
+        work.wait()
+    wrong = [f"work {n}" for n, tensor in enumerate(tensors) if tensor[0] != size]
+    uneven = torch.ones(2 + rank)
+    try:
+        in_backward(lambda: dist.all_reduce(uneven, async_op=True).get_future())  # type: ignore[union-attr]
+    except sparkhvd.MismatchError:
+        return wrong
+    return [*wrong, "no error of a pass's work"]
+
+
+def overlaps(value: bool) -> None:
+    group: Any = dist.group.WORLD
+    group.launcher.overlaps = value
+
+
 def ddp_options() -> list[str]:
+    wrong = []
+    for value in (True, False):
+        overlaps(value)
+        wrong += [f"{each}, overlaps: {value}" for each in ddp_options_now()]
+    return wrong
+
+
+def ddp_options_now() -> list[str]:
     wanted = reference()
     options: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -96,10 +176,12 @@ def ddp_options() -> list[str]:
         "views": {"gradient_as_bucket_view": True},
         "static": {"static_graph": True},
         "unused": {"find_unused_parameters": True},
+        "reentrant": {"bucket_cap_mb": 0.0001},
     }
+    kinds = {"unused": Choosing, "reentrant": Reentrant}
     wrong = []
     for name, chosen in options.items():
-        kind = Choosing if name == "unused" else Net
+        kind = kinds.get(name, Net)
         model = DistributedDataParallel(kind().double(), **chosen)
         train(model, share)
         expected = reference(Choosing) if name == "unused" else wanted
@@ -125,15 +207,28 @@ def ddp_hooks() -> list[str]:
         "fp16": (None, default_hooks.fp16_compress_hook, 1e-2),
         "own": (None, own, 1e-12),
         "ddp_hook": (None, sparkhvd.distributed.ddp_hook, 1e-12),
+        "ddp_hook, views": (None, sparkhvd.distributed.ddp_hook, 1e-12),
         "powerSGD": (state, powerSGD_hook.powerSGD_hook, 1.0),
     }
     for name, (argument, hook, tolerance) in hooks.items():
-        model = DistributedDataParallel(Net().double(), bucket_cap_mb=0.0001)
+        views = name == "ddp_hook, views"
+        model = DistributedDataParallel(
+            Net().double(), bucket_cap_mb=0.0001, gradient_as_bucket_view=views
+        )
         model.register_comm_hook(argument, hook)
+        before = registered()
         train(model, share)
         if not close(model.module, wanted, tolerance):
             wrong.append(f"hook {name}")
+        if (registered() > before) != views:
+            wrong.append(f"hook {name}: {registered() - before} operations in registered memory")
     return wrong
+
+
+def registered() -> int:
+    """Count the allreduces of this rank in registered memory."""
+    found = context().engine.counters()["collectives"]
+    return sum(e["operations"] for e in found if e["algorithm"] == "registered_allreduce")
 
 
 def several_models() -> list[str]:
@@ -142,7 +237,7 @@ def several_models() -> list[str]:
     makers: dict[str, Callable[[nn.Module], Any]] = {
         "plain": DistributedDataParallel,
         "ddp_hook": lambda net: DistributedDataParallel(
-            net, process_group=group, bucket_cap_mb=0.001
+            net, process_group=group, bucket_cap_mb=0.001, gradient_as_bucket_view=True
         ),
     }
     found = {}
@@ -219,14 +314,17 @@ def accumulation_and_join() -> list[str]:
     size = dist.get_world_size()
     if not torch.allclose(model.module.first.weight.grad * size, alone.first.weight.grad):
         wrong.append("no_sync")
+    hooked = DistributedDataParallel(Net().double(), gradient_as_bucket_view=True)
+    hooked.register_comm_hook(None, sparkhvd.distributed.ddp_hook)
     rank = dist.get_rank()
-    steps = 0
-    with Join([model]):  # rank n has n + 1 batches
-        for x, _ in batches()[: rank + 1]:
-            model(x).sum().backward()
-            steps += 1
-    if steps != rank + 1:
-        wrong.append("join")
+    for each in (model, hooked):
+        steps = 0
+        with Join([each]):  # rank 0 has one batch, rank 1 as many as it takes to move buckets
+            for x, _ in batches()[: 3 * rank + 1]:
+                each(x).sum().backward()
+                steps += 1
+        if steps != 3 * rank + 1:
+            wrong.append("join")
     return wrong
 
 
@@ -289,6 +387,7 @@ def metrics() -> list[str]:
 def findings(with_metrics: bool) -> dict[str, list[str]]:
     """Return by subject what is wrong; the import of torchmetrics takes as long as all else."""
     checks = [
+        backward_passes,
         ddp_options,
         ddp_hooks,
         several_models,
