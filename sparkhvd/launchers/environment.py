@@ -121,7 +121,8 @@ def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
         parent: number of its parent process.
 
     Raises:
-        InvalidArgumentError: a variable is no number, or two launchers contradict each other.
+        InvalidArgumentError: a variable is no number, two launchers contradict each other, or torch's variables tell of other ranks
+            and not where they are.
     """
     places = [
         place
@@ -131,6 +132,7 @@ def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
         if place.size > 1
     ]
     if not places:
+        _check_lone(variables)
         return None
     kinds = {place.launcher for place in places} - {"srun", PLAIN}
     numbers = {(place.rank, place.size) for place in places if place.launcher in kinds}
@@ -145,6 +147,17 @@ def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
             "torchrun once per host with a single MPI process there."
         )
     return places[0]
+
+
+def _check_lone(variables: Mapping[str, str]) -> None:
+    """Refuse a process on its own that is told to be one of several ranks."""
+    rank, size = variables.get("RANK", ""), variables.get("WORLD_SIZE", "")
+    if PLAIN not in variables and rank and size.isdecimal() and int(size) > 1:
+        raise InvalidArgumentError(
+            f"init(): RANK={rank} and WORLD_SIZE={size} are set and MASTER_ADDR is not, so nothing says where rank 0 is. Set "
+            "MASTER_ADDR=<rank 0's host> and MASTER_PORT=<a free port there> on every rank, or unset RANK and WORLD_SIZE for a "
+            "process on its own."
+        )
 
 
 def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> Place:

@@ -65,6 +65,16 @@ def meet() -> Rendezvous | None:
             f"init(): {place.launcher} tells this process that it is rank {place.rank} of {place.size}; ranks count from 0."
         )
     settings = Settings.resolve()
+    if (
+        place.launcher == PLAIN
+        and place.master is None
+        and not place.local_size
+        and not settings.directory
+    ):
+        raise InvalidArgumentError(
+            f"init(): MASTER_ADDR={variables['MASTER_ADDR']}, RANK={place.rank} and WORLD_SIZE={place.size} are set and MASTER_PORT "
+            "is not. Set MASTER_PORT=<a free port of rank 0's host> on every rank."
+        )
     way = _on_one_host(place) if place.is_on_one_host else _on_several_hosts(place, settings)
     listener = Listener.bind(way.address, settings)
     try:

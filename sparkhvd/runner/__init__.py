@@ -30,6 +30,7 @@ has 5 s to save.
 
 Each module imports only those above it:
 
+    leftovers   ends what ranks have started and left behind
     guard       ends what a launcher has started, however that ends
     admission   task slots for launches, in the order of their calls
     allocator   memory that trainers keep for the next step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,13 @@ def flags_of(path: str, known: Collection[str]) -> dict[str, Any]:
             # A switch of a flag without effect is only told of.
             found[target] = value if target == flag else str(int(value))
         elif value is not None:
-            if isinstance(value, (int, float)) and value < 0:
+            if not isinstance(value, (int, float, str)):
                 raise InvalidArgumentError(
-                    f"--config-file {path!r}: {where} is {value}; it must be 0 or more."
+                    f"--config-file {path!r}: {where} is {value!r}; it must be one number, text, true or false."
+                )
+            if isinstance(value, (int, float)) and not 0 <= value < math.inf:
+                raise InvalidArgumentError(
+                    f"--config-file {path!r}: {where} is {value}; it must be a number of 0 or more."
                 )
             found[target] = str(value)
     return found
@@ -71,7 +76,11 @@ def _entries(path: str, content: Any) -> Iterator[tuple[str, str, Any]]:
         )
     for section, entries in content.items():
         if section == "controller":
-            yield section, str(entries), True
+            if not isinstance(entries, str):
+                raise InvalidArgumentError(
+                    f"--config-file {path!r}: controller is {entries!r}; it must be a name such as gloo or mpi."
+                )
+            yield section, entries, True
             continue
         if section not in _SECTIONS or not isinstance(entries, dict):
             raise InvalidArgumentError(

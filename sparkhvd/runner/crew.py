@@ -1,7 +1,7 @@
 """Ranks of this host that are processes of the user's command: started, ended, their output read.
 
-**Ownership**: each rank leads a session and process group of its own, which ends with it. A `Guard` ends the groups if this
-process is killed.
+**Ownership**: each rank leads a session and process group of its own, which ends with it, and so does all that has its mark in its
+variables. A `Guard` ends them if this process is killed.
 
 **Threads**: three per rank, one for each stream of its output and one that waits for its end.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import threading
@@ -17,14 +18,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
+from sparkhvd.runner import leftovers
 from sparkhvd.runner.guard import Guard
 
 __all__ = ["Crew"]
 
 # A longer line is passed on in pieces.
 _LINE_BYTES = 1 << 20
-# How long pipes may stay open in what a rank has started and left behind.
-_DRAIN_S = 2.0
+# How long the rest of a rank's output may take, once nothing that writes to it is left.
+_DRAIN_S = 1.0
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
 
@@ -41,7 +43,8 @@ class Crew:
     ) -> None:
         self._on_line = on_line
         self._on_end = on_end
-        self._guard = Guard()
+        self._mark = secrets.token_hex(8)
+        self._guard = Guard(self._mark)
         # Guards the processes: no signal may go to a number that has been given to another one.
         self._lock = threading.Lock()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
@@ -58,7 +61,7 @@ class Crew:
         # It begins when the guard knows of it: if this process is killed before, its standard input ends without a line.
         process = subprocess.Popen(
             [*_GATE, *command],
-            env=env,
+            env=leftovers.marked(env, f"{self._mark}.{rank}"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -99,6 +102,7 @@ class Crew:
                 os.killpg(process.pid, signal.SIGKILL)  # what it has started and left behind
             self._guard.remove(process.pid)
             status = process.wait()
+        leftovers.kill(f"{self._mark}.{rank}")
         deadline = time.monotonic() + _DRAIN_S
         for reader in readers:
             reader.join(max(0.0, deadline - time.monotonic()))

@@ -9,6 +9,8 @@ import contextlib
 import os
 import signal
 
+from sparkhvd.runner import leftovers
+
 __all__ = ["Guard"]
 
 
@@ -16,14 +18,17 @@ class Guard:
     """Kills process groups that are still there when this process has ended; a context manager.
 
     Made before the process has threads.
+
+    Args:
+        mark: what has it in its variables is killed, too; empty for nothing (see `leftovers`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mark: str = "") -> None:
         reader, self._writer = os.pipe()  # neither is inherited by what this process starts
         self._pid = os.fork()
         if self._pid == 0:
             os.close(self._writer)
-            _guard(reader)
+            _guard(reader, mark)
         os.close(reader)
 
     def add(self, group: int) -> None:
@@ -47,7 +52,7 @@ class Guard:
         os.waitpid(self._pid, 0)
 
 
-def _guard(reader: int) -> None:
+def _guard(reader: int, mark: str) -> None:
     """Wait for the end of the launcher, in the fork; never returns."""
     try:
         os.setsid()  # Ctrl-C and a terminal's hang-up are not for it
@@ -61,5 +66,7 @@ def _guard(reader: int) -> None:
         for group in groups:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
+        if mark:
+            leftovers.kill(mark)
     finally:
         os._exit(0)

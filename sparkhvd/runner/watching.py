@@ -20,8 +20,8 @@ from sparkhvd.runner.screen import Screen
 
 __all__ = ["Ended", "Event", "Lost", "Signalled", "signals", "watch"]
 
-GRACE_S = 4.0
-KILL_S = 2.0
+GRACE_S = 3.0
+KILL_S = 1.0
 # Of ssh, too, where it fails itself.
 _STATUS_LOST = 255
 _CONSEQUENCE = re.compile(r"sparkhvd\.errors\.(CollectiveError|PeerLostError): ")

@@ -33,7 +33,7 @@ from sparkhvd.runner.trainer import interrupt
 from sparkhvd.runner.trainers import Trainers, TrainersPlan
 from sparkhvd.settings import Settings
 
-__all__ = ["BOOTSTRAP", "MARK", "REACH_S", "main"]
+__all__ = ["BEAT_S", "BOOTSTRAP", "MARK", "REACH_S", "main"]
 
 # One line for `python -c`: tells this Python before it imports anything, and takes the path of modules from the first line.
 MARK = b"sparkhvd-agent "
@@ -45,6 +45,9 @@ BOOTSTRAP = (
 )
 # How long another host may take to answer.
 REACH_S = 5.0
+# The launcher says something this often; after so long without, the agent asks whether its host is there.
+BEAT_S = 5.0
+SILENCE_S = 15.0
 _POLL_S = 1.0
 
 
@@ -112,14 +115,45 @@ def _serve(channel: Channel) -> None:
         told = _expect(channel, "job")
         master = (str(told.values["master"][0]), int(told.values["master"][1]))
         ranks.start(Job.from_json(told.values["job"]), master)
-        while message := channel.receive():
+        while message := _receive(channel):
             ranks.send(int(message.values["number"]))
         ranks.send(signal.SIGKILL)
-        os._exit(0)
+    os._exit(0)
+
+
+def _receive(channel: Channel) -> Message | None:
+    """Receive a message that is no beat; None if the launcher, or its host, is gone."""
+    while True:
+        try:
+            message = channel.receive(SILENCE_S)
+        except TimeoutError:
+            if not _is_there():
+                return None
+            continue
+        if message is None or message.kind != "beat":
+            return message
+
+
+def _is_there() -> bool:
+    """Return False if the launcher's host does not answer: it is down, or the network is cut.
+
+    A launcher that is only stopped sends no beats, too; its host's kernel answers for it.
+    """
+    came = os.environ.get("SSH_CONNECTION", "").split()  # noqa: TID251 - sshd's
+    if len(came) != 4:
+        return True  # a child process of the launcher: its end closes the pipe
+    try:
+        # ssh's own port there, which takes no connection.
+        socket.create_connection((came[0], int(came[1])), timeout=REACH_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 def _expect(channel: Channel, kind: str) -> Message:
-    message = channel.receive()
+    message = _receive(channel)
     if message is None:
         raise BrokenPipeError
     if message.kind != kind:

@@ -19,7 +19,7 @@ from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner.guard import Guard
 from sparkhvd.runner.host_names import Place, is_here
-from sparkhvd.runner.hosts.agent import REACH_S
+from sparkhvd.runner.hosts.agent import BEAT_S, REACH_S
 from sparkhvd.runner.hosts.channel import Message
 from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
 from sparkhvd.runner.hosts.order import Order
@@ -46,6 +46,7 @@ class Hosts:
         self._reach = reach
         self._all: list[Connection] = []
         self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             try:
@@ -54,6 +55,7 @@ class Hosts:
             except HostError as error:
                 raise PreflightError(str(error)) from error
             self._each(lambda each: each.greet(reach.start_timeout_s))
+            self._start(self._beat)
             stack.pop_all()
 
     def start(
@@ -144,6 +146,7 @@ class Hosts:
 
     def close(self) -> None:
         """End all agents, and with them what is left of the ranks."""
+        self._closing.set()
         for each in self._all:
             each.end()
         deadline = time.monotonic() + END_S
@@ -154,6 +157,12 @@ class Hosts:
         for each in self._all:
             each.close()
         self._all.clear()
+
+    def _beat(self) -> None:
+        """Tell the agents now and then that this host is there."""
+        while not self._closing.wait(BEAT_S):
+            for each in self._all:
+                each.send("beat")
 
     def __enter__(self) -> Hosts:
         return self

@@ -40,14 +40,12 @@ if "fail" in sys.argv:
         time.sleep(0.5)
         sys.exit(7)
     engine.barrier().wait()
-if "sleep" in sys.argv:
-    helper = subprocess.Popen(["sleep", "1000"])
-    print("asleep", os.getpid(), helper.pid, flush=True)
-    time.sleep(1000)
 if "stubborn" in sys.argv:
     import signal
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print("asleep", os.getpid(), flush=True)
+if "sleep" in sys.argv:
+    helper = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    print("asleep", os.getpid(), helper.pid, flush=True)
     time.sleep(1000)
 engine.shutdown()
 """
@@ -130,14 +128,14 @@ def is_running(pid: int) -> bool:
         (signal.SIGTERM, "sleep", 128 + signal.SIGTERM),
         (signal.SIGINT, "sleep", 128 + signal.SIGINT),
         (signal.SIGKILL, "sleep", -signal.SIGKILL),
-        (signal.SIGTERM, "stubborn", 128 + signal.SIGTERM),
+        (signal.SIGTERM, "sleep stubborn", 128 + signal.SIGTERM),
     ],
 )
 def test_nothing_is_left_when_the_launcher_is_ended(
     script: Path, number: int, mode: str, status: int
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = sparkhvdrun("-np", "2", sys.executable, str(script), mode)
+    command = sparkhvdrun("-np", "2", sys.executable, str(script), *mode.split())
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as launcher:
@@ -152,16 +150,18 @@ def test_nothing_is_left_when_the_launcher_is_ended(
 
 def test_a_killed_rank_ends_the_others(script: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = sparkhvdrun("-np", "2", sys.executable, str(script), "sleep")
+    command = sparkhvdrun("-np", "2", sys.executable, str(script), "sleep", "stubborn")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as launcher:
         pids = pids_of(launcher, 2)
+        began = time.monotonic()
         os.kill(pids[0], signal.SIGKILL)
         _, errors = launcher.communicate(timeout=20)
         assert launcher.returncode == 128 + signal.SIGKILL
         assert re.search(r"rank \d was ended by SIGKILL first", errors)
         wait_until(lambda: not any(map(is_running, pids)), "every process has ended")
+        assert time.monotonic() - began < 5
 
 
 def test_the_doctor_says_what_is_there_and_what_to_do() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.launchers.environment import Place, place_in
+from sparkhvd.launchers.meeting import meet
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -60,7 +61,6 @@ OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         # The script of a batch job, which srun has not started; one process; torch's variables by hand.
         ({name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}, None),
         ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, None),
-        ({name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}, None),
         # What Kubernetes' operators set.
         (PLAIN, OF_PLAIN),
         ({**PLAIN, "LOCAL_WORLD_SIZE": "2"}, replace(OF_PLAIN, local_size=2)),
@@ -96,3 +96,17 @@ def test_wrong_variables_are_told() -> None:
         InvalidArgumentError, match=r"two launchers: Open MPI .* and MPI \(rank 2 of 3\)"
     ):
         place_in({**OPEN_MPI, "PMI_RANK": "2", "PMI_SIZE": "3"}, 9)
+    with pytest.raises(
+        InvalidArgumentError, match="RANK=0 and WORLD_SIZE=2 are set and MASTER_ADDR"
+    ):
+        place_in({"RANK": "0", "WORLD_SIZE": "2"}, 9)
+    assert place_in({"RANK": "0", "WORLD_SIZE": "1"}, 9) is None
+
+
+@pytest.mark.parametrize("address", ["localhost", "job-0.job"])
+def test_an_address_without_a_port_is_told(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MASTER_ADDR": address, "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(InvalidArgumentError, match=f"MASTER_ADDR={address}.* Set MASTER_PORT="):
+        meet()

@@ -76,7 +76,14 @@ def test_options_without_effect_are_told_as_their_flags(
         ("params: {no_such: 1}", "has params.no_such, which is no option"),
         ("other: {a: 1}", "has the section 'other'"),
         ("- 1", "no mapping of sections"),
-        ("params: {fusion_threshold_mb: -1}", "fusion_threshold_mb is -1; it must be 0 or more"),
+        (
+            "params: {fusion_threshold_mb: -1}",
+            "fusion_threshold_mb is -1; it must be a number of 0",
+        ),
+        ("params: {fusion_threshold_mb: [1]}", r"is \[1\]; it must be one number"),
+        ("params: {fusion_threshold_mb: .nan}", "is nan; it must be a number of 0"),
+        ("controller: [gloo]", "it must be a name such as gloo"),
+        ("params: 3", "has the section 'params'"),
         ("a: [", "cannot be read"),
     ],
 )

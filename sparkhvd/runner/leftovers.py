@@ -1,0 +1,66 @@
+"""Processes that ranks have started and left behind, also in sessions of their own: found by a mark in their variables.
+
+A process has the variables with which it was started, whatever session and parent it gives itself afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+
+__all__ = ["kill", "marked"]
+
+# Marks of all launches that a process is in, one inside the other.
+_VARIABLE = "SPARKHVD_LAUNCHED_BY"
+# A process that forks faster than it is found is left alone after this time.
+_LIMIT_S = 1.0
+
+
+def marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
+    """Return the variables with one more mark, whose parts are divided by dots."""
+    return {**env, _VARIABLE: ":".join(filter(None, [env.get(_VARIABLE, ""), mark]))}
+
+
+def kill(mark: str) -> None:
+    """Kill all processes of this user that have a mark, or one that begins with it and a dot; never this process."""
+    deadline = time.monotonic() + _LIMIT_S
+    # What they start while this looks is found in the next round.
+    while any([_kill(number, mark) for number in _processes()]) and time.monotonic() < deadline:
+        time.sleep(0.005)  # until they are gone
+
+
+def _processes() -> Iterator[int]:
+    own = os.getpid()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != own:
+            yield int(name)
+
+
+def _kill(number: int, mark: str) -> bool:
+    """Kill a process if it has the mark; return True if it had."""
+    try:
+        process = os.pidfd_open(number)  # the number may be given to another one meanwhile
+    except OSError:
+        return False
+    try:
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{number}/environ", "rb") as file:
+                variables = file.read()
+            if _has(variables, mark):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                return True
+        return False
+    finally:
+        os.close(process)
+
+
+def _has(variables: bytes, mark: str) -> bool:
+    name = f"{_VARIABLE}=".encode()
+    found = next((each for each in variables.split(b"\0") if each.startswith(name)), b"")
+    return any(
+        each == mark or each.startswith(f"{mark}.")
+        for each in found[len(name) :].decode(errors="replace").split(":")
+    )
