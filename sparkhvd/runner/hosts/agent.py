@@ -118,7 +118,7 @@ def _serve(channel: Channel) -> None:
         while message := _receive(channel):
             ranks.send(int(message.values["number"]))
         ranks.send(signal.SIGKILL)
-    os._exit(0)
+        os._exit(0)
 
 
 def _receive(channel: Channel) -> Message | None:
