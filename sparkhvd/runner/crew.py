@@ -27,6 +27,8 @@ __all__ = ["Crew"]
 _LINE_BYTES = 1 << 20
 # How long the rest of a rank's output may take, once nothing that writes to it is left.
 _DRAIN_S = 1.0
+# How long it takes mostly.
+_CLOSED_S = 0.1
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 
 
@@ -102,10 +104,10 @@ class Crew:
                 os.killpg(process.pid, signal.SIGKILL)  # what it has started and left behind
             self._guard.remove(process.pid)
             status = process.wait()
-        leftovers.kill(f"{self._mark}.{rank}")
-        deadline = time.monotonic() + _DRAIN_S
-        for reader in readers:
-            reader.join(max(0.0, deadline - time.monotonic()))
+        if not _join(readers, _CLOSED_S):
+            # Something in a session of its own holds the pipes. What has let go of them ends with the launch.
+            leftovers.kill(f"{self._mark}.{rank}")
+            _join(readers, _DRAIN_S)
         self._on_end(rank, status)
 
     def __enter__(self) -> Crew:
@@ -116,6 +118,14 @@ class Crew:
         for thread in self._waiting:
             thread.join()
         self._guard.__exit__()
+
+
+def _join(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
+    """Wait for the end of threads; return True if all have ended in time."""
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return not any(thread.is_alive() for thread in threads)
 
 
 def _thread(target: Callable[..., None], *arguments: object) -> threading.Thread:

@@ -41,23 +41,30 @@ def _processes() -> Iterator[int]:
 
 def _kill(number: int, mark: str) -> bool:
     """Kill a process if it has the mark; return True if it had."""
+    if not _has(number, mark):
+        return False
     try:
-        process = os.pidfd_open(number)  # the number may be given to another one meanwhile
+        process = os.pidfd_open(number)
     except OSError:
         return False
     try:
+        if not _has(number, mark):  # its number has been given to another one meanwhile
+            return False
         with contextlib.suppress(OSError):
-            with open(f"/proc/{number}/environ", "rb") as file:
-                variables = file.read()
-            if _has(variables, mark):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-                return True
-        return False
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        return True
     finally:
         os.close(process)
 
 
-def _has(variables: bytes, mark: str) -> bool:
+def _has(number: int, mark: str) -> bool:
+    try:
+        with open(f"/proc/{number}/environ", "rb") as file:
+            variables = file.read()
+    except OSError:  # it has ended, or is another user's
+        return False
+    if mark.encode() not in variables:
+        return False
     name = f"{_VARIABLE}=".encode()
     found = next((each for each in variables.split(b"\0") if each.startswith(name)), b"")
     return any(
