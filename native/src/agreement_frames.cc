@@ -127,13 +127,14 @@ Bytes encode(const Order& message) {
 }
 
 Bytes encode(const Refuse& message) {
-  return Writer(FrameType::kRefuse)
-      .number(message.process_set)
+  Writer writer(FrameType::kRefuse);
+  writer.number(message.process_set)
       .text(message.name)
       .number(message.status)
       .text(message.message)
-      .number(message.device_orders)
-      .finish();
+      .number(message.device_orders);
+  write(writer, message.losses);
+  return writer.finish();
 }
 
 Bytes encode(const ReadyAgain& message) {
@@ -188,6 +189,7 @@ Refuse decode<Refuse>(std::span<const std::byte> body) {
   message.status = read_failure(reader);
   message.message = reader.text(kMaxControlBytes);
   message.device_orders = reader.number<std::uint64_t>();
+  message.losses = read_losses(reader);
   reader.end();
   return message;
 }

@@ -58,10 +58,7 @@ Bytes encode(const Stack& message) { return Writer(FrameType::kStack).text(messa
 Bytes encode(const Abort& message) {
   Writer writer(FrameType::kAbort);
   writer.number(message.status).text(message.message);
-  writer.number(static_cast<std::uint32_t>(message.losses.size()));
-  for (const Loss& loss : message.losses) {
-    writer.number(index_of(loss.rank)).number(static_cast<std::uint8_t>(loss.kind));
-  }
+  write(writer, message.losses);
   return writer.finish();
 }
 
@@ -175,13 +172,7 @@ Abort decode<Abort>(std::span<const std::byte> body) {
   Abort message;
   message.status = read_failure(reader);
   message.message = reader.text(kMaxControlBytes);
-  const auto losses = reader.number<std::uint32_t>();
-  for (std::uint32_t i = 0; i < losses; ++i) {
-    const Rank rank{reader.number<std::int32_t>()};
-    const auto kind = static_cast<LossKind>(reader.number<std::uint8_t>());
-    if (kind < LossKind::kDead || kind > LossKind::kLeft) malformed("a loss of unknown kind");
-    message.losses.push_back({rank, kind});
-  }
+  message.losses = read_losses(reader);
   reader.end();
   return message;
 }

@@ -162,6 +162,7 @@ struct Refuse {
   std::string message;
   /// The end of a process set: so many operations on devices were ordered there. They come another way.
   std::uint64_t device_orders = 0;
+  std::vector<Loss> losses = {};  // that the sender knows of, where one of them is the reason
 };
 
 struct Goodbye {

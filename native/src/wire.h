@@ -148,6 +148,25 @@ inline SegmentKey read_key(Reader& reader) {
 }
 
 /// A failure: who believed OK or PENDING here would take garbage for a result, or wait for ever.
+inline void write(Writer& writer, const std::vector<Loss>& losses) {
+  writer.number(static_cast<std::uint32_t>(losses.size()));
+  for (const Loss& loss : losses) {
+    writer.number(index_of(loss.rank)).number(static_cast<std::uint8_t>(loss.kind));
+  }
+}
+
+inline std::vector<Loss> read_losses(Reader& reader) {
+  std::vector<Loss> losses;
+  const auto count = reader.number<std::uint32_t>();
+  for (std::uint32_t i = 0; i < count; ++i) {
+    const Rank rank{reader.number<std::int32_t>()};
+    const auto kind = static_cast<LossKind>(reader.number<std::uint8_t>());
+    if (kind < LossKind::kDead || kind > LossKind::kLeft) malformed("a loss of unknown kind");
+    losses.push_back({rank, kind});
+  }
+  return losses;
+}
+
 inline std::int32_t read_failure(Reader& reader) {
   const auto status = reader.number<std::int32_t>();
   if (status <= SPARKHVD_PENDING || status > SPARKHVD_NO_MEMORY) {

@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <future>
+#include <latch>
 #include <new>
 
 #include "test.h"
@@ -85,11 +86,12 @@ TEST(an_engine_that_has_failed_rests) {
     WorldOptions options;
     options.hosts = use_tcp ? std::vector<std::int32_t>{0, 1} : one_host(2);
     options.use_tcp = use_tcp;
+    std::latch both_have_results(2);
     run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
       Tensor tensor;
-      CHECK_EQUAL(engine.submit(tensor.request.raw()).wait().message, "");
-      // The other rank has its result, too.
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      const Status status = engine.submit(tensor.request.raw()).wait();
+      both_have_results.arrive_and_wait();
+      CHECK_EQUAL(status.message, "");
       if (rank == 0) engine.abort("of the test");
       // Beyond the next look for hosts that have vanished.
       std::this_thread::sleep_for(std::chrono::milliseconds(700));

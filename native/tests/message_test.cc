@@ -114,6 +114,8 @@ TEST(messages_survive_the_round_trip) {
   CHECK(decode<Goodbye>(body_of(encode(leaving))).sets.at(0).executed_on_device == 8);
   CHECK(decode<Refuse>(body_of(encode(Refuse{0, "n", 3, "m", 6}))).status == 3);
   CHECK(decode<Refuse>(body_of(encode(Refuse{0, "n", 3, "m", 6}))).device_orders == 6);
+  CHECK(decode<Refuse>(body_of(encode(Refuse{0, "n", 3, "m", 6, {{Rank{2}, LossKind::kLeft}}})))
+            .losses.size() == 1);
 }
 
 TEST(orders_for_devices_survive_the_round_trip_and_nothing_else_passes) {

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sparkhvd.errors import EngineUnavailableError
 
 ABI_VERSION = 8
-WIRE_VERSION = 11
+WIRE_VERSION = 12
 
 
 class Status(IntEnum):

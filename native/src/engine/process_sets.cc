@@ -168,9 +168,11 @@ void ProcessSets::apply(Group& group, Negotiation::Outcome outcome) {
       give_order(group, std::move(*execute));
     } else if (const auto* again = std::get_if<Again>(&decision.message)) {
       give_order_again(group, *again);
-    } else if (const auto& refuse = std::get<Refuse>(decision.message);
-               peers_.send_to(decision.to, encode(refuse))) {
-      on_refuse(group.coordinator(), refuse);
+    } else {
+      auto& refuse = std::get<Refuse>(decision.message);
+      // Who hears of an end by the coordinator knows then why, although the goodbye may come later.
+      if (refuse.status == SPARKHVD_SHUT_DOWN) refuse.losses = in_flight_.losses();
+      if (peers_.send_to(decision.to, encode(refuse))) on_refuse(group.coordinator(), refuse);
     }
   }
 }
@@ -276,6 +278,10 @@ void ProcessSets::on_refuse(Rank from, const Refuse& message) {
   Group& group = *found;
   if (from != group.coordinator()) {
     throw nonsense("a frame that only the coordinator of a process set may send");
+  }
+  for (const Loss& loss : message.losses) {
+    if (!world_.membership().includes(loss.rank)) throw nonsense("a loss of no rank");
+    in_flight_.note(loss);
   }
   if (message.name.empty()) {
     if (group.id == 0) throw nonsense("the end of the process set of all ranks");
