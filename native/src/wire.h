@@ -147,7 +147,6 @@ inline SegmentKey read_key(Reader& reader) {
   return key;
 }
 
-/// A failure: who believed OK or PENDING here would take garbage for a result, or wait for ever.
 inline void write(Writer& writer, const std::vector<Loss>& losses) {
   writer.number(static_cast<std::uint32_t>(losses.size()));
   for (const Loss& loss : losses) {
@@ -167,6 +166,7 @@ inline std::vector<Loss> read_losses(Reader& reader) {
   return losses;
 }
 
+/// A failure: who believed OK or PENDING here would take garbage for a result, or wait for ever.
 inline std::int32_t read_failure(Reader& reader) {
   const auto status = reader.number<std::int32_t>();
   if (status <= SPARKHVD_PENDING || status > SPARKHVD_NO_MEMORY) {
