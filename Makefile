@@ -162,9 +162,10 @@ test-sanitizers: $(BUILD_TOOLS)
 	$(call BUILD_SANITIZED,address,OFF,check)
 	$(call BUILD_SANITIZED,thread,OFF,check)
 
-# libFuzzer on what reads bytes of a peer; needs clang (Debian: apt-get install clang libclang-rt-dev).
+# libFuzzer on what reads bytes of a peer; needs clang 16 or newer (Debian: apt-get install clang-16 libclang-rt-16-dev).
 # The corpus stays in build/fuzz/corpus, so each run goes on from the last.
-CLANGXX ?= $(shell for name in clang++ clang++-{22..14}; do command -v $$name && break; done)
+CLANGXX ?= $(shell for name in clang++ clang++-{22..16}; do \
+  command -v $$name >/dev/null && test "$$($$name -dumpversion | cut -d. -f1)" -ge 16 && { command -v $$name; break; }; done)
 FUZZ_S ?= 60
 
 fuzz: $(PACKAGES)

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "test.h"
+#include "watchdog.h"
 
 // Words are parts of a test's name; one that begins with ^ is its beginning, and tests with one behind - are left out.
 bool has_word(const std::string& name, const std::string& word) {
@@ -20,6 +21,7 @@ int main(int argc, char** argv) {
   std::erase_if(wanted, [&](const auto& word) {
     return std::sscanf(word.c_str(), "%%%d/%d", &part, &parts) == 2;
   });
+  sparkhvd::test::Watchdog watchdog;
   int failed = 0;
   int run = 0;
   int number = 0;
@@ -32,6 +34,7 @@ int main(int argc, char** argv) {
     });
     if (!is_wanted || is_left_out || number++ % parts != part) continue;
     ++run;
+    watchdog.begin(test.name);
     const auto start = std::chrono::steady_clock::now();
     std::string problem;
     try {
