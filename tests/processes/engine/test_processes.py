@@ -29,7 +29,8 @@ def test_polling_alone_finishes_operations_submitted_in_opposite_orders(tcp_only
 def test_rank_that_holds_its_gil_delays_nobody(tcp_only: bool) -> None:
     with rank_processes(f"{BODIES}:hold_the_gil", 2, tcp_only=tcp_only) as ranks:
         seconds = ranks[0].expect()
-        assert max(seconds) < 0.05, seconds
+        # Who noticed would wait for half a second.
+        assert max(seconds) < 0.2, seconds
         ranks[1].expect()
 
 
