@@ -232,6 +232,95 @@ TEST(stepped_exchanges_add_up_on_every_layout) {
   }
 }
 
+TEST(memory_of_a_former_engine_is_adopted_as_it_is) {
+  constexpr std::int64_t kCount = 20011;
+  // Who they were; the rank that is missing has left.
+  for (const auto& former : std::vector<std::vector<std::int64_t>>{{0, 1, 2}, {2, 0}, {1, 2}}) {
+    std::vector<sparkhvd_buffer*> buffers(3);
+    WorldOptions options;
+    options.hosts = {0, 0, 0};
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      Request add(SPARKHVD_REGISTER, "register");
+      TestWork work = engine.submit(add.numbers({kCount * 4}).raw());
+      CHECK_EQUAL(work.wait().message, "");
+      auto& buffer = buffers[static_cast<std::size_t>(rank)];
+      CHECK_EQUAL(sparkhvd_work_buffer(work.get(), &buffer, nullptr, 0), SPARKHVD_OK);
+      auto* data = static_cast<float*>(sparkhvd_buffer_data(buffer));
+      for (std::int64_t i = 0; i < kCount; ++i) data[i] = static_cast<float>(rank + i % 7);
+    });
+    options.hosts.assign(former.size(), 0);
+    run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+      sparkhvd_buffer* own =
+          buffers[static_cast<std::size_t>(former[static_cast<std::size_t>(rank)])];
+      const auto adopt = [&](const std::string& name, std::vector<std::int64_t> ranks,
+                             std::int64_t bytes) {
+        Request request(SPARKHVD_REGISTER, name);
+        ranks.insert(ranks.begin(), {bytes, 0});
+        request.numbers(ranks).raw().adopted = own;
+        return request;
+      };
+      Status status;
+      engine.submit(adopt("bytes", former, 4).raw(), &status);
+      CHECK_EQUAL(status.code, SPARKHVD_INVALID_ARGUMENT);
+      std::vector<std::int64_t> wrong = former;
+      std::ranges::reverse(wrong);
+      if (wrong[static_cast<std::size_t>(rank)] != former[static_cast<std::size_t>(rank)]) {
+        engine.submit(adopt("ranks", wrong, kCount * 4).raw(), &status);
+        CHECK_EQUAL(status.code, SPARKHVD_INVALID_ARGUMENT);
+        CHECK_MESSAGE(status.message.find(" was rank ") != std::string::npos, status.message);
+      }
+      TestWork work = engine.submit(adopt("adopt", former, kCount * 4).raw());
+      CHECK_EQUAL(work.wait().message, "");
+      sparkhvd_buffer* buffer = nullptr;
+      CHECK_EQUAL(sparkhvd_work_buffer(work.get(), &buffer, nullptr, 0), SPARKHVD_OK);
+      auto* data = static_cast<float*>(sparkhvd_buffer_data(buffer));
+      CHECK(data == sparkhvd_buffer_data(own));
+      CHECK(sparkhvd_buffer_is_shared(buffer) == 1);
+      sparkhvd_buffer_release(own);  // the pieces live on
+      Request request(SPARKHVD_ALLREDUCE, "x");
+      CHECK_EQUAL(engine.submit(request.tensor(data, data, {kCount}).raw()).wait().message, "");
+      for (std::int64_t i = 0; i < kCount; ++i) {
+        float sum = 0;
+        for (const auto each : former) sum += static_cast<float>(each + i % 7);
+        CHECK_EQUAL(data[i], sum);
+      }
+      sparkhvd_buffer_release(buffer);
+    });
+    for (std::int64_t rank = 0; rank < 3; ++rank) {
+      if (std::ranges::count(former, rank) == 0) {
+        sparkhvd_buffer_release(buffers[static_cast<std::size_t>(rank)]);
+      }
+    }
+  }
+}
+
+TEST(ranks_that_adopt_different_memory_disagree) {
+  WorldOptions options;
+  options.hosts = {0, 0};
+  std::vector<std::vector<sparkhvd_buffer*>> buffers(2, std::vector<sparkhvd_buffer*>(2));
+  run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+    for (std::size_t i = 0; i < 2; ++i) {
+      Request add(SPARKHVD_REGISTER, "register");
+      TestWork work = engine.submit(add.numbers({4096}).raw());
+      CHECK_EQUAL(work.wait().message, "");
+      CHECK_EQUAL(
+          sparkhvd_work_buffer(work.get(), &buffers[static_cast<std::size_t>(rank)][i], nullptr, 0),
+          SPARKHVD_OK);
+    }
+  });
+  run_ranks(options, [&](TestEngine& engine, std::int32_t rank) {
+    const auto me = static_cast<std::size_t>(rank);
+    Request request(SPARKHVD_REGISTER, "adopt");
+    request.numbers({4096, 0, 0, 1}).raw().adopted = buffers[me][me];
+    CHECK_EQUAL(engine.submit(request.raw()).wait().code, SPARKHVD_MISMATCH);
+    Request without(SPARKHVD_REGISTER, "nothing");
+    Status status;
+    engine.submit(without.numbers({4096, 0, 0, 1}).raw(), &status);
+    CHECK_EQUAL(status.code, SPARKHVD_INVALID_ARGUMENT);
+    for (auto* buffer : buffers[me]) sparkhvd_buffer_release(buffer);
+  });
+}
+
 TEST(registered_memory_while_all_ranks_of_an_island_have_joined) {
   WorldOptions options;
   options.hosts = {0, 0, 1, 1, 2};

@@ -21,12 +21,14 @@ from sparkhvd.engine.library import (
     Collective,
     DType,
     Knob,
+    Loss,
     ReduceOp,
 )
-from sparkhvd.engine.session import isa_available
+from sparkhvd.engine.session import Session, isa_available
 from sparkhvd.engine.state import library_path, load
 from sparkhvd.engine.submission import Submitter
 from sparkhvd.engine.work import Buffer, GatherOutput, Work
+from sparkhvd.errors import InvalidArgumentError
 
 __all__ = [
     "ABI_VERSION",
@@ -203,6 +205,44 @@ class Engine(Submitter):
         numbers = (num_bytes, 1) if one_piece else (num_bytes,)
         call = Call(Collective.REGISTER, process_set=process_set, numbers=numbers, device=device)
         work = self.start(call, name or self._number("allocate", process_set))
+        work.wait()
+        return work.buffer()
+
+    def adopt(
+        self,
+        buffer: Buffer,
+        former: Session,
+        former_ranks: Sequence[int],
+        *,
+        name: str | None = None,
+    ) -> Buffer:
+        """Register memory of an engine that has ended, as it is; every rank must call this, with the same memory's pieces.
+
+        No page is made and nothing is copied: tensors in it stay where they are.
+
+        Args:
+            buffer: of `former`, made by `allocate` with a piece per rank.
+            former: the engine that made it; shut down.
+            former_ranks: by rank of this engine, its rank there.
+            name: None numbers these calls.
+
+        Raises:
+            InvalidArgumentError: a rank of `former` that is not here may still write into the memory, because it is neither
+                dead nor has left; the memory is no such; or this rank was another one there.
+            MismatchError, CollectiveTimeoutError, PeerLostError: as for any operation.
+        """
+        losses = former.losses()
+        here = set(former_ranks)
+        others = [rank for rank in range(former.size) if rank not in here]
+        if alive := [rank for rank in others if losses.get(rank, Loss.SILENT) == Loss.SILENT]:
+            raise InvalidArgumentError(
+                f"adopt(): rank {alive[0]} of the former engine is not here, and is not known to have ended: it may still write "
+                "into the memory. Allocate new memory."
+            )
+        numbers = (buffer.num_bytes, 0, *former_ranks)
+        call = Call(Collective.REGISTER, numbers=numbers)
+        call.request.adopted = buffer.handle
+        work = self.start(call, name or self._number("adopt"), keep=buffer)
         work.wait()
         return work.buffer()
 

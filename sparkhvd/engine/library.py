@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import EngineUnavailableError
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 WIRE_VERSION = 12
 
 
@@ -215,6 +215,7 @@ class Request(ctypes.Structure):
         ("num_splits", ctypes.c_uint32),
         ("reserved", ctypes.c_uint32),
         ("timeout_s", ctypes.c_double),
+        ("adopted", ctypes.c_void_p),
     ]
 
 

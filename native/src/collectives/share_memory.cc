@@ -88,6 +88,25 @@ class SharedMemory {
   const Team& team_;
 };
 
+/// Ranks that do not have all pieces of their island are on their own.
+void divide_islands(Context& context, const std::vector<Rank>& lacking) {
+  const Team& team = context.team;
+  const auto is_shared = [&](const std::vector<Rank>& island) {
+    return std::ranges::none_of(island,
+                                [&](Rank rank) { return std::ranges::count(lacking, rank) > 0; });
+  };
+  std::vector<std::vector<Rank>> islands;
+  for (const auto& island : team.islands()) {
+    if (is_shared(island)) {
+      islands.push_back(island);
+    } else {
+      for (const Rank rank : island) islands.push_back({rank});
+    }
+  }
+  if (!is_shared(team.island())) context.segment->keep_only(team.self());
+  context.team = Team(team.self(), std::move(islands));
+}
+
 }  // namespace
 
 Task share_memory(Context& context, std::size_t bytes, Segment::Kind kind) {
@@ -114,24 +133,30 @@ Task share_memory(Context& context, std::size_t bytes, Segment::Kind kind) {
   }
   co_await answers.all();
   const auto lacking = answers.take_refusals();
-  if (is_one_piece) {
-    if (!lacking.empty()) context.segment = nullptr;
-    co_return;
+  if (!is_one_piece) {
+    divide_islands(context, lacking);
+  } else if (!lacking.empty()) {
+    context.segment = nullptr;
   }
-  const auto is_shared = [&](const std::vector<Rank>& island) {
-    return std::ranges::none_of(island,
-                                [&](Rank rank) { return std::ranges::count(lacking, rank) > 0; });
-  };
-  std::vector<std::vector<Rank>> islands;
-  for (const auto& island : team.islands()) {
-    if (is_shared(island)) {
-      islands.push_back(island);
+}
+
+Task adopt_memory(Context& context, std::span<const std::int64_t> former_ranks) {
+  context.algorithm = "adopt_memory";
+  const Segment& former = *context.operation.adopted;
+  SharedMemory work(context, former.bytes(), Segment::Kind::kPieceEach);
+  bool has_all = true;
+  for (const Rank rank : context.team.island()) {
+    const Rank as{static_cast<std::int32_t>(former_ranks[context.team.index_in(rank)])};
+    if (former.has(as)) {
+      context.segment->adopt(rank, former, as);
     } else {
-      for (const Rank rank : island) islands.push_back({rank});
+      has_all = false;
     }
   }
-  if (!is_shared(team.island())) context.segment->keep_only(team.self());
-  context.team = Team(team.self(), std::move(islands));
+  Answers answers(context, work.key());
+  answers.give(has_all);
+  co_await answers.all();
+  divide_islands(context, answers.take_refusals());
 }
 
 }  // namespace sparkhvd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import resource
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from sparkhvd import rendezvous
-from sparkhvd.engine.engine import Collective, Engine, ReduceOp, Reduction
-from sparkhvd.errors import CollectiveError
+from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, TensorView
+from sparkhvd.errors import CollectiveError, InvalidArgumentError, PeerLostError
 from sparkhvd.rendezvous import sockets
 from tests.harness import faults
 from tests.harness.meeting import meet
@@ -63,6 +65,40 @@ def work_until_lost(engine: Engine, talk: Talk) -> Any:
     while True:
         one_round(engine, number)
         number += 1
+
+
+def adopt_after_a_death(engine: Engine, talk: Talk) -> Any:
+    """Register memory; when a rank has died go on in it without that rank, in an engine of those that are left."""
+    count = 1 << 20
+    (meeting,) = sockets._open_rendezvous
+    buffer = engine.allocate(4 * count)
+    memory = (ctypes.c_float * count).from_address(buffer.address)
+    tensor = np.frombuffer(memory, np.float32)
+    tensor[:] = engine.rank + 1
+    talk.say("running")
+    try:
+        while True:
+            engine.barrier().wait()
+    except PeerLostError as error:
+        here = [rank for rank in range(engine.size) if rank not in error.lost]
+    engine.shutdown()
+    again = meeting.among(here)
+    assert again is not None
+    with Engine(again.connect(), again.settings) as left:
+        with pytest.raises(InvalidArgumentError, match="is not known to have ended"):
+            left.adopt(buffer, left, [0])
+        adopted = left.adopt(buffer, engine, here)
+        assert adopted.address == buffer.address
+        assert adopted.is_shared
+        view = TensorView(adopted.address, adopted.address, (count,))
+        left.allreduce(
+            [view], name="x", dtype=DType.FLOAT32, reduction=Reduction(ReduceOp.SUM)
+        ).wait()
+        return {"lost": error_kinds(engine), "result": sorted(set(tensor.tolist()))}
+
+
+def error_kinds(engine: Engine) -> dict[int, str]:
+    return {rank: loss.name for rank, loss in engine.losses().items()}
 
 
 def large_round(engine: Engine, number: int) -> None:

@@ -61,6 +61,15 @@ def test_rank_killed_at_a_random_moment_is_named_by_all(tcp_only: bool) -> None:
                 assert time.monotonic() - began < WITHIN_S
 
 
+def test_ranks_that_are_left_adopt_the_memory_of_the_former_engine() -> None:
+    with rank_processes(f"{BODIES}:adopt_after_a_death", 3) as ranks:
+        for rank in ranks:
+            assert rank.expect() == "running"
+        ranks[1].kill(signal.SIGKILL)
+        for rank in (ranks[0], ranks[2]):
+            assert rank.expect() == {"lost": {"1": "DEAD"}, "result": [4.0]}
+
+
 def test_stopped_rank_is_waited_for_and_goes_on() -> None:
     """A host whose kernel answers is there, however long its process has not read; 5 s are no stall. Three jobs at a time."""
     settings = Settings(connect_timeout_s=30, host_loss_s=3)
