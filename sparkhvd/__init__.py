@@ -115,6 +115,8 @@ __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are data
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
+    if name == "runner":
+        return importlib.import_module("sparkhvd.runner")
     if home is None:
         raise AttributeError(f"module 'sparkhvd' has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)

@@ -50,6 +50,8 @@ class Place:
 
 
 _HERE = ("localhost", "127.0.0.1", "::1")
+# Of MPICH and Intel MPI, and of srun's plugin for them, which does not tell how many ranks are here.
+_PMI = "MPI"
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ _LAUNCHERS = (
         ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     _Launcher(
-        "MPI",  # MPICH, Intel MPI
+        _PMI,
         "PMI_RANK",
         "PMI_RANK",
         ("PMI_SIZE",),
@@ -124,6 +126,7 @@ def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
         InvalidArgumentError: a variable is no number, two launchers contradict each other, or torch's variables tell of other ranks
             and not where they are.
     """
+    variables = _of_torch(variables)
     places = [
         place
         for launcher in _LAUNCHERS
@@ -146,7 +149,38 @@ def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
             f"init(): this process has the variables of two launchers: {both}. Use one of them alone, or start "
             "torchrun once per host with a single MPI process there."
         )
-    return places[0]
+    first = places[0]
+    if first.launcher == _PMI and not first.local_size:
+        # srun has set both.
+        return next((place for place in places if place.launcher == "srun"), first)
+    return first
+
+
+def _of_torch(variables: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the variables with torch's for what Kubernetes says of a pod: an indexed Job's, or a TrainJob's for torchrun.
+
+    Raises:
+        InvalidArgumentError: a TrainJob wants several ranks in this pod.
+    """
+    if "RANK" in variables:
+        return variables
+    if (rank := variables.get("JOB_COMPLETION_INDEX")) and PLAIN in variables:
+        return {**variables, "RANK": rank}
+    if (rank := variables.get("PET_NODE_RANK")) and "PET_MASTER_ADDR" in variables:
+        here = variables.get("PET_NPROC_PER_NODE", "1")
+        if here != "1":
+            raise InvalidArgumentError(
+                f"init(): PET_NPROC_PER_NODE={here}, so this pod has several ranks. Start the script with torchrun, which starts "
+                "them, or set it to 1."
+            )
+        found = {"RANK": rank, "WORLD_SIZE": variables.get("PET_NNODES", "1")}
+        found |= {
+            name: variables[f"PET_{name}"]
+            for name in (PLAIN, "MASTER_PORT")
+            if f"PET_{name}" in variables
+        }
+        return {**variables, **found}
+    return variables
 
 
 def _check_lone(variables: Mapping[str, str]) -> None:
@@ -157,6 +191,16 @@ def _check_lone(variables: Mapping[str, str]) -> None:
             f"init(): RANK={rank} and WORLD_SIZE={size} are set and MASTER_ADDR is not, so nothing says where rank 0 is. Set "
             "MASTER_ADDR=<rank 0's host> and MASTER_PORT=<a free port there> on every rank, or unset RANK and WORLD_SIZE for a "
             "process on its own."
+        )
+    if PLAIN in variables and not rank and size.isdecimal() and int(size) > 1:
+        raise InvalidArgumentError(
+            f"init(): MASTER_ADDR={variables[PLAIN]} and WORLD_SIZE={size} are set and RANK is not. Set RANK, from 0 on, on every "
+            "rank, or unset WORLD_SIZE for a process on its own."
+        )
+    if "PMIX_RANK" in variables and not any(each.mark in variables for each in _LAUNCHERS):
+        raise InvalidArgumentError(
+            f"init(): PMIX_RANK={variables['PMIX_RANK']} is set, and nothing says how many ranks there are. Start them with mpirun or "
+            "srun, use mpi4py (init(comm=MPI.COMM_WORLD)), or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
         )
 
 
@@ -181,7 +225,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> Pl
         launcher.name,
         rank,
         size,
-        number(launcher.local_size, 0 if launcher.name == PLAIN else size),
+        number(launcher.local_size, 0 if launcher.name in (PLAIN, _PMI) else size),
         "/".join([launcher.name, *job]),
         0 if job else parent,
         (host, port) if host and port else None,

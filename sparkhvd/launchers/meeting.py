@@ -35,7 +35,7 @@ def mark(job: str = "") -> None:
     """
     variables = os.environ  # noqa: TID251 - the launcher's
     if not job and "MASTER_ADDR" in variables:
-        job = f"{PLAIN}/{variables['MASTER_ADDR']}/{variables.get('MASTER_PORT', '')}"
+        job = f"{PLAIN}/{variables.get('MASTER_ADDR', variables.get('PET_MASTER_ADDR'))}/{variables.get('MASTER_PORT', '')}"
     variables[_MARK] = f"{os.getpid()} {job}"
 
 

@@ -69,7 +69,9 @@ _WITHOUT_EFFECT = {
 # Of horovodrun's elastic jobs.
 _ELASTIC = (
     "--min-np",
+    "--min-num-proc",
     "--max-np",
+    "--max-num-proc",
     "--host-discovery-script",
     "--slots-per-host",
     "--elastic-timeout",

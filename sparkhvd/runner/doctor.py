@@ -53,7 +53,12 @@ class Finding:
 
 def examine() -> int:
     """Print what this machine can do and lacks, on one screen; return 1 if nothing works without what is missing."""
-    findings = list(_findings())
+    try:
+        Settings.resolve()
+    except SparkhvdError as error:
+        findings = [Finding("settings", "cannot be read", str(error), is_needed=True)]
+    else:
+        findings = list(_findings())
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         mark = "ok  " if not finding.remedy else "LACK" if finding.is_needed else "-   "

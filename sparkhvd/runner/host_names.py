@@ -94,11 +94,11 @@ def _hosts_of(path: str, lines: Sequence[str]) -> Iterator[Host]:
 def _checked(what: str, hosts: Iterator[Host]) -> list[Host]:
     found: dict[str, Host] = {}
     for host in hosts:
-        key = "localhost" if is_here(host.name) else host.name
+        key = "localhost" if is_here(host.name) else host.name.rpartition("@")[2]
         if key in found:
             names = " and ".join(dict.fromkeys((found[key].name, host.name)))
             raise InvalidArgumentError(
-                f"{what} has {names} twice. Give a host once, with all of its slots."
+                f"{what}: a host is there twice, {names}. Give it once, with all of its slots."
             )
         found[key] = host
     if not found:

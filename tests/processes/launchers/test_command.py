@@ -193,7 +193,7 @@ def test_the_doctor_says_what_is_there_and_what_to_do() -> None:
         (["-np", "2"], "there is no command"),
         (["-np", "2", "python", "no.py"], "the script 'no.py' does not exist"),
         (["-np", "2", "no-program"], "the program 'no-program' does not exist"),
-        (["-np", "2", "-H", "a:1,b:1,a:2", "true"], "has a twice"),
+        (["-np", "2", "-H", "a:1,b:1,a:2", "true"], "is there twice, a"),
         (["-np", "2", "--hosts=-oProxyCommand=x:2", "true"], "it must be host:slots,host:slots"),
         (["-np", "2", "-x", "NOT_SET_HERE", "true"], "this variable is not set here"),
         (["-np", "3", "-H", "localhost:2", "true"], "as many slots as ranks"),

@@ -25,7 +25,7 @@ from tests.harness.meeting import meet
 from tests.harness.netns import two_hosts
 from tests.harness.netns import why_not as why_no_namespaces
 from tests.harness.paths import ROOT
-from tests.harness.processes import find, is_alive, wait_until_gone
+from tests.harness.processes import is_alive, wait_until_gone
 from tests.harness.soak import SOAK, left_to_soak, soak
 from tests.harness.waiting import wait_until
 
@@ -141,7 +141,6 @@ def test_ranks_may_end_before_all_have_started(server: sshd.Server, tmp_path: Pa
 def test_nothing_is_left_on_any_host(
     server: sshd.Server, script: Path, tmp_path: Path, ended: str
 ) -> None:
-    before = find(AGENT)
     (tmp_path / "hosts").write_text(f"# two hosts\n{A} slots=1\n{B}:1\n")
     flags = ("-np", "2", "--hostfile", "hosts", sys.executable, str(script), "sleep")
     with subprocess.Popen(
@@ -153,7 +152,7 @@ def test_nothing_is_left_on_any_host(
         env=environment(server),
     ) as launcher:
         ranks, helpers = started_by(launcher, 2)
-        ours = commands_with(AGENT, str(server.port), server.ssh)
+        ours = agents_of(server) | commands_with(str(server.port), re.escape(server.ssh))
         left = {*ranks, *helpers, *ours} - {launcher.pid}
         if ended.startswith("launcher"):
             number = getattr(signal, ended.split()[1])
@@ -162,7 +161,7 @@ def test_nothing_is_left_on_any_host(
         else:
             victim = {
                 "rank": lambda: ranks[1],
-                "ssh": lambda: min(commands_with(f"ssh -F.*{B}")),
+                "ssh": lambda: min(commands_with(f"{re.escape(server.ssh)}.*{B}")),
                 "agent": lambda: parent_of(ranks[1]),
                 "sshd": lambda: parent_of(parent_of(ranks[1])),
             }[ended]()
@@ -180,7 +179,7 @@ def test_nothing_is_left_on_any_host(
             assert f"the connection to {B} (ranks 1) was lost" in errors
         assert wait_until_gone(left, 5) == set()
         assert time.monotonic() - began < 5
-    assert find(AGENT) == before
+    assert agents_of(server) == set()
 
 
 @soak("each kill on its own, here")
@@ -188,6 +187,10 @@ def test_random_kills_leave_nothing(server: sshd.Server, script: Path, tmp_path:
     """Kill a random process of a launch, at a random moment from its beginning on."""
     seed = int.from_bytes(os.urandom(4), "big")
     generator = random.Random(seed)
+
+    def of_launch() -> set[int]:
+        return agents_of(server) | commands_with(str(script), re.escape(server.ssh))
+
     for number in range(50):
         flags = ("-np", "3", "-H", f"{A}:2,{B}:1", sys.executable, str(script), "sleep")
         with subprocess.Popen(
@@ -198,7 +201,7 @@ def test_random_kills_leave_nothing(server: sshd.Server, script: Path, tmp_path:
             env=environment(server),
         ) as launcher:
             time.sleep(generator.uniform(0.2, 3))
-            ours = sorted(commands_with(AGENT, str(script), server.ssh) - {server.process.pid})
+            ours = sorted(of_launch() - {server.process.pid})
             victim = generator.choice([launcher.pid, *ours])
             command = Path(f"/proc/{victim}/cmdline")
             name = command.read_bytes()[:200] if command.exists() else b"gone"
@@ -208,8 +211,7 @@ def test_random_kills_leave_nothing(server: sshd.Server, script: Path, tmp_path:
                 launcher.kill()
             launcher.wait()
             what = f"seed {seed}, kill {number} of {name!r}"
-            gone = lambda: not commands_with(AGENT, str(script), server.ssh)  # noqa: E731
-            wait_until(gone, what, within_s=5)
+            wait_until(lambda: not of_launch(), what, within_s=5)
 
 
 def wait_for_end(process: subprocess.Popen[bytes], within_s: float) -> bool:
@@ -242,6 +244,16 @@ def commands_with(*patterns: str) -> set[int]:
         if any(re.search(each, command) for each in patterns) and is_alive(int(entry.name)):
             found.add(int(entry.name))
     return found - {os.getpid()}
+
+
+def agents_of(server: sshd.Server) -> set[int]:
+    """Return the agents that came by this server: another test may have some, too."""
+    found = set()
+    for pid in commands_with(AGENT):
+        with contextlib.suppress(OSError):
+            if f" {server.port}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.add(pid)
+    return found
 
 
 def parent_of(pid: int) -> int:
@@ -345,7 +357,7 @@ def test_a_function_on_hosts(server: sshd.Server, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RankError, match=f"Rank 0 of 1 on host {B} raised KeyError") as raised:
         sparkhvd.run_hosts(body, (True,), hosts=f"{B}:1", verbose=0)
     assert "in body" in raised.value.traceback
-    assert find(AGENT) == set()
+    assert agents_of(server) == set()
 
 
 def test_wrong_calls_are_told() -> None:

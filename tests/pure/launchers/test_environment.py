@@ -43,6 +43,14 @@ OF_TORCHRUN = Place(
 )
 PLAIN = {"MASTER_ADDR": "job-0.job", "MASTER_PORT": "29500", "RANK": "1", "WORLD_SIZE": "4"}
 OF_PLAIN = Place("MASTER_ADDR", 1, 4, 0, "MASTER_ADDR/job-0.job/29500", 0, ("job-0.job", 29500))
+JOB = {**{name: PLAIN[name] for name in PLAIN if name != "RANK"}, "JOB_COMPLETION_INDEX": "1"}
+TRAIN_JOB = {
+    "PET_MASTER_ADDR": "job-0.job",
+    "PET_MASTER_PORT": "29500",
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "4",
+    "PET_NPROC_PER_NODE": "1",
+}
 OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
 
 
@@ -64,6 +72,10 @@ OF_OPEN_MPI = Place("Open MPI", 1, 2, 2, "Open MPI/prterun-7@1")
         # What Kubernetes' operators set.
         (PLAIN, OF_PLAIN),
         ({**PLAIN, "LOCAL_WORLD_SIZE": "2"}, replace(OF_PLAIN, local_size=2)),
+        (JOB, OF_PLAIN),
+        (TRAIN_JOB, OF_PLAIN),
+        ({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "6"}, Place("srun", 5, 6, 3, "srun/77/0")),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Place("MPI", 0, 2, 0, "MPI", 9)),
         ({**PLAIN, **MPICH}, Place("MPI", 0, 2, 2, "MPI", 9, ("job-0.job", 29500))),
     ],
 )
@@ -101,6 +113,13 @@ def test_wrong_variables_are_told() -> None:
     ):
         place_in({"RANK": "0", "WORLD_SIZE": "2"}, 9)
     assert place_in({"RANK": "0", "WORLD_SIZE": "1"}, 9) is None
+    with pytest.raises(InvalidArgumentError, match="WORLD_SIZE=4 are set and RANK is not"):
+        place_in({name: value for name, value in PLAIN.items() if name != "RANK"}, 9)
+    with pytest.raises(InvalidArgumentError, match="PMIX_RANK=1 is set, and nothing says how many"):
+        place_in({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, 9)
+    assert place_in({"PMIX_RANK": "0", **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, 9) is None
+    with pytest.raises(InvalidArgumentError, match="PET_NPROC_PER_NODE=2, so this pod has several"):
+        place_in({**TRAIN_JOB, "PET_NPROC_PER_NODE": "2"}, 9)
 
 
 @pytest.mark.parametrize("address", ["localhost", "job-0.job"])
