@@ -10,7 +10,14 @@ from sparkhvd.distributed.operands import width
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import InvalidArgumentError, MismatchError
 
-__all__ = ["check_count", "check_parts", "check_received", "check_rows", "check_same"]
+__all__ = [
+    "check_count",
+    "check_parts",
+    "check_received",
+    "check_rows",
+    "check_same",
+    "check_sizes",
+]
 
 
 def check_count(what: str, items: Sequence[object], size: int) -> None:
@@ -27,6 +34,16 @@ def check_same(what: str, output: Tensor, tensor: Tensor) -> None:
         raise InvalidArgumentError(
             f"{what}: this rank's tensor has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, its place in the list "
             f"{tuple(output.shape)} and {output.dtype}. Give both the same."
+        )
+
+
+def check_sizes(what: str, sizes: Sequence[tuple[int, ...]], own: tuple[int, ...]) -> None:
+    """Check that the sparse dimensions of all ranks' tensors, by rank, are this rank's."""
+    other = next((rank for rank, size in enumerate(sizes) if size != own), None)
+    if other is not None:
+        raise MismatchError(
+            f"{what}: the ranks disagree on shape. This rank sent {own}, rank {other} of the group {sizes[other]} (its sparse "
+            "dimensions). Give tensors of the same size on every rank."
         )
 
 

@@ -14,6 +14,7 @@ from sparkhvd.distributed.checks import (
     check_count,
     check_parts,
     check_same,
+    check_sizes,
 )
 from sparkhvd.distributed.launcher import Launcher, Plan, gather_plan
 from sparkhvd.distributed.operands import (
@@ -134,12 +135,17 @@ class Reducing(_ProcessGroup):
                 "or AVG, or .to_dense()."
             )
         own = tensor.detach().coalesce()
-        parts = [moved(own.indices().t().contiguous()), moved(own.values().contiguous())]
+        dims = own.sparse_dim()
+        # Sizes come ahead of the indices: one outside of another rank's tensor must not be written there.
+        size = torch.tensor([own.size()[:dims]], dtype=torch.int64)
+        parts = [moved(torch.cat([size, own.indices().t()])), moved(own.values().contiguous())]
 
         def finish(works: Sequence[Operation]) -> None:
-            indices = (
-                received_numbers(works[0], parts[0].numbers.dtype).view(-1, own.sparse_dim()).t()
-            )
+            numbers = received_numbers(works[0], parts[0].numbers.dtype)
+            pieces = numbers.split(list(works[0].output().rows))
+            sizes = [tuple(each[:dims].tolist()) for each in pieces]
+            check_sizes("all_reduce of a sparse tensor", sizes, tuple(own.size()[:dims]))
+            indices = torch.cat([each[dims:] for each in pieces]).view(-1, dims).t()
             values = received_numbers(works[1], parts[1].numbers.dtype)
             values = torch.view_as_complex(values.view(-1, 2)) if own.is_complex() else values
             values = values.view(-1, *own.values().shape[1:])

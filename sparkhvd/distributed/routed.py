@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from sparkhvd.distributed.inner import Inner, device_of
 from sparkhvd.distributed.launcher import Launcher
@@ -36,8 +38,13 @@ class Routed(Messages):
         super().__init__(rank, size, launcher)
         self.inner = inner
 
-    def allreduce(self, tensors: Any, opts: Any) -> Any:
-        """Reduce one tensor in place."""
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        """Reduce one tensor in place; also in the short forms of torch's groups: a tensor alone, no options, or the operation."""
+        if type(opts) is not dist.AllreduceOptions:
+            options = dist.AllreduceOptions()
+            if opts is not None:
+                options.reduceOp = opts
+            tensors, opts = [tensors] if isinstance(tensors, Tensor) else tensors, options
         # What training does most, in the least time.
         if self.inner.cpu_is_ours and tensors[0].is_cpu:
             return Messages.allreduce(self, tensors, opts)
