@@ -115,6 +115,13 @@ def unusual_reductions(r: Ranks) -> Iterator[tuple[str, bool]]:
     tensor = sparse[r.rank].clone()
     dist.all_reduce(tensor, group=r.group)
     yield "all_reduce sparse", same(tensor.to_dense(), sum(s.to_dense() for s in sparse))  # type: ignore[arg-type]
+    few = [torch.eye(4)[: rank % 2].sum(0).to_sparse() for rank in range(r.size)]
+    tensor = few[r.rank].clone()
+    dist.all_reduce(tensor, group=r.group)
+    yield (
+        "all_reduce sparse, some without entries",
+        same(tensor.to_dense(), sum(s.to_dense() for s in few)),
+    )  # type: ignore[arg-type]
 
 
 def sums(r: Ranks) -> Iterator[tuple[str, bool]]:

@@ -162,6 +162,8 @@ def mismatches() -> list[str]:
     expect("dtype", ["float64", "float32"], lambda: dist.all_reduce(kind))
     call: Any = dist.all_reduce if rank else (lambda tensor: dist.broadcast(tensor, 0))
     expect("collective", ["allreduce", "broadcast"], lambda: call(torch.ones(3)))
+    long = torch.sparse_coo_tensor([[0 if rank else 90000]], [1.0], (5,) if rank else (100000,))
+    expect("sparse", ["(5,)", "(100000,)"], lambda: dist.all_reduce(long))
     work = dist.all_reduce(one, async_op=True)
     expect("async", ["(3,)", "(4,)"], lambda: work.wait(timedelta(seconds=60)))
     expect("future", ["(3,)"], work.get_future().wait)

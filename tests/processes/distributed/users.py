@@ -317,7 +317,8 @@ def accumulation_and_join() -> list[str]:
     hooked = DistributedDataParallel(Net().double(), gradient_as_bucket_view=True)
     hooked.register_comm_hook(None, sparkhvd.distributed.ddp_hook)
     rank = dist.get_rank()
-    for each in (model, hooked):
+    unused = DistributedDataParallel(Net().double(), find_unused_parameters=True)
+    for each in (model, hooked, unused):
         steps = 0
         with Join([each]):  # rank 0 has one batch, rank 1 as many as it takes to move buckets
             for x, _ in batches()[: 3 * rank + 1]:
