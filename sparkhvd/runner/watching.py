@@ -20,8 +20,10 @@ from sparkhvd.runner.screen import Screen
 
 __all__ = ["Ended", "Event", "Lost", "Signalled", "signals", "watch"]
 
-GRACE_S = 3.0
-KILL_S = 1.0
+GRACE_S = 2.5
+KILL_S = 0.5
+# After a signal to the launcher, which is passed on: time to save.
+SIGNAL_S = 3.0
 # Of ssh, too, where it fails itself.
 _STATUS_LOST = 255
 _CONSEQUENCE = re.compile(r"sparkhvd\.errors\.(CollectiveError|PeerLostError): ")
@@ -170,7 +172,7 @@ class _Ending:
             self._send(signal.SIGKILL)
         else:
             self._send(number)
-            self._steps.append((time.monotonic() + GRACE_S, signal.SIGKILL))
+            self._steps.append((time.monotonic() + SIGNAL_S, signal.SIGKILL))
 
     def next_step_s(self) -> float | None:
         """Return the time until `step` has something to do; None for never."""
