@@ -114,9 +114,9 @@ __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are data
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if name == "runner":
+    if name == "runner":  # a package, whose import takes its time
         return importlib.import_module("sparkhvd.runner")
+    home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'sparkhvd' has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)

@@ -31,8 +31,8 @@ _TORCH: dict[type[BaseException], type[errors.CollectiveError]] = {
 def as_torch(error: BaseException) -> BaseException:
     """Return the error of this module for one of the engine's; others as they are."""
     kind = _TORCH.get(type(error))
-    if kind is None:
+    if kind is None or not isinstance(error, errors.CollectiveError):
         return error
     ours = kind(str(error))
-    ours.lost = getattr(error, "lost", {})
+    ours.lost = error.lost
     return ours

@@ -216,7 +216,7 @@ class Engine(Submitter):
         *,
         name: str | None = None,
     ) -> Buffer:
-        """Register memory of an engine that has ended, as it is; every rank must call this, with the same memory's pieces.
+        """Register memory of an engine that has ended, with its contents; every rank calls this, with its piece of the same memory.
 
         No page is made and nothing is copied: tensors in it stay where they are.
 

@@ -27,7 +27,7 @@ __all__ = ["Crew"]
 _LINE_BYTES = 1 << 20
 # How long the rest of a rank's output may take, once nothing that writes to it is left.
 _DRAIN_S = 1.0
-# How long it takes mostly.
+# How long that takes where no other process holds the pipes.
 _CLOSED_S = 0.1
 _GATE = ("/bin/sh", "-c", 'read -r begin && exec "$@" </dev/null', "sparkhvd-gate")
 

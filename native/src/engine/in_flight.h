@@ -81,7 +81,7 @@ class InFlight {
   void withdraw(std::int32_t process_set);
   /// A rank has left in order: operations that need it are refused from now on.
   void depart(Rank rank);
-  /// A rank is lost; the first that is noted of it counts. The engine fails next.
+  /// Notes that a rank is lost; the first loss of a rank counts. Unless it has left, the engine fails next.
   void note(Loss loss);
   /// Ends an operation.
   void finish(Operation& operation, std::int32_t status, std::string message);

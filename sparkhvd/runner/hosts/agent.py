@@ -145,7 +145,7 @@ def _is_there() -> bool:
     try:
         # ssh's own port there, which takes no connection.
         socket.create_connection((came[0], int(came[1])), timeout=REACH_S).close()
-    except ConnectionRefusedError:
+    except ConnectionError:  # refused: its kernel answers
         return True
     except OSError:
         return False
