@@ -152,8 +152,7 @@ bool Core::take_requests() {
     }
   }
   if (requests.abort_reason) {
-    in_flight_.fail(SPARKHVD_SHUT_DOWN,
-                    rank_text(world_.rank()) + " aborted: " + *requests.abort_reason);
+    in_flight_.fail(SPARKHVD_SHUT_DOWN, *requests.abort_reason);
   }
   return !requests.empty();
 }

@@ -35,6 +35,8 @@ InFlight::InFlight(const Membership& membership, Recorder& recorder, Failing& fa
 void InFlight::submit(std::shared_ptr<Operation> operation) {
   const Lock lock(mutex_);
   if (failure_) throw Error(failure_->status(), operation->label() + ": " + failure_->what());
+  // The driver may have yet to take the abort, and would tell peers of this operation first.
+  if (abort_reason_) throw Error(SPARKHVD_SHUT_DOWN, operation->label() + ": " + *abort_reason_);
   const auto members = members_.find(operation->process_set);
   const bool needs_all = !spec_of(operation->descriptor.collective).is_point_to_point;
   // An engine that works has lost none but those that have left.
@@ -60,7 +62,7 @@ void InFlight::submit(std::shared_ptr<Operation> operation) {
 bool InFlight::request_abort(const std::string& reason) {
   const Lock lock(mutex_);
   if (failure_) return false;
-  abort_reason_ = reason;
+  abort_reason_ = rank_text(membership_.self) + " aborted: " + reason;
   return true;
 }
 
