@@ -25,9 +25,9 @@ extern "C" {
 #define SPARKHVD_API __attribute__((visibility("default")))
 
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
-#define SPARKHVD_ABI_VERSION 9
+#define SPARKHVD_ABI_VERSION 10
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
-#define SPARKHVD_WIRE_VERSION 12
+#define SPARKHVD_WIRE_VERSION 13
 
 /* Status of a call or of a finished operation. */
 #define SPARKHVD_OK 0
@@ -56,13 +56,16 @@ extern "C" {
 #define SPARKHVD_FLOAT64 11
 #define SPARKHVD_BOOL 12 /* one byte, 0 or 1; Sum and Max are "or", Product and Min are "and" */
 
-/* Reductions (the numbers are Horovod's). */
+/* Reductions (Horovod's have its numbers). */
 #define SPARKHVD_AVERAGE 0 /* the sum divided once by the size of the process set */
 #define SPARKHVD_SUM 1
 #define SPARKHVD_ADASUM 2
 #define SPARKHVD_MIN 3
 #define SPARKHVD_MAX 4
 #define SPARKHVD_PRODUCT 5
+#define SPARKHVD_BIT_AND 6 /* of integers and bool, on the CPU; so are the next two */
+#define SPARKHVD_BIT_OR 7
+#define SPARKHVD_BIT_XOR 8
 
 /* Collectives. */
 #define SPARKHVD_ALLREDUCE 0

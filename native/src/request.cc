@@ -127,16 +127,24 @@ class RequestReader {
     }
     if (operation_.on_device) return check_device_reduction();
     if (*op == ReduceOp::kAdasum) check_adasum();
+    if (is_of_bits(*op)) check_bits();
+  }
+
+  void check_bits() const {
+    if (is_float(descriptor_.dtype)) {
+      refuse(std::string(name_of(descriptor_.reduce_op)) + " is for integers and bool, not " +
+             std::string(name_of(descriptor_.dtype)) + ".");
+    }
+    if (raw_.prescale != 1 || raw_.postscale != 1) {
+      refuse("bits cannot be scaled. Leave prescale and postscale at 1.");
+    }
   }
 
   void check_adasum() const {
     if (descriptor_.collective != Collective::kAllreduce) {
       refuse("Adasum is for allreduce only. Use Sum or Average.");
     }
-    const bool is_float =
-        descriptor_.dtype == DType::kFloat16 || descriptor_.dtype == DType::kBfloat16 ||
-        descriptor_.dtype == DType::kFloat32 || descriptor_.dtype == DType::kFloat64;
-    if (!is_float) {
+    if (!is_float(descriptor_.dtype)) {
       refuse("Adasum needs floating-point tensors, not " + std::string(name_of(descriptor_.dtype)) +
              ". Use Sum or Average.");
     }

@@ -32,6 +32,11 @@ enum class DType : std::int32_t {
 };
 inline constexpr std::int32_t kNumDTypes = SPARKHVD_BOOL + 1;
 
+constexpr bool is_float(DType dtype) noexcept {
+  return dtype == DType::kFloat16 || dtype == DType::kBfloat16 || dtype == DType::kFloat32 ||
+         dtype == DType::kFloat64;
+}
+
 enum class ReduceOp : std::int32_t {
   kAverage = SPARKHVD_AVERAGE,
   kSum = SPARKHVD_SUM,
@@ -39,8 +44,15 @@ enum class ReduceOp : std::int32_t {
   kMin = SPARKHVD_MIN,
   kMax = SPARKHVD_MAX,
   kProduct = SPARKHVD_PRODUCT,
+  kBitAnd = SPARKHVD_BIT_AND,
+  kBitOr = SPARKHVD_BIT_OR,
+  kBitXor = SPARKHVD_BIT_XOR,
 };
-inline constexpr std::int32_t kNumReduceOps = SPARKHVD_PRODUCT + 1;
+inline constexpr std::int32_t kNumReduceOps = SPARKHVD_BIT_XOR + 1;
+
+constexpr bool is_of_bits(ReduceOp op) noexcept {
+  return op == ReduceOp::kBitAnd || op == ReduceOp::kBitOr || op == ReduceOp::kBitXor;
+}
 
 enum class Collective : std::int32_t {
   kAllreduce = SPARKHVD_ALLREDUCE,
@@ -138,6 +150,12 @@ constexpr std::string_view name_of(ReduceOp op) noexcept {
       return "Max";
     case ReduceOp::kProduct:
       return "Product";
+    case ReduceOp::kBitAnd:
+      return "BitAnd";
+    case ReduceOp::kBitOr:
+      return "BitOr";
+    case ReduceOp::kBitXor:
+      return "BitXor";
   }
   return "unknown op";
 }

@@ -13,6 +13,7 @@ group, and make a new one with the ranks that are left.
 
 Each module imports only those above it:
 
+    untraced       classes whose methods TorchDynamo leaves alone
     errors         errors of the engine as torch's
     operands       tensors as flat memory of the engine's types
     reductions     torch's reductions as the engine's
@@ -24,6 +25,7 @@ Each module imports only those above it:
     collectives    all of torch's collectives, likewise
     messages       torch's send and receive as the engine's
     inner          groups of torch's own backends inside one of ours
+    forms          forms of calls: with options, and short ones
     routed         collectives and messages by device
     store_meeting  ranks find each other through torch's store
     teams          engines and process sets of groups
@@ -39,7 +41,7 @@ from typing import Any
 import torch.distributed as dist
 
 from sparkhvd.distributed.errors import CollectiveError, CollectiveTimeoutError, PeerLostError
-from sparkhvd.distributed.extras import monitored_barrier, split_group
+from sparkhvd.distributed.extras import monitored_barrier, new_group, split_group
 from sparkhvd.distributed.group import Group
 from sparkhvd.distributed.hooks import PowerSGDState, ddp_hook, powersgd_hook
 from sparkhvd.distributed.teams import Teams, own
@@ -52,6 +54,7 @@ __all__ = [
     "PowerSGDState",
     "ddp_hook",
     "monitored_barrier",
+    "new_group",
     "powersgd_hook",
     "split_group",
 ]

@@ -16,7 +16,7 @@ __all__ = [
     "check_received",
     "check_rows",
     "check_same",
-    "check_sizes",
+    "check_kinds",
 ]
 
 
@@ -37,13 +37,13 @@ def check_same(what: str, output: Tensor, tensor: Tensor) -> None:
         )
 
 
-def check_sizes(what: str, sizes: Sequence[tuple[int, ...]], own: tuple[int, ...]) -> None:
-    """Check that the sparse dimensions of all ranks' tensors, by rank, are this rank's."""
-    other = next((rank for rank, size in enumerate(sizes) if size != own), None)
+def check_kinds(what: str, kinds: Sequence[str], own: int) -> None:
+    """Check that shapes and dtypes of all ranks' tensors, as texts by rank, are this rank's."""
+    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[own]), None)
     if other is not None:
         raise MismatchError(
-            f"{what}: the ranks disagree on shape. This rank sent {own}, rank {other} of the group {sizes[other]} (its sparse "
-            "dimensions). Give tensors of the same size on every rank."
+            f"{what}: the ranks disagree on shape or dtype. This rank sent {kinds[own]}, rank {other} of the group "
+            f"{kinds[other]}. Give tensors of the same shape and dtype on every rank."
         )
 
 

@@ -47,7 +47,7 @@ class Collectives(Reducing):
         tensor = only("broadcast", tensors)
         flat = moved(tensor)
         plan = Plan(
-            Collective.BROADCAST, [flat.view], flat.dtype, owners([flat]), root=opts.rootRank
+            Collective.BROADCAST, [flat.shaped], flat.dtype, owners([flat]), root=opts.rootRank
         )
         written(tensors)
         return self.launcher.launch([plan], opts, tensors, restoring([flat]))
@@ -76,7 +76,7 @@ class Collectives(Reducing):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
         """Join equal tensors of all ranks in one."""
-        return self.all_gather_single_coalesced([output], [input], opts)
+        return Collectives.all_gather_single_coalesced(self, [output], [input], opts)
 
     _allgather_base = all_gather_single
 
@@ -85,16 +85,21 @@ class Collectives(Reducing):
     ) -> Work:
         """Copy every rank's tensor to each place of a list; sizes may differ."""
         targets, tensor = only("all_gather", outputs), only("all_gather", inputs)
-        return self.allgather_coalesced([[each] for each in targets], [tensor], opts, "all_gather")
+        return self._allgather_each("all_gather", [[each] for each in targets], [tensor], opts)
 
     def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        """Copy every rank's tensors to each rank's list."""
+        return self._allgather_each("all_gather_coalesced", outputs, inputs, opts)
+
+    def _allgather_each(
         self,
+        what: str,
         outputs: Sequence[Sequence[Tensor]],
         inputs: Sequence[Tensor],
         opts: Any,
-        what: str = "all_gather_coalesced",
     ) -> Work:
-        """Copy every rank's tensors to each rank's list."""
         check_count(what, outputs, self._size)
         columns = [
             [outputs[rank][index] for rank in range(self._size)] for index in range(len(inputs))

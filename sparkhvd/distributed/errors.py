@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from torch.distributed import DistBackendError
 
 from sparkhvd import errors
 
-__all__ = ["CollectiveError", "CollectiveTimeoutError", "PeerLostError", "as_torch"]
+__all__ = ["CollectiveError", "CollectiveTimeoutError", "PeerLostError", "TAG_BITS", "as_torch"]
 
 
 class CollectiveError(errors.CollectiveError, DistBackendError):
@@ -28,11 +30,25 @@ _TORCH: dict[type[BaseException], type[errors.CollectiveError]] = {
 }
 
 
+# What the engine's advice says of names and settings that callers of torch.distributed do not have.
+_WORDS = {
+    ", or use different names": "",
+    ", or give the two tensors different names": "",
+    "raise stall_shutdown_s": "give the group a longer timeout",
+}
+
+# The engine's tags have 31 bits. Groups of the same ranks are one process set, and tell their messages apart by the upper ones.
+TAG_BITS = 24
+
+
 def as_torch(error: BaseException) -> BaseException:
-    """Return the error of this module for one of the engine's; others as they are."""
-    kind = _TORCH.get(type(error))
-    if kind is None or not isinstance(error, errors.CollectiveError):
+    """Return the error of this module for one of the engine's, in torch's words; others as they are."""
+    if not isinstance(error, (errors.CollectiveError, errors.MismatchError)):
         return error
-    ours = kind(str(error))
-    ours.lost = error.lost
+    text = re.sub(r"(?<=with tag )\d+", lambda tag: str(int(tag[0]) % (1 << TAG_BITS)), str(error))
+    for engines, torchs in _WORDS.items():
+        text = text.replace(engines, torchs)
+    ours = _TORCH.get(type(error), type(error))(text)
+    if isinstance(error, errors.CollectiveError) and isinstance(ours, errors.CollectiveError):
+        ours.lost = error.lost
     return ours

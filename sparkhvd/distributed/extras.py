@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed import new_group
 
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["monitored_barrier", "split_group"]
+__all__ = ["monitored_barrier", "new_group", "split_group"]
 
 
 def monitored_barrier(
@@ -20,39 +21,75 @@ def monitored_barrier(
     """Wait for every rank; where some do not come in time, name them: `torch.distributed.monitored_barrier` is Gloo's alone.
 
     Args:
-        group: None = the default one.
+        group: None = the default one. On ranks that are not in it nothing happens.
         timeout: None = the group's.
         wait_all_ranks: torch's; the ranks that have not come are always named together.
 
     Raises:
         CollectiveTimeoutError: some did not come.
     """
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is outside:
+        return
     options = dist.BarrierOptions()
     options.asyncOp = False
     if timeout is not None:
         options.timeout = timeout
-    (group or dist.group.WORLD).barrier(options).wait()  # type: ignore[union-attr]  # there is one, or torch says so
+    _given(group).barrier(options).wait()
 
 
-def split_group(split_ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-    """Divide the default group: `torch.distributed.split_group` wants an accelerator. Every rank must call this.
+def split_group(
+    parent_pg: dist.ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] = (),
+    timeout: timedelta | None = None,
+    pg_options: object = None,
+    group_desc: str | None = None,
+) -> dist.ProcessGroup | None:
+    """Divide a group: `torch.distributed.split_group` wants an accelerator. Every rank of the group must call this.
 
     Args:
-        split_ranks: ranks of each new group; none is in two.
+        parent_pg: None = the default one. Parts of another one get engines of their own.
+        split_ranks: ranks in `parent_pg` of each new group, ascending; none is in two.
+        timeout: of the new groups; None = torch's default.
+        pg_options: for a backend of torch's inside.
+        group_desc: torch's description of the new groups.
 
     Returns:
         This rank's new group; None where it is in none.
 
     Raises:
-        InvalidArgumentError: a rank is in two of them.
+        InvalidArgumentError: there are no groups, a rank is in two of them, or is not in `parent_pg`.
     """
-    ranks = [rank for part in split_ranks for rank in part]
-    if len(set(ranks)) < len(ranks):
+    parent = _given(parent_pg)
+    members = dist.get_process_group_ranks(parent)
+    ranks = sorted(rank for part in split_ranks for rank in part)
+    if not ranks or ranks != sorted(set(ranks) & set(range(len(members)))):
         raise InvalidArgumentError(
-            f"split_group({list(split_ranks)!r}): a rank is in two groups. Use torch.distributed.new_group()."
+            f"split_group(split_ranks={[list(part) for part in split_ranks]!r}): each rank from 0 to {len(members) - 1} may be "
+            "in one group, and there must be one. Use torch.distributed.new_group() for groups that overlap."
         )
-    groups = [dist.new_group(list(part)) for part in split_ranks]
-    mine = [
-        group for group, part in zip(groups, split_ranks, strict=True) if dist.get_rank() in part
+    parts = [[members[rank] for rank in sorted(part)] for part in split_ranks]
+    is_mine = [dist.get_rank() in part for part in parts]
+    is_whole = parent is dist.group.WORLD
+    # Of another group than the default one its members alone can make groups.
+    made: list[dist.ProcessGroup] = [
+        new_group(
+            part,
+            timeout,
+            pg_options=pg_options,
+            use_local_synchronization=not is_whole,
+            group_desc=group_desc,
+        )
+        for part, mine in zip(parts, is_mine, strict=True)
+        if is_whole or mine
     ]
-    return mine[0] if mine else None
+    if not any(is_mine):
+        return None
+    return made[is_mine.index(True) if is_whole else 0]
+
+
+def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    found = group or dist.group.WORLD
+    if found is None:
+        raise ValueError("there is no default process group. Call init_process_group() first.")
+    return found

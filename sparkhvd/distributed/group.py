@@ -13,10 +13,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from sparkhvd.distributed.futures import Future
 from sparkhvd.distributed.inner import Inner, Request
 from sparkhvd.distributed.launcher import Launcher, Team
 from sparkhvd.distributed.routed import Routed
 from sparkhvd.distributed.teams import Teams
+from sparkhvd.distributed.untraced import leave_untraced
+from sparkhvd.distributed.works import Work
 
 __all__ = ["Group"]
 
@@ -162,3 +165,7 @@ class Group(Routed):
         self.inner.each(lambda group: group.shutdown())
         if self.launcher.team.is_own:
             self.launcher.team.engine.shutdown()
+
+
+_OURS = [kind for kind in Group.__mro__ if kind.__module__.startswith("sparkhvd.")]
+leave_untraced(*_OURS, Work, Future)

@@ -51,7 +51,7 @@ def ddp_hook(
         InvalidArgumentError: the group is no group of ours, or there is no memory left.
     """
     group, buffer = _ours("ddp_hook", process_group), bucket.buffer()
-    if buffer.is_cpu and buffer.numel():
+    if buffer.is_cpu and not buffer.is_sparse and buffer.numel():
         # Not at first, for DDP makes other buckets after one step; later for those of a new DDP over the same parameters.
         times = _count(group, bucket)
         if times & (times - 1) == 0 and times > 0:
@@ -117,7 +117,7 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
     """Average a bucket as thin matrices with error feedback (PowerSGD): `hvd.Compression.powersgd` for DDP.
 
     For `model.register_comm_hook(PowerSGDState(rank=4), powersgd_hook)`. Gradients of float32 and float64 with two dimensions
-    or more are compressed where that makes them at least four times smaller; others are averaged as they are.
+    or more are compressed where that makes them at least four times smaller; others, and sparse ones, are averaged as they are.
 
     Args:
         state: of this model alone.
@@ -132,6 +132,8 @@ def powersgd_hook(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Fut
             f"powersgd_hook: the gradients are on {buffer.device}, and it computes on the CPU. Use torch's powerSGD_hook, "
             "which runs on any backend."
         )
+    if buffer.is_sparse:  # of one parameter alone
+        return ddp_hook(state.process_group, bucket)
     entries = [state.entry(param) for param in bucket.parameters()]
     plain, due = [], []
     for entry, grad in zip(entries, bucket.gradients(), strict=True):

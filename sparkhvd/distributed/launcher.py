@@ -17,7 +17,7 @@ from sparkhvd.distributed.works import FINISHED, Passes, Work
 from sparkhvd.engine.call import NO_REDUCTION
 from sparkhvd.engine.engine import Call, Collective, DType, Engine, Reduction, TensorView
 from sparkhvd.engine.engine import Work as Operation
-from sparkhvd.errors import CollectiveError
+from sparkhvd.errors import CollectiveError, MismatchError
 from sparkhvd.torch.collectives.tensors import DTYPES, lend
 from sparkhvd.torch.gradients.backward_end import in_backward, is_worth_overlapping
 
@@ -131,13 +131,10 @@ class Launcher:
                 engine.start(self._call(plan), name, plan.keep, timeout_s)
                 for name, plan in zip(names, plans, strict=True)
             ]
-        except CollectiveError as error:
+        except (CollectiveError, MismatchError) as error:
             raise as_torch(error) from None
         last = None if finish is None else partial(finish, works)
-        made = Work(works, outputs, last, Scope(names[0]), self.passes)
-        if self._coalesced is not None:
-            self._coalesced.append(made)
-        return made
+        return self.noted(Work(works, outputs, last, Scope(names[0]), self.passes))
 
     def launch_one(self, plan: Plan, opts: Any, outputs: Sequence[Tensor]) -> Work:
         """Launch an asynchronous collective: in a backward pass at its end, where overlapping is not worth it."""
@@ -167,12 +164,18 @@ class Launcher:
         )
         try:
             engine.run(call, scope.name(), keep, self._timeout_s(opts))
-        except CollectiveError as error:
+        except (CollectiveError, MismatchError) as error:
             raise as_torch(error) from None
 
     def start_coalescing(self) -> None:
         """Note works from now on."""
         self._coalesced = []
+
+    def noted(self, work: Work) -> Work:
+        """Return a work, noted where works are coalesced."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def end_coalescing(self) -> Work:
         """Return the works since `start_coalescing` as one."""

@@ -7,22 +7,19 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparkhvd.distributed.collectives import Collectives
-from sparkhvd.distributed.errors import as_torch
+from sparkhvd.distributed.errors import TAG_BITS, as_torch
 from sparkhvd.distributed.futures import Scope
 from sparkhvd.distributed.launcher import Launcher
 from sparkhvd.distributed.operands import Flat, moved, only, restore
 from sparkhvd.distributed.works import Work
 from sparkhvd.engine.engine import Collective
 from sparkhvd.engine.engine import Work as Operation
-from sparkhvd.errors import CollectiveError, InvalidArgumentError
+from sparkhvd.errors import CollectiveError, InvalidArgumentError, MismatchError
 from sparkhvd.torch.collectives.tensors import lend, written
 
 __all__ = ["Messages"]
 
 _ANY_RANK = -1
-
-# The engine's tags have 31 bits. Groups of the same ranks are one process set, and tell their messages apart by the upper ones.
-_TAG_BITS = 24
 
 
 class Messages(Collectives):
@@ -35,7 +32,9 @@ class Messages(Collectives):
     def send(self, tensors: Sequence[Tensor], to: int, tag: int) -> Work:
         """Send a tensor to a rank of the group."""
         tensor = moved(only("send", tensors))
-        return Work([self._start(Collective.SEND, tensor, self._global(to), tag)], tensors)
+        return self.launcher.noted(
+            Work([self._start(Collective.SEND, tensor, self._global(to), tag)], tensors)
+        )
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         """Receive a tensor of a rank of the group."""
@@ -54,7 +53,7 @@ class Messages(Collectives):
             restore(target)
             work.source = self.launcher.team.ranks.index(operation.output().rows[0])
 
-        work = Work([operation], tensors, finish)
+        work = self.launcher.noted(Work([operation], tensors, finish))
         return work
 
     def _global(self, rank: int) -> int:
@@ -65,12 +64,12 @@ class Messages(Collectives):
         return self.launcher.team.ranks[rank]
 
     def _start(self, collective: Collective, flat: Flat, peer: int, tag: int) -> Operation:
-        if not 0 <= tag < 1 << _TAG_BITS:
+        if not 0 <= tag < 1 << TAG_BITS:
             raise InvalidArgumentError(
-                f"send/recv: the tag is {tag}. Give one from 0 to {(1 << _TAG_BITS) - 1}."
+                f"send/recv: the tag is {tag}. Give one from 0 to {(1 << TAG_BITS) - 1}."
             )
         team = self.launcher.team
-        numbers = (team.number << _TAG_BITS | tag,)
+        numbers = (team.number << TAG_BITS | tag,)
         engine, views = team.engine, [flat.view]
         call = engine.prepare(
             collective,
@@ -83,5 +82,5 @@ class Messages(Collectives):
         timeout_s = self.launcher.timeout_s
         try:
             return engine.start(call, self._messages.name(), lend(flat.numbers), timeout_s)
-        except CollectiveError as error:
+        except (CollectiveError, MismatchError) as error:
             raise as_torch(error) from None

@@ -17,7 +17,7 @@ from sparkhvd.torch.collectives.tensors import DTYPES, lend
 __all__ = [
     "Flat",
     "by_dtype",
-    "copied",
+    "bytes_of",
     "is_plain",
     "joined",
     "moved",
@@ -45,10 +45,12 @@ class Flat(NamedTuple):
     Attributes:
         numbers: one dimension, of a type of the engine.
         restore: copies them to where the caller's tensor lies; None where that is the same memory.
+        shape: of the caller's tensor, in numbers; None = one dimension.
     """
 
     numbers: Tensor
     restore: Callable[[], object] | None
+    shape: tuple[int, ...] | None = None
 
     @property
     def dtype(self) -> DType:
@@ -60,6 +62,13 @@ class Flat(NamedTuple):
         """Numbers that are read and written."""
         address = self.numbers.data_ptr()
         return TensorView(address, address, (self.numbers.numel(),))
+
+    @property
+    def shaped(self) -> TensorView:
+        """As `view`, in the caller's shape, which the engine compares across ranks."""
+        address = self.numbers.data_ptr()
+        shape = (self.numbers.numel(),) if self.shape is None else self.shape
+        return TensorView(address, address, shape)
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -77,10 +86,11 @@ def moved(tensor: Tensor) -> Flat:
     """Return a tensor for an operation that computes nothing: complex numbers are pairs, unknown types bytes."""
     _check_dense(tensor)
     plain = tensor.detach()
+    shape = tensor.shape if width(tensor) == 1 else (*tensor.shape, width(tensor))
     if is_plain(plain):
-        return Flat(numbers_of(plain), None)
+        return Flat(numbers_of(plain), None, shape)
     copy = plain.contiguous().resolve_conj().resolve_neg()
-    return Flat(numbers_of(copy), lambda: plain.copy_(copy))
+    return Flat(numbers_of(copy), lambda: plain.copy_(copy), shape)
 
 
 def reduced(what: str, tensor: Tensor) -> Flat:
@@ -103,6 +113,11 @@ def numbers_of(plain: Tensor) -> Tensor:
     if flat.dtype in DTYPES:
         return flat
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat.view(torch.uint8)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's memory, or a copy, as bytes in one dimension."""
+    return tensor.contiguous().resolve_conj().resolve_neg().view(-1).view(torch.uint8)
 
 
 def _check_dense(tensor: Tensor) -> None:
@@ -173,11 +188,6 @@ def write(flat: Flat, numbers: Tensor) -> None:
     """Write numbers into the caller's tensor."""
     flat.numbers.copy_(numbers)
     restore(flat)
-
-
-def copied(flat: Flat) -> Flat:
-    """Return a copy that goes back nowhere."""
-    return Flat(flat.numbers.clone(), None)
 
 
 def restoring(flats: Sequence[Flat]) -> Callable[[object], None] | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,15 +11,15 @@ from torch import Tensor
 
 from sparkhvd.distributed.checks import (
     check_count,
+    check_kinds,
     check_parts,
     check_same,
-    check_sizes,
 )
-from sparkhvd.distributed.launcher import Launcher, Plan, gather_plan
+from sparkhvd.distributed.launcher import Launcher, Plan
 from sparkhvd.distributed.operands import (
     Flat,
     by_dtype,
-    copied,
+    bytes_of,
     is_plain,
     moved,
     only,
@@ -29,11 +28,10 @@ from sparkhvd.distributed.operands import (
     reading_into,
     received_numbers,
     reduced,
-    restore,
     restoring,
     write,
 )
-from sparkhvd.distributed.reductions import SIMPLE_BY_HASH, bits_of, reduction_of
+from sparkhvd.distributed.reductions import SIMPLE_BY_HASH, reduction_of
 from sparkhvd.distributed.works import FINISHED, Work
 from sparkhvd.engine.engine import Collective, DType, TensorView
 from sparkhvd.engine.engine import Work as Operation
@@ -79,10 +77,10 @@ class Reducing(_ProcessGroup):
         if kind is None or dtype is None or len(tensors) > 1 or not is_plain(tensor):
             if only("all_reduce", tensors).is_sparse:
                 return self._allreduce_sparse(tensor, opts)
-            return self.allreduce_coalesced(tensors, opts, "all_reduce")
+            return self._allreduce_each("all_reduce", tensors, opts)
         # What training does most, in the least time.
         address = tensor.data_ptr()
-        view = tuple.__new__(TensorView, (address, address, (tensor.numel(),)))
+        view = tuple.__new__(TensorView, (address, address, tensor.shape))
         written(tensors)
         if not getattr(opts, "asyncOp", True):
             self.launcher.reduce_now(view, dtype, kind, tensor.untyped_storage(), opts)
@@ -90,43 +88,23 @@ class Reducing(_ProcessGroup):
         plan = Plan(Collective.ALLREDUCE, (view,), dtype, tensor.untyped_storage(), kind)
         return self.launcher.launch_one(plan, opts, tensors)
 
-    def allreduce_coalesced(
-        self, tensors: Sequence[Tensor], opts: Any, what: str = "all_reduce_coalesced"
-    ) -> Work:
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduce tensors in place, those of one type as one operation."""
+        return self._allreduce_each("all_reduce_coalesced", tensors, opts)
+
+    def _allreduce_each(self, what: str, tensors: Sequence[Tensor], opts: Any) -> Work:
         if not tensors:
             return Work(())
-        bits = bits_of(what, opts.reduceOp, tensors[0])
         flats = [reduced(what, tensor) for tensor in tensors]
-        if bits is not None:
-            return self._reduce_bits(flats, opts, tensors, bits)
         reduction = reduction_of(what, opts.reduceOp, tensors[0])
         plans = [
-            Plan(Collective.ALLREDUCE, [each.view for each in part], dtype, owners(part), reduction)
+            Plan(
+                Collective.ALLREDUCE, [each.shaped for each in part], dtype, owners(part), reduction
+            )
             for dtype, part in by_dtype(flats)
         ]
         written(tensors)
         return self.launcher.launch(plans, opts, tensors, restoring(flats))
-
-    def _reduce_bits(
-        self,
-        flats: Sequence[Flat],
-        opts: Any,
-        tensors: Sequence[Tensor],
-        combine: Callable[[Tensor], Tensor],
-    ) -> Work:
-        gathered = [each.numbers.new_empty(self._size, each.numbers.numel()) for each in flats]
-
-        def finish(_: object) -> None:
-            for flat, rows in zip(flats, gathered, strict=True):
-                flat.numbers.copy_(combine(rows))
-                restore(flat)
-
-        plans = [
-            gather_plan(each.numbers, rows) for each, rows in zip(flats, gathered, strict=True)
-        ]
-        written(tensors)
-        return self.launcher.launch(plans, opts, tensors, finish)
 
     def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
         if opts.reduceOp.op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -135,40 +113,35 @@ class Reducing(_ProcessGroup):
                 "or AVG, or .to_dense()."
             )
         own = tensor.detach().coalesce()
-        dims = own.sparse_dim()
-        # Sizes come ahead of the indices: one outside of another rank's tensor must not be written there.
-        size = torch.tensor([own.size()[:dims]], dtype=torch.int64)
-        parts = [moved(torch.cat([size, own.indices().t()])), moved(own.values().contiguous())]
+        dims, size = own.sparse_dim(), self._size
+        # One operation, so that a rank with a dense tensor is told at once.
+        kind = torch.tensor(list(f"{tuple(own.shape)} {own.dtype}".encode()), dtype=torch.uint8)
+        parts = [kind, bytes_of(own.indices().t()), bytes_of(own.values())]
 
         def finish(works: Sequence[Operation]) -> None:
-            numbers = received_numbers(works[0], parts[0].numbers.dtype)
-            pieces = numbers.split(list(works[0].output().rows))
-            sizes = [tuple(each[:dims].tolist()) for each in pieces]
-            check_sizes("all_reduce of a sparse tensor", sizes, tuple(own.size()[:dims]))
-            indices = torch.cat([each[dims:] for each in pieces]).view(-1, dims).t()
-            values = received_numbers(works[1], parts[1].numbers.dtype)
-            values = torch.view_as_complex(values.view(-1, 2)) if own.is_complex() else values
+            received = received_numbers(works[0], torch.uint8)
+            pieces = received.split(list(works[0].output().rows))
+            kinds = [bytes(piece.tolist()).decode() for piece in pieces[:size]]
+            # An index outside of another rank's tensor must not be written there.
+            check_kinds("all_reduce of a sparse tensor", kinds, self._rank)
+            indices = torch.cat(pieces[size : 2 * size]).view(torch.int64).view(-1, dims).t()
+            values = torch.cat(pieces[2 * size :]).view(own.dtype)
             values = values.view(-1, *own.values().shape[1:])
             if opts.reduceOp.op == dist.ReduceOp.AVG:
-                values = values / self._size
+                values = values / size
             whole = torch.sparse_coo_tensor(indices, values, own.size(), check_invariants=False)
             with torch.no_grad():
                 tensor.copy_(whole.coalesce())
 
-        plans = [
-            Plan(Collective.ALLGATHER, [reading(part.numbers)], part.dtype, owners([part]))
-            for part in parts
-        ]
-        return self.launcher.launch(plans, opts, [tensor], finish, needs_rows=True)
+        views = [reading(part) for part in parts]
+        plan = Plan(Collective.ALLGATHER, views, DType.UINT8, lend(*parts))
+        return self.launcher.launch([plan], opts, [tensor], finish, needs_rows=True)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         """Reduce a tensor in place on the root; elsewhere it stays."""
         tensor = only("reduce", tensors)
         flat, is_root = reduced("reduce", tensor), self._rank == opts.rootRank
-        bits = bits_of("reduce", opts.reduceOp, tensor)
-        if bits is not None:
-            return self._reduce_bits([flat if is_root else copied(flat)], opts, tensors, bits)
-        view = flat.view if is_root else reading(flat.numbers)
+        view = flat.shaped if is_root else flat.shaped._replace(output=0)
         reduction = reduction_of("reduce", opts.reduceOp, tensor)
         plan = Plan(Collective.REDUCE, [view], flat.dtype, owners([flat]), reduction, opts.rootRank)
         if is_root:
@@ -186,9 +159,6 @@ class Reducing(_ProcessGroup):
             return Work(())
         sources = [reduced(what, tensor) for tensor in inputs]
         targets = [reduced(what, tensor) for tensor in outputs]
-        bits = bits_of(what, opts.reduceOp, inputs[0])
-        if bits is not None:
-            return self._scatter_bits(sources, targets, opts, outputs, bits)
         reduction = reduction_of(what, opts.reduceOp, inputs[0])
         parts: dict[DType, list[tuple[Tensor, Tensor]]] = {}
         for source, target in zip(sources, targets, strict=True):
@@ -208,24 +178,9 @@ class Reducing(_ProcessGroup):
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # before torch 2.13
 
-    def _scatter_bits(
-        self,
-        sources: Sequence[Flat],
-        targets: Sequence[Flat],
-        opts: Any,
-        outputs: Sequence[Tensor],
-        combine: Callable[[Tensor], Tensor],
-    ) -> Work:
-        copies = [each.numbers.clone() for each in sources]
-        own = [
-            Flat(copy, partial(write, target, copy.view(self._size, -1)[self._rank]))
-            for copy, target in zip(copies, targets, strict=True)
-        ]
-        return self._reduce_bits(own, opts, outputs, combine)
-
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> Work:  # noqa: A002 - torch's
         """Reduce a tensor; every rank gets its equal part."""
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+        return Reducing.reduce_scatter_single_coalesced(self, [output], [input], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -241,15 +196,12 @@ class Reducing(_ProcessGroup):
             and len({tensor.numel() for tensor in tensors}) == 1
         ):
             whole = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-            return self.reduce_scatter_single_coalesced(outputs, [whole], opts)
+            return Reducing.reduce_scatter_single_coalesced(self, outputs, [whole], opts)
         copies = [tensor.detach().clone() for tensor in tensors]
         flats = [reduced(what, copy) for copy in copies]
         own, target = flats[self._rank], moved(output)
         check_same(what, output, tensors[self._rank])
         flats[self._rank] = Flat(own.numbers, lambda: write(target, own.numbers))
-        bits = bits_of(what, opts.reduceOp, output)
-        if bits is not None:
-            return self._reduce_bits(flats, opts, outputs, bits)
         reduction = reduction_of(what, opts.reduceOp, output)
         views = [each.view for each in flats]
         plan = Plan(Collective.ALLREDUCE, views, own.dtype, owners(flats), reduction)

@@ -1,19 +1,16 @@
-"""torch's reductions as the engine's; those of bits, which it does not have, as functions of all ranks' numbers."""
+"""torch's reductions as the engine's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import reduce
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sparkhvd.engine.engine import ReduceOp, Reduction
 from sparkhvd.errors import InvalidArgumentError
 
-__all__ = ["SIMPLE_BY_HASH", "bits_of", "reduction_of"]
+__all__ = ["SIMPLE_BY_HASH", "reduction_of"]
 
 _Type: Any = dist.ReduceOp.RedOpType  # torch's stub knows no members
 _SIMPLE = {
@@ -22,14 +19,12 @@ _SIMPLE = {
     _Type.MIN: Reduction(ReduceOp.MIN),
     _Type.MAX: Reduction(ReduceOp.MAX),
     _Type.PRODUCT: Reduction(ReduceOp.PRODUCT),
+    _Type.BAND: Reduction(ReduceOp.BIT_AND),
+    _Type.BOR: Reduction(ReduceOp.BIT_OR),
+    _Type.BXOR: Reduction(ReduceOp.BIT_XOR),
 }
 # A ReduceOp's hash is its kind; asking for that and looking it up takes three times as long.
 SIMPLE_BY_HASH = {hash(dist.ReduceOp(kind)): reduction for kind, reduction in _SIMPLE.items()}
-_BITS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
-    _Type.BAND: torch.bitwise_and,
-    _Type.BOR: torch.bitwise_or,
-    _Type.BXOR: torch.bitwise_xor,
-}
 _LINEAR = (_Type.SUM, _Type.AVG, _Type.PREMUL_SUM)
 
 
@@ -51,21 +46,5 @@ def reduction_of(what: str, op: Any, tensor: Tensor) -> Reduction:
     if kind == _Type.PREMUL_SUM:
         return Reduction(ReduceOp.SUM, prescale=float(op.__getstate__()[1]))
     raise InvalidArgumentError(
-        f"{what}: op {kind.name} is not known. Use SUM, AVG, MIN, MAX or PRODUCT."
+        f"{what}: op {kind.name} is not known. Use SUM, AVG, MIN, MAX, PRODUCT, PREMUL_SUM, BAND, BOR or BXOR."
     )
-
-
-def bits_of(what: str, op: Any, tensor: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Return the function of the ranks' rows for BAND, BOR and BXOR; None for other reductions.
-
-    Raises:
-        InvalidArgumentError: the numbers have no bits to combine.
-    """
-    combine = _BITS.get(op.op)
-    if combine is None:
-        return None
-    if tensor.is_floating_point() or tensor.is_complex():
-        raise InvalidArgumentError(
-            f"{what}: op is {op.op.name}, and the tensor has dtype {tensor.dtype}. Bits are combined of integers and bool."
-        )
-    return lambda rows: reduce(combine, rows.unbind())

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch._C._autograd import _profiler_enabled as is_profiled
+from torch._C._distributed_c10d import AllreduceOptions
+from torch.autograd.profiler import record_function
 
+from sparkhvd.distributed.forms import FORMS
 from sparkhvd.distributed.inner import Inner, device_of
 from sparkhvd.distributed.launcher import Launcher
 from sparkhvd.distributed.messages import Messages
 
 __all__ = ["Routed"]
-
-# All that takes tensors but all_reduce, by the names of every version of torch.
-_ROUTED = (
-    *("allreduce_coalesced", "broadcast", "reduce", "gather", "scatter"),
-    *("allgather", "allgather_coalesced", "all_gather_single", "_allgather_base"),
-    *("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-    *("reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base"),
-    *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-    *("all_to_all_single", "alltoall_base", "alltoall", "send", "recv", "recv_anysource"),
-)
 
 
 class Routed(Messages):
@@ -34,32 +26,25 @@ class Routed(Messages):
         inner: torch's own backends of this group.
     """
 
+    _allreduce: Callable[..., Any]
+
     def __init__(self, rank: int, size: int, launcher: Launcher, inner: Inner) -> None:
         super().__init__(rank, size, launcher)
         self.inner = inner
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        """Reduce one tensor in place; also in the short forms of torch's groups: a tensor alone, no options, or the operation."""
-        if type(opts) is not dist.AllreduceOptions:
-            options = dist.AllreduceOptions()
-            if opts is not None:
-                options.reduceOp = opts
-            tensors, opts = [tensors] if isinstance(tensors, Tensor) else tensors, options
+    def allreduce(self, tensors: Any, opts: Any = None, *rest: Any, **named: Any) -> Any:
+        """Reduce one tensor in place."""
         # What training does most, in the least time.
-        if self.inner.cpu_is_ours and tensors[0].is_cpu:
+        if (
+            type(opts) is AllreduceOptions
+            and type(tensors) is list
+            and self.inner.cpu_is_ours
+            and tensors[0].is_cpu
+            and not is_profiled()
+        ):
             return Messages.allreduce(self, tensors, opts)
-        group = self.inner.of(device_of(tensors) or "cpu")
-        return super().allreduce(tensors, opts) if group is None else group.allreduce(tensors, opts)
-
-    def barrier(self, opts: Any = None) -> Any:
-        """Wait for every rank."""
-        device = getattr(opts, "device", None)
-        types = self.inner.devices()
-        kind = "cpu" if "cpu" in types else types[0]
-        if isinstance(device, torch.device) and device.type in types:
-            kind = device.type
-        group = self.inner.of(kind)
-        return super().barrier(opts) if group is None else group.barrier(opts)
+        given = (tensors,) if opts is None else (tensors, opts, *rest)
+        return self._allreduce(*given, **named)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for every rank; torch calls this of groups of Gloo's only."""
@@ -77,18 +62,41 @@ class Routed(Messages):
         return self.launcher.end_coalescing() if group is None else group._end_coalescing(device)
 
 
-def _by_device(name: str) -> Callable[..., Any]:
+def _routed(name: str) -> Callable[..., Any]:
     own: Callable[..., Any] = getattr(Messages, name)
+    form = FORMS[name]
+    count = len(form.depths) + form.more + (1 if form.options else len(form.rest))
+    last = type(form.options()) if form.options else int
+    title = f"sparkhvd:{form.title}"
+    find = _device_of_barrier if name == "barrier" else _device_of_tensors
 
     @functools.wraps(own)
-    def routed(self: Routed, *args: Any) -> Any:
+    def routed(self: Routed, *args: Any, **named: Any) -> Any:
+        if named or len(args) != count or type(args[-1]) is not last:
+            args = tuple(form.full(args, named))
         inner = self.inner
-        device = device_of(args) or "cpu"
+        device = find(inner, args)
         group = None if device == "cpu" and inner.cpu_is_ours else inner.of(device)
-        return own(self, *args) if group is None else getattr(group, name)(*args)
+        if group is not None:
+            return getattr(group, name)(*args)
+        if not is_profiled():
+            return own(self, *args)
+        with record_function(title):
+            return own(self, *args)
 
     return routed
 
 
-for _name in _ROUTED:
-    setattr(Routed, _name, _by_device(_name))
+def _device_of_tensors(_: Inner, args: Sequence[Any]) -> str:
+    return device_of(args) or "cpu"
+
+
+def _device_of_barrier(inner: Inner, args: Sequence[Any]) -> str:
+    device, types = args[0].device, inner.devices()
+    if isinstance(device, torch.device) and device.type in types:
+        return device.type
+    return "cpu" if "cpu" in types else types[0]
+
+
+for _name in FORMS:
+    setattr(Routed, "_allreduce" if _name == "allreduce" else _name, _routed(_name))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import EngineUnavailableError
 
-ABI_VERSION = 9
-WIRE_VERSION = 12
+ABI_VERSION = 10
+WIRE_VERSION = 13
 
 
 class Status(IntEnum):
@@ -52,7 +52,7 @@ class DType(IntEnum):
 
 
 class ReduceOp(IntEnum):
-    """Reductions; the numbers are Horovod's."""
+    """Reductions; Horovod's have its numbers. Those of bits are for integers and bool, on the CPU."""
 
     AVERAGE = 0
     SUM = 1
@@ -60,6 +60,9 @@ class ReduceOp(IntEnum):
     MIN = 3
     MAX = 4
     PRODUCT = 5
+    BIT_AND = 6
+    BIT_OR = 7
+    BIT_XOR = 8
 
 
 class Collective(IntEnum):

@@ -124,7 +124,9 @@ def choose_settings(
 
 # In a pickle, a short string: its length, then its text. Module names are such strings, those of a reference as
 # well as those of an `import` inside the function.
-_MENTIONED = re.compile(rb"\x8c(.)((?:torch|sparkhvd\.(?:torch|training))[\w.]*)", re.DOTALL)
+_MENTIONED = re.compile(
+    rb"\x8c(.)((?:torch|sparkhvd\.(?:torch|training|distributed))[\w.]*)", re.DOTALL
+)
 # Names by which a function reaches optimizers.
 _OPTIMIZERS = re.compile(rb"\x8c(?:\x14DistributedOptimizer|\x05optim|\x0btorch\.optim)")
 _SCAN_BYTES = 1 << 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,8 +28,8 @@ def dumps(value: object) -> bytes:
 def dump_program(
     fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> bytes:
-    """Pickle a call."""
-    return dumps((fn, args, kwargs))
+    """Pickle a call, and the backend of torch.distributed where this process has it: who imports it need not name it in `fn`."""
+    return dumps((fn, args, kwargs, sys.modules.get("sparkhvd.distributed")))
 
 
 def early_call(fn: Callable[[int, int], object] | None) -> str:

@@ -57,7 +57,16 @@ struct Buffers {
 using ReduceFunction = void (*)(const Buffers&, const Factors&);
 
 enum Form : std::uint8_t { kReduce, kPartial, kFinish, kNumForms };
-enum Operation : std::uint8_t { kOpSum, kOpMin, kOpMax, kOpProduct, kNumOperations };
+enum Operation : std::uint8_t {
+  kOpSum,
+  kOpMin,
+  kOpMax,
+  kOpProduct,
+  kOpAnd,  // this and the next two: of integers and bool
+  kOpOr,
+  kOpXor,
+  kNumOperations
+};
 
 struct Table {
   ReduceFunction functions[kNumForms][kNumDTypes][kNumOperations];
@@ -72,8 +81,8 @@ const Table* neon_table() noexcept;
 }  // namespace kernels_detail
 
 /// The reductions of one instruction set. Stateless; may be used by any number of threads at once.
-/// Throws std::invalid_argument for Adasum, for no sources and for a division of bool: callers
-/// check before.
+/// Throws std::invalid_argument for Adasum, for bits of floating point, for no sources and for a
+/// division of bool: callers check before.
 class Kernels {
  public:
   explicit constexpr Kernels(const kernels_detail::Table& table) noexcept : table_(&table) {}

@@ -132,6 +132,12 @@ SPARKHVD_INLINE Vector<T> combine(Vector<T> a, Vector<T> b) {
   } else if constexpr (kOp == kOpProduct) {
     return reinterpret_cast<Vector<T>>(reinterpret_cast<Unsigned>(a) *
                                        reinterpret_cast<Unsigned>(b));
+  } else if constexpr (kOp == kOpAnd) {
+    return a & b;
+  } else if constexpr (kOp == kOpOr) {
+    return a | b;
+  } else if constexpr (kOp == kOpXor) {
+    return a ^ b;
   } else {
     auto keep = kOp == kOpMin ? a < b : a > b;
     if constexpr (kIsFloat<T>) keep |= a != a;  // a NaN stays; a NaN in b fails the comparison
@@ -141,7 +147,8 @@ SPARKHVD_INLINE Vector<T> combine(Vector<T> a, Vector<T> b) {
 
 template <Operation kOp>
 SPARKHVD_INLINE Vector<std::uint8_t> combine_bool(Vector<std::uint8_t> a, Vector<std::uint8_t> b) {
-  return kOp == kOpSum || kOp == kOpMax ? (a | b) : (a & b);
+  if constexpr (kOp == kOpXor) return a ^ b;
+  return kOp == kOpSum || kOp == kOpMax || kOp == kOpOr ? (a | b) : (a & b);
 }
 
 // A double as an integer: truncated, saturated, NaN as 0. The bounds are compared as doubles: the
@@ -292,6 +299,19 @@ constexpr void fill(ReduceFunction (&row)[kNumOperations]) {
   row[kOpProduct] = &Loop<From, To, kOpProduct>::run;
 }
 
+// Bits know no sign: one loop of a size.
+template <typename Storage>
+constexpr void fill_bits(Table& table, DType dtype, DType other) {
+  for (auto& form : table.functions) {
+    for (const DType each : {dtype, other}) {
+      auto& row = form[static_cast<std::size_t>(each)];
+      row[kOpAnd] = &Loop<Storage, Storage, kOpAnd>::run;
+      row[kOpOr] = &Loop<Storage, Storage, kOpOr>::run;
+      row[kOpXor] = &Loop<Storage, Storage, kOpXor>::run;
+    }
+  }
+}
+
 template <typename Storage>
 constexpr void fill_all(Table& table, DType dtype) {
   using Wide = Plain<typename Storage::Accum>;
@@ -321,6 +341,11 @@ constexpr Table make_table() {
   fill_all<Plain<float>>(table, DType::kFloat32);
   fill_all<Plain<double>>(table, DType::kFloat64);
   fill_all<Bool>(table, DType::kBool);
+  fill_bits<Plain<std::uint8_t>>(table, DType::kUint8, DType::kInt8);
+  fill_bits<Plain<std::uint16_t>>(table, DType::kUint16, DType::kInt16);
+  fill_bits<Plain<std::uint32_t>>(table, DType::kUint32, DType::kInt32);
+  fill_bits<Plain<std::uint64_t>>(table, DType::kUint64, DType::kInt64);
+  fill_bits<Bool>(table, DType::kBool, DType::kBool);
   return table;
 }
 

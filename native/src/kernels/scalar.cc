@@ -175,6 +175,12 @@ Operation operation_of(const Operands& what) {
       return kOpMax;
     case ReduceOp::kProduct:
       return kOpProduct;
+    case ReduceOp::kBitAnd:
+      return kOpAnd;
+    case ReduceOp::kBitOr:
+      return kOpOr;
+    case ReduceOp::kBitXor:
+      return kOpXor;
     case ReduceOp::kAdasum:
       break;
   }
@@ -185,7 +191,9 @@ void run(const Table& table, Form form, const Operands& what, const Buffers& buf
          const Factors& factors) {
   if (buffers.num_srcs == 0) throw std::invalid_argument("a reduction needs at least one source");
   const auto dtype = static_cast<std::size_t>(what.dtype);
-  table.functions[form][dtype][operation_of(what)](buffers, factors);
+  const ReduceFunction function = table.functions[form][dtype][operation_of(what)];
+  if (function == nullptr) throw std::invalid_argument("floating point has no such reduction");
+  function(buffers, factors);
 }
 
 Factors factors_of(const Scaling& scaling, Form form) {

@@ -153,6 +153,9 @@ std::optional<NcclOp> nccl_op(ReduceOp op, DType dtype) noexcept {
       return is_bool ? NcclOp::kMin : NcclOp::kProduct;
     case ReduceOp::kAverage:
     case ReduceOp::kAdasum:
+    case ReduceOp::kBitAnd:
+    case ReduceOp::kBitOr:
+    case ReduceOp::kBitXor:
       return std::nullopt;
   }
   return std::nullopt;

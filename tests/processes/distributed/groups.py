@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch import Tensor
+from torch.distributed import distributed_c10d
 
 import sparkhvd
 import sparkhvd.distributed
@@ -26,6 +28,9 @@ def findings() -> dict[str, list[str]]:
         "functional": functional_collectives(),
         "Gloo inside": gloo_inside(),
         "messages of many groups": many_groups(),
+        "short forms": short_forms(),
+        "coalesced messages": coalesced_messages(),
+        "profiler": profiled(),
     }
 
 
@@ -43,6 +48,10 @@ def answers() -> dict[str, bool]:
         "hvd shares the engine": hvd.size() == size and hvd.rank() == dist.get_rank(),
         "is_available": dist.is_backend_available("sparkhvd"),
         "monitored_barrier": sparkhvd.distributed.monitored_barrier() is None,
+        "monitored_barrier elsewhere": sparkhvd.distributed.monitored_barrier(
+            dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[arg-type]
+        )
+        is None,
     }
 
 
@@ -57,10 +66,11 @@ def subgroups() -> list[str]:
         "all": dist.new_group(),
         "again": dist.new_group(chosen),
         "reversed": dist.new_group(chosen[::-1], sort_ranks=False),
-        "split": sparkhvd.distributed.split_group([chosen]),
+        "split": sparkhvd.distributed.split_group(split_ranks=[chosen]),
     }
     if rank in chosen:
         made["members alone"] = dist.new_group(chosen, use_local_synchronization=True)
+        made["split of a group"] = sparkhvd.distributed.split_group(made["new_group"], [[0, 1]])
     wrong = []
     for name, group in made.items():
         is_member = name == "all" or rank in chosen
@@ -120,6 +130,112 @@ def gloo_inside() -> list[str]:
     return wrong
 
 
+def short_forms() -> list[str]:
+    """Calls of the group itself, as torch's own groups take them: tensors without lists, no options, arguments in their place."""
+    group: Any = dist.group.WORLD
+    size, rank = dist.get_world_size(), dist.get_rank()
+    own, soon = torch.full((2,), float(rank)), timedelta(seconds=60)
+    rows = [torch.full((2,), float(each)) for each in range(size)]
+    total, last = torch.stack(rows).sum(0), rows[-1]
+    found: dict[str, tuple[Tensor | list[Tensor], Tensor | list[Tensor]]] = {}
+
+    def run(name: str, wanted: Tensor | list[Tensor], call: Any, output: Any) -> None:
+        call(output).wait()
+        found[name] = (output, wanted)
+
+    run("allreduce", total, group.allreduce, own.clone())
+    run("allreduce of", last, lambda t: group.allreduce(t, dist.ReduceOp.MAX, soon), own.clone())
+    run("allreduce op=", last, lambda t: group.allreduce([t], op=dist.ReduceOp.MAX), own.clone())
+    run("broadcast", last, lambda t: group.broadcast(t, size - 1), own.clone())
+    run(
+        "broadcast root=",
+        last,
+        lambda t: group.broadcast(t, root=size - 1, timeout=soon),
+        own.clone(),
+    )
+    run("broadcast of root 0", rows[0], lambda t: group.broadcast([t]), own.clone())
+    run("reduce", total if rank == 0 else own, lambda t: group.reduce(t, 0), own.clone())
+    places = [torch.empty(2) for _ in range(size)]
+    run("allgather", rows, lambda out: group.allgather(out, own), places)
+    run(
+        "gather",
+        rows if rank == 0 else [],
+        lambda out: group.gather(out, own, 0),
+        [torch.empty(2) for _ in range(size)] if rank == 0 else [],
+    )
+    run(
+        "scatter", own, lambda out: group.scatter(out, rows if rank == 0 else [], 0), torch.empty(2)
+    )
+    run(
+        "reduce_scatter",
+        own * size,
+        lambda out: group.reduce_scatter(out, rows, dist.ReduceOp.SUM),
+        torch.empty(2),
+    )
+    each = torch.arange(float(size))
+    run(
+        "all_to_all_single",
+        torch.full((size,), float(rank)),
+        lambda out: group.all_to_all_single(out, each, [], []),
+        torch.empty(size),
+    )
+    run(
+        "alltoall_base",
+        torch.full((size,), float(rank)),
+        lambda out: group.alltoall_base(out, each, [1] * size, [1] * size, timeout=soon),
+        torch.empty(size),
+    )
+    run(
+        "_allgather_base",
+        torch.cat(rows),
+        lambda out: group._allgather_base(out, own),
+        torch.empty(2 * size),
+    )
+    group.barrier().wait()
+    group.barrier(timeout=soon).wait()
+    sent = group.send([own], dstRank=(rank + 1) % size, tag=3)
+    run("recv", rows[rank - 1], lambda t: group.recv([t], (rank - 1) % size, tag=3), torch.empty(2))
+    sent.wait()
+    wrong = [name for name, (got, wanted) in found.items() if not equal(got, wanted)]
+    for call in (lambda: group.broadcast(own, oops=1), lambda: group.allgather(places)):
+        try:
+            call()
+        except TypeError as error:
+            wrong += [] if str(error).startswith(("broadcast: ", "all_gather: ")) else [str(error)]
+        else:
+            wrong.append("no TypeError")
+    return wrong
+
+
+def equal(found: Tensor | list[Tensor], wanted: Tensor | list[Tensor]) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return all(torch.equal(got, right) for got, right in pairs)
+
+
+def coalesced_messages() -> list[str]:
+    """Messages inside of torch's coalescing manager have arrived when that has been waited for."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    got = torch.full((3,), -1.0)
+    cpu = torch.device("cpu")
+    with distributed_c10d._coalescing_manager(device=cpu, async_ops=True) as manager:
+        dist.isend(torch.full((3,), float(rank)), (rank + 1) % size)
+        dist.irecv(got, (rank - 1) % size)
+    manager.wait()
+    return [] if got.tolist() == [float((rank - 1) % size)] * 3 else [str(got)]
+
+
+def profiled() -> list[str]:
+    """torch's profiler shows collectives by torch's names."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(torch.ones(2))
+        work: Any = dist.broadcast(torch.ones(2), 0, async_op=True)
+        work.wait()
+        dist.all_gather_into_tensor(torch.empty(2 * dist.get_world_size()), torch.ones(2))
+    wanted = {f"sparkhvd:{name}" for name in ("all_reduce", "broadcast", "all_gather_into_tensor")}
+    missing = wanted - {event.key for event in profile.key_averages()}
+    return sorted(missing)
+
+
 def many_groups() -> list[str]:
     """More groups of the same ranks than one process set can tell apart: none gets another's message."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -158,12 +274,30 @@ def mismatches() -> list[str]:
 
     one = torch.ones(3 if rank else 4)
     expect("shape", ["(3,)", "(4,)"], lambda: dist.all_reduce(one))
+    turned = torch.ones(2, 3) if rank else torch.ones(3, 2)
+    expect("turned", ["(2, 3)", "(3, 2)"], lambda: dist.all_reduce(turned))
+    expect("turned", ["(2, 3)", "(3, 2)"], lambda: dist.broadcast(turned, 0))
+    pairs = torch.ones(3, dtype=torch.complex64) if rank else torch.ones(6)
+    expect("complex", ["(3, 2)", "(6,)"], lambda: dist.all_reduce(pairs))
+    bits = dist.ReduceOp.BAND if rank else dist.ReduceOp.BXOR
+    count = torch.ones(3, dtype=torch.int32)
+    expect("bits", ["BitAnd", "BitXor"], lambda: dist.all_reduce(count, bits))
     kind = torch.ones(3, dtype=torch.float64 if rank else torch.float32)
     expect("dtype", ["float64", "float32"], lambda: dist.all_reduce(kind))
     call: Any = dist.all_reduce if rank else (lambda tensor: dist.broadcast(tensor, 0))
     expect("collective", ["allreduce", "broadcast"], lambda: call(torch.ones(3)))
     long = torch.sparse_coo_tensor([[0 if rank else 90000]], [1.0], (5,) if rank else (100000,))
     expect("sparse", ["(5,)", "(100000,)"], lambda: dist.all_reduce(long))
+    double = torch.eye(2, dtype=torch.float64 if rank else torch.float32).to_sparse()
+    expect("sparse dtype", ["float64", "float32"], lambda: dist.all_reduce(double))
+    dense = torch.eye(2).to_sparse() if rank else torch.eye(2)
+    expect("sparse and dense", ["allreduce", "allgather"], lambda: dist.all_reduce(dense))
+    if rank == 0:
+        dist.send(torch.ones(3), 1, tag=5)
+    elif rank == 1:
+        expect(
+            "message", ["3 elem", "4 elem", "tag 5,"], lambda: dist.recv(torch.ones(4), 0, tag=5)
+        )
     work = dist.all_reduce(one, async_op=True)
     expect("async", ["(3,)", "(4,)"], lambda: work.wait(timedelta(seconds=60)))
     expect("future", ["(3,)"], work.get_future().wait)
@@ -187,7 +321,17 @@ def functional_collectives() -> list[str]:
 
 
 def compiled() -> dict[str, list[str]]:
-    """Check a compiled function, which finds the group by its name."""
+    """Check a compiled function, which finds the group by its name, and a compiled model of DDP's, whose C++ calls the group."""
     wanted = torch.full((2,), 4.0 * dist.get_world_size())
     found = torch.compile(body, backend="aot_eager", fullgraph=True)(torch.ones(2))
-    return {"compiled": [] if torch.equal(found, wanted) else [str(found)]}
+    net = torch.nn.Linear(2, 1, bias=False)
+    model = torch.compile(torch.nn.parallel.DistributedDataParallel(net), backend="aot_eager")
+    for _ in range(3):  # DDP makes its buckets anew in the second step
+        net.zero_grad()
+        model(torch.full((1, 2), float(dist.get_rank()))).sum().backward()
+    mean = torch.full((1, 2), (dist.get_world_size() - 1) / 2)
+    assert net.weight.grad is not None
+    return {
+        "compiled": [] if torch.equal(found, wanted) else [str(found)],
+        "compiled DDP": [] if torch.allclose(net.weight.grad, mean) else [str(net.weight.grad)],
+    }

@@ -225,6 +225,34 @@ def ddp_hooks() -> list[str]:
     return wrong
 
 
+def sparse_gradients() -> list[str]:
+    """Sparse gradients beside dense ones, with our hooks as without a hook."""
+    hooks: dict[str, tuple[Any, Any]] = {
+        "none": (None, None),
+        "ddp_hook": (None, sparkhvd.distributed.ddp_hook),
+        "powersgd_hook": (
+            sparkhvd.distributed.PowerSGDState(),
+            sparkhvd.distributed.powersgd_hook,
+        ),
+    }
+    found: dict[str, list[Tensor]] = {}
+    for name, (argument, hook) in hooks.items():
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 2))
+        model = DistributedDataParallel(net)
+        if hook is not None:
+            model.register_comm_hook(argument, hook)
+        for _ in range(3):
+            net.zero_grad()
+            model(torch.tensor([[dist.get_rank(), 3], [1, 2]])).sum().backward()
+        found[name] = [p.grad.to_dense() for p in net.parameters() if p.grad is not None]
+    return [
+        f"sparse, {name}"
+        for name, grads in found.items()
+        if len(grads) != 3 or not all(map(torch.allclose, grads, found["none"]))
+    ]
+
+
 def registered() -> int:
     """Count the allreduces of this rank in registered memory."""
     found = context().engine.counters()["collectives"]
@@ -391,6 +419,7 @@ def findings(with_metrics: bool) -> dict[str, list[str]]:
         backward_passes,
         ddp_options,
         ddp_hooks,
+        sparse_gradients,
         several_models,
         powersgd,
         accumulation_and_join,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 import pickle
 import socket
+import sys
 import threading
+import types
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +32,22 @@ from sparkhvd.settings import Settings
 def test_a_closure_travels_by_value() -> None:
     offset = 5
     program = dump_call(lambda x, y=0: x + y + offset, (1,), {"y": 2})
-    fn, args, kwargs = pickle.loads(program)
+    fn, args, kwargs, _ = pickle.loads(program)
     assert fn(*args, **kwargs) == 8
+
+
+def test_ranks_import_the_backend_that_the_caller_has_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "sparkhvd.distributed"  # what a notebook imports in a cell, no function need name
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert name not in preload(dump_call(len, ((),), {}))
+    backend = types.ModuleType(name)
+    backend.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, name, backend)
+    program = dump_call(len, ((),), {})
+    assert name in preload(program)
+    assert pickle.loads(program)[3] is backend
 
 
 @pytest.mark.parametrize(
