@@ -11,6 +11,7 @@ reference to the engine and its works is gone, or when the interpreter exits.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from sparkhvd.engine.call import NO_REDUCTION, Call, Reduction, TensorView
@@ -28,7 +29,7 @@ from sparkhvd.engine.session import Session, isa_available
 from sparkhvd.engine.state import library_path, load
 from sparkhvd.engine.submission import Submitter
 from sparkhvd.engine.work import Buffer, GatherOutput, Work
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
 
 __all__ = [
     "ABI_VERSION",
@@ -227,10 +228,15 @@ class Engine(Submitter):
             name: None numbers these calls.
 
         Raises:
-            InvalidArgumentError: a rank of `former` that is not here may still write into the memory, because it is neither
+            InvalidArgumentError: `former` still works; a rank of `former` that is not here may still write into the memory, because it is neither
                 dead nor has left; the memory is no such; or this rank was another one there.
             MismatchError, CollectiveTimeoutError, PeerLostError: as for any operation.
         """
+        with contextlib.suppress(CollectiveError):
+            former.check()
+            raise InvalidArgumentError(
+                "adopt(): the former engine still works, and may write into the memory. Shut it down on every rank first."
+            )
         losses = former.losses()
         here = set(former_ranks)
         others = [rank for rank in range(former.size) if rank not in here]

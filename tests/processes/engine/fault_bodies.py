@@ -85,8 +85,10 @@ def adopt_after_a_death(engine: Engine, talk: Talk) -> Any:
     again = meeting.among(here)
     assert again is not None
     with Engine(again.connect(), again.settings) as left:
+        with pytest.raises(InvalidArgumentError, match="still works"):
+            left.adopt(buffer, left, here)
         with pytest.raises(InvalidArgumentError, match="is not known to have ended"):
-            left.adopt(buffer, left, [0])
+            left.adopt(buffer, engine, here[1:])
         adopted = left.adopt(buffer, engine, here)
         assert adopted.address == buffer.address
         assert adopted.is_shared
