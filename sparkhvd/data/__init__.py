@@ -29,4 +29,43 @@ Each module imports only those above it:
     ownership     leases of materialized data, and their deletion
     reuse         materialized data found again
     source        rows of a fit: a DataFrame, or Parquet files as they are
+    loader        batches of a rank, for any training loop
+    dataset       data prepared once for any process of any launcher
+    converter     petastorm's names for that
+    data_module   Lightning's
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparkhvd.data.converter import make_spark_converter as make_spark_converter
+    from sparkhvd.data.data_module import data_module as data_module
+    from sparkhvd.data.dataset import Dataset as Dataset
+    from sparkhvd.data.dataset import load as load
+    from sparkhvd.data.dataset import prepare as prepare
+    from sparkhvd.data.loader import Loader as Loader
+
+# Where each public name lives. Ranks of a fit need none of them.
+_HOMES = {
+    "Dataset": "dataset",
+    "Loader": "loader",
+    "data_module": "data_module",
+    "load": "dataset",
+    "make_spark_converter": "converter",
+    "prepare": "dataset",
+}
+
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - the names are data, so that they stand once
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'sparkhvd.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"sparkhvd.data.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,6 +12,7 @@ from sparkhvd.data.columns.ragged import Rows
 from sparkhvd.data.reading.groups import group_plan
 from sparkhvd.data.reading.sampler import Plan, epoch_plan, permutation
 from sparkhvd.data.reading.subset import count_of, fits_in_memory
+from sparkhvd.errors import InvalidArgumentError
 
 __all__ = ["CHUNK_BYTES", "RowOrder"]
 
@@ -67,19 +68,36 @@ class RowOrder:
         """Plan an epoch, with row numbers of the files."""
         return self._plan(epoch, self.rows, None)
 
-    def held_plan(self, epoch: int, permute: Callable[[], Rows] | None = None) -> Plan:
+    def held_plan(
+        self, epoch: int, permute: Callable[[], Rows] | None = None, first_row: int = 0
+    ) -> Plan:
         """Plan an epoch, with row numbers of the subset if it is held in memory.
 
         Args:
             epoch: counts from 0.
             permute: returns the epoch's permutation; None makes it when it is needed.
-        """
-        return self._plan(epoch, self.num_rows if self.is_resident else self.rows, permute)
+            first_row: see `epoch_plan`.
 
-    def _plan(self, epoch: int, rows: Rows | int, permute: Callable[[], Rows] | None) -> Plan:
+        Raises:
+            InvalidArgumentError: rows of groups, or of data beyond memory, have no such order over all ranks.
+        """
+        rows = self.num_rows if self.is_resident else self.rows
+        return self._plan(epoch, rows, permute, first_row)
+
+    def _plan(
+        self,
+        epoch: int,
+        rows: Rows | int,
+        permute: Callable[[], Rows] | None,
+        first_row: int = 0,
+    ) -> Plan:
         block_rows = min(
             max(1, _BLOCK_BYTES // max(1, self.row_bytes)), max(1, self._window_rows // 16)
         )
+        if self.groups is not None and first_row:
+            raise InvalidArgumentError(
+                "Batches of whole groups depend on the number of ranks and the batch size: go on with those of before."
+            )
         if self.groups is not None:
             return group_plan(
                 rows,
@@ -104,6 +122,7 @@ class RowOrder:
             block_rows=block_rows,
             block_edges=None if self.is_resident else self._block_edges(block_rows),
             permute=permute or functools.partial(permutation, self.num_rows, self.seed, epoch),
+            first_row=first_row,
         )
 
     def _block_edges(self, block_rows: int) -> Rows | None:

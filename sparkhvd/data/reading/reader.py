@@ -166,16 +166,20 @@ class Reader:
         self.description = self._order.describe()
 
     def prepare(self, epoch: int = 0, start_step: int = 0) -> None:
-        """Begin to read the first batches of an epoch before it is asked for.
+        """Begin to read the first batches of an epoch before it is asked for; not of data beyond memory.
 
-        Does nothing for data beyond memory: the first windows may be large, and useless if the epoch begins at another
-        step.
+        There the first windows may be large, and useless if the epoch begins at another step.
         """
         if self._resident is not None and self._running is None and self._prepared is None:
             self._prepare(epoch, start_step)
 
     def epoch(
-        self, epoch: int, start_step: int = 0, *, following: int | None = None
+        self,
+        epoch: int,
+        start_step: int = 0,
+        *,
+        following: int | None = None,
+        first_row: int = 0,
     ) -> Iterator[Batch]:
         """Yield the batches of an epoch in order; one epoch at a time.
 
@@ -184,17 +188,21 @@ class Reader:
             start_step: the first step to yield. Rows of earlier steps are not read, unless the data fit in memory, where
                 all rows are read once.
             following: the next epoch, prepared towards the end of this one; None if there is none.
+            first_row: rows over all ranks that come before step 0; of data that fit in memory.
 
         Raises:
             StoreError: a file could not be read; the message says which rank and step.
         """
-        plan = self._held_plan(epoch)
+        plan = self._held_plan(epoch, first_row)
         if not 0 <= start_step <= plan.num_steps:
             raise InvalidArgumentError(
                 f"Step {start_step} does not exist: the epoch has {plan.num_steps} steps."
             )
         running: prefetch.Prefetch[Chunk] | None = None
-        if self._prepared is not None and (epoch, start_step) == self._prepared[:2]:
+        if self._prepared is not None and (epoch, start_step, first_row) == (
+            *self._prepared[:2],
+            0,
+        ):
             running, self._prepared = self._prepared[2], None
         if not self._stop(prefetch.READ_S):
             raise StoreError(
@@ -215,10 +223,7 @@ class Reader:
         return self._order.plan(epoch)
 
     def close(self) -> None:
-        """Stop the background threads and release files and memory.
-
-        A thread that is stuck in a read is left behind after a minute, with its files.
-        """
+        """Stop the background threads and release files and memory; a thread stuck in a read is left behind after a minute."""
         if self._stop(prefetch.STOP_S):
             if self._pool is not None:
                 self._pool.shutdown()
@@ -242,11 +247,11 @@ class Reader:
             schema = self._functions.with_decoded(schema, first)
         return [schema.column(n) for n in names]
 
-    def _held_plan(self, epoch: int) -> Plan:
+    def _held_plan(self, epoch: int, first_row: int = 0) -> Plan:
         permute = None
         if self._resident is not None:
             permute = functools.partial(self._resident.permutation, self._order.seed, epoch)
-        return self._order.held_plan(epoch, permute)
+        return self._order.held_plan(epoch, permute, first_row)
 
     # -- the background thread's side ----------------------------------------------------------------
 

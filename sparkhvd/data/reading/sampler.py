@@ -142,6 +142,7 @@ class Plan:
         num_rows: rows that the epoch uses.
         num_full_steps: steps in which every rank has `batch_size` rows.
         last_counts: rows per rank of the step after those; empty if there is none.
+        first_row: rows of the order, over all ranks, that come before step 0: an epoch that goes on behind them.
     """
 
     size: int
@@ -150,6 +151,7 @@ class Plan:
     num_full_steps: int
     last_counts: tuple[int, ...]
     _order: Order = field(repr=False)
+    first_row: int = 0
 
     @property
     def num_steps(self) -> int:
@@ -219,10 +221,11 @@ def _sliced(plan: Plan, rank: int) -> Rows:
     """Return the positions in the global sequence that a rank takes: its slice of every global batch."""
     width = plan.size * plan.batch_size
     starts = np.arange(plan.num_full_steps, dtype=np.int64) * width + rank * plan.batch_size
+    starts += plan.first_row
     positions = (starts[:, None] + np.arange(plan.batch_size, dtype=np.int64)).ravel()
     if not plan.last_counts:
         return positions
-    start = plan.num_full_steps * width + sum(plan.last_counts[:rank])
+    start = plan.first_row + plan.num_full_steps * width + sum(plan.last_counts[:rank])
     tail = np.arange(start, start + plan.last_counts[rank], dtype=np.int64)
     return np.concatenate([positions, tail])
 
@@ -342,6 +345,7 @@ def epoch_plan(
     block_rows: int | None = None,
     block_edges: Rows | None = None,
     permute: Callable[[], Rows] | None = None,
+    first_row: int = 0,
 ) -> Plan:
     """Plan one epoch.
 
@@ -358,13 +362,19 @@ def epoch_plan(
         block_edges: where blocks begin, from 0 on and with the number of rows at the end, instead of blocks of
             `block_rows`: for files that are read best in pieces of their own.
         permute: returns `permutation(number of rows, seed, epoch)`; None computes it.
+        first_row: rows of the order, over all ranks, that are left out in front; of data in memory.
     """
     if size < 1 or batch_size < 1:
         raise InvalidArgumentError(
             f"epoch_plan: size is {size} and batch_size {batch_size}; both must be at least 1."
         )
     num_rows = rows if isinstance(rows, int) else len(rows)
-    full_steps, rest = divmod(num_rows, size * batch_size)
+    if first_row and window_rows is not None:
+        raise InvalidArgumentError(
+            "Which rows meet in a batch depends on the number of ranks and the batch size, because the data exceed "
+            "shuffle_bytes. Go on with those of before, or raise shuffle_bytes."
+        )
+    full_steps, rest = divmod(num_rows - first_row, size * batch_size)
     if rest == 1 and full_steps and size * batch_size > 1 and not drop_last:
         # BatchNorm cannot train on one row: the step before takes it too.
         full_steps, rest = full_steps - 1, size * batch_size + 1
@@ -378,4 +388,4 @@ def epoch_plan(
         block = block_rows if block_rows is not None else max(1, window_rows // 16)
         order = _Blocks(rows, seed, epoch, window_rows, max(1, block), block_edges)
     used = full_steps * size * batch_size + sum(last)
-    return Plan(size, batch_size, used, full_steps, last, order)
+    return Plan(size, batch_size, used, full_steps, last, order, first_row)

@@ -1,0 +1,218 @@
+"""Batches of a data set for one rank, as torch's `IterableDataset`.
+
+The rows of all ranks at a step are those that one process would have with as many rows per batch: the order is the same for any
+number of ranks, and an epoch goes on at any row, also with other ranks than before. (Data beyond `shuffle_bytes` are read by each rank in
+its own part; they go on with equally many ranks.)
+
+Threads: the reader reads ahead in one thread. Not for several workers of a `DataLoader`: each would read everything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from sparkhvd import rank_context
+from sparkhvd.data.columns.decoders import Decoder, RowFunctions
+from sparkhvd.data.columns.features import Argument
+from sparkhvd.data.reading.reader import Reader
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.launchers.environment import place_in
+from sparkhvd.torch import context
+
+if TYPE_CHECKING:
+    from sparkhvd.data.dataset import Dataset
+
+__all__ = ["Loader", "place"]
+
+
+def place() -> tuple[int, int]:
+    """Return rank and size of this process, as `hvd`, torch.distributed or the launcher tells; (0, 1) where nobody does.
+
+    Raises:
+        InvalidArgumentError: two launchers contradict each other.
+    """
+    if context.is_initialized():
+        engine = context.context().engine
+        return engine.rank, engine.size
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    known = rank_context.context() or place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
+    return (0, 1) if known is None else (known.rank, known.size)
+
+
+class Loader(IterableDataset[dict[str, Any]]):
+    """Batches of one rank, a dict of tensors by column; each iteration is the rest of an epoch, and the next begins the next.
+
+    A tensor has the shape (rows, *shape of the column); sparse vectors are COO tensors. Every rank has equally many steps, and every row
+    comes once per epoch over all ranks.
+
+    Attributes:
+        dataset: the rows.
+        rank: of this process.
+        size: number of ranks.
+        batch_size: rows per rank and step.
+        epoch: that comes next, or goes on.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        rank: int | None = None,
+        size: int | None = None,
+        batch_size: int = 32,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        subset: str | None = None,
+        columns: Sequence[str] | None = None,
+        decoders: Mapping[str, Decoder] | None = None,
+        collate: Mapping[str, Callable[[list[Any]], Any]] | None = None,
+        num_workers: int = 1,
+        pin_memory: bool = False,
+        shuffle_bytes: int = 1 << 30,
+        prefetch_bytes: int = 16 << 20,
+    ) -> None:
+        """Describe the batches; nothing is read before the first iteration.
+
+        Args:
+            dataset: the rows.
+            rank: of this process; None = the one that `hvd`, torch.distributed or the launcher tells.
+            size: number of ranks; likewise.
+            batch_size: rows per rank and step.
+            shuffle: a new permutation each epoch; False = the order of the files.
+            seed: decides the order, with the epoch.
+            drop_last: leave out the last step if it is not full.
+            subset: "all", "train" or "validation"; None = "train" where the data have a validation column, else "all".
+            columns: names; None = all.
+            decoders: functions of the values of columns.
+            collate: functions of a batch's rows of columns.
+            num_workers: threads that run decoders.
+            pin_memory: put batches into page-locked memory. Needs CUDA.
+            shuffle_bytes: up to this many bytes, rows are held in memory.
+            prefetch_bytes: bound on the batches that are read ahead.
+
+        Raises:
+            InvalidArgumentError: an argument is out of range, or one of `rank` and `size` is missing.
+        """
+        super().__init__()
+        if (rank is None) != (size is None):
+            raise InvalidArgumentError(
+                f"loader: rank is {rank} and size {size}. Give both, or neither for those of the launcher."
+            )
+        if rank is None or size is None:
+            rank, size = place()
+        self.dataset, self.rank, self.size, self.batch_size = dataset, rank, size, batch_size
+        schema = dataset.schema
+        if subset is None:
+            subset = "all" if schema.validation is None else "train"
+        self._options: dict[str, Any] = {
+            "seed": seed,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+            "subset": subset,
+            "columns": dataset.columns if columns is None else list(columns),
+            "functions": RowFunctions(decoders or {}, collate or {}),
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "shuffle_bytes": shuffle_bytes,
+            "prefetch_bytes": prefetch_bytes,
+        }
+        self._arguments = {
+            name: Argument(
+                None,
+                (name,),
+                schema.column(name).tensor_dtype,
+                None,
+                is_joined=False,
+                is_whole=schema.column(name).is_collated,
+            )
+            for name in self._options["columns"]
+        }
+        self.epoch = 0
+        # Rows of the epoch over all ranks: those before the current batches' numbering, and those handed out since.
+        self._first_row = 0
+        self._handed_out = 0
+        self._reader: Reader | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the batches that are left of the epoch."""
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise InvalidArgumentError(
+                f"Each of {worker.num_workers} workers of this DataLoader would read all rows. Use the loader as it is, which reads "
+                "ahead in a thread of its own, or DataLoader(loader, batch_size=None, num_workers=0)."
+            )
+        reader = self._opened()
+        width = self.size * self.batch_size
+        start, rest = divmod(self._handed_out, width)
+        if rest or self._first_row:
+            self._first_row, self._handed_out, start = self._first_row + self._handed_out, 0, 0
+        epoch, end = self.epoch, reader.num_rows
+        if self._options["drop_last"]:
+            end -= (end - self._first_row) % width
+        for batch in reader.epoch(epoch, start, following=epoch + 1, first_row=self._first_row):
+            self._handed_out += sum(batch.rows_per_rank)
+            if self._first_row + self._handed_out == end:
+                self.set_epoch(epoch + 1)
+            yield {name: made.tensor(batch.columns) for name, made in self._arguments.items()}
+        self.set_epoch(epoch + 1)
+
+    def __len__(self) -> int:
+        """Return the number of steps of a whole epoch."""
+        return self._opened().num_steps
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch with the next iteration."""
+        self.epoch, self._first_row, self._handed_out = epoch, 0, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place behind the last batch; equal on all ranks after equally many steps."""
+        row = self._first_row + self._handed_out
+        return {"epoch": self.epoch, "row": row, "rows": len(self.dataset)}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on with the next iteration where another loader was, of any rank, number of ranks and batch size.
+
+        Raises:
+            InvalidArgumentError: the state is of other data.
+        """
+        if state["rows"] != len(self.dataset):
+            raise InvalidArgumentError(
+                f"load_state_dict: the state is of {state['rows']:,} rows, and these data have {len(self.dataset):,}. Load that of the "
+                "same data."
+            )
+        self.epoch, self._first_row, self._handed_out = state["epoch"], 0, state["row"]
+
+    def close(self) -> None:
+        """Stop the thread and release files and memory; another iteration opens them again."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_reader": None}
+
+    def _opened(self) -> Reader:
+        if self._reader is None:
+            data = self.dataset
+            self._reader = Reader(
+                data.store,
+                data.manifest,
+                rank=self.rank,
+                size=self.size,
+                batch_size=self.batch_size,
+                **self._options,
+            )
+        return self._reader

@@ -1,0 +1,186 @@
+"""A data set's loader: rows of all ranks at a step, whatever their number, and going on at any row."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from sparkhvd import rank_context
+from sparkhvd.data import loader as loader_module
+from sparkhvd.data.columns.schema import DataSchema
+from sparkhvd.data.dataset import Dataset, load
+from sparkhvd.data.loader import Loader
+from sparkhvd.data.manifest import Manifest
+from sparkhvd.data.store.store import Store
+from sparkhvd.errors import InvalidArgumentError
+from tests.pure.data.test_reader import DATA_DIR, HELD_OUT, ID, X, make
+
+ROWS = 1003
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    store = Store.create(tmp_path / "store")
+    made = make(store, [300, 0, ROWS - 300])
+    Manifest(made.files, DataSchema((X, ID), ()), ROWS).save(store, DATA_DIR)
+    return load(store, DATA_DIR)
+
+
+def steps(loaders: list[Loader]) -> list[list[int]]:
+    """Return the rows of each step over all ranks, from where the loaders are to the end of the epoch."""
+    return [
+        [number for batch in batches for number in batch["id"].tolist()]
+        for batches in zip(*loaders, strict=True)
+    ]
+
+
+def rows(loaders: list[Loader]) -> list[int]:
+    return [number for step in steps(loaders) for number in step]
+
+
+def ranks(dataset: Dataset, size: int, batch_size: int, **options: object) -> list[Loader]:
+    return [dataset.loader(rank, size, batch_size, **options) for rank in range(size)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_come_in_one_order_for_any_number_of_ranks(dataset: Dataset, shuffle: bool) -> None:
+    wanted = [rows(ranks(dataset, 1, 1, shuffle=shuffle, seed=3)) for _ in range(1)][0]
+    assert sorted(wanted) == list(range(ROWS))
+    assert (wanted == list(range(ROWS))) != shuffle
+    for size in (1, 2, 4, 8):
+        assert rows(ranks(dataset, size, 24 // size, shuffle=shuffle, seed=3)) == wanted
+
+
+def test_each_iteration_is_an_epoch_and_the_next_has_another_order(dataset: Dataset) -> None:
+    loaders = ranks(dataset, 2, 10)
+    assert len(loaders[0]) == len(steps(loaders)) == 51  # of 3 rows at the end
+    second = rows(loaders)
+    assert sorted(second) == list(range(ROWS))
+    loaders = ranks(dataset, 2, 10)
+    assert rows(loaders) != second
+    assert loaders[0].state_dict() == {"epoch": 1, "row": 0, "rows": ROWS}
+    for each in loaders:
+        each.set_epoch(1)
+    assert rows(loaders) == second
+
+
+def test_an_epoch_goes_on_at_any_row_with_other_ranks_and_batches(dataset: Dataset) -> None:
+    chooser = random.Random(11)
+    wanted = rows(ranks(dataset, 1, 1, seed=5))
+    for _ in range(30):
+        loaders, got = ranks(dataset, 1, 7, seed=5), list[int]()
+        state = loaders[0].state_dict()
+        while state["epoch"] == 0:
+            size, batch = chooser.randint(1, 4), chooser.randint(1, 90)
+            loaders = ranks(dataset, size, batch, seed=5)
+            for each in loaders:
+                each.load_state_dict(state)
+            streams = [iter(each) for each in loaders]
+            for _ in range(chooser.randint(1, 6)):
+                batches = [next(stream, None) for stream in streams]
+                if batches[0] is None:
+                    break
+                got += [n for one in batches if one is not None for n in one["id"].tolist()]
+            states = [each.state_dict() for each in loaders]
+            assert states.count(states[0]) == size
+            state = states[0]
+            for each in loaders:
+                each.close()
+        assert got == wanted
+
+
+def test_drop_last_ends_an_epoch_behind_its_last_full_step(dataset: Dataset) -> None:
+    loaders = ranks(dataset, 2, 10, drop_last=True)
+    for each in loaders:
+        each.load_state_dict({"epoch": 4, "row": 13, "rows": ROWS})
+    assert [len(step) for step in steps(loaders)] == [20] * 49
+    assert loaders[0].state_dict() == {"epoch": 5, "row": 0, "rows": ROWS}
+
+
+def test_beyond_memory_an_epoch_goes_on_with_equal_ranks_only(dataset: Dataset) -> None:
+    options = {"shuffle_bytes": 2000, "seed": 1}
+    wanted = steps(ranks(dataset, 2, 10, **options))
+    state = {"epoch": 0, "row": 60, "rows": ROWS}
+    loaders = ranks(dataset, 2, 10, **options)
+    for each in loaders:
+        each.load_state_dict(state)
+    assert steps(loaders) == wanted[3:]
+    (other,) = ranks(dataset, 1, 7, **options)
+    other.load_state_dict(state)
+    with pytest.raises(InvalidArgumentError, match="exceed shuffle_bytes"):
+        next(iter(other))
+
+
+def test_resuming_takes_less_than_a_second(dataset: Dataset) -> None:
+    loader = dataset.loader(0, 1, 10)
+    loader.load_state_dict({"epoch": 7, "row": 777, "rows": ROWS})
+    began = time.monotonic()
+    next(iter(loader))
+    assert time.monotonic() - began < 1
+
+
+def test_tensors_have_the_types_and_shapes_of_the_columns(dataset: Dataset) -> None:
+    batch = next(iter(dataset.loader(0, 1, 10, columns=["x"])))
+    assert set(batch) == {"x"}
+    assert batch["x"].shape == (10, 3)
+    assert batch["x"].dtype == torch.float32
+    assert dataset.columns == ["x", "id"]
+    assert len(dataset) == ROWS
+
+
+def test_subsets_follow_the_validation_column(tmp_path: Path) -> None:
+    store = Store.create(tmp_path / "store")
+    made = make(store, [100], flag=True)
+    Manifest(made.files, DataSchema((X, ID), (), None, HELD_OUT), 100).save(store, DATA_DIR)
+    dataset = Dataset(store, DATA_DIR)
+    held_out = set(range(0, 100, 5))
+    assert set(rows([dataset.loader(0, 1, 9)])) == set(range(100)) - held_out
+    assert set(rows([dataset.loader(0, 1, 9, subset="validation")])) == held_out
+    assert len(rows([dataset.loader(0, 1, 9, subset="all")])) == 100
+
+
+def test_a_loader_travels_and_serves_dataloader(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = dataset.loader(0, 1, 10, seed=2)
+    stream = iter(loader)
+    first = [next(stream)["id"].tolist() for _ in range(3)]
+    again = pickle.loads(pickle.dumps(loader))
+    rest = rows([again])
+    assert sorted([n for batch in first for n in batch] + rest) == list(range(ROWS))
+    whole = DataLoader(dataset.loader(0, 1, 10, seed=2), batch_size=None)
+    assert [batch["id"].tolist() for batch in whole][:3] == first
+    # The end of real workers takes torch 5 s.
+    monkeypatch.setattr(loader_module, "get_worker_info", lambda: SimpleNamespace(num_workers=2))
+    with pytest.raises(InvalidArgumentError, match="would read all rows"):
+        next(iter(loader))
+
+
+def test_rank_and_size_come_from_the_launcher(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_context, "_installed", [])
+    for name, value in {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert loader_module.place() == (2, 3)
+    assert dataset.loader(batch_size=5).rank == 2
+    with pytest.raises(InvalidArgumentError, match="Give both"):
+        dataset.loader(rank=1)
+
+
+def test_wrong_states_and_places_are_refused(dataset: Dataset, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="Load that of the same data"):
+        dataset.loader(0, 1).load_state_dict({"epoch": 0, "row": 0, "rows": 5})
+    with pytest.raises(InvalidArgumentError, match="There is no data set 'data/none'"):
+        load(tmp_path / "store", "data/none")
+    with pytest.raises(InvalidArgumentError, match="rank is 2 and size 2"):
+        next(iter(dataset.loader(2, 2)))
