@@ -34,7 +34,7 @@ __all__ = ["SparkShim"]
 _CONNECT_MESSAGE_BYTES = 120 << 20
 # Spark gives a cancelled task 2 s (spark.python.task.killTimeout) before it kills its Python worker.
 _CANCEL_WAIT_S = 10.0
-_CANCEL_AGAIN_S = 0.5
+_CANCEL_AGAIN_S, _CANCEL_REST_S = 0.5, 120.0
 _PYTHON_CONF = "spark.pyspark.python"
 
 
@@ -343,12 +343,22 @@ def _collect_beside(
             interrupt()
         raise
     finally:
-        # Interrupted if it is not done. Again and again: the job may not have been submitted yet.
-        deadline = time.monotonic() + _CANCEL_WAIT_S
-        while not future.done() and time.monotonic() < deadline:
-            shim.cancel(tag)
-            concurrent.futures.wait([future], _CANCEL_AGAIN_S)
-        thread.join(_CANCEL_WAIT_S if future.done() else 0)
+        _cancel_until_over(shim, tag, future, _CANCEL_WAIT_S)  # not done if it was interrupted
+        if future.done():
+            thread.join(_CANCEL_WAIT_S)
+        else:  # a slow driver has yet to submit the job, which nobody would end
+            rest = (shim, tag, future, _CANCEL_REST_S)
+            threading.Thread(target=_cancel_until_over, args=rest, daemon=True).start()
+
+
+def _cancel_until_over(
+    shim: SparkShim, tag: str, future: concurrent.futures.Future[Any], limit_s: float
+) -> None:
+    """Cancel the jobs of a tag again and again: they may not have been submitted yet."""
+    deadline = time.monotonic() + limit_s
+    while not future.done() and time.monotonic() < deadline:
+        shim.cancel(tag)
+        concurrent.futures.wait([future], _CANCEL_AGAIN_S)
 
 
 def _thread(shim: SparkShim, target: Callable[[], None], name: str) -> threading.Thread:

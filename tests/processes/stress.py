@@ -20,6 +20,7 @@ from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reductio
 from tests.harness.rank_process import Talk
 from tests.ranks.engine.arrays import (
     NUMPY_TYPES,
+    REDUCTIONS,
     Array,
     expected,
     float32_from_bfloat16,
@@ -82,9 +83,7 @@ def plan_of(number: int, sets: Sequence[tuple[int, tuple[int, ...]]]) -> list[Pl
         kind = dice.choice(KINDS)
         process_set, members = (0, sets[0][1]) if kind == "registered" else dice.choice(sets)
         dtype = DType.FLOAT32 if kind == "registered" else dice.choice(list(DType))
-        ops = [op for op in ReduceOp if op != ReduceOp.ADASUM]
-        if dtype == DType.BOOL:
-            ops.remove(ReduceOp.AVERAGE)
+        ops = [op for of_dtype, op in REDUCTIONS if of_dtype == dtype]
         size = LARGE if dice.random() < 0.05 else dice.choice(SIZES)
         planned = Planned(
             name=f"{number}.{index}",

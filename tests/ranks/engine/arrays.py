@@ -29,6 +29,22 @@ NUMPY_TYPES: dict[DType, Any] = {
     DType.BOOL: np.bool_,
 }
 
+FLOATS = (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64)
+BITS = {
+    ReduceOp.BIT_AND: np.bitwise_and,
+    ReduceOp.BIT_OR: np.bitwise_or,
+    ReduceOp.BIT_XOR: np.bitwise_xor,
+}
+# All elementwise ones.
+REDUCTIONS = [
+    (dtype, op)
+    for dtype in DType
+    for op in ReduceOp
+    if op != ReduceOp.ADASUM
+    and not (dtype == DType.BOOL and op == ReduceOp.AVERAGE)
+    and not (dtype in FLOATS and op in BITS)
+]
+
 
 def bfloat16_from(values: Array) -> Array:
     """Bits of the nearest bfloat16, ties to even."""
@@ -56,6 +72,8 @@ def random_array(dtype: DType, shape: tuple[int, ...], seed: int) -> Array:
 
 def expected(dtype: DType, op: ReduceOp, stacked: Sequence[Array]) -> Array:
     """Compute what the ranks must get: added in rank order, in the accumulation type, scaled and rounded once."""
+    if op in BITS:
+        return BITS[op].reduce(list(stacked))  # type: ignore[no-any-return]
     if dtype == DType.BOOL:
         function = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
         return function.reduce(list(stacked))

@@ -445,8 +445,10 @@ def test_an_interrupt_ends_a_job_that_is_submitted_after_it(
     with pytest.raises(KeyboardInterrupt):
         shim.collect(Stage(), "interrupted")
     wait_until(
-        lambda: not spark.sparkContext.statusTracker().getActiveJobsIds(), "the job is cancelled"
+        lambda: "sparkhvd-collect" not in {thread.name for thread in threading.enumerate()},
+        "the job is cancelled",
     )
+    assert not spark.sparkContext.statusTracker().getActiveJobsIds()
 
 
 @soak("jobs side by side, jobs that take turns, a cancelled job, an exception, here")
