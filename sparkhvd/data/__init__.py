@@ -32,7 +32,7 @@ Each module imports only those above it:
     loader        batches of a rank, for any training loop
     dataset       data prepared once for any process of any launcher
     converter     petastorm's names for that
-    data_module   Lightning's
+    lightning     Lightning's data module
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparkhvd.data.converter import make_spark_converter as make_spark_converter
-    from sparkhvd.data.data_module import data_module as data_module
+    from sparkhvd.data.lightning import data_module as data_module
     from sparkhvd.data.dataset import Dataset as Dataset
     from sparkhvd.data.dataset import load as load
     from sparkhvd.data.dataset import prepare as prepare
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Dataset": "dataset",
     "Loader": "loader",
-    "data_module": "data_module",
+    "data_module": "lightning",
     "load": "dataset",
     "make_spark_converter": "converter",
     "prepare": "dataset",
