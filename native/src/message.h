@@ -209,7 +209,7 @@ enum class PointKind : std::uint8_t {
 struct Point {
   PointKind kind{};
   std::int32_t process_set = 0;
-  std::int32_t tag = 0;
+  std::int64_t tag = 0;
   DType dtype{};
   std::uint64_t bytes = 0;
   std::uint64_t number = 0;  // of its sender's to its receiver

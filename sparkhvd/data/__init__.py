@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparkhvd.data.converter import make_spark_converter as make_spark_converter
-    from sparkhvd.data.lightning import data_module as data_module
     from sparkhvd.data.dataset import Dataset as Dataset
     from sparkhvd.data.dataset import load as load
     from sparkhvd.data.dataset import prepare as prepare
+    from sparkhvd.data.lightning import data_module as data_module
     from sparkhvd.data.loader import Loader as Loader
 
 # Where each public name lives. Ranks of a fit need none of them.

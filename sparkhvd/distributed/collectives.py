@@ -34,7 +34,7 @@ from sparkhvd.distributed.works import Work
 from sparkhvd.engine.engine import Collective, DType
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.tensors import DTYPES, lend, written
+from sparkhvd.torch.collectives.tensors import DTYPES, lend
 
 __all__ = ["Collectives"]
 
@@ -49,7 +49,6 @@ class Collectives(Reducing):
         plan = Plan(
             Collective.BROADCAST, [flat.shaped], flat.dtype, owners([flat]), root=opts.rootRank
         )
-        written(tensors)
         return self.launcher.launch([plan], opts, tensors, restoring([flat]))
 
     def all_gather_single_coalesced(
@@ -69,7 +68,6 @@ class Collectives(Reducing):
             Plan(Collective.ALLGATHER_INTO, [each.view for each in part], dtype, owners(part))
             for dtype, part in by_dtype(targets)
         ]
-        written(outputs)
         return self.launcher.launch(plans, opts, outputs, restoring(targets))
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # before torch 2.13
@@ -164,8 +162,12 @@ class Collectives(Reducing):
             root=opts.rootRank,
             numbers=counts,
         )
-        written(outputs)
-        return self.launcher.launch([plan], opts, outputs, restoring([target]))
+
+        def finish(works: Sequence[Operation]) -> None:
+            check_received("scatter", works[0], (target.numbers.numel(),))
+            restore(target)
+
+        return self.launcher.launch([plan], opts, outputs, finish, needs_rows=True)
 
     def all_to_all_single(
         self,
@@ -191,7 +193,6 @@ class Collectives(Reducing):
             check_received("all_to_all_single", works[0], received)
             restore(target)
 
-        written([output])
         return self.launcher.launch([plan], opts, [output], finish, needs_rows=True)
 
     alltoall_base = all_to_all_single

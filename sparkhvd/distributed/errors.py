@@ -8,7 +8,14 @@ from torch.distributed import DistBackendError
 
 from sparkhvd import errors
 
-__all__ = ["CollectiveError", "CollectiveTimeoutError", "PeerLostError", "TAG_BITS", "as_torch"]
+__all__ = [
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "NUMBER_BITS",
+    "PeerLostError",
+    "TAG_BITS",
+    "as_torch",
+]
 
 
 class CollectiveError(errors.CollectiveError, DistBackendError):
@@ -35,10 +42,11 @@ _WORDS = {
     ", or use different names": "",
     ", or give the two tensors different names": "",
     "raise stall_shutdown_s": "give the group a longer timeout",
+    "Call shutdown() on a rank only": "Destroy a group on a rank only",
 }
 
-# The engine's tags have 31 bits. Groups of the same ranks are one process set, and tell their messages apart by the upper ones.
-TAG_BITS = 24
+# The engine's tags have 63 bits. Groups of the same ranks are one process set, and tell their messages apart by the upper ones.
+TAG_BITS, NUMBER_BITS = 32, 16
 
 
 def as_torch(error: BaseException) -> BaseException:

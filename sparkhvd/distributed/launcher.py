@@ -17,14 +17,11 @@ from sparkhvd.distributed.works import FINISHED, Passes, Work
 from sparkhvd.engine.call import NO_REDUCTION
 from sparkhvd.engine.engine import Call, Collective, DType, Engine, Reduction, TensorView
 from sparkhvd.engine.engine import Work as Operation
-from sparkhvd.errors import CollectiveError, MismatchError
+from sparkhvd.errors import CollectiveError, InvalidArgumentError, MismatchError
 from sparkhvd.torch.collectives.tensors import DTYPES, lend
 from sparkhvd.torch.gradients.backward_end import in_backward, is_worth_overlapping
 
-__all__ = ["MAX_NUMBER", "Launcher", "Plan", "Team", "gather_plan"]
-
-# Of groups of one process set: they share the engine's tags.
-MAX_NUMBER = 127
+__all__ = ["Launcher", "Plan", "Team", "gather_plan"]
 
 _ALLREDUCE = Collective.ALLREDUCE  # looking up a member of an enumeration costs time
 
@@ -38,14 +35,16 @@ class Team:
         process_set: the engine's number of these ranks.
         ranks: the engine's rank of each rank of the group.
         is_own: the engine is this group's alone, and ends with it.
-        number: of the group among those that are one process set, from 1 to `MAX_NUMBER`; 0 is `hvd`'s.
+        generation: of default groups in this engine, from 1. What a former one has left behind meets nothing of this one.
+        number: of the group in its generation.
     """
 
     engine: Engine
     process_set: int
     ranks: tuple[int, ...]
     is_own: bool
-    number: int = 1
+    generation: int = 1
+    number: int = 0
 
 
 class Plan(NamedTuple):
@@ -92,7 +91,7 @@ class Launcher:
     def __init__(self, team: Team, name: str, timeout: timedelta) -> None:
         self.team = team
         self.timeout_s = timeout.total_seconds()  # of operations that have none of their own
-        self.name = f"torch.{name}"
+        self.name = f"torch{'' if team.generation == 1 else team.generation}.{name}"
         self.scope = Scope(self.name)
         self.passes = Passes()
         self._coalesced: list[Work] | None = None
@@ -190,6 +189,11 @@ class Launcher:
 
     def _call(self, plan: Plan) -> Call:
         team = self.team
+        if not 0 <= plan.root < len(team.ranks):
+            raise InvalidArgumentError(
+                f"{plan.collective.name.lower()}: root rank {plan.root} is not in the group of {len(team.ranks)} ranks. Give one "
+                f"from 0 to {len(team.ranks) - 1}."
+            )
         return team.engine.prepare(
             plan.collective,
             plan.views,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from sparkhvd.distributed.collectives import Collectives
-from sparkhvd.distributed.errors import TAG_BITS, as_torch
+from sparkhvd.distributed.errors import NUMBER_BITS, TAG_BITS, as_torch
 from sparkhvd.distributed.futures import Scope
 from sparkhvd.distributed.launcher import Launcher
 from sparkhvd.distributed.operands import Flat, moved, only, restore
@@ -15,7 +15,7 @@ from sparkhvd.distributed.works import Work
 from sparkhvd.engine.engine import Collective
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import CollectiveError, InvalidArgumentError, MismatchError
-from sparkhvd.torch.collectives.tensors import lend, written
+from sparkhvd.torch.collectives.tensors import lend
 
 __all__ = ["Messages"]
 
@@ -47,7 +47,6 @@ class Messages(Collectives):
     def _receive(self, tensors: Sequence[Tensor], source: int, tag: int) -> Work:
         target = moved(only("recv", tensors))
         operation = self._start(Collective.RECEIVE, target, source, tag)
-        written(tensors)
 
         def finish() -> None:
             restore(target)
@@ -69,7 +68,7 @@ class Messages(Collectives):
                 f"send/recv: the tag is {tag}. Give one from 0 to {(1 << TAG_BITS) - 1}."
             )
         team = self.launcher.team
-        numbers = (team.number << TAG_BITS | tag,)
+        numbers = ((team.generation << NUMBER_BITS | team.number) << TAG_BITS | tag,)
         engine, views = team.engine, [flat.view]
         call = engine.prepare(
             collective,

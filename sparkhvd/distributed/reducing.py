@@ -36,7 +36,7 @@ from sparkhvd.distributed.works import FINISHED, Work
 from sparkhvd.engine.engine import Collective, DType, TensorView
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import InvalidArgumentError
-from sparkhvd.torch.collectives.tensors import DTYPES, lend, written
+from sparkhvd.torch.collectives.tensors import DTYPES, lend
 
 __all__ = ["Reducing"]
 
@@ -81,7 +81,6 @@ class Reducing(_ProcessGroup):
         # What training does most, in the least time.
         address = tensor.data_ptr()
         view = tuple.__new__(TensorView, (address, address, tensor.shape))
-        written(tensors)
         if not getattr(opts, "asyncOp", True):
             self.launcher.reduce_now(view, dtype, kind, tensor.untyped_storage(), opts)
             return FINISHED
@@ -103,7 +102,6 @@ class Reducing(_ProcessGroup):
             )
             for dtype, part in by_dtype(flats)
         ]
-        written(tensors)
         return self.launcher.launch(plans, opts, tensors, restoring(flats))
 
     def _allreduce_sparse(self, tensor: Tensor, opts: Any) -> Work:
@@ -144,8 +142,6 @@ class Reducing(_ProcessGroup):
         view = flat.shaped if is_root else flat.shaped._replace(output=0)
         reduction = reduction_of("reduce", opts.reduceOp, tensor)
         plan = Plan(Collective.REDUCE, [view], flat.dtype, owners([flat]), reduction, opts.rootRank)
-        if is_root:
-            written(tensors)
         return self.launcher.launch([plan], opts, tensors, restoring([flat] if is_root else []))
 
     def reduce_scatter_single_coalesced(
@@ -173,7 +169,6 @@ class Reducing(_ProcessGroup):
             )
             for dtype, pairs in parts.items()
         ]
-        written(outputs)
         return self.launcher.launch(plans, opts, outputs, restoring(targets))
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # before torch 2.13

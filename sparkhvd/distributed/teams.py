@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 from torch._C._distributed_c10d import Store
 
 from sparkhvd import rendezvous as meeting
-from sparkhvd.distributed.errors import as_torch
-from sparkhvd.distributed.launcher import MAX_NUMBER, Team
+from sparkhvd.distributed.errors import NUMBER_BITS, as_torch
+from sparkhvd.distributed.launcher import Team
 from sparkhvd.distributed.store_meeting import StoreRendezvous, exchange, forget, meet
 from sparkhvd.engine.engine import Engine
 from sparkhvd.errors import CollectiveError, InvalidArgumentError
@@ -20,42 +20,48 @@ from sparkhvd.torch.process_sets import add_process_set
 
 __all__ = ["Teams"]
 
+_OTHER = "of other ranks"
+# Default groups of each engine so far, as its ranks have agreed.
+_generations: WeakKeyDictionary[Engine, int] = WeakKeyDictionary()
+
 
 class Teams:
     """Makes the engine's side of a default group and of the groups in it."""
 
     def __init__(self) -> None:
         self._world: Team | None = None
-        # By ranks: groups so far, and process sets, of which each tells the messages of so many groups apart.
-        self._groups: Counter[tuple[int, ...]] = Counter()
-        self._sets: dict[tuple[int, ...], list[int]] = {}
 
     def world(self, store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
         """Return all ranks, in the engine that `hvd` has in this process, or gets."""
         try:
             self._world = self._share(store, name, rank, size, timeout)
-            _clean_up(store, rank, self._world.engine, timeout)
+            _clean_up(store, rank, self._world, timeout)
         except CollectiveError as error:
             raise as_torch(error) from None
         return self._world
 
     def _share(self, store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
         found = _state(rank, size)
-        states = exchange(store, "engine", rank, size, found, timeout)
+        texts = exchange(
+            store, "engine", rank, size, " ".join([str(_generation()), found]), timeout
+        )
+        generations, states = zip(*[text.split(" ", 1) for text in texts], strict=True)
+        if _OTHER in states and "none" not in states:  # torch's ranks are not hvd's
+            return own(store, name, rank, size, timeout)
         if len(set(states)) > 1:
             raise InvalidArgumentError(
-                f"init_process_group('sparkhvd') on rank {rank}: the ranks' engines are {states}, by rank. Call hvd.init() "
+                f"init_process_group('sparkhvd') on rank {rank}: the ranks' engines are {list(states)}, by rank. Call hvd.init() "
                 "before it on every rank or on none, and start all ranks in the same way."
             )
-        if found == "of another size":  # hvd's ranks are not torch's
-            return own(store, name, rank, size, timeout)
         if found == "launched":
             context.initialize(way_to_join(None))
         elif found == "none":
             rendezvous = meet(store, name, rank, size, timeout)
             context.initialize(lambda _: rendezvous)
             meeting.install(rendezvous)  # hvd.init() after hvd.shutdown() finds the ranks again
-        return Team(context.context().engine, 0, tuple(range(size)), is_own=False)
+        engine = context.context().engine
+        _generations[engine] = 1 + max(map(int, generations))
+        return Team(engine, 0, tuple(range(size)), is_own=False, generation=_generations[engine])
 
     def subset(
         self, ranks: tuple[int, ...], rank: int, name: str, store: Store, timeout: timedelta
@@ -71,30 +77,24 @@ class Teams:
             return (
                 own(store, name, ranks.index(rank), len(ranks), timeout) if rank in ranks else None
             )
-        try:
-            process_set, number = self._place(world, ranks)
-        except CollectiveError as error:
-            raise as_torch(error) from None
+        process_set = world.process_set
+        if ranks != world.ranks:
+            try:
+                known = context.context().process_sets.get(ranks) or add_process_set(ranks)
+            except CollectiveError as error:
+                raise as_torch(error) from None
+            process_set = known.process_set_id or 0
         if rank not in ranks:
             return None
-        return Team(world.engine, process_set, ranks, is_own=False, number=number)
-
-    def _place(self, world: Team, ranks: tuple[int, ...]) -> tuple[int, int]:
-        """Return the process set of the next group of these ranks, and its number there; every rank must call this."""
-        if ranks not in self._sets:
-            if ranks == world.ranks:
-                self._sets[ranks], self._groups[ranks] = [world.process_set], 1
-            else:
-                known = context.context().process_sets.get(ranks) or add_process_set(ranks)
-                self._sets[ranks] = [known.process_set_id or 0]
-        sets = self._sets[ranks]
-        which, number = divmod(self._groups[ranks], MAX_NUMBER)
-        if which == len(sets):
-            work = world.engine.add_process_set(ranks)
-            work.wait()
-            sets.append(work.output().rows[0])
-        self._groups[ranks] += 1
-        return sets[which], number + 1
+        number = int(name) % (1 << NUMBER_BITS)
+        return Team(
+            world.engine,
+            process_set,
+            ranks,
+            is_own=False,
+            generation=world.generation,
+            number=number,
+        )
 
 
 def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Team:
@@ -103,18 +103,23 @@ def own(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> Te
         rendezvous = meet(store, name, rank, size, timeout)
         engine = Engine(rendezvous.connect(), rendezvous.settings)
         rendezvous.close()  # all have met, and these ranks meet once
-        _clean_up(store, rank, engine, timeout)
+        team = Team(engine, 0, tuple(range(size)), is_own=True)
+        _clean_up(store, rank, team, timeout)
     except CollectiveError as error:
         raise as_torch(error) from None
-    return Team(engine, 0, tuple(range(size)), is_own=True)
+    return team
 
 
-def _clean_up(store: Store, rank: int, engine: Engine, timeout: timedelta) -> None:
+def _clean_up(store: Store, rank: int, team: Team, timeout: timedelta) -> None:
     """Leave the store as it was: a launcher's lasts for several default groups, which all have the same names."""
-    seconds = timeout.total_seconds()
-    engine.barrier(timeout_s=seconds).wait()  # all have read
+
+    def barrier(what: str) -> None:
+        name = f"torch.{team.generation}.{what}"
+        team.engine.barrier(name=name, timeout_s=timeout.total_seconds()).wait()
+
+    barrier("read")
     forget(store, rank)
-    engine.barrier(timeout_s=seconds).wait()  # all have deleted
+    barrier("deleted")
 
 
 def _state(rank: int, size: int) -> str:
@@ -126,8 +131,13 @@ def _state(rank: int, size: int) -> str:
         except CollectiveError:
             context.shut_down()  # a rank of it is gone: these ranks meet anew
         else:
-            return "shared" if (engine.rank, engine.size) == (rank, size) else "of another size"
+            return "shared" if (engine.rank, engine.size) == (rank, size) else _OTHER
     launched = meeting.current() or receive()
     if launched is None or isinstance(launched, StoreRendezvous):
         return "none"
-    return "launched" if (launched.rank, launched.size) == (rank, size) else "of another size"
+    return "launched" if (launched.rank, launched.size) == (rank, size) else _OTHER
+
+
+def _generation() -> int:
+    """Return how many default groups the engine has had that this process shares with `hvd`."""
+    return _generations.get(context.context().engine, 0) if context.is_initialized() else 0

@@ -83,11 +83,11 @@ bool is_last_rank_possible(const Received& received) {
 void check_message(const Submitted& submitted) {
   const auto& numbers = submitted.descriptor.numbers;
   const bool receives = submitted.descriptor.collective == Collective::kReceive;
-  const bool has_tag = !numbers.empty() && numbers[0] >= 0 && numbers[0] <= INT32_MAX;
+  const bool has_tag = !numbers.empty() && numbers[0] >= 0;
   const bool says_whether_shorter =
       receives && numbers.size() == 2 && (numbers[1] == 0 || numbers[1] == 1);
   if (has_tag && (numbers.size() == 1 || says_whether_shorter)) return;
-  submitted.refuse(std::string("give one tag, from 0 to 2147483647") +
+  submitted.refuse(std::string("give one tag, from 0 to 2^63 - 1") +
                    (receives ? ", and behind it 1 if shorter messages fit, too." : "."));
 }
 

@@ -38,7 +38,7 @@ Point decode<Point>(std::span<const std::byte> body) {
   if (kind > static_cast<std::uint8_t>(PointKind::kWithdraw)) malformed("an unknown message");
   message.kind = static_cast<PointKind>(kind);
   message.process_set = reader.number<std::int32_t>();
-  message.tag = reader.number<std::int32_t>();
+  message.tag = reader.number<std::int64_t>();
   message.dtype = known(to_dtype(reader.number<std::int32_t>()), "element type");
   message.bytes = reader.number<std::uint64_t>();
   message.number = reader.number<std::uint64_t>();

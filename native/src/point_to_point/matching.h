@@ -14,7 +14,7 @@ namespace sparkhvd {
 struct Address {
   std::int32_t process_set = 0;
   Rank from{};
-  std::int32_t tag = 0;
+  std::int64_t tag = 0;
   bool operator==(const Address&) const = default;
 };
 

@@ -17,13 +17,13 @@ constexpr int kRecordsAtOnce = 64;
 /// Before the bytes of a small message in a lane.
 struct SmallHead {
   std::int32_t process_set = 0;
-  std::int32_t tag = 0;
-  std::int64_t dtype = 0;
+  std::int32_t dtype = 0;
+  std::int64_t tag = 0;
   std::uint64_t number = 0;
 };
 
 Bytes small_head(const Point& message) {
-  const SmallHead head{message.process_set, message.tag, static_cast<std::int64_t>(message.dtype),
+  const SmallHead head{message.process_set, static_cast<std::int32_t>(message.dtype), message.tag,
                        message.number};
   const auto bytes = std::as_bytes(std::span(&head, 1));
   return {bytes.begin(), bytes.end()};

@@ -11,8 +11,8 @@
 
 namespace sparkhvd {
 
-inline std::int32_t tag_of(const Operation& operation) {
-  return static_cast<std::int32_t>(operation.descriptor.numbers.at(0));
+inline std::int64_t tag_of(const Operation& operation) {
+  return operation.descriptor.numbers.at(0);
 }
 
 inline bool is_send(const Operation& operation) {

@@ -15,7 +15,6 @@ from torch.distributed import distributed_c10d
 import sparkhvd
 import sparkhvd.distributed
 import sparkhvd.torch as hvd
-from sparkhvd.distributed.launcher import MAX_NUMBER
 from tests.processes.distributed import collectives
 
 
@@ -31,6 +30,8 @@ def findings() -> dict[str, list[str]]:
         "short forms": short_forms(),
         "coalesced messages": coalesced_messages(),
         "profiler": profiled(),
+        "autograd": untold(),
+        "roots": wrong_roots(),
     }
 
 
@@ -237,11 +238,11 @@ def profiled() -> list[str]:
 
 
 def many_groups() -> list[str]:
-    """More groups of the same ranks than one process set can tell apart: none gets another's message."""
+    """Groups of the same ranks, in one process set: none gets another's message."""
     size, rank = dist.get_world_size(), dist.get_rank()
     if size != 2:
         return []
-    groups = [dist.new_group() for _ in range(MAX_NUMBER + 2)]
+    groups = [dist.new_group() for _ in range(9)]
     if rank == 0:
         works: list[Any] = [
             dist.isend(torch.tensor([float(number)]), 1, groups[number], tag=3)
@@ -298,12 +299,86 @@ def mismatches() -> list[str]:
         expect(
             "message", ["3 elem", "4 elem", "tag 5,"], lambda: dist.recv(torch.ones(4), 0, tag=5)
         )
+    short = torch.zeros(2 if rank == 0 else 3)
+    if rank == 0:
+        dist.scatter(short, [torch.ones(2)] * size)
+    else:
+        expect("scatter", ["[2]", "[3]"], lambda: dist.scatter(short, src=0))
     work = dist.all_reduce(one, async_op=True)
     expect("async", ["(3,)", "(4,)"], lambda: work.wait(timedelta(seconds=60)))
     expect("future", ["(3,)"], work.get_future().wait)
     after = torch.ones(1)
     dist.all_reduce(after)
     return wrong if after.item() == size else [*wrong, "the group does not go on"]
+
+
+def wrong_roots() -> list[str]:
+    """A rank that the group does not have is refused where it is given."""
+    wrong = []
+    for root in (dist.get_world_size(), -1):
+        for name in ("broadcast", "reduce"):
+            try:
+                getattr(dist, name)(torch.ones(1), root)
+            except ValueError as error:
+                wrong += [] if f"root rank {root}" in str(error) else [f"{name}: {error}"]
+            else:
+                wrong.append(f"{name} of root {root}: no error")
+    return wrong
+
+
+def untold() -> list[str]:
+    """As with torch's own backends a tensor that backward needs may be written."""
+    x = torch.ones(2, requires_grad=True)
+    y = torch.relu(x * 2)
+    dist.broadcast(y.detach(), 0)
+    dist.reduce(y.detach(), 0)
+    dist.all_reduce(y.detach(), dist.ReduceOp.MAX)
+    y.sum().backward()
+    assert x.grad is not None
+    return [] if x.grad.tolist() == [2.0, 2.0] else [str(x.grad)]
+
+
+def later_generations() -> list[str]:
+    """What a destroyed default group has left unfinished meets nothing of the next, and a late rank gets no old error."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if size == 1:
+        return []
+    wrong, kept = [], []
+
+    def meet(label: str) -> None:
+        if rank == 0:
+            kept.append(dist.all_reduce(torch.full((1,), 1000.0), async_op=True))
+            kept.append(dist.isend(torch.full((1,), 111.0), 1))
+            kept.append(dist.irecv(torch.empty(1), 1, tag=1))
+        dist.destroy_process_group()
+        dist.init_process_group("sparkhvd", timeout=timedelta(seconds=30))
+        total = torch.full((1,), rank + 5.0)
+        dist.all_reduce(total)
+        if total.item() != sum(range(5, 5 + size)):
+            wrong.append(f"{label}: {total.item()}")
+        got = torch.zeros(1)
+        if rank == 0:
+            dist.send(torch.full((1,), 222.0), 1)
+            dist.recv(got, 1, tag=1)
+        elif rank == 1:
+            dist.recv(got, 0)
+            dist.send(got, 0, tag=1)
+        if rank < 2 and got.item() != 222:
+            wrong.append(f"{label}: message {got.item()}")
+
+    meet("left behind")
+    dist.barrier(dist.new_group([0, 1]))
+    short = dist.new_group(timeout=timedelta(seconds=0.3))
+    if rank == 0:
+        try:
+            dist.barrier(short)
+        except sparkhvd.CollectiveTimeoutError as error:
+            if "give the group a longer timeout" not in str(error):
+                wrong.append(str(error))
+        else:
+            wrong.append("no timeout")
+    meet("timed out")
+    return wrong
 
 
 def body(x: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ def everything(with_users: bool, is_soak: bool) -> dict[str, Any]:
     found["programs"] = programs.wrong(range(500 if is_soak else 20))
     if with_users:
         found |= groups.compiled() | users.findings(with_metrics=is_soak)
+    found["later generations"] = groups.later_generations()
     dist.destroy_process_group()
     ones = hvd.allreduce(torch.ones(1), op=hvd.Sum)
     found["hvd after destroy_process_group"] = [] if ones.item() == hvd.size() else [str(ones)]
