@@ -111,6 +111,8 @@ bool Core::move(Work work) {
     return peers_.poll(0, interrupted) || moved;
   }
   if (work == Work::kAll) {
+    // Peers begin as soon as this rank, which may be about to copy for a while.
+    if (sets_.tell(true)) peers_.flush(false);
     moved |= move_operations();
     if (in_flight_.has_failed()) return true;
   }

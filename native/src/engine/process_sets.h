@@ -49,8 +49,8 @@ class ProcessSets {
   /// Receives frames through shared memory. True if there were any.
   bool receive_shared();
   /// Tells the other ranks what was held back so that one frame says it: what goes through shared memory at once,
-  /// the rest if it is much or `waits_for_no_more`.
-  void tell(bool waits_for_no_more);
+  /// the rest if it is much or `waits_for_no_more`. False if there was nothing.
+  bool tell(bool waits_for_no_more);
   // Frames that came on a connection. Throw Error if the peer cannot have sent them.
   void on_ready(Rank from, Ready message);
   void on_execute(Rank from, Execute message);

@@ -11,8 +11,8 @@ constexpr std::size_t kToldAtOnce = 32;
 
 }  // namespace
 
-void ProcessSets::tell(bool waits_for_no_more) {
-  if (!has_untold_) return;
+bool ProcessSets::tell(bool waits_for_no_more) {
+  if (!has_untold_) return false;
   has_untold_ = false;
   for (auto& [id, group] : groups_) {
     const std::size_t untold = group->untold.numbers.size() + group->untold_orders.numbers.size();
@@ -23,6 +23,7 @@ void ProcessSets::tell(bool waits_for_no_more) {
       has_untold_ = true;
     }
   }
+  return true;
 }
 
 void ProcessSets::tell(Group& group) {
