@@ -45,7 +45,7 @@ World::World(WorldOptions options, std::vector<Fd> sockets, Bell& bell,
     if (i < size()) {
       links_.emplace_back(peer, std::move(sockets[i]));
     } else {
-      data_links_.emplace_back(peer, std::move(sockets[i]));
+      data_links_.emplace_back(peer, std::move(sockets[i]), DataLink::unasked_among(size()));
     }
   }
   mate_memory_.resize(size());

@@ -18,6 +18,17 @@ struct Pair {
   L b;
 };
 
+constexpr std::uint64_t kUnasked = 256 << 10;
+
+template <class L>
+L make(Rank peer, int fd) {
+  if constexpr (std::is_same_v<L, DataLink>) {
+    return L(peer, Fd(fd), kUnasked);
+  } else {
+    return L(peer, Fd(fd));
+  }
+}
+
 /// With small socket buffers, so that every transfer is cut into many pieces.
 template <class L>
 Pair<L> connect() {
@@ -27,7 +38,7 @@ Pair<L> connect() {
   for (const int fd : fds) {
     ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
   }
-  return {L(Rank{1}, Fd(fds[0])), L(Rank{0}, Fd(fds[1]))};
+  return {make<L>(Rank{1}, fds[0]), make<L>(Rank{0}, fds[1])};
 }
 
 bool no_frames(FrameType, std::span<const std::byte>) {
@@ -82,8 +93,8 @@ TEST(a_sender_runs_ahead_by_a_limited_number_of_bytes) {
   const auto sent = a.send_data(0, data);
   move(a, b);
   CHECK(!a.sent(sent));
-  CHECK(traffic.received.value() >= DataLink::kUnasked);
-  CHECK(traffic.received.value() < DataLink::kUnasked + 1000);
+  CHECK(traffic.received.value() >= kUnasked);
+  CHECK(traffic.received.value() < kUnasked + 1000);
   // What came early is taken in order, by receives of any size.
   Bytes target(data.size());
   CHECK(b.received(b.receive_data(0, std::span(target).first(1000))));
@@ -93,6 +104,12 @@ TEST(a_sender_runs_ahead_by_a_limited_number_of_bytes) {
   move(a, b);
   CHECK(a.sent(sent) && b.received(rest));
   CHECK(target == data);
+}
+
+TEST(many_ranks_run_ahead_by_less) {
+  CHECK_EQUAL(DataLink::unasked_among(2), std::uint64_t{1 << 20});
+  CHECK_EQUAL(DataLink::unasked_among(64), std::uint64_t{1 << 20});
+  CHECK_EQUAL(DataLink::unasked_among(4096), std::uint64_t{256 << 10});
 }
 
 TEST(streams_overtake_each_other) {

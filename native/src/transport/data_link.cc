@@ -28,11 +28,12 @@ void DataLink::grant(std::int32_t stream, std::uint64_t bytes) {
 }
 
 void DataLink::make_frames(std::int32_t stream, Stream& state) {
-  while (!state.sends.empty() && state.framed < state.granted) {
+  const std::uint64_t granted = std::max(state.granted, unasked_);
+  while (!state.sends.empty() && state.framed < granted) {
     const Ticket ticket = state.sends.front();
     Send& send = sends_.at(ticket);
     const auto bytes = static_cast<std::size_t>(
-        std::min<std::uint64_t>({send.left.size(), kMaxDataBytes, state.granted - state.framed}));
+        std::min<std::uint64_t>({send.left.size(), kMaxDataBytes, granted - state.framed}));
     Frame frame;
     frame.header = encode_data_header(stream, bytes);
     frame.payload = send.left.first(bytes);
@@ -97,9 +98,9 @@ DataLink::Ticket DataLink::receive_data(std::int32_t stream, std::span<std::byte
 
 std::optional<std::uint64_t> DataLink::take_credit(std::int32_t stream) {
   Stream& state = streams_[stream];
-  const std::uint64_t wanted = state.posted + kUnasked;
+  const std::uint64_t wanted = state.posted + unasked_;
   // Half of the distance: the sender has enough for the time that the news needs.
-  if (wanted - state.told < kUnasked / 2) return std::nullopt;
+  if (wanted - std::max(state.told, unasked_) < unasked_ / 2) return std::nullopt;
   return state.told = wanted;
 }
 
@@ -135,7 +136,7 @@ void DataLink::begin_frame(std::span<const std::byte> header) {
   current_ = &streams_[stream];
   if (streams_.size() > kMaxStreams) throw nonsense("bytes of too many process sets");
   current_->arrived += data_left_;
-  if (!current_->is_cancelled && current_->arrived > current_->told) {
+  if (!current_->is_cancelled && current_->arrived > std::max(current_->told, unasked_)) {
     throw nonsense("tensor bytes that nobody asked for");
   }
 }

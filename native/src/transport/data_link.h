@@ -2,13 +2,14 @@
 // overtake each other.
 //
 // **Credit.** A stream's receiver says how far the sender may go: as far as receives are posted, and
-// kUnasked bytes beyond. So a connection is always read, early bytes need little memory, and a large
+// some bytes beyond. So a connection is always read, early bytes need little memory, and a large
 // transfer starts when the receiver is there.
 //
 // **Ownership.** Bytes are sent from, and received into, memory that the caller lends until `sent` or
 // `received` says it is done, or `cancel_lent` is called.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -26,10 +27,16 @@ class DataLink : public Link {
  public:
   /// A place in the order of lent sends (or receives) of this link.
   using Ticket = std::uint64_t;
-  /// So far a stream's sender may run ahead of its receiver.
-  static constexpr std::uint64_t kUnasked = 256 << 10;
+  /// Bytes by which a stream's sender may run ahead of its receiver among so many ranks. Saying so takes a frame for every
+  /// half of them, and each peer may send as many.
+  static constexpr std::uint64_t unasked_among(std::size_t ranks) noexcept {
+    return std::clamp<std::uint64_t>((64 << 20) / ranks, 256 << 10, 1 << 20);
+  }
 
-  using Link::Link;
+  /// `unasked`: see `unasked_among`; equal on both sides.
+  DataLink() = default;
+  DataLink(Rank peer, Fd socket, std::uint64_t unasked)
+      : Link(peer, std::move(socket)), unasked_(unasked) {}
 
   /// Queues bytes of `stream`. `payload` is lent until `sent(ticket)`.
   Ticket send_data(std::int32_t stream, std::span<const std::byte> payload);
@@ -113,10 +120,10 @@ class DataLink : public Link {
     bool is_cancelled = false;
     std::deque<Ticket> sends;  // that have bytes without a frame
     std::uint64_t framed = 0;
-    std::uint64_t granted = kUnasked;  // by the peer
-    std::deque<Ticket> receives;       // that are not full
+    std::uint64_t granted = 0;    // by the peer; at least unasked_
+    std::deque<Ticket> receives;  // that are not full
     std::uint64_t posted = 0;
-    std::uint64_t told = kUnasked;  // to the peer
+    std::uint64_t told = 0;  // to the peer, which takes it for unasked_ at least
     std::uint64_t arrived = 0;
     Bytes early;  // bytes that came before they were asked for, from `taken`
     std::size_t taken = 0;
@@ -131,6 +138,7 @@ class DataLink : public Link {
   void advance(Stream& stream, std::size_t bytes);
   void take_early(Stream& stream);
 
+  std::uint64_t unasked_ = 0;
   std::map<std::int32_t, Stream> streams_;
   Queue<Send> sends_;
   std::deque<Frame> frames_;
