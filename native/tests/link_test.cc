@@ -1,4 +1,5 @@
 // Connections of two ranks: framing, lent memory, credit, and how they end.
+#include <netinet/in.h>
 #include <sys/socket.h>
 
 #include <random>
@@ -8,6 +9,7 @@
 #include "transport/control_link.h"
 #include "transport/data_link.h"
 #include "transport/memfd.h"
+#include "transport/tcp.h"
 
 namespace sparkhvd::test::link_test {
 namespace {
@@ -104,6 +106,25 @@ TEST(a_sender_runs_ahead_by_a_limited_number_of_bytes) {
   move(a, b);
   CHECK(a.sent(sent) && b.received(rest));
   CHECK(target == data);
+}
+
+TEST(connections_inside_a_host_are_not_asked_for_its_end) {
+  const Fd listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  CHECK_EQUAL(::bind(listener.get(), any, size), 0);
+  CHECK_EQUAL(::listen(listener.get(), 1), 0);
+  CHECK_EQUAL(::getsockname(listener.get(), any, &size), 0);
+  const Fd connected(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  CHECK_EQUAL(::connect(connected.get(), any, size), 0);
+  tune_tcp(connected.get(), 20.0);
+  int keepalive = -1;
+  size = sizeof(keepalive);
+  CHECK_EQUAL(::getsockopt(connected.get(), SOL_SOCKET, SO_KEEPALIVE, &keepalive, &size), 0);
+  CHECK_EQUAL(keepalive, 0);
 }
 
 TEST(many_ranks_run_ahead_by_less) {

@@ -30,8 +30,11 @@ const Kernels& kernels_or_error(std::int32_t isa) {
 }
 
 std::vector<Fd> tuned_sockets(EngineOptions& options) {
-  for (const auto& socket : options.sockets) {
-    if (socket.valid()) tune_tcp(socket.get(), options.host_loss_s);
+  const std::size_t size = options.sockets.size() / (1 + options.world.streams);
+  for (std::size_t i = 0; i < options.sockets.size(); ++i) {
+    const int fd = options.sockets[i].get();
+    // The first of every pair carry control frames.
+    if (fd >= 0) tune_tcp(fd, i < size ? std::optional(options.host_loss_s) : std::nullopt);
   }
   return std::move(options.sockets);
 }

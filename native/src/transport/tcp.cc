@@ -33,19 +33,40 @@ void choose_congestion_control(int fd) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
 }
 
+/// The bytes of an address without its port; nothing if it is not one of the internet.
+std::string_view host_of(const sockaddr_storage& address) {
+  const auto bytes = [](const auto& host) {
+    return std::string_view(reinterpret_cast<const char*>(&host), sizeof(host));
+  };
+  if (address.ss_family == AF_INET) {
+    return bytes(reinterpret_cast<const sockaddr_in&>(address).sin_addr);
+  }
+  if (address.ss_family == AF_INET6) {
+    return bytes(reinterpret_cast<const sockaddr_in6&>(address).sin6_addr);
+  }
+  return {};
+}
+
 }  // namespace
 
-void tune_tcp(int fd, double host_loss_s) {
-  sockaddr_storage address{};
-  socklen_t size = sizeof(address);
-  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&address), &size) != 0) return;
-  if (address.ss_family != AF_INET && address.ss_family != AF_INET6) return;
+void tune_tcp(int fd, std::optional<double> host_loss_s) {
+  sockaddr_storage own{};
+  sockaddr_storage peer{};
+  socklen_t size = sizeof(own);
+  if (::getsockname(fd, reinterpret_cast<sockaddr*>(&own), &size) != 0) return;
+  size = sizeof(peer);
+  if (host_of(own).empty() || ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) != 0) {
+    return;
+  }
   const auto set = [fd](int level, int option, int value) {
     ::setsockopt(fd, level, option, &value, sizeof(value));
   };
-  const int loss_s = std::max(3, static_cast<int>(host_loss_s));
   set(IPPROTO_TCP, TCP_NODELAY, 1);
   choose_congestion_control(fd);
+  // No host vanishes from itself; but the probes of thousands of idle connections of many ranks, all at the same
+  // moment, are more than a loopback device keeps, and two of them lost would be the end of a connection.
+  if (!host_loss_s || host_of(own) == host_of(peer)) return;
+  const int loss_s = std::max(3, static_cast<int>(*host_loss_s));
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
   set(IPPROTO_TCP, TCP_KEEPIDLE, std::max(1, loss_s / 3));
   set(IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, loss_s / 3));
