@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.harness.paths import ROOT
+from tests.harness.processes import TAG_VARIABLE, find, wait_until_gone
 
 # Without torch: the engine alone. What a rank starts is no rank.
 SCRIPT = """
@@ -77,6 +80,51 @@ def start(script: str, env: dict[str, str]) -> subprocess.Popen[str]:
         text=True,
         env=env,
     )
+
+
+# A rank that neither SIGTERM nor its launcher's broken pipe ends.
+STUBBORN = """
+import os, signal, time
+from sparkhvd import launchers
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+launchers.find()
+os.write(1, b"met\\n")  # in one piece
+time.sleep(1000)
+"""
+# Starts two ranks as MPI does, each in a shell.
+MPI = """
+import os, subprocess, sys
+for rank in range(2):
+    env = {**os.environ, "PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    last = subprocess.Popen(["sh", "-c", f"{sys.executable} {sys.argv[1]}; exit 0"], env=env)
+last.wait()
+"""
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "mpi"])
+def test_no_rank_outlives_its_launcher(tmp_path: Path, launcher: str) -> None:
+    """MPI's ranks are in shells, which are not the launcher; real MPI in tests/soak/mpi."""
+    script, mpi = tmp_path / "train.py", tmp_path / "mpi.py"
+    script.write_text(STUBBORN)
+    mpi.write_text(MPI)
+    flags = ("--nproc-per-node", "2", "--master-port", "0")
+    arguments = ["-m", "torch.distributed.run", *flags] if launcher == "torchrun" else [str(mpi)]
+    check_that_none_is_left([sys.executable, *arguments, str(script)])
+
+
+def check_that_none_is_left(command: Sequence[str]) -> None:
+    """Kill a launcher whose two ranks have met, and say so in a line each."""
+    tag = uuid.uuid4().hex
+    env = environment(**{TAG_VARIABLE: tag, "SPARKHVD_START_TIMEOUT_S": "30"})
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as started:
+        assert started.stdout is not None
+        assert [started.stdout.readline() for _ in range(2)] == ["met\n"] * 2
+        there = find("", tag)
+        assert len(there) >= 3
+        began = time.monotonic()
+        started.kill()
+        assert wait_until_gone(there, 10) == set()
+        assert time.monotonic() - began < 5
 
 
 def test_variables_of_mpi(script: str) -> None:
