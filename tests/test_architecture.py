@@ -36,6 +36,7 @@ ENVIRONMENT = {
     "sparkhvd/runner/doctor.py": "Java's and CUDA's own",
     "sparkhvd/runner/hosts/agent.py": "the ranks of an agent inherit a login's environment; sshd's, with this host's address",
     "sparkhvd/runner/hosts/connection.py": "Python's own path, which agents need",
+    "sparkhvd/runner/leftovers.py": "what a Python needs that ends leftovers",
     "sparkhvd/runner/launching.py": "ranks of sparkhvdrun inherit the shell's environment, on other hosts some of it",
     "sparkhvd/rank_settings.py": "settings that a rank's function sets before init()",
     "sparkhvd/spark.py": "pyspark's own, by which a user chooses the workers' Python",
