@@ -71,8 +71,7 @@ class Trainer:
             on_end: called once when it has ended, from a thread of this trainer.
             mark: in its variables, for `leftovers`; "" for none.
         """
-        self.rank = rank
-        self.pid = 0
+        self.rank, self.pid = rank, 0
         self.result = b""
         self._num_threads = prologue.num_threads
         self._log = log
