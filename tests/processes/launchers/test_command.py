@@ -102,6 +102,20 @@ def test_the_status_and_the_last_lines_are_those_of_the_rank_that_failed_first(
     assert "[1] reason" in last.splitlines()
 
 
+@pytest.mark.parametrize("end", ["import no_such_module", "raise SystemExit(0)"])
+def test_a_rank_that_ends_before_it_meets_ends_the_others(tmp_path: Path, end: str) -> None:
+    """Also without a failure: what waits for it is told that nobody listens there any more."""
+    script = tmp_path / "train.py"
+    early = f"import os\nif os.environ['RANK'] == '1':\n    {end}\n"
+    script.write_text(early + SCRIPT)
+    began = time.monotonic()
+    ended = run("-np", "2", sys.executable, str(script))
+    assert time.monotonic() - began < 10
+    assert ended.returncode == 1
+    wanted = "ModuleNotFoundError: No module" if "import" in end else "rank 1 at .* is gone"
+    assert re.search(wanted, ended.stderr.split(" first. Its last lines:")[1])
+
+
 def pids_of(launcher: subprocess.Popen[str], count: int) -> list[int]:
     """Read the numbers of the ranks' processes, and of theirs, from what they print."""
     assert launcher.stdout is not None
