@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkhvd.interfaces import interfaces
 from sparkhvd.runner.command import main
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
@@ -90,6 +91,17 @@ def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) 
         assert (folder / f"rank.{rank}" / "stdout").read_text().splitlines()[0] == place
         assert (folder / f"rank.{rank}" / "stderr").read_text() == f"warning of {rank}\n"
     assert "sparkhvdrun: --gloo is accepted and has no effect in sparkhvd.\n" in ended.stderr
+
+
+def test_an_address_of_this_host_needs_no_ssh() -> None:
+    here = next((each for each in interfaces() if each.is_up and each.name != "lo"), None)
+    if here is None:
+        pytest.skip("this machine has no interface but its loopback's")
+    hosts = f"[{here.address}]:2" if ":" in here.address else f"{here.address}:2"
+    ended = run("-np", "2", "-H", hosts, "--network-interfaces", here.name, "echo", "done")
+    assert ended.returncode == 0
+    assert ended.stdout.count("done") == 2
+    assert ended.stderr.startswith("sparkhvdrun: --network-interfaces has no effect on ranks of")
 
 
 def test_the_status_and_the_last_lines_are_those_of_the_rank_that_failed_first(
@@ -217,6 +229,7 @@ def test_the_doctor_says_what_is_there_and_what_to_do() -> None:
         (["-np", "2", "--start-timeout", "nan", "true"], "--start-timeout is nan; it must be"),
         (["--min-np", "2", "-np", "2", "true"], "--min-np is of elastic jobs"),
         (["-np", "2", "--output-filename", "/dev/null", "true"], "'/dev/null' cannot be written"),
+        (["-np", "2", "--network-interfaces", "none0", "true"], "interfaces='none0': on host "),
         (["-np", "2", "--hostfile", sys.executable, "true"], "cannot be read"),
         (["-np", "1", "--log-hide-timestamp", "no-program"], "--log-hide-timestamp is accepted"),
     ],
