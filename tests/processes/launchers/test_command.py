@@ -207,9 +207,22 @@ def test_the_doctor_says_what_is_there_and_what_to_do() -> None:
     assert "install Java 17 or newer" in ended.stdout
     assert "of 40000-40100 one is free" in found["ports"]
     assert set(found) >= {"GPUs", "NCCL", "pyspark", "MPI", "CPUs", "shared memory", "open files"}
+    assert re.search(r" GiB are free; fsspec \d", found["store"])
     missing = run("--check-build")
     assert missing.returncode == 0
     assert missing.stdout.splitlines()[0] == lines[0]
+
+
+@pytest.mark.parametrize(
+    ("store", "found"),
+    [("{}/new", r"ok   store +Store\('file://.*/new'\) can be"), ("no", r"-    store +cannot be")],
+)
+def test_the_doctor_tries_a_store(tmp_path: Path, store: str, found: str) -> None:
+    command = [sys.executable, "-m", "sparkhvd", "doctor", "--store", store.format(tmp_path)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert re.search(found, ended.stdout), ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(
