@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
     "sparkhvd/settings.py": "the settings",
     "sparkhvd/launchers/meeting.py": "a rank's place, as its launcher tells it",
+    "sparkhvd/launchers/lifetime.py": "a rank's place, for a process group that a store brings together",
     "sparkhvd/launchers/communicator.py": "how many processes the launcher has started",
     "sparkhvd/launchers/horovod.py": "Horovod's choice of a transport, and marks of MPI",
     "sparkhvd/launchers/handover.py": "where a rank of sparkhvdrun finds its job",

@@ -26,9 +26,16 @@ _SHELLS = ("sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh", "busybox")
 _started = threading.Event()
 
 
-def end_with_launcher(place: Place) -> None:
-    """End this process soon after its launcher's process on this host has gone; the first call starts a thread for that."""
-    if _started.is_set() or place.launcher == PLAIN:
+def end_with_launcher(place: Place | None = None) -> None:
+    """End this process soon after its launcher's process on this host has gone; the first call starts a thread for that.
+
+    Args:
+        place: of this rank; None for the one that its variables tell, if any.
+    """
+    if place is None:
+        with contextlib.suppress(InvalidArgumentError):
+            place = place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
+    if place is None or place.launcher == PLAIN or _started.is_set():
         return
     with contextlib.suppress(OSError):  # a kernel or a container without descriptors of processes
         launcher = launcher_of(place)
