@@ -1,7 +1,8 @@
 """End of a rank with its launcher: torchrun, mpirun and the like leave their ranks behind where they are killed.
 
-The launcher is the first process above this one that has not the rank's own variables, so a shell or another wrapper may stand between. A
-shell without them is a script that sets the variables by hand, and may end before its ranks.
+A rank notices that from when it begins to meet the others; processes of a group that it leads end with it. The launcher is the first process
+above this one that has not the rank's own variables, so a shell or another wrapper may stand between. A shell without them is a script that
+sets the variables by hand, and may end before its ranks.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ def end_with_launcher(place: Place | None = None) -> None:
 def launcher_of(place: Place) -> int:
     """Return the number of the process on this host that has started this rank."""
     number = os.getppid()
-    while number > 1 and _is_of_rank(number, place):
-        status = Path(f"/proc/{number}/stat").read_text()
-        number = int(status.rpartition(")")[2].split()[1])
+    with contextlib.suppress(OSError):  # a wrapper that has just ended
+        while number > 1 and _is_of_rank(number, place):
+            status = Path(f"/proc/{number}/stat").read_text()
+            number = int(status.rpartition(")")[2].split()[1])
     return number
 
 
@@ -82,6 +84,7 @@ def _wait(place: Place, launcher: int, descriptor: int) -> None:
         sys.stderr.write(
             f"sparkhvd: rank {place.rank} ends, because {place.launcher} (process {launcher}), which has started it, has ended.\n"
         )
-    os.kill(os.getpid(), signal.SIGTERM)
+    send = os.killpg if os.getpgrp() == os.getpid() else os.kill
+    send(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    send(os.getpid(), signal.SIGKILL)

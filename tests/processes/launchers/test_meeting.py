@@ -85,8 +85,10 @@ def start(script: str, env: dict[str, str]) -> subprocess.Popen[str]:
 
 # A rank that neither SIGTERM nor its launcher's broken pipe ends.
 STUBBORN = """
-import os, signal, time
+import os, signal, subprocess, time
 from sparkhvd import launchers
+if os.getpgrp() == os.getpid():
+    subprocess.Popen(["sleep", "1000"])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 launchers.find()
 os.write(1, b"met\\n")  # in one piece
