@@ -247,9 +247,9 @@ def commands_with(*patterns: str) -> set[int]:
 
 
 def agents_of(server: sshd.Server) -> set[int]:
-    """Return the agents that came by this server: another test may have some, too."""
+    """Return agents and helpers of ranks that came by this server: another test may have some, too."""
     found = set()
-    for pid in commands_with(AGENT):
+    for pid in commands_with(AGENT, "^sleep 1000"):
         with contextlib.suppress(OSError):
             if f" {server.port}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 found.add(pid)
