@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from sparkhvd.errors import CollectiveTimeoutError
 from sparkhvd.interfaces import address_on, address_towards
 from sparkhvd.launchers import gathering, network
+from sparkhvd.launchers.lifetime import end_with_launcher
 from sparkhvd.rendezvous import Endpoint, Job, Listener, SocketRendezvous
 from sparkhvd.rendezvous.endpoints import KEY_BYTES
 from sparkhvd.settings import Settings
@@ -68,6 +69,7 @@ def meet(store: Store, name: str, rank: int, size: int, timeout: timedelta) -> S
         PreflightError: a rank of this host has ended meanwhile, or hosts cannot reach each other.
     """
     settings = Settings.resolve()
+    end_with_launcher()
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(Listener.bind(_own_address(store, settings), settings))
         own = json.dumps({**listener.endpoint().to_dict(), "meeting": secrets.token_hex(16)})

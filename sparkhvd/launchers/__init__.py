@@ -15,6 +15,7 @@ Each module imports only those above it:
     gathering    texts of all ranks, at rank 0
     network      key and addresses of ranks on several hosts
     environment  a rank's place, by the variables of its launcher
+    lifetime     its end with that launcher
     meeting      a rank's job, from the ranks themselves
     handover     a rank's job, from `sparkhvdrun`
     communicator  a rank's job, over mpi4py's communicator

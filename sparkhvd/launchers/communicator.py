@@ -26,6 +26,7 @@ from sparkhvd.interfaces import address_on, address_towards, interfaces, is_loop
 from sparkhvd.launchers import network
 from sparkhvd.launchers.environment import place_in
 from sparkhvd.launchers.handover import receive
+from sparkhvd.launchers.lifetime import end_with_launcher
 from sparkhvd.launchers.meeting import mark
 from sparkhvd.rendezvous import (
     Endpoint,
@@ -252,6 +253,7 @@ def _take_place(rank: int, hosts: list[str], cleanup: contextlib.ExitStack) -> N
     started = place_in(os.environ, os.getppid())  # noqa: TID251 - the launcher's
     if started is not None:
         mark(started.job)
+        end_with_launcher(started)
 
 
 def _check_world(comm: Communicator) -> None:

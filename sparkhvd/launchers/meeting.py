@@ -15,6 +15,7 @@ from sparkhvd.knobs import parse_place
 from sparkhvd.launchers import gathering, network
 from sparkhvd.launchers.environment import PLAIN, Place, place_in
 from sparkhvd.launchers.gathering import MeetingPoint
+from sparkhvd.launchers.lifetime import end_with_launcher, launcher_of
 from sparkhvd.rendezvous import Endpoint, Job, Listener, Rendezvous, SocketRendezvous, install
 from sparkhvd.settings import Settings
 from sparkhvd.topology import topology
@@ -75,6 +76,7 @@ def meet() -> Rendezvous | None:
             f"init(): MASTER_ADDR={variables['MASTER_ADDR']}, RANK={place.rank} and WORLD_SIZE={place.size} are set and MASTER_PORT "
             "is not. Set MASTER_PORT=<a free port of rank 0's host> on every rank."
         )
+    end_with_launcher(place)
     way = _on_one_host(place) if place.is_on_one_host else _on_several_hosts(place, settings)
     listener = Listener.bind(way.address, settings)
     try:
@@ -103,7 +105,8 @@ class _Way:
 
 
 def _on_one_host(place: Place) -> _Way:
-    text = f"{os.getuid()}/{place.job}/{place.parent}"
+    parent = launcher_of(place) if place.parent else 0  # ranks in wrappers have other parents
+    text = f"{os.getuid()}/{place.job}/{parent}"
     name = hashlib.sha256(text.encode()).hexdigest()
     return _Way(gathering.on_this_host(f"sparkhvd-{name}"), _LOOPBACK)
 

@@ -25,8 +25,8 @@ and then only tasks that know a key derived from the attempt's.
 Failure: a rank's result, exception or signal comes to the driver as data (`outcomes`); the root cause is raised as a `RankError`. Only a
 lost process, executor or host is relaunched. What can be known before ranks start is checked by `preflight`.
 
-Shutdown: a trainer ends with its task, whose pipe it watches, and takes the processes of its group along. After Ctrl-C the function
-has 5 s to save.
+Shutdown: a trainer ends with its task, whose pipe it watches, and takes the processes of its group along; `run_local` and `run_hosts` also
+end those in sessions of their own (`leftovers`). After Ctrl-C the function has 5 s to save.
 
 Each module imports only those above it:
 

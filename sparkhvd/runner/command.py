@@ -10,6 +10,7 @@ from pathlib import Path
 
 from sparkhvd import __version__
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
+from sparkhvd.interfaces import address_on
 from sparkhvd.runner import launching
 from sparkhvd.runner.config_file import flags_of
 from sparkhvd.runner.forwarding import forwarded, given_variables
@@ -185,7 +186,15 @@ def _run(parsed: argparse.Namespace) -> int:
         where = ", ".join(f"{place.count} on {place.host}" for place in places)
         sys.stderr.write(f"sparkhvdrun: {' '.join(command)}: {where}\n")
     output = Output(parsed.output_filename, parsed.prefix_output_with_timestamp)
-    if all(is_here(place.host) for place in places):
+    settings = Settings.resolve({**environ, **given})
+    ssh = (settings.ssh_command, parsed.ssh_port, parsed.ssh_identity_file)
+    by_ssh = ssh != ("ssh", None, None)
+    if all(is_here(place.host, by_ssh=by_ssh) for place in places):
+        if parsed.network_interfaces:
+            address_on(settings.interfaces)
+            sys.stderr.write(
+                "sparkhvdrun: --network-interfaces has no effect on ranks of one host, which talk through its memory.\n"
+            )
         # Ranks here inherit the environment of the shell.
         env = {**environ, **given}
         check_command(command, env)
@@ -194,10 +203,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from sparkhvd.runner.hosts.connection import Reach
     from sparkhvd.runner.hosts.script import run_script_on_hosts
 
-    settings = Settings.resolve({**environ, **given})
-    reach = Reach(
-        settings.ssh_command, parsed.ssh_port, parsed.ssh_identity_file, parsed.start_timeout
-    )
+    reach = Reach(*ssh, parsed.start_timeout)
     env = {**forwarded(environ), **given}
     return run_script_on_hosts(command, places, env, settings, reach, output)
 

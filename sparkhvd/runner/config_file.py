@@ -63,16 +63,16 @@ def _load(path: str) -> Any:
             "--config-file needs PyYAML, which is not installed here: pip install pyyaml, or give the flags themselves."
         ) from error
     try:
-        return yaml.safe_load(Path(path).read_text()) or {}
+        return yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InvalidArgumentError(f"--config-file {path!r} cannot be read: {error}.") from error
 
 
 def _entries(path: str, content: Any) -> Iterator[tuple[str, str, Any]]:
     """Yield place, flag's name and value of each entry."""
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not content:
         raise InvalidArgumentError(
-            f"--config-file {path!r} is no mapping of sections such as params and timeline."
+            f"--config-file {path!r} {'is empty' if not content else 'has none'}; it must have sections, such as params and timeline."
         )
     for section, entries in content.items():
         if section == "controller":

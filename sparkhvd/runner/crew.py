@@ -83,11 +83,13 @@ class Crew:
         self._waiting.append(_thread(self._wait, rank, process, readers))
 
     def send(self, number: int) -> None:
-        """Send a signal to the groups of all ranks that run."""
+        """Send a signal to the groups of all ranks that run; SIGKILL goes to all that they have started."""
         with self._lock:
             for process in self._running.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
+        if number == signal.SIGKILL:  # the guard may have been killed
+            leftovers.kill(self._mark)
 
     def _read(self, rank: int, stream: str, pipe: IO[bytes]) -> None:
         with pipe:

@@ -13,7 +13,8 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,14 +52,18 @@ class Finding:
     is_needed: bool = False
 
 
-def examine() -> int:
-    """Print what this machine can do and lacks, on one screen; return 1 if nothing works without what is missing."""
+def examine(open_store: Callable[[], object] | None = None) -> int:
+    """Print what this machine can do and lacks, on one screen; return 1 if nothing works without what is missing.
+
+    Args:
+        open_store: opens the user's store, and proves that it can be written; None for the one of a fit that names none.
+    """
     try:
         Settings.resolve()
     except SparkhvdError as error:
         findings = [Finding("settings", "cannot be read", str(error), is_needed=True)]
     else:
-        findings = list(_findings())
+        findings = list(_findings(open_store))
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         mark = "ok  " if not finding.remedy else "LACK" if finding.is_needed else "-   "
@@ -69,7 +74,7 @@ def examine() -> int:
     return int(any(finding.remedy and finding.is_needed for finding in findings))
 
 
-def _findings() -> Iterator[Finding]:
+def _findings(open_store: Callable[[], object] | None) -> Iterator[Finding]:
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     yield Finding("sparkhvd", f"{__version__} on {system}")
     yield _engine()
@@ -79,6 +84,7 @@ def _findings() -> Iterator[Finding]:
     yield _package("pyspark", "For sparkhvd.run and TorchEstimator: pip install pyspark.")
     yield _java()
     yield _package("pyarrow", "For TorchEstimator: pip install pyarrow.")
+    yield _store(open_store)
     yield _mpi()
     yield _cpus()
     yield _memory()
@@ -143,6 +149,23 @@ def _java() -> Finding:
     if match is None or int(match[1]) < _JAVA_MINIMUM:
         return Finding("Java", f"{program} is {match[0] if match else 'no Java'}", remedy)
     return Finding("Java", f"{match[1]} ({program})")
+
+
+def _store(open_store: Callable[[], object] | None) -> Finding:
+    name = "store"
+    if open_store is not None:
+        try:
+            return Finding(name, f"{open_store()} can be written")
+        except SparkhvdError as error:
+            return Finding(name, "cannot be used", str(error))
+    try:
+        folder = tempfile.gettempdir()  # writes there
+    except FileNotFoundError as error:
+        return Finding(name, str(error), "For TorchEstimator: set TMPDIR, or give a store.")
+    found = f"on a local master in {folder}, {shutil.disk_usage(folder).free >> 30} GiB are free"
+    if (version := _version("fsspec")) is None:
+        return Finding(name, f"{found}; no fsspec", "For stores by URL: pip install fsspec.")
+    return Finding(name, f"{found}; fsspec {version} for others (doctor --store URL)")
 
 
 def _mpi() -> Finding:

@@ -7,7 +7,7 @@ import os
 import struct
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["USEFUL_MODULES", "JobFrame", "Prologue", "read_frame", "write_frame"]
+__all__ = ["USEFUL_MODULES", "JobFrame", "Prologue", "read_frame", "take_frame", "write_frame"]
 
 # Modules that a nursery may import for the trainers that need them. They are slow, and start no thread: pyarrow does.
 USEFUL_MODULES = ("numpy", "torch", "torch._dynamo", "sparkhvd.torch", "pyspark.cloudpickle")
@@ -105,6 +105,19 @@ def read_frame(fd: int) -> bytes | None:
     """Read one frame; None when the writer is gone."""
     header = _read_exactly(fd, _LENGTH.size)
     return None if header is None else _read_exactly(fd, _LENGTH.unpack(header)[0])
+
+
+def take_frame(came: bytearray) -> bytes | None:
+    """Take the first frame off the bytes that have come; None if it is not whole yet."""
+    if len(came) < _LENGTH.size:
+        return None
+    end = _LENGTH.size + int(_LENGTH.unpack_from(came)[0])
+    if len(came) < end:
+        return None
+    with memoryview(came) as view:
+        frame = bytes(view[_LENGTH.size : end])
+    del came[:end]
+    return frame
 
 
 def _read_exactly(fd: int, size: int) -> bytes | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.interfaces import interfaces
 
 __all__ = ["Host", "Place", "is_here", "parse_hosts", "place_ranks", "read_hostfile"]
 
@@ -39,9 +40,20 @@ class Place:
         return range(self.first, self.first + self.count)
 
 
-def is_here(name: str) -> bool:
-    """Return True for names of this host that need no ssh."""
-    return name in {"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}
+def is_here(name: str, *, by_ssh: bool = False) -> bool:
+    """Return True for names of this host, and addresses of its interfaces, that need no ssh.
+
+    Args:
+        name: of a host.
+        by_ssh: whether the user has said how ssh reaches hosts: then such an address may lead into a container.
+    """
+    own = socket.gethostname()
+    short = own.partition(".")[0]
+    if name in {"localhost", "127.0.0.1", "::1", own, short}:
+        return True
+    if name.startswith(f"{short}."):  # for others nobody waits for a server of names
+        return name == socket.getfqdn()
+    return not by_ssh and name in {each.address for each in interfaces()}
 
 
 def parse_hosts(text: str) -> list[Host]:

@@ -7,21 +7,56 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 
-__all__ = ["kill", "marked"]
+__all__ = ["Leftovers", "kill", "marked"]
 
 # Marks of all launches that a process is in, one inside the other.
 _VARIABLE = "SPARKHVD_LAUNCHED_BY"
 # A process that forks faster than it is found is left alone after this time.
 _LIMIT_S = 1.0
+# A shell starts at once, and becomes a Python only if the launcher ends without a word.
+_GUARD = ("/bin/sh", "-c", 'read -r done || exec "$@"', "sparkhvd-guard")
+_KILL = "import sys; from sparkhvd.runner.leftovers import kill; kill(sys.argv[1])"
+
+
+class Leftovers:
+    """What the ranks of a launch leave behind, which ends with it, also if this process is killed; a context manager.
+
+    `Guard` does the same for launchers that have no threads yet, which may fork.
+    """
+
+    def __init__(self) -> None:
+        self.mark = secrets.token_hex(8)
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        self._guard = subprocess.Popen(
+            [*_GUARD, os.path.abspath(sys.executable), "-c", _KILL, self.mark],
+            env={**os.environ, "PYTHONPATH": path},  # noqa: TID251 - what Python needs there
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Leftovers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill(self.mark)
+        with contextlib.suppress(BrokenPipeError):  # somebody has killed the guard
+            self._guard.communicate(b"done\n")
+        self._guard.wait()
 
 
 def marked(env: Mapping[str, str], mark: str) -> dict[str, str]:
-    """Return the variables with one more mark, whose parts are divided by dots."""
-    return {**env, _VARIABLE: ":".join(filter(None, [env.get(_VARIABLE, ""), mark]))}
+    """Return the variables with one more mark, whose parts are divided by dots; "" for none."""
+    marks = ":".join(filter(None, [env.get(_VARIABLE, ""), mark]))
+    return {**env, **({_VARIABLE: marks} if marks else {})}
 
 
 def kill(mark: str) -> None:

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from sparkhvd.errors import InternalError
-from sparkhvd.runner import nurseries
+from sparkhvd.runner import leftovers, nurseries
 from sparkhvd.runner.frames import JobFrame, Prologue, read_frame, write_frame
 from sparkhvd.runner.outcomes import Kind, Outcome, exit_text
 from sparkhvd.runner.processes import Ended, FreshProcess, Process, kill_group
@@ -39,8 +39,8 @@ EXIT_GRACE_S = 30.0
 INTERRUPT_GRACE_S = 5.0
 # How long CUDA's driver may take to count the GPUs: without nvidia-persistenced it starts each of them for that.
 GPU_ANSWER_S = 120.0
-# How long the pipes may take to reach their end after the whole process group was killed.
-_DRAIN_S = 5.0
+# How long the pipes may take to reach their end after the whole process group was killed, and where no other process holds them.
+_DRAIN_S, _CLOSED_S = 5.0, 0.1
 
 
 def inherited(name: str) -> str | None:
@@ -58,6 +58,7 @@ class Trainer:
         program: bytes,
         log: Callable[[str], None],
         on_end: Callable[[], None] = lambda: None,
+        mark: str = "",
     ) -> None:
         """Start the process and send it everything but the job; with a nursery it starts when it gets its job.
 
@@ -68,9 +69,9 @@ class Trainer:
             log: called with each line of its output from a thread of this trainer. Under Spark it writes to the
                 executor's stderr; there is no channel to a remote driver yet.
             on_end: called once when it has ended, from a thread of this trainer.
+            mark: in its variables, for `leftovers`; "" for none.
         """
-        self.rank = rank
-        self.pid = 0
+        self.rank, self.pid = rank, 0
         self.result = b""
         self._num_threads = prologue.num_threads
         self._log = log
@@ -91,6 +92,7 @@ class Trainer:
         self._grace_until: float | None = None
         self._is_forced = False
         self._on_end = on_end
+        self._mark = mark
         self._began = time.monotonic()
         self._wall_s = 0.0
         self._process: Process | None = None
@@ -119,14 +121,15 @@ class Trainer:
 
     def _begin(self, start: Start) -> None:
         frames = [start.prologue.to_bytes(), start.program]
+        environ = leftovers.marked(start.environ, self._mark)  # not the nursery's
         try:
             process: Process | None = None
             if start.is_late:
                 process = nurseries.fork(start.prologue.preload, start.variables(), start.ends)
             if process is None:
-                process = FreshProcess(start.environ, start.ends)
+                process = FreshProcess(environ, start.ends)
             else:
-                frames.insert(0, json.dumps(start.environ).encode())
+                frames.insert(0, json.dumps(environ).encode())
         except BaseException:
             os.close(start.result)
             os.close(start.log)
@@ -342,10 +345,19 @@ class Trainer:
     def _end(self, ended: Ended) -> None:
         self._wall_s = time.monotonic() - self._began
         self._status, self._rss = ended.status, ended.peak_rss_bytes
-        for pump in self._pumps:
-            pump.join(_DRAIN_S)  # a process that left the group may still hold the pipe
+        _drain(self._pumps, self._mark)
         self._ended.set()
         self._on_end()
+
+
+def _drain(pumps: Sequence[threading.Thread], mark: str) -> None:
+    """Wait for the end of pipes, which a process that left the group may still hold."""
+    for pump in pumps:
+        pump.join(_CLOSED_S if mark else _DRAIN_S)
+    if mark and any(pump.is_alive() for pump in pumps):
+        leftovers.kill(mark)
+        for pump in pumps:
+            pump.join(_DRAIN_S)
 
 
 def interrupt(trainers: Sequence[Trainer]) -> None:

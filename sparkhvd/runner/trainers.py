@@ -13,6 +13,7 @@ from sparkhvd.rendezvous import Endpoint, Job, Listener
 from sparkhvd.runner import launching, preflight
 from sparkhvd.runner.frames import Prologue
 from sparkhvd.runner.gpu import agreement, decide
+from sparkhvd.runner.leftovers import Leftovers
 from sparkhvd.runner.trainer import Trainer, inherited
 
 __all__ = ["Trainers", "TrainersPlan"]
@@ -87,6 +88,7 @@ class Trainers:
         self.all: list[Trainer] = []
         self._gpus: list[agreement.RankGpus] = []
         with contextlib.ExitStack() as stack:
+            mark = stack.enter_context(Leftovers()).mark
             for rank in ranks:
                 with Listener.bind(address, settings) as listener:
                     self.endpoints.append(listener.endpoint())
@@ -95,7 +97,8 @@ class Trainers:
                         listener=listener.filenos(),
                         endpoint=listener.endpoint().to_dict(),
                     )
-                    trainer = Trainer(rank, own, program, log, functools.partial(on_end, rank))
+                    ended = functools.partial(on_end, rank)
+                    trainer = Trainer(rank, own, program, log, ended, f"{mark}.{rank}")
                     self.all.append(stack.enter_context(trainer))
             self._stack = stack.pop_all()
 

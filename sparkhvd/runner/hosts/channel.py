@@ -10,9 +10,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkhvd.runner.frames import read_frame, write_frame
+from sparkhvd.runner.frames import take_frame, write_frame
 
 __all__ = ["Channel", "Message"]
+
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Channel:
     def __init__(self, reader: int, writer: int) -> None:
         self._reader = reader
         self._writer = writer
+        self._came = bytearray()
         self._lock = threading.Lock()
 
     def send(self, kind: str, data: bytes = b"", **values: object) -> None:
@@ -52,13 +55,15 @@ class Channel:
         """Receive a message; None at the end of the other side.
 
         Raises:
-            TimeoutError: none has begun to come in time.
+            TimeoutError: nothing has come for so long, also of a message that has begun; the next call goes on with it.
         """
-        if not select.select([self._reader], [], [], timeout_s)[0]:
-            raise TimeoutError
-        frame = read_frame(self._reader)
-        if frame is None:
-            return None
+        while (frame := take_frame(self._came)) is None:
+            if not select.select([self._reader], [], [], timeout_s)[0]:
+                raise TimeoutError
+            part = os.read(self._reader, _READ_BYTES)
+            if not part:
+                return None
+            self._came += part
         header, _, data = frame.partition(b"\n")
         kind, values = json.loads(header)
         return Message(kind, values, data)

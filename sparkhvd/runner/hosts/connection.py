@@ -23,8 +23,8 @@ from sparkhvd.runner.hosts.channel import Channel, Message
 
 __all__ = ["CONNECT_S", "END_S", "Connection", "HostError", "Reach"]
 
-# How long a host may take to answer by ssh and start a Python.
-CONNECT_S = 10.0
+# How long a host may take to answer by ssh and start a Python: all of them are told of within 10 s.
+CONNECT_S = 9.5
 # How long an agent may take to end with its connection, before ssh is killed.
 END_S = 2.0
 # Of this, how long ssh looks for the host: then it says itself why it does not reach it.
@@ -53,13 +53,18 @@ class Reach:
     identity_file: str | None = None
     start_timeout_s: float = 30.0
 
+    def is_here(self, host: str) -> bool:
+        """Return True for this host, which needs no ssh."""
+        given = (self.ssh_command, self.port, self.identity_file) != ("ssh", None, None)
+        return is_here(host, by_ssh=given)
+
     def command(self, host: str) -> list[str]:
         """Return the command line that starts an agent on a host.
 
         Raises:
             HostError: the command of ssh is not written as in a shell.
         """
-        if is_here(host):
+        if self.is_here(host):
             return [sys.executable, "-c", BOOTSTRAP]
         options = {
             "BatchMode": "yes",  # nobody is there to type a password
@@ -115,6 +120,7 @@ class Connection:
         if guard is not None:
             guard.add(self._process.pid)
         self._guard = guard
+        self._has_agent = False
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
@@ -153,6 +159,7 @@ class Connection:
             raise HostError(self._silence(f"no answer within {CONNECT_S:g} s.")) from None
         if line is None:
             raise HostError(self.said())
+        self._has_agent = True
         version, _, executable = line.decode(errors="replace").partition(" ")
         if version != own:
             raise HostError(
@@ -220,8 +227,9 @@ class Connection:
 
     def kill(self, deadline: float) -> None:
         """Wait for the end of the agent, or end ssh; after `end`."""
+        left = deadline - time.monotonic() if self._has_agent else 0.0
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
+            self._process.wait(max(0.0, left))
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ from sparkhvd.launchers import network
 from sparkhvd.rank_settings import JobSettings
 from sparkhvd.rendezvous import Endpoint, Job
 from sparkhvd.runner.guard import Guard
-from sparkhvd.runner.host_names import Place, is_here
+from sparkhvd.runner.host_names import Place
 from sparkhvd.runner.hosts.agent import BEAT_S, REACH_S
 from sparkhvd.runner.hosts.channel import Message
 from sparkhvd.runner.hosts.connection import END_S, Connection, HostError, Reach
@@ -206,7 +206,7 @@ class Hosts:
         """Return the loopback addresses of the hosts, if all of them are names of this machine; else nothing."""
         found = {}
         for place in self.places:
-            if is_here(place.host):
+            if self._reach.is_here(place.host):
                 found[place.host] = "127.0.0.1"
                 continue
             with contextlib.suppress(OSError):  # a name that only ssh knows

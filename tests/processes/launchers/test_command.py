@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from sparkhvd.interfaces import interfaces
 from sparkhvd.runner.command import main
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
@@ -92,6 +93,17 @@ def test_ranks_meet_and_their_lines_are_passed_on(script: Path, tmp_path: Path) 
     assert "sparkhvdrun: --gloo is accepted and has no effect in sparkhvd.\n" in ended.stderr
 
 
+def test_an_address_of_this_host_needs_no_ssh() -> None:
+    here = next((each for each in interfaces() if each.is_up and each.name != "lo"), None)
+    if here is None:
+        pytest.skip("this machine has no interface but its loopback's")
+    hosts = f"[{here.address}]:2" if ":" in here.address else f"{here.address}:2"
+    ended = run("-np", "2", "-H", hosts, "--network-interfaces", here.name, "echo", "done")
+    assert ended.returncode == 0
+    assert ended.stdout.count("done") == 2
+    assert ended.stderr.startswith("sparkhvdrun: --network-interfaces has no effect on ranks of")
+
+
 def test_the_status_and_the_last_lines_are_those_of_the_rank_that_failed_first(
     script: Path,
 ) -> None:
@@ -100,6 +112,20 @@ def test_the_status_and_the_last_lines_are_those_of_the_rank_that_failed_first(
     before, last = ended.stderr.split("sparkhvdrun: rank 1 exited with 7 first. Its last lines:\n")
     assert "[0] sparkhvd.errors.CollectiveError" in before
     assert "[1] reason" in last.splitlines()
+
+
+@pytest.mark.parametrize("end", ["import no_such_module", "raise SystemExit(0)"])
+def test_a_rank_that_ends_before_it_meets_ends_the_others(tmp_path: Path, end: str) -> None:
+    """Also without a failure: what waits for it is told that nobody listens there any more."""
+    script = tmp_path / "train.py"
+    early = f"import os\nif os.environ['RANK'] == '1':\n    {end}\n"
+    script.write_text(early + SCRIPT)
+    began = time.monotonic()
+    ended = run("-np", "2", sys.executable, str(script))
+    assert time.monotonic() - began < 10
+    assert ended.returncode == 1
+    wanted = "ModuleNotFoundError: No module" if "import" in end else "rank 1 at .* is gone"
+    assert re.search(wanted, ended.stderr.split(" first. Its last lines:")[1])
 
 
 def pids_of(launcher: subprocess.Popen[str], count: int) -> list[int]:
@@ -181,9 +207,22 @@ def test_the_doctor_says_what_is_there_and_what_to_do() -> None:
     assert "install Java 17 or newer" in ended.stdout
     assert "of 40000-40100 one is free" in found["ports"]
     assert set(found) >= {"GPUs", "NCCL", "pyspark", "MPI", "CPUs", "shared memory", "open files"}
+    assert re.search(r" GiB are free; fsspec \d", found["store"])
     missing = run("--check-build")
     assert missing.returncode == 0
     assert missing.stdout.splitlines()[0] == lines[0]
+
+
+@pytest.mark.parametrize(
+    ("store", "found"),
+    [("{}/new", r"ok   store +Store\('file://.*/new'\) can be"), ("no", r"-    store +cannot be")],
+)
+def test_the_doctor_tries_a_store(tmp_path: Path, store: str, found: str) -> None:
+    command = [sys.executable, "-m", "sparkhvd", "doctor", "--store", store.format(tmp_path)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+    )
+    assert re.search(found, ended.stdout), ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -203,6 +242,7 @@ def test_the_doctor_says_what_is_there_and_what_to_do() -> None:
         (["-np", "2", "--start-timeout", "nan", "true"], "--start-timeout is nan; it must be"),
         (["--min-np", "2", "-np", "2", "true"], "--min-np is of elastic jobs"),
         (["-np", "2", "--output-filename", "/dev/null", "true"], "'/dev/null' cannot be written"),
+        (["-np", "2", "--network-interfaces", "none0", "true"], "interfaces='none0': on host "),
         (["-np", "2", "--hostfile", sys.executable, "true"], "cannot be read"),
         (["-np", "1", "--log-hide-timestamp", "no-program"], "--log-hide-timestamp is accepted"),
     ],

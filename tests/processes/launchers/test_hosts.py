@@ -247,9 +247,9 @@ def commands_with(*patterns: str) -> set[int]:
 
 
 def agents_of(server: sshd.Server) -> set[int]:
-    """Return the agents that came by this server: another test may have some, too."""
+    """Return agents and helpers of ranks that came by this server: another test may have some, too."""
     found = set()
-    for pid in commands_with(AGENT):
+    for pid in commands_with(AGENT, "^sleep 1000"):
         with contextlib.suppress(OSError):
             if f" {server.port}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
                 found.add(pid)
@@ -341,6 +341,10 @@ def body(fail: bool) -> tuple[int, int, str]:
     return engine.rank, engine.size, os.environ["GIVEN"]
 
 
+def leaves_one() -> int:
+    return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+
+
 def test_a_function_on_hosts(server: sshd.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("SPARKHVD_SSH", server.ssh)
@@ -357,6 +361,8 @@ def test_a_function_on_hosts(server: sshd.Server, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RankError, match=f"Rank 0 of 1 on host {B} raised KeyError") as raised:
         sparkhvd.run_hosts(body, (True,), hosts=f"{B}:1", verbose=0)
     assert "in body" in raised.value.traceback
+    left = sparkhvd.run_hosts(leaves_one, hosts=f"{B}:1", verbose=0)
+    assert wait_until_gone(set(left), 5) == set()
     assert agents_of(server) == set()
 
 

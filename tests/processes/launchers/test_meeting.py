@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.harness.paths import ROOT
+from tests.harness.processes import TAG_VARIABLE, find, wait_until_gone
+from tests.harness.soak import left_to_soak
 
 # Without torch: the engine alone. What a rank starts is no rank.
 SCRIPT = """
@@ -77,6 +81,69 @@ def start(script: str, env: dict[str, str]) -> subprocess.Popen[str]:
         text=True,
         env=env,
     )
+
+
+# A rank that neither SIGTERM nor its launcher's broken pipe ends.
+STUBBORN = """
+import os, signal, subprocess, time
+from sparkhvd import launchers
+if os.getpgrp() == os.getpid():
+    subprocess.Popen(["sleep", "1000"])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+launchers.find()
+os.write(1, b"met\\n")  # in one piece
+time.sleep(1000)
+"""
+# Starts two ranks as MPI does, each in a shell.
+MPI = """
+import os, subprocess, sys
+for rank in range(2):
+    env = {**os.environ, "PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    last = subprocess.Popen(["sh", "-c", f"{sys.executable} {sys.argv[1]}; exit 0"], env=env)
+last.wait()
+"""
+
+
+GROUP = """import torch.distributed
+import sparkhvd.distributed
+torch.distributed.init_process_group("sparkhvd")
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "meeting"),
+    [
+        ("torchrun", "launchers.find()\n"),
+        ("mpi", "launchers.find()\n"),
+        *left_to_soak("torchrun and another meeting, here", ("torchrun", GROUP)),
+    ],
+)
+def test_no_rank_outlives_its_launcher(tmp_path: Path, launcher: str, meeting: str) -> None:
+    """MPI's ranks are in shells, which are not the launcher; real MPI in tests/soak/mpi."""
+    script, mpi = tmp_path / "train.py", tmp_path / "mpi.py"
+    script.write_text(STUBBORN.replace("launchers.find()\n", meeting))
+    mpi.write_text(MPI)
+    flags = ("--nproc-per-node", "2", "--standalone")
+    arguments = ["-m", "torch.distributed.run", *flags] if launcher == "torchrun" else [str(mpi)]
+    check_that_none_is_left([sys.executable, *arguments, str(script)])
+
+
+def check_that_none_is_left(command: Sequence[str]) -> None:
+    """Kill a launcher whose two ranks have met, and say so in a line each."""
+    tag = uuid.uuid4().hex
+    env = environment(**{TAG_VARIABLE: tag, "SPARKHVD_START_TIMEOUT_S": "30"})
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as started:
+        assert started.stdout is not None
+        met = (line for line in started.stdout if line == "met\n")  # Gloo has lines, too
+        try:
+            assert [next(met), next(met)]
+            there = find("", tag)
+            assert len(there) >= 3
+            began = time.monotonic()
+        finally:
+            started.kill()
+        assert wait_until_gone(there, 10) == set()
+        assert time.monotonic() - began < 5
 
 
 def test_variables_of_mpi(script: str) -> None:

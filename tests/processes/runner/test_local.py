@@ -312,13 +312,20 @@ def test_num_proc_is_checked(bad: Any) -> None:
         run_local(len, num_proc=bad)
 
 
-def test_processes_of_a_rank_go_with_it(tmp_path: Path) -> None:
-    def leaves_one(folder: str) -> int:
-        sleeper = subprocess.Popen(["sleep", "300"])
-        return sleeper.pid
+@pytest.mark.parametrize("nursery", ["0", "auto"])
+def test_processes_of_a_rank_go_with_it(nursery: str) -> None:
+    def leaves_some() -> list[int]:
+        options: list[dict[str, Any]] = [
+            {},
+            {"start_new_session": True},  # holds the rank's pipe
+            {"start_new_session": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL},
+        ]
+        return [subprocess.Popen(["sleep", "300"], **each).pid for each in options]
 
-    (pid,) = run_local(leaves_one, (str(tmp_path),), num_proc=1)
-    assert wait_until_gone({pid}, 5) == set()
+    began = time.monotonic()
+    (pids,) = run_local(leaves_some, num_proc=1, env={"SPARKHVD_NURSERY": nursery})
+    assert time.monotonic() - began < 4
+    assert wait_until_gone(set(pids), 5) == set()
 
 
 def test_output_is_shown_with_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
@@ -358,8 +365,9 @@ from sparkhvd.runner import run_local
 
 def stays(folder, hold):
     sleeper = subprocess.Popen(["sleep", "300"])
+    apart = subprocess.Popen(["sleep", "300"], start_new_session=True)
     with open(os.path.join(folder, os.environ["RANK"]), "w") as f:
-        f.write(f"{os.getpid()} {sleeper.pid}")
+        f.write(f"{os.getpid()} {sleeper.pid} {apart.pid}")
     os.rename(f.name, f.name + ".pids")
     if hold:
         ctypes.PyDLL(None).sleep(300)  # keeps the GIL

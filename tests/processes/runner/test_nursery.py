@@ -27,7 +27,7 @@ from tests.harness.soak import SOAK, left_to_soak
 
 FRESH = Settings(nursery="0")
 # Of the job, and not of the process.
-OF_THE_JOB = {"MASTER_PORT", "SPARKHVD_RANK_PROCESS"}
+OF_THE_JOB = {"MASTER_PORT", "SPARKHVD_LAUNCHED_BY", "SPARKHVD_RANK_PROCESS"}
 
 
 @pytest.fixture

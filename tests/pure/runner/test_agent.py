@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
+import struct
 
 import pytest
 
-from sparkhvd.runner.hosts import agent
+from sparkhvd.runner.hosts import agent, channel
 from sparkhvd.runner.hosts.channel import Channel
 
 
@@ -31,6 +33,29 @@ def test_beats_are_no_messages(launcher: Channel) -> None:
     message = agent._receive(launcher.other)  # type: ignore[attr-defined]
     assert message is not None
     assert message.values == {"number": 2}
+
+
+def test_silence_in_the_middle_of_a_message_is_silence(
+    launcher: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher whose host answers, and which is only slow, is waited for, and its message comes whole."""
+    whole = io.BytesIO()
+    monkeypatch.setattr(channel, "write_frame", lambda _, frame: whole.write(frame))
+    launcher.send("order", b"program")
+    frame = struct.pack("!Q", whole.tell()) + whole.getvalue()
+    other = launcher.other  # type: ignore[attr-defined]
+    os.write(launcher._writer, frame[:-3])
+    came_from(monkeypatch, "255.255.255.255", 40000)
+    assert agent._receive(other) is None
+
+    def answer() -> bool:
+        os.write(launcher._writer, frame[-3:])
+        return True
+
+    monkeypatch.setattr(agent, "_is_there", answer)
+    message = agent._receive(other)
+    assert message is not None
+    assert (message.kind, message.data) == ("order", b"program")
 
 
 def test_silence_ends_an_agent_only_if_the_launchers_host_does_not_answer(

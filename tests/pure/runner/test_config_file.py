@@ -75,7 +75,8 @@ def test_options_without_effect_are_told_as_their_flags(
     [
         ("params: {no_such: 1}", "has params.no_such, which is no option"),
         ("other: {a: 1}", "has the section 'other'"),
-        ("- 1", "no mapping of sections"),
+        ("- 1", "has none; it must have sections, such as"),
+        ("# a comment", "is empty; it must have sections, such as"),
         (
             "params: {fusion_threshold_mb: -1}",
             "fusion_threshold_mb is -1; it must be a number of 0",

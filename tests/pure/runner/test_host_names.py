@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.interfaces import Interface
+from sparkhvd.runner import host_names
 from sparkhvd.runner.forwarding import forwarded, given_variables
-from sparkhvd.runner.host_names import Host, Place, parse_hosts, place_ranks, read_hostfile
+from sparkhvd.runner.host_names import Host, Place, is_here, parse_hosts, place_ranks, read_hostfile
+from sparkhvd.runner.hosts.connection import Reach
 
 
 @pytest.mark.parametrize(
@@ -34,6 +38,27 @@ def test_a_host_twice_is_refused_also_by_another_name_of_this_one() -> None:
         parse_hosts("a:1,b:1,a:2")
     with pytest.raises(InvalidArgumentError, match=r"is there twice, localhost and 127\.0\.0\.1"):
         parse_hosts("localhost:1,127.0.0.1:1")
+
+
+def test_this_host_by_its_names_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of another host does not wait for a server of names."""
+    own = [Interface("eth0", "10.0.0.7", is_up=True), Interface("eth0", "fd00::7", is_up=True)]
+    monkeypatch.setattr(host_names, "interfaces", lambda: own)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7.example")
+    asked: list[str] = []
+    monkeypatch.setattr(socket, "getfqdn", lambda: asked.append("") or "node7.example.org")
+    here = ("localhost", "127.0.0.1", "::1", "node7", "node7.example", "node7.example.org")
+    assert all(is_here(name) and is_here(name, by_ssh=True) for name in here)
+    asked.clear()
+    assert is_here("10.0.0.7")
+    assert is_here("fd00::7")
+    assert not any(map(is_here, ("10.0.0.8", "127.0.0.2", "node77", "other.example", "me@node7")))
+    assert not asked
+    with pytest.raises(InvalidArgumentError, match=r"is there twice, localhost and 10\.0\.0\.7"):
+        parse_hosts("localhost:1,10.0.0.7:1")
+    assert Reach().is_here("10.0.0.7")
+    # Perhaps a container, at its own port.
+    assert not Reach(port=2222).is_here("10.0.0.7")
 
 
 def test_files_of_open_mpi_and_of_slots(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import venv
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import pytest
 
 from tests.harness import netns
 from tests.harness.paths import ROOT
+from tests.processes.launchers.test_meeting import STUBBORN, check_that_none_is_left
 
 FOLDER = ROOT / "build" / "mpi"
 DEBIAN = "/usr/bin/mpirun.openmpi"
@@ -93,6 +95,13 @@ def test_programs(mpi: Mpi, program: str) -> None:
 
 def test_a_rank_that_does_not_call_init(mpi: Mpi) -> None:
     check(mpi.start("alone", 2, SPARKHVD_START_TIMEOUT_S="2"), 2)
+
+
+def test_no_rank_outlives_a_killed_mpirun(mpi: Mpi, tmp_path: Path) -> None:
+    """The ranks know nothing of MPI, which could end them."""
+    script = tmp_path / "train.py"
+    script.write_text(STUBBORN)
+    check_that_none_is_left([*mpi.mpirun, "-np", "2", sys.executable, str(script)])
 
 
 def test_another_mpi_than_the_launchers(mpi: Mpi) -> None:
