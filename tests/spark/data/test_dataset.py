@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from pyspark.ml.linalg import Vectors
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - Spark's own custom
 
-from sparkhvd.data import load, make_spark_converter, prepare
+from sparkhvd.data import Dataset, load, make_spark_converter, prepare
 from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner import run
 from tests.harness.paths import ROOT
 
 ROWS = 103
@@ -23,9 +25,14 @@ ROWS = 103
 READ = """
 import sys
 from sparkhvd.data import load
-loader = load(sys.argv[1], sys.argv[2]).loader(int(sys.argv[3]), 2, 10, shuffle=False)
+loader = load(sys.argv[1], sys.argv[2]).loader(batch_size=10, shuffle=False)
 print(sum(int(batch["id"].sum()) for batch in loader))
 """
+
+
+def total(dataset: Dataset) -> int:
+    batches = dataset.loader(batch_size=10, shuffle=False)
+    return sum(int(batch["id"].sum()) for batch in batches)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +77,18 @@ def test_other_processes_read_what_a_driver_has_prepared(df: DataFrame, tmp_path
     again = prepare(df, store, columns=["id"], data_key="ids")
     assert pickle.loads(pickle.dumps(again)) == again
     mine = sum(int(batch["id"].sum()) for batch in again.loader(0, 2, 10, shuffle=False))
-    command = [sys.executable, "-c", READ, store, again.path, "1"]
-    theirs = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120).stdout
+    launched = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    theirs = subprocess.run(
+        [sys.executable, "-c", READ, store, again.path],
+        cwd=ROOT,
+        env={**os.environ, **launched},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    ).stdout
     assert 0 < mine < mine + int(theirs) == sum(range(ROWS))
+    # In ranks on Spark the dataset itself travels, and rank and size are theirs.
+    assert run(total, (again,), num_proc=2, spark=df.sparkSession) == [mine, int(theirs)]
     again.delete()
     with pytest.raises(InvalidArgumentError, match="There is no data set"):
         load(store, again.path)
