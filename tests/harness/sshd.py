@@ -71,6 +71,8 @@ def serving(folder: Path, addresses: Sequence[str], prefix: Sequence[str] = ()) 
         + f"HostKey {folder}/host\nAuthorizedKeysFile {folder}/authorized\nPidFile none\n"
         "StrictModes no\nUsePAM no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
         "MaxStartups 100\n"
+        # Of this user's own shell files one may wait for a lock that a killed session has left behind (pyenv's does).
+        f"SetEnv HOME={folder}\n"
     )
     (folder / "ssh_config").write_text(
         f"IdentityFile {folder}/user\nIdentitiesOnly yes\nUserKnownHostsFile {folder}/known\nPort {port}\n"

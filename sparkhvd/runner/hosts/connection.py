@@ -156,7 +156,8 @@ class Connection:
         try:
             line = self._channel.read_line(MARK, CONNECT_S)
         except TimeoutError:
-            raise HostError(self._silence(f"no answer within {CONNECT_S:g} s.")) from None
+            text = f"no answer within {CONNECT_S:g} s. Its shell reads files of its own first (.bashrc), one of which may wait."
+            raise HostError(self._silence(text)) from None
         if line is None:
             raise HostError(self.said())
         self._has_agent = True
