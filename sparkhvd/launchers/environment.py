@@ -109,6 +109,7 @@ _LAUNCHERS = (
     ),
 )
 _RESTART = "TORCHELASTIC_RESTART_COUNT"
+_LAST_PORT = 65535
 
 
 def place_in(variables: Mapping[str, str], parent: int) -> Place | None:
@@ -221,6 +222,10 @@ def _place(launcher: _Launcher, variables: Mapping[str, str], parent: int) -> Pl
     rank = number((launcher.rank,), 0)
     job = [variables[name] for name in launcher.job if variables.get(name)]
     host, port = variables.get("MASTER_ADDR", ""), number(("MASTER_PORT",), 0)
+    if port > _LAST_PORT:
+        raise InvalidArgumentError(
+            f"init(): MASTER_PORT={port} is no port. Give one from 1 to {_LAST_PORT}."
+        )
     return Place(
         launcher.name,
         rank,

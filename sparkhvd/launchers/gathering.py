@@ -20,6 +20,7 @@ import json
 import selectors
 import socket
 import struct
+import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ _LONGEST_S = 24.0 * 86400  # that a selector waits, in whole days
 _PAUSE_UNIX_S, _PAUSE_TCP_S = 0.005, 0.1
 # How long rank 0 is looked for where everything that answers has another key.
 _REFUSED_S = 10.0
+# When a rank that waits first says so, and how often then.
+_SAY_AFTER_S, _SAY_AGAIN_S = 8.0, 60.0
 _ADVICE = "Look for why in Spark's log."
 
 
@@ -93,8 +96,8 @@ class MeetingPoint:
         places = dict.fromkeys((family, address) for family, _, _, _, address in found)
         return [(f, (a[0], port, *a[2:])) for port in self.ports for f, a in places]
 
-    def listen(self) -> socket.socket:
-        """Return rank 0's listening socket.
+    def listen(self) -> tuple[socket.socket, str]:
+        """Return rank 0's listening socket, and what is wrong with the host's name; "" for nothing.
 
         Raises:
             OSError: every port is taken.
@@ -103,18 +106,21 @@ class MeetingPoint:
             listening = socket.socket(socket.AF_UNIX)
             listening.bind(b"\0" + self.name.encode())
             listening.listen(socket.SOMAXCONN)
-            return listening
+            return listening, ""
         places: list[tuple[int, Address]] = []
-        with contextlib.suppress(OSError):
+        problem = ""
+        try:
             places = [place for place in self.addresses() if not is_loopback(str(place[1][0]))]
+        except OSError as error:
+            problem = f"{self.host} has no address: {error}"
         for family, address in places:
             with contextlib.suppress(OSError):
-                return _serve(family, address)
+                return _serve(family, address), problem
         # The host's own name may stand for its loopback there, and an address for one that forwards to it.
         family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
         for port in self.ports:
             with contextlib.suppress(OSError):
-                return _serve(family, ("", port))
+                return _serve(family, ("", port)), problem
         raise OSError(errno.EADDRINUSE, f"every port of {self} is taken")
 
 
@@ -181,6 +187,21 @@ class _Gathering:
         self.deadline = time.monotonic() + timeout_s
         self.loop = Loop()
         self.loop.start(self._expire())
+        self.loop.start(self._say())
+
+    def _say(self) -> Task:
+        """Tell for whom this rank waits: a wrong name would else be silence until the deadline."""
+        yield from sleep(_SAY_AFTER_S)
+        while sys.stderr is not None:
+            sys.stderr.write(
+                f"sparkhvd: rank {self.job.rank} waits for the other ranks at {self.point}: {self.missing()}.\n"
+            )
+            sys.stderr.flush()
+            yield from sleep(_SAY_AGAIN_S)
+
+    def missing(self) -> str:
+        """Return in words who has not come."""
+        raise NotImplementedError
 
     def _expire(self) -> Task:
         yield Wait(None, 0, self.deadline)
@@ -199,7 +220,7 @@ class _Lead(_Gathering):
         super().__init__(point, rank, size, text, timeout_s)
         self._texts = {0: text}
         self._links: dict[int, socket.socket] = {}
-        self._listening = point.listen()
+        self._listening, self._problem = point.listen()
 
     def run(self) -> list[str]:
         reception = Reception(
@@ -233,7 +254,8 @@ class _Lead(_Gathering):
 
     def missing(self) -> str:
         late = [str(rank) for rank in range(self.job.size) if rank not in self._texts]
-        return f"of {self.job.size} ranks these did not come: {', '.join(late)}"
+        problem = f" ({self._problem})" if self._problem else ""
+        return f"of {self.job.size} ranks these did not come: {', '.join(late)}{problem}"
 
     def close(self) -> None:
         super().close()
@@ -304,12 +326,17 @@ class _Joining(_Gathering):
 
     def _note_refusal(self) -> None:
         """Give up where only services with another key have answered for a while."""
-        self._error = "what listens there has another key"
+        self._error = "what listens there has another key or number of ranks"
         self._refused_at = self._refused_at or time.monotonic()
         if time.monotonic() > self._refused_at + _REFUSED_S:
+            key = (
+                ", and SPARKHVD_JOB_KEY_FILE the same bytes on every host"
+                if self.point.ports
+                else ""
+            )
             raise ConnectionRefusedError(
-                f"what listens at {self.point} has another key, or is of another job (SPARKHVD_JOB_KEY_FILE must have the same "
-                "bytes on every host)"
+                f"what listens at {self.point} is of another job (every rank must be told the same number of ranks, here "
+                f"{self.job.size}{key})"
             )
 
     def missing(self) -> str:

@@ -143,7 +143,10 @@ def _gather(place: Place, way: _Way, endpoint: Endpoint, settings: Settings) -> 
         text["id"] = secrets.token_hex(8)
         if way.key is None:
             text["key"] = secrets.token_hex(32)
-    advice = f"Look at the output of {place.launcher} for the others'."
+    advice = (
+        f"Look at the output of {place.launcher} for the others'. Ranks that were told another number of ranks, or another key, are "
+        "turned away."
+    )
     try:
         texts = gathering.gather(
             way.point, place.rank, place.size, json.dumps(text), settings.start_timeout_s, advice

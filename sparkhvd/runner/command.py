@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from sparkhvd.settings import Settings
 
 __all__ = ["main"]
 
+_LAST_STREAM = 2  # standard error
 # Flags of horovodrun that set what a variable sets, and the factor of their unit.
 _SETTINGS = {
     "fusion_threshold_mb": ("HOROVOD_FUSION_THRESHOLD", 1 << 20),
@@ -83,6 +85,7 @@ _ELASTIC = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status for the shell."""
+    _open_standard_streams()
     parser = _parser()
     parsed = parser.parse_args(arguments)
     if parsed.check_build:
@@ -99,6 +102,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:  # before the ranks have started; then they get it
         return 128 + signal.SIGINT
+
+
+def _open_standard_streams() -> None:
+    """Give a process that was started without standard streams, as of cron, those of nothing."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= _LAST_STREAM:
+        pass
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
 
 
 def _parser() -> argparse.ArgumentParser:

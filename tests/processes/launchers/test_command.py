@@ -252,3 +252,14 @@ def test_bad_arguments_are_told_before_anything_starts(
 ) -> None:
     assert main(arguments) == 2
     assert text in capsys.readouterr().err
+
+
+def test_ranks_work_without_anybody_s_streams(tmp_path: Path) -> None:
+    """As a daemon's: the job is not disturbed, its output kept, its status told."""
+    program = tmp_path / "many.py"
+    program.write_text("for number in range(30000):\n    print(number)\nraise SystemExit(4)\n")
+    folder = tmp_path / "output"
+    command = f"{sys.executable} -m sparkhvd.runner.command -np 1 --output-filename {folder} {sys.executable} {program} <&- >&- 2>&-"
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, check=False, timeout=60)
+    assert ended.returncode == 4
+    assert len((folder / "rank.0" / "stdout").read_text().splitlines()) == 30000

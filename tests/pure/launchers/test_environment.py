@@ -129,3 +129,8 @@ def test_an_address_without_a_port_is_told(address: str, monkeypatch: pytest.Mon
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(InvalidArgumentError, match=f"MASTER_ADDR={address}.* Set MASTER_PORT="):
         meet()
+
+
+def test_a_port_that_cannot_be_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="MASTER_PORT=99999 is no port"):
+        place_in({**PLAIN, "MASTER_PORT": "99999"}, 1)

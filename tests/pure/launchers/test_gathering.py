@@ -104,13 +104,30 @@ def test_a_rank_that_ends_meanwhile_is_told(way: str) -> None:
             waiting.result()
 
 
+def test_who_waits_says_for_whom(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gathering, "_SAY_AFTER_S", 0.05)
+    point = MeetingPoint("unknown", b"k" * 32, "host.invalid", (port_of_nobody(),))
+    for rank in range(2):
+        with pytest.raises(PreflightError):
+            gather(point, rank, 2, "", 0.3)
+    lead, joining = capsys.readouterr().err.splitlines()
+    assert "rank 0 waits" in lead
+    assert "these did not come: 1 (host.invalid has no address" in lead
+    assert "rank 1 waits" in joining
+    assert "host.invalid has no address" in joining
+
+
 def test_strangers_do_not_disturb_and_learn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     point = MeetingPoint("strangers", b"k" * 32, "127.0.0.1", (port_of_nobody(),))
     other = replace(point, key=b"x" * 32)
     monkeypatch.setattr(gathering, "_REFUSED_S", 0.3)
     with ThreadPoolExecutor(3) as pool:
         lead = pool.submit(gather, point, 0, 2, "secret", 10)
-        with pytest.raises(PreflightError, match="has another key.*SPARKHVD_JOB_KEY_FILE"):
+        with pytest.raises(
+            PreflightError, match="is of another job.*number of ranks, here.*SPARKHVD_JOB_KEY_FILE"
+        ):
             gather(other, 1, 2, "", 10)
         with socket.create_connection(("127.0.0.1", point.ports[0])) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 1000)
