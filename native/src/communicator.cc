@@ -9,6 +9,7 @@ namespace {
 
 // Small tensors that everybody of a host reduces for himself; larger ones are worth a division of the work.
 constexpr std::size_t kMailboxBytes = 32 << 10;
+constexpr std::size_t kSmallMailboxBytes = 4 << 10;
 // Beyond this many parts the messages get short and a ring's order is better.
 constexpr std::size_t kDirectRanks = 16;
 
@@ -22,11 +23,17 @@ std::size_t mailbox_size(const WorldOptions& options) {
   return std::min<std::size_t>(kMailboxBytes, options.slot_bytes);
 }
 
+/// Where a mailbox begins; of the number of all, where they end.
+std::size_t mailbox_offset(const WorldOptions& options, std::size_t number) {
+  const std::size_t large = std::min(number, Communicator::kLargeMailboxes);
+  return large * mailbox_size(options) + (number - large) * kSmallMailboxBytes;
+}
+
 }  // namespace
 
 std::size_t Communicator::memory_bytes(const WorldOptions& options) noexcept {
   static_assert(sizeof(Control) <= kControlBytes);
-  return kStagesBytes + kClaimsBytes + kControlBytes + kMailboxes * mailbox_size(options) +
+  return kStagesBytes + kClaimsBytes + kControlBytes + mailbox_offset(options, kMailboxes) +
          options.slot_bytes * options.slots;
 }
 
@@ -51,7 +58,7 @@ Communicator::Communicator(World& world, std::int32_t process_set, Team team,
     region.claims = reinterpret_cast<Claim*>(piece + kStagesBytes);
     region.control = reinterpret_cast<Control*>(piece + kStagesBytes + kClaimsBytes);
     region.mailboxes = piece + kStagesBytes + kClaimsBytes + kControlBytes;
-    region.slots = region.mailboxes + kMailboxes * mailbox_bytes();
+    region.slots = region.mailboxes + mailbox_offset(world.options(), kMailboxes);
   }
   if (has_control_rings()) open_control_rings();
 }
@@ -121,9 +128,14 @@ Communicator::Claim& Communicator::claim(Rank rank, std::uint64_t sequence) cons
 
 std::size_t Communicator::mailbox_bytes() const noexcept { return mailbox_size(world_->options()); }
 
-std::optional<Communicator::Mailbox> Communicator::take_mailbox() {
+std::optional<Communicator::Mailbox> Communicator::take_mailbox(std::size_t bytes) {
   if (!has_memory()) return std::nullopt;
-  for (std::size_t i = 0; i < kMailboxes; ++i) {
+  // Small tensors take large ones last.
+  const bool is_small = bytes <= kSmallMailboxBytes;
+  const std::size_t first = is_small ? kLargeMailboxes : 0;
+  const std::size_t count = is_small ? kMailboxes : kLargeMailboxes;
+  for (std::size_t step = 0; step < count; ++step) {
+    const std::size_t i = (first + step) % kMailboxes;
     MailboxEntry& entry = mailboxes_[i];
     if (entry.state == MailboxState::kAddressed &&
         reached(team_, Stage::kPassed, entry.sequence + 1).ready()) {
@@ -131,7 +143,7 @@ std::optional<Communicator::Mailbox> Communicator::take_mailbox() {
     }
     if (entry.state != MailboxState::kFree) continue;
     entry.state = MailboxState::kTaken;
-    std::byte* data = region(team_.self()).mailboxes + i * mailbox_bytes();
+    std::byte* data = region(team_.self()).mailboxes + mailbox_offset(world_->options(), i);
     const auto offset = static_cast<std::uint64_t>(data - memory_->data(team_.self()));
     return Mailbox{i, Place{memory_->key(), offset}, data};
   }

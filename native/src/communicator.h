@@ -125,14 +125,16 @@ class Communicator {
   // Mailboxes: small tensors are copied here when they are submitted, so that no rank waits for a
   // rank that is busy. A mailbox is a place like any other; it is free again when all ranks of the
   // island have passed the operation that used it.
-  static constexpr std::size_t kMailboxes = 16;
+  // Those behind the large ones take few bytes: a step may submit many small tensors together.
+  static constexpr std::size_t kLargeMailboxes = 16;
+  static constexpr std::size_t kMailboxes = kLargeMailboxes + 48;
   std::size_t mailbox_bytes() const noexcept;
   struct Mailbox {
     std::size_t index = 0;
     Place place;
     std::byte* data = nullptr;
   };
-  std::optional<Mailbox> take_mailbox();
+  std::optional<Mailbox> take_mailbox(std::size_t bytes);
   /// The operation in it has been agreed on as number `sequence`.
   void address(std::size_t mailbox, std::uint64_t sequence) noexcept;
   /// The operation will not run.

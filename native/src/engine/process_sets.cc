@@ -108,7 +108,7 @@ void ProcessSets::place(Group& group, Operation& operation) {
   Communicator& communicator = *group.communicator;
   if (!group.team.is_one_island() || operation.pieces.bytes() > communicator.mailbox_bytes())
     return;
-  const auto mailbox = communicator.take_mailbox();
+  const auto mailbox = communicator.take_mailbox(operation.pieces.bytes());
   if (!mailbox) return;
   operation.pieces.read(0, {mailbox->data, operation.pieces.bytes()});
   operation.mailbox = mailbox->index;

@@ -241,3 +241,20 @@ def test_every_instruction_set_gives_the_same_bits(isa: str, hosts: list[int] | 
         return [b"".join(parts) for parts in run_ranks(3, body, hosts=hosts, settings=settings)]
 
     assert bits(isa) == bits("auto")
+
+
+def test_small_tensors_of_a_whole_step_are_in_mailboxes() -> None:
+    """So many may be submitted together before any rank has to wait for another inside one of them."""
+
+    def body(engine: Engine) -> int:
+        started = [
+            start_allreduce(engine, f"{number}", np.full(size, engine.rank + 1.0, np.float32))
+            for number, size in enumerate([1] * 50 + [8000] * 14)
+        ]
+        for work, result in started:
+            work.wait()
+            assert (result == 6).all()
+        found = engine.counters()["collectives"]
+        return sum(e["operations"] for e in found if e["algorithm"] == "mailbox_allreduce")
+
+    assert run_ranks(3, body) == [64] * 3
