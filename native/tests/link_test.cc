@@ -128,8 +128,8 @@ TEST(connections_inside_a_host_are_not_asked_for_its_end) {
 }
 
 TEST(many_ranks_run_ahead_by_less) {
-  CHECK_EQUAL(DataLink::unasked_among(2), std::uint64_t{1 << 20});
-  CHECK_EQUAL(DataLink::unasked_among(64), std::uint64_t{1 << 20});
+  CHECK_EQUAL(DataLink::unasked_among(2), std::uint64_t{512 << 10});
+  CHECK_EQUAL(DataLink::unasked_among(64), std::uint64_t{512 << 10});
   CHECK_EQUAL(DataLink::unasked_among(4096), std::uint64_t{256 << 10});
 }
 

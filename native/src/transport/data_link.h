@@ -30,7 +30,7 @@ class DataLink : public Link {
   /// Bytes by which a stream's sender may run ahead of its receiver among so many ranks. Saying so takes a frame for every
   /// half of them, and each peer may send as many.
   static constexpr std::uint64_t unasked_among(std::size_t ranks) noexcept {
-    return std::clamp<std::uint64_t>((64 << 20) / ranks, 256 << 10, 1 << 20);
+    return std::clamp<std::uint64_t>((64 << 20) / ranks, 256 << 10, 512 << 10);
   }
 
   /// `unasked`: see `unasked_among`; equal on both sides.
