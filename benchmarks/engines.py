@@ -4,7 +4,7 @@
 
 OTHER is a checkout with its library in sparkhvd/lib/ (`git worktree add OTHER COMMIT`, then `make native` there). The ranks of both
 live at the same time, and measure by turns: an allreduce by size, and a step of 32 of 4 bytes submitted together, two ranks on one
-host and over TCP; then the step with many ranks over TCP, where rank 0's CPU time counts. No torch.
+host and over TCP; then the step with many ranks, where rank 0's CPU time counts. No torch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ SIZES = {
     "64 MiB": 64 << 20,
 }
 STEP = "step of 32 x 4 B"
+WAYS = ("one host", "TCP")
 # Nothing may get slower by more.
 MOST = 1.03
 # Runs in each checkout, with that one's own modules: ranks that measure what lines of the input say.
@@ -93,7 +94,7 @@ def small_worlds(report: Report, other: str, rounds: int) -> dict[str, Any]:
     """Add the table of two ranks."""
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     rows: list[list[str | list[Target]]] = []
-    for way in ("one host", "TCP"):
+    for way in WAYS:
         found[way] = {}
         with both(other, 2, way) as engines:
             for _ in range(rounds):
@@ -119,20 +120,23 @@ def small_worlds(report: Report, other: str, rounds: int) -> dict[str, Any]:
 
 def large_world(report: Report, other: str, size: int, rounds: int) -> dict[str, Any]:
     """Add the table of many ranks."""
-    found: dict[str, list[dict[str, Any]]] = {"before": [], "now": []}
-    with both(other, size, "TCP") as engines:
-        for _ in range(rounds):
-            for name, each in engines.items():
-                found[name].append(each.measure("many", 4, 5))
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     rows: list[list[str | list[Target]]] = []
-    for name, measured in found.items():
-        walls = [wall for each in measured for wall in each["wall"]]
-        cpu = [
-            shown(statistics.median(each[key] for each in measured))
-            for key in ("cpu_rank_0", "cpu_others")
-        ]
-        rows.append([name, median_and_quartiles(walls), *cpu])
-    report.table([f"{size} ranks, {STEP}", "time", "CPU of rank 0", "CPU of another rank"], rows)
+    for way in WAYS:
+        found[way] = {"before": [], "now": []}
+        with both(other, size, way) as engines:
+            for _ in range(rounds):
+                for name, each in engines.items():
+                    found[way][name].append(each.measure("many", 4, 5))
+        for name, measured in found[way].items():
+            walls = [wall for each in measured for wall in each["wall"]]
+            cpu = [
+                shown(statistics.median(each[key] for each in measured))
+                for key in ("cpu_rank_0", "cpu_others")
+            ]
+            rows.append([way, name, median_and_quartiles(walls), *cpu])
+    columns = ["", "time", "CPU of rank 0", "CPU of another rank"]
+    report.table([f"{size} ranks, {STEP}", *columns], rows)
     return found
 
 

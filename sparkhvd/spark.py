@@ -348,7 +348,7 @@ def _collect_beside(
             thread.join(_CANCEL_WAIT_S)
         else:  # a slow driver has yet to submit the job, which nobody would end
             rest = (shim, tag, future, _CANCEL_REST_S)
-            threading.Thread(target=_cancel_until_over, args=rest, daemon=True).start()
+            _thread(shim, lambda: _cancel_until_over(*rest), "sparkhvd-cancel").start()
 
 
 def _cancel_until_over(

@@ -1,6 +1,6 @@
 """Data sets for any training loop: a DataFrame prepared once on the driver, read by any process of any launcher.
 
-Ownership: data stay in the store until `Dataset.delete()`, or `Store.clean()` a day after their owner was last seen, unless they are kept.
+Ownership: data that are kept stay until `Dataset.delete()` or `Store.clean()`; others go with the process that has prepared them.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def prepare(
         validation: boolean or numeric column; True or above 0 marks validation rows (`Loader(subset=...)`).
         decoded: columns whose values, also text and bytes, functions of the loader turn into arrays.
         collated: columns whose rows a function of the loader turns into a batch.
-        sparse_cols: vectors that become sparse tensors; None = those of more than 4,096 dimensions.
+        sparse_cols: vectors that become sparse tensors; None = those of more than 65,536 dimensions.
         handle_invalid: "error", "skip" (rows with a null or an invalid number), or by column these or a value to fill in.
         data_key: the user's word that data of this key are the same; None = the plan decides.
         num_partitions: files at most; None = as many as `df` has partitions.

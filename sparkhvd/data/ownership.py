@@ -116,14 +116,17 @@ def own(store: Store, data_dir: str, lease: Lease) -> None:
 
 def disown(store: Store, data_dir: str) -> None:
     """Delete a directory that this process owns; errors of the store are passed over."""
-    with _owned.lock:
-        _owned.directories.pop((store, data_dir), None)
     with suppress(StoreError):  # an error before it says more
         remove(store, data_dir)
 
 
 def remove(store: Store, data_dir: str) -> None:
-    """Delete a data directory, and its key's folder if that is now empty: others may begin in it at any moment."""
+    """Delete a data directory, and its key's folder if that is now empty: others may begin in it at any moment.
+
+    No lease of this process is renewed in it any more.
+    """
+    with _owned.lock:
+        _owned.directories.pop((store, data_dir), None)
     store.delete(data_dir)
     store.delete_if_empty(data_dir.rpartition("/")[0])
 

@@ -14,7 +14,7 @@ from sparkhvd.distributed.checks import (
     check_rows,
     check_same,
 )
-from sparkhvd.distributed.launcher import Plan, gather_plan
+from sparkhvd.distributed.launcher import Plan
 from sparkhvd.distributed.operands import (
     by_dtype,
     joined,
@@ -109,7 +109,13 @@ class Collectives(Reducing):
             room_for(flat.numbers, column) for flat, column in zip(flats, columns, strict=True)
         ]
         plans = [
-            gather_plan(flat.numbers, whole) for flat, whole in zip(flats, wholes, strict=True)
+            Plan(
+                Collective.ALLGATHER,
+                [reading_into(flat.numbers, whole)],
+                flat.dtype,
+                lend(flat.numbers, whole),
+            )
+            for flat, whole in zip(flats, wholes, strict=True)
         ]
 
         def finish(works: Sequence[Operation]) -> None:

@@ -12,16 +12,14 @@ from torch import Tensor
 
 from sparkhvd.distributed.errors import as_torch
 from sparkhvd.distributed.futures import Scope, current_scope
-from sparkhvd.distributed.operands import reading_into
 from sparkhvd.distributed.works import FINISHED, Passes, Work
 from sparkhvd.engine.call import NO_REDUCTION
 from sparkhvd.engine.engine import Call, Collective, DType, Engine, Reduction, TensorView
 from sparkhvd.engine.engine import Work as Operation
 from sparkhvd.errors import CollectiveError, InvalidArgumentError, MismatchError
-from sparkhvd.torch.collectives.tensors import DTYPES, lend
 from sparkhvd.torch.gradients.backward_end import in_backward, is_worth_overlapping
 
-__all__ = ["Launcher", "Plan", "Team", "gather_plan"]
+__all__ = ["Launcher", "Plan", "Team"]
 
 _ALLREDUCE = Collective.ALLREDUCE  # looking up a member of an enumeration costs time
 
@@ -67,12 +65,6 @@ class Plan(NamedTuple):
     reduction: Reduction = NO_REDUCTION
     root: int = 0
     numbers: tuple[int, ...] = ()
-
-
-def gather_plan(source: Tensor, whole: Tensor) -> Plan:
-    """Return an allgather of numbers into memory for those of all ranks."""
-    view = reading_into(source, whole)
-    return Plan(Collective.ALLGATHER, [view], DTYPES[source.dtype], lend(source, whole))
 
 
 # Moves results to where torch wants them; gets the engine's works where the launch asks for rows.

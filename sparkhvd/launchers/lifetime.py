@@ -80,7 +80,8 @@ def _wait(place: Place, launcher: int, descriptor: int) -> None:
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     poller.poll()
-    with contextlib.suppress(OSError):  # its pipe may have gone, too
+    # Its stream may be closed, its pipe gone, or there never was one.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(
             f"sparkhvd: rank {place.rank} ends, because {place.launcher} (process {launcher}), which has started it, has ended.\n"
         )

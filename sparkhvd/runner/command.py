@@ -15,7 +15,14 @@ from sparkhvd.interfaces import address_on
 from sparkhvd.runner import launching
 from sparkhvd.runner.config_file import flags_of
 from sparkhvd.runner.forwarding import forwarded, given_variables
-from sparkhvd.runner.host_names import Host, is_here, parse_hosts, place_ranks, read_hostfile
+from sparkhvd.runner.host_names import (
+    PLAIN_SSH,
+    Host,
+    is_here,
+    parse_hosts,
+    place_ranks,
+    read_hostfile,
+)
 from sparkhvd.runner.screen import Output
 from sparkhvd.runner.script_ranks import check_command, words_of
 from sparkhvd.runner.scripts import run_script
@@ -201,8 +208,7 @@ def _run(parsed: argparse.Namespace) -> int:
     output = Output(parsed.output_filename, parsed.prefix_output_with_timestamp)
     settings = Settings.resolve({**environ, **given})
     ssh = (settings.ssh_command, parsed.ssh_port, parsed.ssh_identity_file)
-    by_ssh = ssh != ("ssh", None, None)
-    if all(is_here(place.host, by_ssh=by_ssh) for place in places):
+    if all(is_here(place.host, by_ssh=ssh != PLAIN_SSH) for place in places):
         if parsed.network_interfaces:
             address_on(settings.interfaces)
             sys.stderr.write(

@@ -11,8 +11,10 @@ from pathlib import Path
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import interfaces
 
-__all__ = ["Host", "Place", "is_here", "parse_hosts", "place_ranks", "read_hostfile"]
+__all__ = ["PLAIN_SSH", "Host", "Place", "is_here", "parse_hosts", "place_ranks", "read_hostfile"]
 
+# Command, port and key file of ssh where the user has named none.
+PLAIN_SSH = ("ssh", None, None)
 # What ssh takes for a host, with a user; nothing that could be an option.
 _NAME = re.compile(r"[\w:][\w.@%:-]*")
 _FORM = "host:slots,host:slots, such as 'localhost:2' or 'a:4,b:4'; an IPv6 address in brackets"

@@ -48,8 +48,10 @@ class Leftovers:
 
     def __exit__(self, *_: object) -> None:
         kill(self.mark)
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed the guard
-            self._guard.communicate(b"done\n")
+        # Somebody may have killed the guard, or stopped it.
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            self._guard.communicate(b"done\n", _LIMIT_S)
+        self._guard.kill()
         self._guard.wait()
 
 

@@ -33,7 +33,7 @@ std::vector<Fd> tuned_sockets(EngineOptions& options) {
   const std::size_t size = options.sockets.size() / (1 + options.world.streams);
   for (std::size_t i = 0; i < options.sockets.size(); ++i) {
     const int fd = options.sockets[i].get();
-    // The first of every pair carry control frames.
+    // The first of each pair carries control frames.
     if (fd >= 0) tune_tcp(fd, i < size ? std::optional(options.host_loss_s) : std::nullopt);
   }
   return std::move(options.sockets);

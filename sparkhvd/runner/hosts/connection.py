@@ -17,7 +17,7 @@ from typing import IO
 
 from sparkhvd import __version__
 from sparkhvd.runner.guard import Guard
-from sparkhvd.runner.host_names import Place, is_here
+from sparkhvd.runner.host_names import PLAIN_SSH, Place, is_here
 from sparkhvd.runner.hosts.agent import BOOTSTRAP, MARK
 from sparkhvd.runner.hosts.channel import Channel, Message
 
@@ -55,8 +55,8 @@ class Reach:
 
     def is_here(self, host: str) -> bool:
         """Return True for this host, which needs no ssh."""
-        given = (self.ssh_command, self.port, self.identity_file) != ("ssh", None, None)
-        return is_here(host, by_ssh=given)
+        given = (self.ssh_command, self.port, self.identity_file)
+        return is_here(host, by_ssh=given != PLAIN_SSH)
 
     def command(self, host: str) -> list[str]:
         """Return the command line that starts an agent on a host.
