@@ -152,10 +152,13 @@ def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:
 
     Strides of a dimension of one element do not matter, and cuDNN's gradients of 1 x 1 convolutions have others than weights.
     """
-    shape, strides, wanted = tensor.shape, tensor.stride(), like.stride()
-    if strides == wanted or shape != like.shape:
+    strides, wanted = tensor.stride(), like.stride()
+    if strides == wanted:
         return tensor
-    if any(n != 1 and a != b for n, a, b in zip(shape, strides, wanted, strict=True)):
+    shape = tensor.shape
+    if shape != like.shape or any(
+        n != 1 and a != b for n, a, b in zip(shape, strides, wanted, strict=True)
+    ):
         return tensor
     return tensor.as_strided(shape, wanted)
 

@@ -272,8 +272,11 @@ def _gradient_sums(
     """Return, per channel of this rank's rows, the sums of the gradient and of its products with the normalized input."""
     if input.numel() == 0:
         return mean.new_zeros(2, len(mean))
+    # The CPU's kernel takes the running statistics, a GPU's the saved ones. The weight is for the input's gradient, which
+    # is not asked for; a GPU's sums have its type.
+    saved = mean, (variance + eps).rsqrt()
     _, products, plain = torch.ops.aten.native_batch_norm_backward(
-        gradient, input, None, mean, variance, None, None, False, eps, [False, True, True]
+        gradient, input, mean, mean, variance, *saved, False, eps, [False, True, True]
     )
     return torch.stack([plain, products])
 

@@ -1,9 +1,10 @@
 """All that one GPU can show, as one table: `python -m tests.gpu` (`make gpu`). Needs torch, and neither pytest nor Spark.
 
-    python -m tests.gpu [--only TEXT] [--no-benchmarks] [--rounds 7] [--results FOLDER] [--stand-in]
+    python -m tests.gpu [--only TEXT] [--no-benchmarks] [--rounds 7] [--results FOLDER] [--limit-s 470]
+                        [--check-limit-s 120] [--stand-in]
 
 Checks come first, then the figures of benchmarks/gpu.py; each has its own deadline, and the whole is over after 8
-minutes. Tables are kept as gpu.md in FOLDER: `$OUT` where that is set, else docs/results. The exit status is 0 if
+minutes, or after `--limit-s`. Tables are kept as gpu.md in FOLDER: `$OUT` where that is set, else docs/results. The exit status is 0 if
 all checks passed (a figure that misses its target is no failure), 1 if one failed, 2 without a GPU.
 
 `--stand-in` runs the same on the CPU with the stand-in for CUDA and NCCL: that tests these checks, and no GPU.
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 470.0
 # Of these, what is kept for the figures.
 FIGURES_S = {"step": 100.0, "overhead": 30.0, "pack": 40.0}
 
@@ -76,7 +76,7 @@ def main() -> int:
         os.environ["SPARKHVD_TEST_STAND_IN"] = "1"
     began = time.monotonic()
     # The last resort: a process that not even SIGKILL ends, or a bug of ours.
-    faulthandler.dump_traceback_later(LIMIT_S + 8, exit=True)
+    faulthandler.dump_traceback_later(arguments.limit_s + 8, exit=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended, too
     try:
         from tests.gpu.machine import description, why_not
@@ -97,10 +97,11 @@ def main() -> int:
         for name in FIGURES_S
         if arguments.only in f"figures: {name}" and not arguments.no_benchmarks
     ]
-    end = began + LIMIT_S
+    end = began + arguments.limit_s
     with tempfile.TemporaryDirectory(prefix="sparkhvd-gpu-") as logs:
         os.environ["SPARKHVD_TEST_GPU_LOGS"] = logs
-        check(results, arguments.only, end - sum(FIGURES_S[name] for name in with_figures))
+        check_end = end - sum(FIGURES_S[name] for name in with_figures)
+        check(results, arguments.only, arguments.check_limit_s, check_end)
         del os.environ["SPARKHVD_TEST_GPU_LOGS"]
     for name in with_figures:
         measure(results, name, arguments.rounds, end)
@@ -116,6 +117,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-benchmarks", action="store_true")
     parser.add_argument("--rounds", type=int, default=7, help="of the benchmarks")
     parser.add_argument("--results", default="", help="the folder for gpu.md")
+    parser.add_argument("--limit-s", type=float, default=470.0, help="seconds for everything")
+    parser.add_argument("--check-limit-s", type=float, default=120.0, help="seconds for a check")
     parser.add_argument("--stand-in", action="store_true", help="no GPU: the stand-in on the CPU")
     return parser.parse_args()
 
@@ -133,8 +136,8 @@ def default_folder() -> str:
     return os.environ.get("OUT") or str(ROOT / "docs" / "results")
 
 
-def check(results: Results, only: str, end: float) -> None:
-    """Run all checks; one that fails does not stop the others."""
+def check(results: Results, only: str, limit_s: float, end: float) -> None:
+    """Run all checks, each for `limit_s` at most; one that fails does not stop the others."""
     from tests.gpu.parts import SKIPPED, parts
     from tests.gpu.ranks import Crew
 
@@ -148,7 +151,7 @@ def check(results: Results, only: str, end: float) -> None:
                 results.add(Row(part.name, "**failed**", 0, "not run: the time was up"))
                 continue
             try:
-                detail, outcome = part.run(min(part.seconds, left)), "ok"
+                detail, outcome = part.run(min(part.seconds, limit_s, left)), "ok"
                 if detail.startswith(SKIPPED):
                     detail, outcome = detail.removeprefix(SKIPPED), "skipped"
             except Exception as error:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import sparkhvd.torch as hvd
 from sparkhvd.engine.engine import Engine
 from sparkhvd.settings import Settings
-from sparkhvd.torch.context import context, use_engine
+from sparkhvd.torch.context import _process, context, use_engine
 from sparkhvd.torch.cuda import find_nccl, nccl_version
 from sparkhvd.torch.optimizer.distributed import Distributed
 
@@ -111,8 +111,15 @@ class Cuda:
     def module(self, module: nn.Module) -> nn.Module:
         return module.to(self.place)
 
-    def use_engine(self, engine: Engine) -> AbstractContextManager[Any]:
-        return use_engine(engine)
+    @contextlib.contextmanager
+    def use_engine(self, engine: Engine) -> Iterator[Any]:
+        # Of the whole process, as `hvd.init()` makes it: backward of a GPU's tensors runs on autograd's own thread.
+        with use_engine(engine) as made:
+            _process.context = made
+            try:
+                yield made
+            finally:
+                _process.context = None
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.place)

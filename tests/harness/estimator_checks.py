@@ -134,7 +134,10 @@ class Noisy(nn.Module):
 def _case(folder: str, model: type[nn.Module], **options: Any) -> Case:
     torch.manual_seed(4)
     made = model()
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.05, momentum=0.9)
+    # With ten times as much the training of `Noisy` diverges for half of all random numbers.
+    optimizer = torch.optim.SGD(
+        made.parameters(), lr=0.005 if model is Noisy else 0.05, momentum=0.9
+    )
     given = {"batch_size": 16, "epochs": _EPOCHS, "seed": 5, **options}
     return Case(Store.create(folder), made, optimizer, rows=256, options=given)
 
@@ -160,11 +163,16 @@ def _tensors(value: Any) -> list[Tensor]:
 def _equals_one_process(
     place: Place, model: type[nn.Module], precision: str, tolerance: float
 ) -> str:
-    """Training equals one process of plain PyTorch on the CPU, within the rounding of the precision."""
+    """Training equals one process of plain PyTorch within a tolerance.
+
+    That process computes on the CPU; with bfloat16 on the place's device, because a relative change of 1e-3 of the
+    first weights changes the last ones by up to 0.15.
+    """
     with tempfile.TemporaryDirectory() as folder:
         case = _case(folder, model, precision=precision)
         history = _trained(case, place).history
-        expected = case.reference(place.size, _EPOCHS)[-1]
+        device = "cpu" if precision == "32" else place.kind
+        expected = case.reference(place.size, _EPOCHS, device)[-1]
         found = {
             name: value
             for name, value in _on_cpu(case, _EPOCHS).items()

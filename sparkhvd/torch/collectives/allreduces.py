@@ -45,32 +45,56 @@ __all__ = [
 _ALLREDUCE = Collective.ALLREDUCE
 
 
-def _run_one(source: Tensor, target: Tensor | None, request: Request) -> Tensor:
-    """Reduce one tensor and wait: the path whose time users see. `target` None makes a new tensor."""
+def _operands(
+    tensor: Tensor, request: Request, *, in_place: bool
+) -> tuple[Context, str, int, DType, Tensor, Tensor, object]:
+    """Check one tensor: every operation's path, in little time.
+
+    Returns:
+        The context, the operation's name and process set, the element type, the tensors to read and to write, and the
+        memory to keep for the engine.
+    """
     ctx = context()
-    kind, name, reduction, process_set = request
-    number = set_id(process_set)
-    name = ctx.name(kind, name, number)
-    is_complex = isinstance(source, Tensor) and source.is_complex()
-    if is_complex:
-        source = as_pairs(name, source, reduction.op, in_place=target is not None)
-        target = None if target is None else source
-    dtype = engine_dtype(name, source)
-    keep: object
-    if target is not None:
-        require_contiguous(name, target)
-        keep = target.untyped_storage()  # as `lend`
-    else:
-        source = as_sent(source)
-        target = torch.empty_like(source)
-        keep = (source, target)  # nobody else has these
+    number = set_id(request.process_set)
+    name = ctx.name(request.kind, request.name, number)
+    if isinstance(tensor, Tensor) and tensor.is_complex():
+        tensor = as_pairs(name, tensor, request.reduction.op, in_place=in_place)
+    dtype = engine_dtype(name, tensor)
+    if in_place:
+        require_contiguous(name, tensor)
+        return ctx, name, number, dtype, tensor, tensor, tensor.untyped_storage()  # as `lend`
+    source = as_sent(tensor)
+    target = torch.empty_like(source)
+    return ctx, name, number, dtype, source, target, (source, target)  # nobody else has these
+
+
+def _run_one(tensor: Tensor, request: Request, *, in_place: bool) -> Tensor:
+    """Reduce one tensor and wait."""
+    ctx, name, number, dtype, source, target, keep = _operands(tensor, request, in_place=in_place)
     if not source.is_cpu:
-        _start_on_gpu(ctx, name, [source], [target], reduction, number).wait()
+        _start_on_gpu(ctx, name, (source,), (target,), request.reduction, number).wait()
     else:
         views = (view(source, target),)
-        call = ctx.engine.prepare(_ALLREDUCE, views, dtype, reduction, number)
+        call = ctx.engine.prepare(_ALLREDUCE, views, dtype, request.reduction, number)
         ctx.engine.run(call, name, keep)
-    return torch.view_as_complex(target) if is_complex else target
+    return torch.view_as_complex(target) if tensor.is_complex() else target
+
+
+def _one(tensor: Tensor, request: Request, *, in_place: bool = False) -> Handle[Tensor]:
+    """Start the reduction of one tensor."""
+    ctx, name, number, dtype, source, target, keep = _operands(tensor, request, in_place=in_place)
+    work: Operation
+    if not source.is_cpu:
+        work = _start_on_gpu(ctx, name, (source,), (target,), request.reduction, number)
+    else:
+        views = (view(source, target),)
+        call = ctx.engine.prepare(_ALLREDUCE, views, dtype, request.reduction, number)
+        work = ctx.engine.start(call, name, keep)
+    if in_place:
+        return Handle(name, (work,), lambda: tensor, (tensor,))
+    return Handle(
+        name, (work,), lambda: torch.view_as_complex(target) if tensor.is_complex() else target
+    )
 
 
 def _start(
@@ -124,11 +148,6 @@ def _start_on_gpu(
     return by(ctx, name, inputs, outputs, reduction, process_set, digest)
 
 
-def _one(tensor: Tensor, request: Request, *, in_place: bool = False) -> Handle[Tensor]:
-    name, works, outputs = _start([tensor], request, in_place=in_place)
-    return Handle(name, works, lambda: outputs[0], outputs if in_place else ())
-
-
 def _group(
     tensors: Iterable[Tensor], request: Request, *, in_place: bool = False
 ) -> Handle[list[Tensor]]:
@@ -142,7 +161,7 @@ def _reduced(tensors: Sequence[Tensor], request: Request) -> Sequence[Tensor]:
         reduced: tuple[Tensor, ...] = Allreduce.apply(request, *tensors)  # type: ignore[no-untyped-call]  # torch's
         return reduced
     if len(tensors) == 1:
-        return [_run_one(tensors[0], None, request)]
+        return [_run_one(tensors[0], request, in_place=False)]
     return _group(tensors, request).wait()
 
 
@@ -234,7 +253,7 @@ def allreduce(
         "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
     )
     if compression is NoneCompressor and not wants_gradient(tensor):
-        return _run_one(tensor, None, request)
+        return _run_one(tensor, request, in_place=False)
     return _compressed([tensor], compression, request)[0]
 
 
@@ -251,7 +270,7 @@ def allreduce_(
     request = to_request(
         "allreduce", name, resolve_op(average, op), prescale_factor, postscale_factor, process_set
     )
-    _run_one(tensor, tensor, request)
+    _run_one(tensor, request, in_place=True)
     written((tensor,))
     return tensor
 

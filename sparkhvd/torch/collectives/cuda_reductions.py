@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -125,6 +126,12 @@ class Scheme(NamedTuple):
     digest: tuple[int, ...]
 
 
+@lru_cache(maxsize=64)
+def _digest(dtype: torch.dtype, op: ReduceOp, before: float, after: float) -> tuple[int, ...]:
+    text = f"{dtype} {op.name} {before} {after}"
+    return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"),)
+
+
 def scheme_of(what: str, dtype: torch.dtype, reduction: Reduction, size: int) -> Scheme:
     """Return the scheme for tensors of a type on `size` ranks.
 
@@ -138,8 +145,7 @@ def scheme_of(what: str, dtype: torch.dtype, reduction: Reduction, size: int) ->
     has_factors = (before, after) != (1.0, 1.0)
     if not has_factors and op is not ReduceOp.AVERAGE and wire == dtype:
         return Scheme(op, wire, 1.0, 1.0, 1.0, ())
-    text = f"{dtype} {op.name} {before} {after}"
-    digest = (int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"),)
+    digest = _digest(dtype, op, before, after)
     if dtype == torch.bool:
         if op is ReduceOp.AVERAGE or has_factors:
             raise InvalidArgumentError(
@@ -159,9 +165,14 @@ def scheme_of(what: str, dtype: torch.dtype, reduction: Reduction, size: int) ->
 
 def divide_(tensors: Sequence[Tensor], divisor: float) -> None:
     """Divide floating-point tensors of one type in place, each quotient correctly rounded."""
-    if tensors and divisor != 1.0:
-        # `div_` by a number multiplies by its rounded reciprocal on a GPU; this divides.
-        torch._foreach_div_(list(tensors), divisor)
+    if not tensors or divisor == 1.0:
+        return
+    by: float | Tensor = divisor
+    if tensors[0].dtype.itemsize >= torch.float32.itemsize:
+        # By a number torch multiplies with its rounded reciprocal on a GPU, by a tensor there it divides. Halves do not
+        # show it: the product is of float32, and quotients of theirs lie further from where rounding changes.
+        by = tensors[0].new_full((), divisor)
+    torch._foreach_div_(list(tensors), by)
 
 
 def _scale_(tensors: Sequence[Tensor], factor: float, divisor: float = 1.0) -> None:
@@ -196,7 +207,6 @@ def _scaled_integers(tensor: Tensor, factor: float, divisor: float) -> Tensor:
     )
 
 
-@torch.no_grad()
 def start_allreduce(
     ctx: Context,
     name: str,
@@ -208,8 +218,7 @@ def start_allreduce(
 ) -> DeviceWork:
     """Submit contiguous tensors of one type, which may be their own outputs."""
     device = _of_all(ctx, name, (*inputs, *outputs))
-    dtype = inputs[0].dtype
-    scheme = scheme_of(name, dtype, reduction, num_members(ctx, process_set))
+    scheme = scheme_of(name, inputs[0].dtype, reduction, num_members(ctx, process_set))
     stream = device.stream()
     sources, targets = _to_send(inputs, outputs, scheme)
     views = [view(x, y) for x, y in zip(sources, targets, strict=True)]
@@ -229,8 +238,10 @@ def start_allreduce(
 
 def _to_send(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], scheme: Scheme
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that NCCL reads and those that it writes."""
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Return the tensors that NCCL reads and those that it writes; autograd sees nothing of what is computed for them."""
+    if scheme.before == 1.0 and scheme.wire is inputs[0].dtype:
+        return inputs, outputs
     ins = [each.detach() for each in inputs]
     outs = [each.detach() for each in outputs]
     if ins[0].dtype == torch.bool:

@@ -175,14 +175,15 @@ class Case:
         weights: dict[str, torch.Tensor] = self.checkpoint(epoch).model
         return weights
 
-    def reference(self, size: int, epochs: int) -> list[dict[str, Any]]:
+    def reference(self, size: int, epochs: int, device: str = "cpu") -> list[dict[str, Any]]:
         """Train the same in one process in plain PyTorch, with batch size * batch_size * accumulate.
 
         Returns:
-            The state dict after each epoch, with "loss" as the epoch's mean.
+            The state dict after each epoch on the CPU, with "loss" as the epoch's mean.
         """
         options = {"batch_size": 32, "seed": 0, "shuffle": True, "drop_last": False, **self.options}
         model, optimizer = copy.deepcopy((self.model, self.optimizer))
+        model.to(device)
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = optimizer(model.parameters())
         scheduler = self.lr_scheduler(optimizer) if self.lr_scheduler else None
@@ -218,19 +219,20 @@ class Case:
                 weight += count
             if scheduler is not None and not per_step:
                 scheduler.step()
-            states.append({**copy.deepcopy(model.state_dict()), "loss": total / weight})
+            states.append({**copy.deepcopy(model).cpu().state_dict(), "loss": total / weight})
         return states
 
     def _reference_loss(self, model: nn.Module, rows: Any) -> tuple[torch.Tensor, float]:
         precision = self.options.get("precision", "32")
-        with autocast(precision, torch.device("cpu")):
-            outputs = model(torch.from_numpy(self.values["x"][rows]))
+        device = next(model.parameters()).device
+        with autocast(precision, device):
+            outputs = model(torch.from_numpy(self.values["x"][rows]).to(device))
         outputs = widened(outputs if isinstance(outputs, tuple) else (outputs,))
         weights = self.options.get("loss_weights", (1.0,))
-        total, weight = torch.zeros(()), float(len(rows))
+        total, weight = torch.zeros((), device=device), float(len(rows))
         names = [c.name for c in self.schema.labels]
         for name, output, factor in zip(names, outputs, weights, strict=True):
-            label = torch.from_numpy(self.values[name][rows])
+            label = torch.from_numpy(self.values[name][rows]).to(device)
             label = label if self.label == "class" else label.reshape(output.shape)
             loss, weight = self._one_loss(output, label, rows)
             total = total + factor * loss
