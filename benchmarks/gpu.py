@@ -1,4 +1,4 @@
-"""Cost of sparkhvd on one GPU: a step, a collective, gradients packed and reduced; each beside torch or NCCL alone.
+"""Cost of sparkhvd on one GPU: a step, a collective, gradients packed and reduced; beside torch, torch.distributed, NCCL.
 
     .venv/bin/python benchmarks/gpu.py [--rounds 7] [--only step,overhead,pack] [--json FILE]
 
@@ -9,9 +9,10 @@ NCCL moves nothing. The optimizer of a job of one rank would do nothing at all; 
 gradients as with others. Needs torch with CUDA and libnccl, and no Spark. All variants of a part run in turns; ratios are of
 neighbours, and the table shows their median and quartiles.
 
-- `step`: a training step in bfloat16 with `DistributedOptimizer`, and the same step with torch's optimizer.
+- `step`: a training step in bfloat16 with `DistributedOptimizer`, the same step with torch's optimizer, and with torch's
+  DistributedDataParallel, whose gradients are views of its buckets, as ours are.
 - `overhead`: what one allreduce costs over a raw `ncclAllReduce` of the same process: waited for one by one (the way to
-  the engine's threads and back counts), and 16 at a time, as a step has them in flight.
+  the engine's threads and back counts), and 16 at a time, as a step has them in flight; and as one of torch.distributed.
 - `pack`: a backward that does nothing but hand out 1 GiB of gradients in 300 tensors, with and without packing and
   reducing them: the difference beside a copy of as many bytes on the device, by the GPU's clock from an idle GPU (the
   host's work counts), and behind other work (only the GPU's counts, as in a step whose backward keeps the GPU busy).
@@ -23,16 +24,18 @@ the figures then mean nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import ctypes
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +48,7 @@ from gpu_models import TASKS, TINY, Task  # noqa: E402 - of this folder
 import sparkhvd.torch as hvd  # noqa: E402 - of the checkout
 from common import Report, Target, median_and_quartiles  # noqa: E402 - of this folder
 from tests.gpu.machine import (  # noqa: E402 - of the checkout
+    Cuda,
     Machine,
     as_with_partners,
     description,
@@ -104,6 +108,21 @@ def in_turns(rounds: int, variants: dict[str, Callable[[], float]]) -> dict[str,
     return seconds
 
 
+@contextlib.contextmanager
+def torch_distributed(gpu: Machine) -> Iterator[bool]:
+    """Make torch.distributed's default group of this rank, on NCCL; yield False on the stand-in, which it does not know."""
+    if not isinstance(gpu, Cuda):
+        yield False
+        return
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=gpu.place
+    )
+    try:
+        yield True
+    finally:
+        dist.destroy_process_group()
+
+
 # --- A training step. ---
 
 
@@ -122,39 +141,56 @@ def stepper(gpu: Machine, task: Task, network: nn.Module, optimizer: Any) -> Cal
 
 def measure_steps(gpu: Machine, report: Report, rounds: int) -> None:
     rows: list[Sequence[Any]] = []
-    for name, task in (TINY if IS_SMALL else TASKS).items():
-        built = task.build()
-        plain, ours = gpu.module(copy.deepcopy(built)), gpu.module(built)
-        optimizers = [
-            torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9, fused=not IS_SMALL)
-            for network in (plain, ours)
-        ]
-        wrapped = hvd.DistributedOptimizer(optimizers[1], named_parameters=ours.named_parameters())
-        runs = {
-            "plain": stepper(gpu, task, plain, optimizers[0]),
-            "ours": stepper(gpu, task, ours, wrapped),
+    with torch_distributed(gpu) as has_ddp:
+        found = {
+            name: (task, time_steps(gpu, task, rounds, has_ddp=has_ddp))
+            for name, task in (TINY if IS_SMALL else TASKS).items()
         }
-        for run in runs.values():  # kernels are chosen, buckets are planned
-            run()
-            run()
-        seconds = in_turns(
-            rounds,
-            {variant: timed(gpu, run, task.steps) for variant, run in runs.items()},
-        )
+    for name, (task, seconds) in found.items():
         ratios = [a / b for a, b in zip(seconds["ours"], seconds["plain"], strict=True)]
         share = 100 * (statistics.median(ratios) - 1)
+        targets: list[Target] = []
+        if task.longer is not None:
+            targets.append(Target("longer", share, task.longer, at_least=False, unit="%"))
+        if has_ddp:
+            of_ddp = [a / b for a, b in zip(seconds["ours"], seconds["ddp"], strict=True)]
+            targets.append(Target("of DDP's", statistics.median(of_ddp), 1.0, at_least=False))
         rows.append(
             [
                 task.title,
                 median_and_quartiles(seconds["plain"]),
+                median_and_quartiles(seconds["ddp"]) if has_ddp else "-",
                 median_and_quartiles(seconds["ours"]),
                 f"{min(ratios):.4f} to {max(ratios):.4f}",
-                [Target("longer", share, 1.0, at_least=False, unit="%")],
+                targets,
             ]
         )
         report.raw[f"step {name}"] = seconds
-        del plain, ours, built, optimizers, wrapped, runs
-    report.table(["step", "torch's optimizer", "DistributedOptimizer", "ratios", "target"], rows)
+    columns = ("torch's optimizer", "torch's DDP", "DistributedOptimizer", "ours by torch's")
+    report.table(["step", *columns, "target"], rows)
+
+
+def time_steps(gpu: Machine, task: Task, rounds: int, *, has_ddp: bool) -> dict[str, list[float]]:
+    """Return the seconds of a step of each variant."""
+    built = task.build()
+    names = ("plain", "ours", *(["ddp"] if has_ddp else []))
+    networks = {name: gpu.module(copy.deepcopy(built)) for name in names}
+    optimizers: dict[str, Any] = {
+        name: torch.optim.SGD(network.parameters(), lr=1e-4, momentum=0.9, fused=not IS_SMALL)
+        for name, network in networks.items()
+    }
+    optimizers["ours"] = hvd.DistributedOptimizer(
+        optimizers["ours"], named_parameters=networks["ours"].named_parameters()
+    )
+    if has_ddp:
+        networks["ddp"] = nn.parallel.DistributedDataParallel(
+            networks["ddp"], device_ids=[0], gradient_as_bucket_view=True
+        )
+    runs = {name: stepper(gpu, task, networks[name], optimizers[name]) for name in names}
+    for run in runs.values():  # kernels are chosen, buckets are planned
+        run()
+        run()
+    return in_turns(rounds, {name: timed(gpu, run, task.steps) for name, run in runs.items()})
 
 
 # --- One collective. ---
@@ -223,61 +259,71 @@ class RawNccl:
 def measure_overhead(gpu: Machine, report: Report, rounds: int) -> None:
     nccl = RawNccl(gpu)
     rows: list[Sequence[Any]] = []
-    for count in (1, 1 << 18):
-        tensors = [gpu.tensor(torch.ones(count)) for _ in range(IN_FLIGHT)]
-
-        def raw(tensors: list[Tensor] = tensors) -> None:
-            for number in range(CALLS):
-                nccl.allreduce(tensors[number % IN_FLIGHT])
-
-        def each_waited_for(tensors: list[Tensor] = tensors) -> None:
-            for number in range(CALLS):
-                reduce(tensors, number % IN_FLIGHT).wait()
-
-        def in_flight(tensors: list[Tensor] = tensors) -> None:
-            for _ in range(CALLS // IN_FLIGHT):
-                for handle in [reduce(tensors, number) for number in range(IN_FLIGHT)]:
-                    handle.wait()
-
-        runs = {"raw": raw, "one by one": each_waited_for, "in flight": in_flight}
-        for run in runs.values():
-            run()
-        seconds = in_turns(
-            rounds,
-            {variant: timed(gpu, run, CALLS) for variant, run in runs.items()},
-        )
-        for variant in ("one by one", "in flight"):
-            more = [a - b for a, b in zip(seconds[variant], seconds["raw"], strict=True)]
-            rows.append(
-                [
-                    f"{4 * count} bytes, {variant}",
-                    median_and_quartiles(seconds["raw"]),
-                    median_and_quartiles(seconds[variant]),
+    with torch_distributed(gpu) as has_torch:
+        for count in (1, 1 << 18):
+            tensors = [gpu.tensor(torch.ones(count)) for _ in range(IN_FLIGHT)]
+            seconds = time_calls(gpu, nccl, tensors, rounds, has_torch=has_torch)
+            report.raw[f"overhead {4 * count}"] = seconds
+            for variant in ("one by one", "in flight"):
+                ours, raw = seconds[variant], seconds["raw"]
+                more = [a - b for a, b in zip(ours, raw, strict=True)]
+                us = statistics.median(more) * 1e6
+                targets = [Target("more", us, 10.0, at_least=False, unit="us")]
+                theirs = seconds.get(f"torch, {variant}", [])
+                if theirs:
+                    of_torch = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+                    targets.append(Target("of torch's", of_torch, 1.0, at_least=False))
+                rows.append(
                     [
-                        Target(
-                            "more", statistics.median(more) * 1e6, 10.0, at_least=False, unit="us"
-                        )
-                    ],
-                ]
-            )
-        report.raw[f"overhead {4 * count}"] = seconds
+                        f"{4 * count} bytes, {variant}",
+                        median_and_quartiles(raw),
+                        median_and_quartiles(theirs) if theirs else "-",
+                        median_and_quartiles(ours),
+                        targets,
+                    ]
+                )
     nccl.close()
-    report.table(["allreduce of", "ncclAllReduce, per call", "sparkhvd, per call", "target"], rows)
+    columns = ("ncclAllReduce, per call", "torch.distributed, per call", "sparkhvd, per call")
+    report.table(["allreduce of", *columns, "target"], rows)
 
 
-class Handle:
-    """An allreduce in flight."""
+def time_calls(
+    gpu: Machine, nccl: RawNccl, tensors: list[Tensor], rounds: int, *, has_torch: bool
+) -> dict[str, list[float]]:
+    """Return the seconds of an allreduce of each variant."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    def raw() -> None:
+        for number in range(CALLS):
+            nccl.allreduce(tensors[number % IN_FLIGHT])
 
-    def wait(self) -> None:
-        hvd.synchronize(self._handle)
+    def ours(number: int) -> Any:
+        return hvd.allreduce_async_(tensors[number], op=hvd.Sum, name=f"benchmark {number}")
+
+    def theirs(number: int) -> Any:
+        return dist.all_reduce(tensors[number], async_op=True)
+
+    runs = {
+        "raw": raw,
+        "one by one": lambda: one_by_one(ours, hvd.synchronize),
+        "in flight": lambda: in_flight(ours, hvd.synchronize),
+    }
+    if has_torch:
+        runs["torch, one by one"] = lambda: one_by_one(theirs, dist.Work.wait)
+        runs["torch, in flight"] = lambda: in_flight(theirs, dist.Work.wait)
+    for run in runs.values():
+        run()
+    return in_turns(rounds, {name: timed(gpu, run, CALLS) for name, run in runs.items()})
 
 
-def reduce(tensors: list[Tensor], number: int) -> Handle:
-    """Allreduce one of the tensors in place, under its own name."""
-    return Handle(hvd.allreduce_async_(tensors[number], op=hvd.Sum, name=f"benchmark {number}"))
+def one_by_one(start: Callable[[int], Any], wait: Callable[[Any], Any]) -> None:
+    for number in range(CALLS):
+        wait(start(number % IN_FLIGHT))
+
+
+def in_flight(start: Callable[[int], Any], wait: Callable[[Any], Any]) -> None:
+    for _ in range(CALLS // IN_FLIGHT):
+        for handle in [start(number) for number in range(IN_FLIGHT)]:
+            wait(handle)
 
 
 # --- Gradients. ---

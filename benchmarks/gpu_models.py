@@ -62,12 +62,14 @@ class Task:
         build: makes the network, on the CPU.
         batch: makes inputs and targets, on a device.
         steps: timed ones in a row.
+        longer: percent that a step may take longer than without communication; None: no limit.
     """
 
     title: str
     build: Callable[[], nn.Module]
     batch: Callable[[torch.device], tuple[Tensor, Tensor]]
     steps: int
+    longer: float | None = 1.0
 
     def loss(self, network: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of a batch, computed in bfloat16 where torch does that."""
@@ -119,6 +121,14 @@ TASKS = {
         lambda: Gpt(1024),
         sentences(8, 1024),
         steps=10,
+    ),
+    # The host is the slower one: 202 parameters, each of which costs it time, and nothing to do for the GPU.
+    "mlp": Task(
+        "101 layers of width 256, batch 64",
+        lambda: mlp(*[256] * 101, 1000),
+        points(64, 256),
+        steps=20,
+        longer=None,
     ),
 }
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of these, what is kept for the figures.
-FIGURES_S = {"step": 100.0, "overhead": 30.0, "pack": 40.0}
+FIGURES_S = {"step": 60.0, "overhead": 25.0, "pack": 25.0}
 
 
 class Row(NamedTuple):
