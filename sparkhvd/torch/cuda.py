@@ -59,6 +59,9 @@ class Device(Protocol):
             InvalidArgumentError: the stream is being captured into a graph.
         """
 
+    def raw_stream(self) -> int:
+        """Return the same without a look whether it is being captured: what is submitted there looks."""
+
     def here(self) -> Callable[[], AbstractContextManager[object]]:
         """Return a function whose `with` block makes this thread's current stream the current one of any thread."""
 
@@ -77,13 +80,17 @@ class CudaDevice:
 
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
-        self._raw_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def stream(self) -> int:
         """Return the current stream."""
         if torch.cuda.is_current_stream_capturing():
             refuse_capture()
-        return self._raw_stream(self.ordinal)
+        return self.raw_stream()
+
+    def raw_stream(self) -> int:
+        """Return the current stream."""
+        return self._current_stream(self.ordinal)
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
         """Return the current stream as a context manager."""
@@ -132,19 +139,27 @@ class _CudaMemory:
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy tensors into as many others, those of the same types with one kernel where torch's CUDA has it."""
+    if len({x.dtype for x in targets}) == len({x.dtype for x in sources}) == 1:
+        _copy_alike(targets, sources)
+        return
     # Of several types torch would take the first one's for all of them.
     by_types: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in zip(targets, sources, strict=True):
         into, out_of = by_types.setdefault((target.dtype, source.dtype), ([], []))
         into.append(target)
         out_of.append(source)
-    for types, (into, out_of) in by_types.items():
-        if _COPIED_ALONE.isdisjoint(types):
-            # One pair whose strides differ, and torch copies every tensor of the list by itself.
-            torch._foreach_copy_(into, list(map(_as_strided, out_of, into)))
-            continue
-        for target, source in zip(into, out_of, strict=True):
-            target.copy_(source)
+    for into, out_of in by_types.values():
+        _copy_alike(into, out_of)
+
+
+def _copy_alike(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy tensors of one type into as many others of one type."""
+    if _COPIED_ALONE.isdisjoint((targets[0].dtype, sources[0].dtype)):
+        # One pair whose strides differ, and torch copies every tensor of the list by itself.
+        torch._foreach_copy_(list(targets), list(map(_as_strided, sources, targets)))
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _as_strided(tensor: Tensor, like: Tensor) -> Tensor:

@@ -181,6 +181,10 @@ class FakeDevice:
             refuse_capture()
         return self.current
 
+    def raw_stream(self) -> int:
+        """Return the same."""
+        return self.current
+
     def here(self) -> Callable[[], Any]:
         """Return a context of the current stream, for any thread."""
         stream = self.current
@@ -391,6 +395,10 @@ class FakeTensor(torch.Tensor):
         """Waits, because how many there are depends on values."""
         self.gpu.synchronize()
         return FakeTensor(self.raw.to_sparse(*args, **kwargs), self.gpu)
+
+    def get_device(self) -> int:
+        """Return the device's number."""
+        return self.gpu.ordinal
 
     def data_ptr(self) -> int:
         """Return the address in the stand-in's memory."""

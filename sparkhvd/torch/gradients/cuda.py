@@ -223,8 +223,8 @@ class DeviceBucket(GradientBucket):
         unscaled: list[Tensor] = []
         flags = self._flags
         self._takers.clear()
-        for number, entry in enumerate(self.entries):
-            grad, slot = entry.grad, memory.slot(number)
+        for number, (entry, slot) in enumerate(zip(self.entries, memory.find_slots(), strict=True)):
+            grad = entry.grad
             assert grad is not None
             is_shown = grad is slot or self._becomes_view(entry)
             if not is_shown and _can_take_result(entry, grad):
@@ -264,13 +264,13 @@ class DeviceBucket(GradientBucket):
         """Return the values to copy into a gradient's place."""
         require_same_dtype(entry)
         require_same_shape(entry, grad)
-        if not grad.is_cuda or grad.device.index != self._device.ordinal:
+        if grad.get_device() != self._device.ordinal:
             raise InvalidArgumentError(
                 f"DistributedOptimizer: {entry.name!r} was on cuda:{self._device.ordinal} when the optimizer was "
                 f"built, and its gradient is on {grad.device} now. Build DistributedOptimizer after the model is where "
                 "it stays."
             )
-        dense = grad.detach()
+        dense = grad  # autograd records nothing here
         if grad.layout is not torch.strided:
             if not self._takes_sparse:
                 raise InvalidArgumentError(
@@ -279,8 +279,8 @@ class DeviceBucket(GradientBucket):
                 )
             dense = dense.to_dense()
         if self._casts:
-            return dense.resolve_neg()
-        wire, compression_context = self._compression.compress(dense)
+            return dense.resolve_neg() if dense.is_neg() else dense
+        wire, compression_context = self._compression.compress(dense.detach())
         self.sent.append((entry, wire, compression_context))
         return wire
 
@@ -318,7 +318,7 @@ class DeviceBucket(GradientBucket):
 
         A gradient that came without a hook is copied: a captured graph goes on to write into its own memory.
         """
-        if entry.wire_dtype != entry.dtype or not self._casts:
+        if entry.wire_dtype is not entry.dtype or not self._casts:
             return False
         return entry.stream is not None or self._as_views
 

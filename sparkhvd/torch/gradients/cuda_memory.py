@@ -51,6 +51,13 @@ class FlatGradients:
             slot = self.slots[number] = self._homes[number].data
         return slot
 
+    def find_slots(self) -> list[Tensor]:
+        """Return the slots of all parameters, as `slot` does."""
+        for number, (slot, address) in enumerate(zip(self.slots, self._addresses, strict=True)):
+            if slot.data_ptr() != address:
+                self.slots[number] = self._homes[number].data
+        return self.slots
+
     @torch.no_grad()
     def show(self) -> None:
         """Let `.grad` lie in the flat memory from now on, before any backward."""

@@ -151,8 +151,9 @@ class Reducer:
         if cycle.passes_left > 1:
             return
         entry.grad = entry.param.grad
-        if not entry.param.is_cpu and self._planner.device is not None:
-            entry.stream = self._planner.device.stream()
+        device = self._planner.device
+        if device is not None and not entry.param.is_cpu:
+            entry.stream = device.raw_stream()
         if self._ready is not None:
             self._ready.seen.append(entry.index)
         if entry.repeats:
@@ -165,7 +166,9 @@ class Reducer:
 
     def _enter(self, entry: Entry) -> None:
         """Begin a backward pass with its first gradient."""
-        cycle = self.cycle
+        cycle, device = self.cycle, self._planner.device
+        if device is not None and not entry.param.is_cpu:
+            device.stream()  # refuses one that is being captured
         if cycle.is_interrupted:
             self.discard()
         elif cycle.is_in_flight or (cycle.state is State.REDUCED and cycle.results):
