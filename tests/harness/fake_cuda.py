@@ -440,8 +440,7 @@ class FakeTensor(torch.Tensor):
         if func is torch.ops.aten.copy_.default and not isinstance(args[0], FakeTensor):
             gpu.synchronize()
             return args[0].copy_(args[1].raw)
-        if func is torch.ops.aten._foreach_copy_.default:
-            _check_copies(args[0], args[1])
+        func, args = _as_on_cuda(func, args)
         raw_args, raw_kwargs = tree_map(_raw, args), tree_map(_raw, kwargs)
         if goes_home or func is torch.ops.aten._local_scalar_dense.default:
             gpu.synchronize()
@@ -467,6 +466,28 @@ class FakeTensor(torch.Tensor):
 
         gpu.enqueue(compute)
         return tree_map(lambda x: _wrap(x, gpu), made)
+
+
+# By a number: torch's kernels of CUDA multiply by its reciprocal.
+_DIVISIONS = {
+    torch.ops.aten.div.Tensor: torch.ops.aten.mul.Tensor,
+    torch.ops.aten.div_.Tensor: torch.ops.aten.mul_.Tensor,
+    torch.ops.aten._foreach_div_.Scalar: torch.ops.aten._foreach_mul_.Scalar,
+}
+
+
+def _as_on_cuda(func: Any, args: Any) -> tuple[Any, Any]:
+    """Return the operation that computes on the CPU what CUDA's kernel of this one computes; refuse what that one refuses."""
+    if func is torch.ops.aten._foreach_copy_.default:
+        _check_copies(args[0], args[1])
+    elif func is torch.ops.aten.native_batch_norm_backward.default:
+        assert None not in args[5:7], "save_mean should always be defined"
+    elif func in _DIVISIONS and isinstance(args[1], (int, float)):
+        first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+        if first.dtype in (torch.float32, torch.float64):  # of halves the quotients are right
+            reciprocal = (1.0 / torch.tensor(float(args[1]), dtype=first.dtype)).item()
+            return _DIVISIONS[func], (args[0], reciprocal)
+    return func, args
 
 
 def _check_copies(targets: list[Tensor], sources: list[Tensor]) -> None:
