@@ -25,7 +25,7 @@ extern "C" {
 #define SPARKHVD_API __attribute__((visibility("default")))
 
 /* Raised by one whenever this header changes in a way that an older caller would not survive. */
-#define SPARKHVD_ABI_VERSION 10
+#define SPARKHVD_ABI_VERSION 11
 /* Raised by one whenever bytes between ranks change; part of the handshake. */
 #define SPARKHVD_WIRE_VERSION 13
 
@@ -327,6 +327,9 @@ SPARKHVD_API int32_t sparkhvd_buffer_device(sparkhvd_buffer* buffer);
 /* Unmaps. No operation on it may be in flight. Any thread, also after the engine is destroyed. */
 SPARKHVD_API void sparkhvd_buffer_release(sparkhvd_buffer* buffer);
 
+/* 1 if the operation has ended by a deadline and a device that hangs may use its tensors at any time: the caller
+ * keeps those alive for good. Else 0. */
+SPARKHVD_API int32_t sparkhvd_work_is_left_to_device(sparkhvd_work* work);
 /* Gives the handle up. An operation that is not finished goes on, and reads and writes its tensors until it
  * is: the caller keeps those alive. */
 SPARKHVD_API void sparkhvd_work_release(sparkhvd_work* work);

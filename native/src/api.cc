@@ -352,6 +352,12 @@ void sparkhvd_buffer_release(sparkhvd_buffer* buffer) {
   const std::unique_ptr<sparkhvd_buffer> owner(buffer);
 }
 
+int32_t sparkhvd_work_is_left_to_device(sparkhvd_work* work) {
+  const sparkhvd::Operation& operation = *work->operation;
+  if (!operation.on_device || !operation.is_finished()) return 0;
+  return operation.on_device->is_left_to_device ? 1 : 0;
+}
+
 void sparkhvd_work_release(sparkhvd_work* work) {
   const std::unique_ptr<sparkhvd_work> owner(work);
 }

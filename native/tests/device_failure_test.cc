@@ -92,21 +92,27 @@ TEST(a_call_that_hangs_ends_with_the_operations_timeout) {
     FakeScope fake;
     Fake::get().hang(function, 1);
     std::atomic<int> num_ended{0};
+    std::atomic<int> num_left{0};
     run_ranks(world(one_host(2)), [&](TestEngine& engine, std::int32_t rank) {
       Gpu gpu(engine, rank);
       const auto start = std::chrono::steady_clock::now();
       Sum sum(gpu, Floats(3, 1));
       Request request(SPARKHVD_ALLREDUCE, "x");
       request.tensor(sum.memory, sum.memory, {3}).raw().timeout_s = 1;
-      const Status status = engine.submit(gpu.use(request)).wait();
+      TestWork work = engine.submit(gpu.use(request));
+      const Status status = work.wait();
       CHECK_MESSAGE(status.code == SPARKHVD_TIMEOUT, status.message);
       CHECK_MESSAGE(has(status, "waited"), status.message);
       CHECK(seconds_since(start) < 6);
+      // Who hangs in NCCL may launch the operation yet; one of the ranks does.
+      num_left += work.is_left_to_device();
       // What hangs can come back before the engine goes, so that no thread is left behind.
       ++num_ended;
       while (num_ended < 2) std::this_thread::yield();
       if (rank == 0) Fake::get().reset();
     });
+    const bool is_launched = std::string(function) != "ncclGetUniqueId";
+    CHECK_EQUAL(num_left.load(), is_launched ? 1 : 0);
   }
 }
 
@@ -150,10 +156,12 @@ TEST(a_device_that_hangs_ends_with_the_operations_timeout) {
     Request request(SPARKHVD_ALLREDUCE, "x");
     request.tensor(sum.memory, sum.memory, {3}).raw().timeout_s = 1;
     const auto start = std::chrono::steady_clock::now();
-    const Status status = engine.submit(gpu.use(request)).wait();
+    TestWork work = engine.submit(gpu.use(request));
+    const Status status = work.wait();
     CHECK_MESSAGE(status.code == SPARKHVD_TIMEOUT, status.message);
     CHECK_MESSAGE(has(status, "for the GPU"), status.message);
     CHECK(seconds_since(start) < 6);
+    CHECK(!work.is_left_to_device());  // the abort has ended the kernel
   });
 }
 

@@ -109,6 +109,7 @@ class TestWork {
     status.message = text;
     return status;
   }
+  bool is_left_to_device() { return sparkhvd_work_is_left_to_device(work_) == 1; }
   std::int32_t poll() { return sparkhvd_poll(work_, nullptr, 0); }
   sparkhvd_work* get() const { return work_; }
 

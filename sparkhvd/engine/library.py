@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkhvd.errors import EngineUnavailableError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 WIRE_VERSION = 13
 
 
@@ -325,6 +325,7 @@ FUNCTIONS: dict[str, Signature] = {
     "sparkhvd_buffer_is_shared": Signature(ctypes.c_int32, (_HANDLE,)),
     "sparkhvd_buffer_device": Signature(ctypes.c_int32, (_HANDLE,)),
     "sparkhvd_buffer_release": Signature(None, (_HANDLE,)),
+    "sparkhvd_work_is_left_to_device": Signature(ctypes.c_int32, (_HANDLE,)),
     "sparkhvd_work_release": Signature(None, (_HANDLE,)),
 }
 

@@ -106,8 +106,15 @@ class State:
     def release(self, handle: int) -> None:
         """Release a work that has finished."""
         keep = self.works.pop(handle, None)
+        if keep is not None:
+            self.keep_if_left(handle, keep)
         self.library.work_release(handle)
         del keep  # after the release: nothing reads or writes it any more
+
+    def keep_if_left(self, handle: int, keep: object) -> None:
+        """Keep the memory of an operation that has failed for good, if a GPU may still use it."""
+        if self.library.work_is_left_to_device(handle):
+            _left_to_devices.append(keep)
 
     def shutdown(self) -> Status:
         """Stop the native thread and release the works that have finished."""
@@ -131,6 +138,10 @@ class State:
         self.reap()
         self.library.engine_destroy(self.handle)
 
+
+# Memory of operations that ended by a deadline while a GPU was busy with them. It may write there at any time, so the
+# memory must not become another tensor's as long as this process lives.
+_left_to_devices: list[object] = []
 
 # A forked child must close its copies of every engine's descriptors.
 states: weakref.WeakSet[State] = weakref.WeakSet()

@@ -237,6 +237,8 @@ class Work:
             raise self._state.to_exception(status, buffer)  # the wait failed; the operation goes on
         # Finished: the caller's memory is released, also when the Work lives on for its output.
         if handle in works:
+            if status != OK:
+                self._state.keep_if_left(handle, works[handle])
             works[handle] = None
         if status != OK:
             raise self._state.to_exception(status, buffer)

@@ -38,7 +38,7 @@ bool DeviceOrders::hear() {
       const auto patience = blames_a_peer ? kNamingTime : Clock::duration::zero();
       failure_ = DeviceFailure{*news.failure, Clock::now() + patience};
     }
-    if (news.is_aborted) end_on_plane();
+    if (news.is_aborted) end_on_plane(news.is_busy);
     hooks_.launched();
   }
   if (const auto now = Clock::now(); now >= next_deadline()) {
@@ -62,7 +62,7 @@ TimePoint DeviceOrders::next_deadline() const {
 }
 
 void DeviceOrders::check_time(TimePoint now) {
-  if (in_flight_.has_failed()) return end_on_plane();
+  if (in_flight_.has_failed()) return end_on_plane(true);
   const auto fail_by = [&](const DeviceFailure& failure) {
     in_flight_.fail(failure.error.status(), "NCCL on " + rank_text(options_.rank) + ": " +
                                                 without_stop(failure.error.what()) +
@@ -164,11 +164,12 @@ void DeviceOrders::abort() {
 }
 
 /// The communicators have ended, or had their time: what was on them ends with the engine's error.
-void DeviceOrders::end_on_plane() noexcept {
+void DeviceOrders::end_on_plane(bool is_device_busy) noexcept {
   for (; !on_plane_.empty(); on_plane_.pop_front()) {
     const auto& operation = on_plane_.front().operation;
     if (!operation) continue;
     operation->on_device->is_with_plane = false;
+    operation->on_device->is_left_to_device = is_device_busy;
     in_flight_.finish_failed(*operation);
   }
 }
@@ -178,11 +179,12 @@ void DeviceOrders::stop() {
   abort();
   auto* open = plane();
   if (open == nullptr) return;
-  if (!open->stop(abort_deadline_)) {
+  const bool has_stopped = open->stop(abort_deadline_);
+  if (!has_stopped) {
     warn("NCCL or CUDA on " + rank_text(options_.rank) +
          " does not come back (it is in: " + open->whereabouts() + "); its thread is left behind.");
   }
-  end_on_plane();
+  end_on_plane(!has_stopped || (open->has_news() && open->take_news().is_busy));
 }
 
 /// Operations that the departing rank has finished end here by themselves; later ones must be ended.

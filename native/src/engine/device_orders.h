@@ -124,7 +124,7 @@ class DeviceOrders {
   void on_done(const nccl::News::Done& done);
   void on_broken(const nccl::News::Broken& broken);
   void mark_for_abort(Group& group);
-  void end_on_plane() noexcept;
+  void end_on_plane(bool is_device_busy) noexcept;
 
   const Options options_;
   Groups& groups_;

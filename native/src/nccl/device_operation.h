@@ -50,7 +50,9 @@ struct OnDevice {
   Event ready;                  // behind what the caller's stream had at the submission
   Event done;                   // behind the operation, once `is_launched`
   std::atomic<bool> is_launched{false};
-  bool is_with_plane = false;            // the driver's
+  bool is_with_plane = false;  // the driver's
+  // Ended by a deadline: the device may use the tensors for ever. Written before the operation ends.
+  bool is_left_to_device = false;
   std::shared_ptr<DeviceBuffer> buffer;  // of a registration that has finished
 };
 

@@ -88,7 +88,8 @@ struct News {
   std::vector<Id> ids;
   std::vector<Broken> broken;    // communicators that have lost a peer, by what NCCL says
   std::optional<Error> failure;  // of NCCL or CUDA: nothing can be launched any more
-  bool is_aborted = false;       // every communicator has ended
+  bool is_aborted = false;       // every communicator has ended, or had its time
+  bool is_busy = false;          // then: the device still runs what was on them
 };
 
 class DevicePlane {

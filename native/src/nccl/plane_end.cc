@@ -170,6 +170,7 @@ void DevicePlane::Core::ask_to_abort() {
 void DevicePlane::Core::abort_all() noexcept {
   ::pthread_setname_np(::pthread_self(), "sparkhvd-abort");
   const TimePoint deadline = Clock::now() + kAbortTime;
+  bool is_busy = true;
   try {
     std::vector<ncclComm_t> live;
     {
@@ -187,7 +188,7 @@ void DevicePlane::Core::abort_all() noexcept {
       nccl().ncclGroupEnd();
     }
     // The kernels have been told to end; until they have, they may write.
-    while (cuda().cuStreamQuery(device->stream()) == kCudaErrorNotReady &&
+    while ((is_busy = cuda().cuStreamQuery(device->stream()) == kCudaErrorNotReady) &&
            Clock::now() < deadline) {
       std::unique_lock lock(mutex_);
       changed_.wait_for(lock, kLongestSleep, [] { return false; });
@@ -196,7 +197,14 @@ void DevicePlane::Core::abort_all() noexcept {
   }
   // Memory that callers have let go of is freed here, behind the communicators.
   requests->close().clear();
-  tell([](News& news) { news.is_aborted = true; });
+  {
+    const std::scoped_lock lock(mutex_);
+    is_busy |= !is_parked_;  // a call that comes back may launch yet
+  }
+  tell([is_busy](News& news) {
+    news.is_aborted = true;
+    news.is_busy = is_busy;
+  });
   const std::scoped_lock lock(mutex_);
   is_aborter_running_ = false;
   changed_.notify_all();

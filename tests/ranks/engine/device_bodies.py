@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
 
 from sparkhvd.engine.engine import Collective, DType, Engine, ReduceOp, Reduction, TensorView, Work
-from sparkhvd.errors import CollectiveError
+from sparkhvd.errors import CollectiveError, CollectiveTimeoutError
 from tests.harness.paths import ROOT
 from tests.harness.waiting import wait_until
 from tests.ranks.engine.arrays import allreduce
@@ -222,6 +223,22 @@ def stand_still(engine: Engine, talk: Any) -> Any:
     work.wait()
     start_sum(engine, "after", array, process_set=pair).wait()
     return engine.counters()["stall_warnings"]
+
+
+def time_out(engine: Engine, talk: Any) -> list[bool]:
+    """Let an operation end well and one by its timeout; return whether the memory of each is still kept."""
+    fake = open_device(engine)
+    arrays = [DeviceArray(engine, np.ones(5, np.float32)) for _ in range(2)]
+    start_sum(engine, "well", arrays[0]).wait()
+    fake.fake_cuda_hang(b"ncclAllReduce", 1)
+    with contextlib.suppress(CollectiveTimeoutError):
+        start_sum(engine, "stuck", arrays[1], timeout_s=0.3).wait()
+        raise AssertionError("it did not time out")
+    fake.fake_cuda_reset()
+    kept = [weakref.ref(array) for array in arrays]
+    arrays.clear()
+    engine.shutdown()
+    return [array() is not None for array in kept]
 
 
 def fork_beside_it(engine: Engine, talk: Any) -> Any:

@@ -103,6 +103,11 @@ def test_a_waiter_for_a_launch_serves_others_although_programs_take_its_cpu() ->
     assert statistics.median(seconds) < 0.03
 
 
+def test_memory_that_a_gpu_may_still_write_is_kept_for_good() -> None:
+    with rank_processes(f"{BODIES}:time_out", 1) as ranks:
+        assert ranks[0].expect() == [False, True]
+
+
 def test_forked_child_calls_nothing_of_cuda() -> None:
     with rank_processes(f"{BODIES}:fork_beside_it", 2) as ranks:
         for rank in ranks:
