@@ -282,6 +282,7 @@ bench: env
 	@$(PY) -m benchmarks.backend
 	@$(PY) benchmarks/timeline.py
 	@$(PY) benchmarks/device_overhead.py
+	@$(PY) benchmarks/device_orders.py
 	@$(PY) benchmarks/network.py
 	@$(PY) benchmarks/point_to_point.py
 	@$(PY) benchmarks/scale.py

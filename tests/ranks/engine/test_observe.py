@@ -66,7 +66,8 @@ def test_counters_count_operations_bytes_and_times() -> None:
                 assert counters["waits"] > 0
             if hosts == [0, 0]:
                 assert counters["shared_bytes"] == 7 * 400_000
-                assert counters["sent_bytes"] < 100_000
+                # Connections are for large frames and for the end.
+                assert counters["sent_bytes"] == 0
             else:
                 assert counters["shared_bytes"] == 0
                 assert counters["sent_bytes"] > 7 * 400_000
