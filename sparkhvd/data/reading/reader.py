@@ -8,8 +8,8 @@ Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -147,6 +147,7 @@ class Reader:
             edges=self._source.block_edges,
             groups=None if groups is None else group_edges(groups, rows),
         )
+        self._is_begun = loading is not None  # which permutes, too
         self._resident: ResidentRows | None = None
         if self._order.is_resident:
             division = Division.of(self._source, manifest, subset)
@@ -193,7 +194,8 @@ class Reader:
         Raises:
             StoreError: a file could not be read; the message says which rank and step.
         """
-        plan = self._held_plan(epoch, first_row)
+        permute = self._permutation(epoch)
+        plan = self._order.held_plan(epoch, permute, first_row)
         if not 0 <= start_step <= plan.num_steps:
             raise InvalidArgumentError(
                 f"Step {start_step} does not exist: the epoch has {plan.num_steps} steps."
@@ -212,6 +214,8 @@ class Reader:
         if running is None:
             running = prefetch.Prefetch(self._chunks(plan, start_step), self._queue_length())
         self._running = running
+        if permute is not None and not self._is_begun:
+            permute()  # while the other thread reads
         try:
             yield from self._batches(plan, running, epoch, start_step, following)
         finally:
@@ -247,11 +251,20 @@ class Reader:
             schema = self._functions.with_decoded(schema, first)
         return [schema.column(n) for n in names]
 
-    def _held_plan(self, epoch: int, first_row: int = 0) -> Plan:
-        permute = None
-        if self._resident is not None:
-            permute = functools.partial(self._resident.permutation, self._order.seed, epoch)
-        return self._order.held_plan(epoch, permute, first_row)
+    def _permutation(self, epoch: int) -> Callable[[], Rows] | None:
+        """Return a function that permutes the rows in memory, once, for whichever thread needs them first."""
+        if self._resident is None or not self._order.shuffle or self._order.groups is not None:
+            return None
+        permutation, lock = self._resident.permutation, threading.Lock()
+        made: list[Rows] = []
+
+        def permute() -> Rows:
+            with lock:
+                if not made:
+                    made.append(permutation(self._order.seed, epoch))
+            return made[0]
+
+        return permute
 
     # -- the background thread's side ----------------------------------------------------------------
 
@@ -259,8 +272,9 @@ class Reader:
         steps = max(1, self._chunk_bytes // max(1, self._batch_row_bytes * self._batch_size))
         chunk_rows = steps * self._batch_size
         first = plan.rows_before(self._rank, start_step)
-        if self._resident is not None and self._resident.is_shared:
-            self._resident.values()  # with the others, also where this rank has no rows of this epoch
+        if self._resident is not None:
+            # With the ranks that share them, also where this rank has no rows of this epoch.
+            self._resident.values()
         for window in plan.windows(self._rank, start_step):
             values, order = self._load(window)
             for start, stop in plan.cuts(self._rank, first, len(order), chunk_rows):
@@ -328,7 +342,8 @@ class Reader:
         return Batch({c.name: no_rows(c) for c in self._columns}, 0, plan.rows_per_rank(step), step)
 
     def _prepare(self, epoch: int, start_step: int = 0) -> None:
-        chunks = self._chunks(self._held_plan(epoch), start_step)
+        plan = self._order.held_plan(epoch, self._permutation(epoch))
+        chunks = self._chunks(plan, start_step)
         self._prepared = epoch, start_step, prefetch.Prefetch(chunks, self._queue_length())
 
     def _stop(self, limit_s: float) -> bool:
