@@ -1,0 +1,5 @@
+"""Horovod's `horovod.common`.
+
+exceptions  errors that programs catch
+util        what was built, by Horovod's names
+"""
