@@ -8,7 +8,6 @@ Shutdown: an epoch that ends, is dropped or is closed stops its thread and waits
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -147,7 +146,6 @@ class Reader:
             edges=self._source.block_edges,
             groups=None if groups is None else group_edges(groups, rows),
         )
-        self._is_begun = loading is not None  # which permutes, too
         self._resident: ResidentRows | None = None
         if self._order.is_resident:
             division = Division.of(self._source, manifest, subset)
@@ -194,7 +192,7 @@ class Reader:
         Raises:
             StoreError: a file could not be read; the message says which rank and step.
         """
-        permute = self._permutation(epoch)
+        permute = _permutation(self._order, self._resident, epoch)
         plan = self._order.held_plan(epoch, permute, first_row)
         if not 0 <= start_step <= plan.num_steps:
             raise InvalidArgumentError(
@@ -214,7 +212,7 @@ class Reader:
         if running is None:
             running = prefetch.Prefetch(self._chunks(plan, start_step), self._queue_length())
         self._running = running
-        if permute is not None and not self._is_begun:
+        if permute is not None and self._resident is not None and self._resident.is_unread:
             permute()  # while the other thread reads
         try:
             yield from self._batches(plan, running, epoch, start_step, following)
@@ -250,21 +248,6 @@ class Reader:
             first = self._source.read(decoded, self._source.examples(1))
             schema = self._functions.with_decoded(schema, first)
         return [schema.column(n) for n in names]
-
-    def _permutation(self, epoch: int) -> Callable[[], Rows] | None:
-        """Return a function that permutes the rows in memory, once, for whichever thread needs them first."""
-        if self._resident is None or not self._order.shuffle or self._order.groups is not None:
-            return None
-        permutation, lock = self._resident.permutation, threading.Lock()
-        made: list[Rows] = []
-
-        def permute() -> Rows:
-            with lock:
-                if not made:
-                    made.append(permutation(self._order.seed, epoch))
-            return made[0]
-
-        return permute
 
     # -- the background thread's side ----------------------------------------------------------------
 
@@ -342,7 +325,7 @@ class Reader:
         return Batch({c.name: no_rows(c) for c in self._columns}, 0, plan.rows_per_rank(step), step)
 
     def _prepare(self, epoch: int, start_step: int = 0) -> None:
-        plan = self._order.held_plan(epoch, self._permutation(epoch))
+        plan = self._order.held_plan(epoch, _permutation(self._order, self._resident, epoch))
         chunks = self._chunks(plan, start_step)
         self._prepared = epoch, start_step, prefetch.Prefetch(chunks, self._queue_length())
 
@@ -353,6 +336,14 @@ class Reader:
         if self._prepared is not None and self._prepared[2].stop(limit_s):
             self._prepared = None
         return self._running is None and self._prepared is None
+
+
+def _permutation(
+    order: RowOrder, resident: ResidentRows | None, epoch: int
+) -> Callable[[], Rows] | None:
+    if resident is None or not order.shuffle or order.groups is not None:
+        return None
+    return resident.permutation(order.seed, epoch)
 
 
 def _check(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 from sparkhvd.data.columns.ragged import Rows, Values
 from sparkhvd.data.reading import prefetch
@@ -57,7 +58,24 @@ class ResidentRows:
             self._source.close()
         return self._values
 
-    def permutation(self, seed: int, epoch: int) -> Rows:
+    @property
+    def is_unread(self) -> bool:
+        """True if the rows have yet to be read, and nobody has begun to."""
+        return self._values is None and self._loading is None
+
+    def permutation(self, seed: int, epoch: int) -> Callable[[], Rows]:
+        """Return a function that permutes the rows for an epoch, once, for whichever thread needs them first."""
+        lock, made = threading.Lock(), list[Rows]()
+
+        def permute() -> Rows:
+            with lock:
+                if not made:
+                    made.append(self._permute(seed, epoch))
+            return made[0]
+
+        return permute
+
+    def _permute(self, seed: int, epoch: int) -> Rows:
         """Return the order of an epoch, from `loading` if that made it."""
         order: Rows | None = None
         count = count_of(self._rows)
