@@ -1,16 +1,18 @@
 """Packages with Horovod's own layout, for programs that import `horovod`.
 
-    import sparkhvd.horovod
-    sparkhvd.horovod.install_as_horovod()
+    import sparkhvd
+    sparkhvd.install_as_horovod()
     import horovod.torch as hvd  # from here on, here and in every process that sparkhvd starts
 
 or, without a line of code: `python -m sparkhvd.horovod train.py`; under `sparkhvdrun` SPARKHVD_AS_HOROVOD=1 does it. See
 docs/coming_from_horovod.md.
 
-    common    built_with functions, exceptions
-    torch     `horovod.torch`
-    runner    `horovod.run`, `horovodrun`
-    spark     `horovod.spark.run`, the estimator of PyTorch modules, stores, backends
+Each module imports only those above it:
+
+    torch     Horovod's API
+    common    questions about what was built, exceptions
+    runner    a function on processes, and the command line
+    spark     a function on Spark, the estimator, stores, backends
     __main__  `python -m sparkhvd.horovod script.py`
 """
 

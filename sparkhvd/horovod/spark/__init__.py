@@ -1,7 +1,9 @@
 """Horovod's `horovod.spark`.
 
-common  backends and stores
-torch   the estimator of PyTorch modules
+Each module imports only those above it:
+
+    common  backends and stores
+    torch   the estimator of PyTorch modules
 """
 
 from __future__ import annotations
