@@ -7,6 +7,7 @@ Each module imports only those above it:
 
     _version       version of the package
     errors         every exception
+    as_horovod     the name `horovod` for this package's modules
     knobs          declaration and checks of a setting
     settings       every setting of engine and launch
     topology       hosts to local and cross ranks
@@ -26,6 +27,7 @@ Each module imports only those above it:
     data           a DataFrame's rows as batches of a rank
     training       the training loop of a rank
     estimator      `TorchEstimator`, `TorchClassifier`, `TorchRegressor` and their models
+    horovod        packages with Horovod's layout
     __main__       `python -m sparkhvd doctor`
 """
 
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from sparkhvd.estimator import pad as pad
     from sparkhvd.estimator import read_packed as read_packed
     from sparkhvd.estimator import trust as trust
+    from sparkhvd.horovod import install_as_horovod as install_as_horovod
     from sparkhvd.runner import run as run
     from sparkhvd.runner import run_hosts as run_hosts
     from sparkhvd.runner import run_local as run_local
@@ -104,6 +107,7 @@ _HOMES = {
     "TorchRegressor": "sparkhvd.estimator",
     "read_packed": "sparkhvd.estimator",
     "HorovodRunner": "sparkhvd.runner.horovod_runner",
+    "install_as_horovod": "sparkhvd.horovod",
     "run": "sparkhvd.runner",
     "run_hosts": "sparkhvd.runner",
     "run_local": "sparkhvd.runner",

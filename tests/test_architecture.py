@@ -25,6 +25,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 # Who reads or writes the environment, and why. Settings themselves are read in settings.py only.
 ENVIRONMENT = {
+    "sparkhvd/as_horovod.py": "whether processes have the name horovod, for those that this one starts",
     "sparkhvd/distributed/inner.py": "Gloo's own, by which a user chooses its network interfaces",
     "sparkhvd/runner/allocator.py": "glibc's own variables, by which a user configures the allocator",
     "sparkhvd/runner/gpu/probe.py": "CUDA's own, in a forked process that only asks CUDA's driver",
@@ -68,6 +69,7 @@ UNPICKLING = {
 BELOW_DATAFRAMES = {
     "sparkhvd/sessions.py": "the key of a classic session, and its context for Spark ML",
     "sparkhvd/spark.py": "tags, slots and the name of a classic application",
+    "sparkhvd/horovod/spark/common/backend.py": "the default parallelism of a classic application, as Horovod takes it",
     "sparkhvd/runner/payload.py": "broadcast variables of a classic application, for large functions",
     "sparkhvd/runner/spark_log.py": "log4j of a classic driver's JVM",
     "sparkhvd/data/store/spark_files.py": "the file systems of a classic driver's JVM, for saved files of any size",
@@ -78,8 +80,9 @@ BELOW_DATAFRAMES = {
 # travel to other processes.
 LAZY = {
     "sparkhvd/data/reading/source.py": (1, "packed data need no dataset reader of pyarrow"),
+    "sparkhvd/horovod/__init__.py": (1, "the name horovod is there before what it stands for"),
     "sparkhvd/estimator/transform/stage.py": (
-        4,
+        5,
         "the function of transform, which runs in Spark's workers",
     ),
     "sparkhvd/estimator/params/converters.py": (1, "the Params alone need no pyarrow"),
@@ -108,7 +111,7 @@ LAZY_PACKAGES = {
     "resource": (3, "Unix only"),
     "sys": (1, "the function of a barrier task, pickled by value"),
     "yaml": (1, "optional: sparkhvdrun --config-file"),
-    "torch": (1, "the driver and readers of NumPy arrays start without it"),
+    "torch": (2, "the driver and readers of NumPy arrays start without it"),
 }
 
 

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from sparkhvd import rank_context
+from sparkhvd import as_horovod, rank_context
 from sparkhvd.runner import allocator, blas, spawning
 from sparkhvd.runner.frames import USEFUL_MODULES, JobFrame, Prologue, read_frame, write_frame
 from sparkhvd.runner.gpu import probe
@@ -70,6 +70,7 @@ def main(spec_fd: int, result_fd: int, listener: Sequence[int] | None = None) ->
         return 0  # the parent gave up before it had anything to run
     prologue = Prologue(**json.loads(header))
     _enter(prologue)
+    as_horovod.install_if_asked()
     if listener is not None:
         prologue = replace(prologue, listener=_numbered(prologue.listener, listener))
         blas.restore_threads()

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparkhvd import __version__
+from sparkhvd import __version__, as_horovod
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError
 from sparkhvd.interfaces import address_on
 from sparkhvd.runner import launching
@@ -196,7 +196,7 @@ def _run(parsed: argparse.Namespace) -> int:
     elif parsed.hosts is not None:
         hosts = parse_hosts(parsed.hosts)
     places = place_ranks(hosts, parsed.num_proc)
-    command = words_of(parsed.command)
+    command = as_horovod.command(words_of(parsed.command))
     environ = launching.environ()
     given = {**_variables(parsed), **given_variables(parsed.x, environ)}
     for flag in _WITHOUT_EFFECT:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TextIO
 
+from sparkhvd import as_horovod
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.interfaces import address_on, address_towards, is_loopback
 from sparkhvd.rank_settings import JobSettings
@@ -89,7 +90,7 @@ def _unpicklable(
 
 
 def check_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of the ranks' environment variables.
+    """Return the ranks' environment variables, with the one that gives them the name `horovod` if this process has it.
 
     Raises:
         InvalidArgumentError: a name or value is not text.
@@ -99,7 +100,7 @@ def check_env(env: Mapping[str, str]) -> dict[str, str]:
             raise InvalidArgumentError(
                 f"env[{name!r}] is {value!r}; names and values of environment variables must be text."
             )
-    return dict(env)
+    return {**as_horovod.variables(), **env}
 
 
 def choose_settings(

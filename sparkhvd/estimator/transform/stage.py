@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql.types import DoubleType, StructField, StructType
 
+from sparkhvd import as_horovod
 from sparkhvd.data.vectors import split_vectors, vector_columns
 from sparkhvd.estimator.transform.worker import Output, PredictSpec
 from sparkhvd.runner.gpu.profiles import profile_to_share_gpus
@@ -70,11 +71,16 @@ def _task(
 
     It refers to plain data alone, so that it can look at its process before it imports torch.
     """
+    is_as_horovod = as_horovod.is_installed()
 
     def sparkhvd_transform(batches: Iterator[RecordBatch]) -> Iterator[RecordBatch]:
         from sparkhvd.runner.preflight import check_worker
 
         check_worker()
+        if is_as_horovod:
+            from sparkhvd.as_horovod import install
+
+            install()
         from sparkhvd.data.vectors import join_vectors
         from sparkhvd.estimator.transform.gpu import task_gpus
         from sparkhvd.estimator.transform.worker import load_spec, predict

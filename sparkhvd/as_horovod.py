@@ -1,0 +1,146 @@
+"""The name `horovod` for the modules of `sparkhvd.horovod`, in processes that ask for it.
+
+`import horovod.torch` then gives the module `sparkhvd.horovod.torch` itself, so that a class has one identity under both names.
+A finder of imports does it: nothing is written, and no distribution is called horovod. The processes that this one starts do the
+same, because they inherit a variable.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from sparkhvd.errors import InvalidArgumentError
+
+__all__ = ["VARIABLE", "command", "install", "install_if_asked", "is_installed", "variables"]
+
+# Processes with the value 1 have the name.
+VARIABLE = "SPARKHVD_AS_HOROVOD"
+_NAME = "horovod"
+# Where a module is looked for, in this order.
+_HOMES = (("horovod", "sparkhvd.horovod"), ("horovod.torch", "sparkhvd.torch"))
+_KERAS = (
+    "TensorFlow's and MXNet's frontends are not in sparkhvd. Train with PyTorch and horovod.torch"
+)
+_LATER = "is not in this version of sparkhvd"
+_ABSENT = {
+    "horovod.tensorflow": _KERAS,
+    "horovod.mxnet": _KERAS,
+    "horovod.keras": f"{_KERAS}, or with Keras 3 on its torch backend and horovod.torch.DistributedOptimizer",
+    "horovod.spark.keras": f"{_KERAS}; horovod.spark.torch has an estimator",
+    "horovod.spark.tensorflow": f"{_KERAS}; horovod.spark.torch has an estimator",
+    "horovod.spark.lightning": f"An estimator of LightningModules {_LATER}. horovod.spark.torch has one of modules",
+    "horovod.ray": "Ray is not a launcher of sparkhvd. Start ranks with sparkhvdrun, mpirun or Spark",
+}
+# Options of python that take a value.
+_WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
+
+
+class _Loader(importlib.abc.Loader):
+    """Gives a module that is there under another name."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+        self._spec: importlib.machinery.ModuleSpec | None = None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Import the module under its own name."""
+        module = importlib.import_module(self._home)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give it back its own specification, which the import system has just replaced."""
+        module.__spec__ = self._spec
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds `horovod` and what is in it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return the specification of a module of Horovod's; None for all others.
+
+        Raises:
+            ModuleNotFoundError: it is one that sparkhvd has not got; says what there is instead.
+        """
+        if name.partition(".")[0] != _NAME:
+            return None
+        for absent, text in _ABSENT.items():
+            if name == absent or name.startswith(f"{absent}."):
+                raise ModuleNotFoundError(f"No module named {name!r}: {text}.", name=name)
+        for prefix, home in _HOMES:
+            own = home + name.removeprefix(prefix)
+            if (name == prefix or name.startswith(f"{prefix}.")) and _is_there(own):
+                return importlib.machinery.ModuleSpec(name, _Loader(own), is_package=True)
+        return None
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is no package
+        return False
+
+
+def is_installed() -> bool:
+    """Return True if this process takes `horovod` for `sparkhvd.horovod`."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def install() -> None:
+    """Let `import horovod` mean `sparkhvd.horovod`, in this process and in those that sparkhvd starts from it.
+
+    Call it before anything imports `horovod`; a Horovod that is installed is hidden. Again: nothing happens.
+
+    Raises:
+        InvalidArgumentError: another `horovod` has been imported.
+    """
+    present = sys.modules.get(_NAME)
+    if present is not None and not is_installed():
+        raise InvalidArgumentError(
+            f"install_as_horovod(): {getattr(present, '__file__', None) or present} has been imported as horovod. Call it "
+            "before the first import of horovod."
+        )
+    os.environ[VARIABLE] = "1"  # noqa: TID251 - for the processes that this one starts
+    if not is_installed():
+        sys.meta_path.insert(0, _Finder())
+
+
+def install_if_asked() -> None:
+    """Do `install()` where the process that has started this one has asked for it."""
+    if _is_asked():
+        install()
+
+
+def _is_asked() -> bool:
+    return os.environ.get(VARIABLE) == "1"  # noqa: TID251 - not a setting: it changes what a process imports
+
+
+def variables() -> dict[str, str]:
+    """Return the variables by which other processes do as this one does."""
+    return {VARIABLE: "1"} if is_installed() else {}
+
+
+def command(words: Sequence[str]) -> list[str]:
+    """Return a command as one that runs Python with the name, where that is asked for; other commands as they are."""
+    if (
+        not _is_asked()
+        or not words
+        or not re.fullmatch(r"python[\d.]*", os.path.basename(words[0]))
+    ):
+        return list(words)
+    first = 1
+    while first < len(words) and words[first].startswith("-") and words[first] not in ("-m", "-c"):
+        first += 2 if words[first] in _WITH_VALUE else 1
+    if first >= len(words):  # it reads its standard input, or only says its version
+        return list(words)
+    return [*words[:first], "-m", "sparkhvd.horovod", *words[first:]]

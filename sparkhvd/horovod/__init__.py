@@ -1,0 +1,39 @@
+"""Packages with Horovod's own layout, for programs that import `horovod`.
+
+    import sparkhvd
+    sparkhvd.install_as_horovod()
+    import horovod.torch as hvd  # from here on, here and in every process that sparkhvd starts
+
+or, without a line of code: `python -m sparkhvd.horovod train.py`; under `sparkhvdrun` SPARKHVD_AS_HOROVOD=1 does it. See
+docs/coming_from_horovod.md.
+
+Each module imports only those above it:
+
+    torch     Horovod's API
+    common    questions about what was built, exceptions
+    runner    a function on processes, and the command line
+    spark     a function on Spark, the estimator, stores, backends
+    __main__  `python -m sparkhvd.horovod script.py`
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sparkhvd.as_horovod import install as install_as_horovod
+
+if TYPE_CHECKING:
+    from sparkhvd.horovod.runner import run as run
+
+# The version of Horovod whose names these are; programs ask for it.
+__version__ = "0.28.1"
+
+__all__ = ["__version__", "install_as_horovod", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "run":  # its import takes its time
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sparkhvd.horovod.runner import run
+
+    return run

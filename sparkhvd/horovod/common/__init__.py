@@ -1,0 +1,7 @@
+"""Horovod's `horovod.common`.
+
+Each module imports only those above it:
+
+    exceptions  errors that programs catch
+    util        what was built, by Horovod's names
+"""

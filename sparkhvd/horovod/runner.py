@@ -1,0 +1,112 @@
+"""Horovod's `horovod.runner`: a function on processes of this host or of several, and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner import run_hosts, run_local
+from sparkhvd.runner.command import main as run_commandline
+
+__all__ = ["run", "run_commandline"]
+
+R = TypeVar("R")
+_ELASTIC = (
+    "min_num_proc",
+    "max_num_proc",
+    "min_np",
+    "max_np",
+    "slots",
+    "reset_limit",
+    "cooldown_range",
+    "host_discovery_script",
+)
+
+
+def run(
+    func: Callable[..., R],
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: Iterable[str] | str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[R]:
+    """Call `func(*args, **kwargs)` on processes; return the results by rank.
+
+    The arguments are those of `horovod.run`, in its order: without `hosts` and `hostfile` this is `sparkhvd.run_local`, with one of
+    them `sparkhvd.run_hosts`; those say what each is for. `np` is the old name of `num_proc`, `network_interface` of
+    `network_interfaces`. `disable_cache` has no effect: nothing about hosts is cached.
+
+    Raises:
+        NotImplementedError: an argument asks for a number of ranks that changes.
+        InvalidArgumentError: an argument is wrong, `output_filename` is given (redirect the ranks' output with `sparkhvdrun
+            --output-filename`), or both `hosts` and `hostfile` or `use_gloo` and `use_mpi` are.
+        RankError: `func` failed on a rank.
+    """
+    del disable_cache
+    given = {**locals()}
+    if elastic := [name for name in _ELASTIC if given[name] is not None]:
+        raise NotImplementedError(
+            f"horovod.run({', '.join(elastic)}): the number of ranks does not change in this version of sparkhvd. Give num_proc alone."
+        )
+    if output_filename is not None:
+        raise InvalidArgumentError(
+            f"horovod.run(output_filename={output_filename!r}): the output of the ranks comes to stderr here. Call sparkhvdrun "
+            "--output-filename with a script instead."
+        )
+    if use_gloo and use_mpi:
+        raise InvalidArgumentError(
+            "horovod.run: use_gloo and use_mpi exclude each other. Give neither: there is one transport."
+        )
+    ranks = num_proc if np is None else np
+    interfaces = network_interfaces if network_interface is None else network_interface
+    shown: dict[str, Any] = {
+        "verbose": verbose,
+        "start_timeout": start_timeout,
+        "network_interfaces": interfaces,
+    }
+    if hosts is None and hostfile is None:
+        return run_local(
+            func,
+            args,
+            kwargs,
+            ranks,
+            use_mpi=use_mpi,
+            use_gloo=use_gloo,
+            mpi_args=mpi_args,
+            executable=executable,
+            **shown,
+        )
+    return run_hosts(
+        func,
+        args,
+        kwargs,
+        ranks,
+        hosts=hosts,
+        hostfile=hostfile,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        **shown,
+    )

@@ -1,0 +1,28 @@
+"""Horovod's `horovod.spark`.
+
+Each module imports only those above it:
+
+    common  backends and stores
+    torch   the estimator of PyTorch modules
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from sparkhvd.runner import run
+
+__all__ = ["run", "run_elastic"]
+
+
+def run_elastic(fn: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse: the number of ranks does not change in this version.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    del fn, args, kwargs
+    raise NotImplementedError(
+        "horovod.spark.run_elastic: the number of ranks does not change in this version of sparkhvd. Use horovod.spark.run; "
+        "an estimator goes on from its last checkpoint when a rank is lost."
+    )

@@ -1,0 +1,7 @@
+"""Horovod's `horovod.spark.common`.
+
+Each module imports only those above it:
+
+    backend  where the ranks of a fit run
+    store    where a fit keeps its files
+"""

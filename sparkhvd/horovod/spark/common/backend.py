@@ -1,0 +1,74 @@
+"""Horovod's `horovod.spark.common.backend`: where a function runs on ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.runner import run
+from sparkhvd.sessions import active_session
+
+__all__ = ["Backend", "SparkBackend"]
+
+
+class Backend(ABC):
+    """Interface of a backend: ranks that run a function."""
+
+    @abstractmethod
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank, with more variables; return the results by rank."""
+
+    @abstractmethod
+    def num_processes(self) -> int:
+        """Return the number of ranks."""
+
+
+class SparkBackend(Backend):
+    """Ranks in a barrier stage of the active Spark session.
+
+    Args:
+        num_proc: number of ranks; None: as many as there are task slots.
+        env: variables of the ranks. Not given: none; Horovod's sends all of the driver's.
+        **kwargs: of `horovod.spark.run`.
+    """
+
+    def __init__(
+        self, num_proc: int | None = None, env: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> None:
+        self._num_proc = num_proc
+        self._env = env
+        self._kwargs = kwargs
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Call `fn(*args, **kwargs)` on every rank; return the results by rank."""
+        variables = {**(self._env or {}), **(env or {})}
+        return run(fn, args, kwargs, num_proc=self.num_processes(), env=variables, **self._kwargs)
+
+    def num_processes(self) -> int:
+        """Return the number of ranks; where none was given, Spark's default parallelism.
+
+        Raises:
+            InvalidArgumentError: none was given, and there is no classic session to ask.
+        """
+        if self._num_proc is None:
+            session = active_session()
+            if not hasattr(session, "sparkContext"):
+                raise InvalidArgumentError(
+                    "SparkBackend(): num_proc is not given, and Spark Connect does not tell its default parallelism. Give it."
+                )
+            self._num_proc = int(session.sparkContext.defaultParallelism)
+        return self._num_proc

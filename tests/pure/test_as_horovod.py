@@ -1,0 +1,164 @@
+"""The name `horovod` for sparkhvd's modules: in one process, and in those that it starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparkhvd import as_horovod
+from tests.harness.paths import ROOT
+from tests.harness.soak import left_to_soak
+
+NAMES = """
+import sys
+from pathlib import Path
+
+import sparkhvd
+
+# A Horovod that is installed is hidden.
+sys.path.insert(0, sys.argv[1])
+sparkhvd.install_as_horovod()
+sparkhvd.install_as_horovod()
+import horovod
+import horovod.torch as hvd
+import horovod.torch.mpi_ops
+import sparkhvd.horovod.torch
+import sparkhvd.torch.mpi_ops
+from horovod.common.util import extension_available, gloo_built, nccl_built
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.spark.common.backend import Backend, SparkBackend
+from horovod.spark.common.store import Store
+from horovod.spark.torch import TorchEstimator, TorchModel
+
+assert horovod.__version__ == "0.28.1"
+assert hvd is sparkhvd.horovod.torch
+assert hvd.__spec__.name == "sparkhvd.horovod.torch"
+assert horovod.torch.mpi_ops is sparkhvd.torch.mpi_ops
+assert TorchEstimator is sparkhvd.TorchEstimator
+assert HorovodInternalError is hvd.HorovodInternalError
+assert extension_available("torch") and not extension_available("tensorflow")
+assert SparkBackend(3).num_processes() == 3
+for missing, word in (
+    ("horovod.tensorflow", "Train with PyTorch"),
+    ("horovod.tensorflow.keras", "Train with PyTorch"),
+    ("horovod.spark.keras", "horovod.spark.torch has an estimator"),
+    ("horovod.nonsense", "No module named 'horovod.nonsense'"),
+):
+    try:
+        __import__(missing)
+    except ModuleNotFoundError as e:
+        assert word in str(e), e
+    else:
+        raise AssertionError(missing)
+try:
+    from horovod.spark.common.store import LocalStore
+except ImportError:
+    pass
+else:
+    raise AssertionError("LocalStore")
+
+
+def place(extra):
+    import horovod.torch as hvd
+
+    hvd.init()
+    return hvd.rank(), hvd.size(), extra, hvd.__name__
+
+
+if __name__ == "__main__":
+    name = "sparkhvd.horovod.torch"
+    assert horovod.run(place, args=(5,), np=2) == [(0, 2, 5, name), (1, 2, 5, name)]
+    for argument in ({"min_np": 1}, {"slots": 2}):
+        try:
+            horovod.run(place, args=(5,), **argument)
+        except NotImplementedError:
+            continue
+        raise AssertionError(argument)
+"""
+
+SCRIPT = """
+import sys
+import horovod.torch as hvd
+
+hvd.init()
+print(__name__, hvd.rank(), hvd.size(), sys.argv[1:], flush=True)
+"""
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(words, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A Horovod that is installed."""
+    package = tmp_path / "installed" / "horovod"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "torch.py").write_text("raise ImportError('the other one')")
+    return package.parent
+
+
+def test_names_of_horovod_are_modules_of_sparkhvd(tmp_path: Path, other: Path) -> None:
+    script = tmp_path / "names.py"
+    script.write_text(NAMES)
+    done = run(sys.executable, str(script), str(other))
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_comes_before_the_first_import_of_horovod(other: Path) -> None:
+    code = "import horovod, sparkhvd; sparkhvd.install_as_horovod()"
+    done = run(sys.executable, "-c", code, PYTHONPATH=f"{ROOT}:{other}")
+    assert done.returncode == 1
+    assert (
+        f"{other}/horovod/__init__.py has been imported as horovod. Call it before" in done.stderr
+    )
+
+
+@pytest.mark.parametrize("how", ["script", *left_to_soak("script, here", "-m", "-c")])
+def test_programs_run_with_the_name(tmp_path: Path, how: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = {"script": [str(tmp_path / "train.py")], "-m": ["-m", "train"], "-c": ["-c", SCRIPT]}
+    path = f"{ROOT}:{tmp_path}"
+    done = run(sys.executable, "-m", "sparkhvd.horovod", *words[how], "a", "-b", PYTHONPATH=path)
+    assert done.stdout == "__main__ 0 1 ['a', '-b']\n", done.stderr
+
+
+def test_ranks_of_sparkhvdrun_have_it_where_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "sparkhvd.runner.command", "-np", "2"]
+    command = [sys.executable, "-u", str(tmp_path / "train.py"), "a"]
+    done = run(*launcher, *command, SPARKHVD_AS_HOROVOD="1")
+    said = sorted(line.partition("] ")[2] for line in (done.stdout + done.stderr).splitlines())
+    assert said == ["__main__ 0 2 ['a']", "__main__ 1 2 ['a']"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("python train.py -m 3", "python -m sparkhvd.horovod train.py -m 3"),
+        ("/usr/bin/python3.11 -u -X dev -m train", "/usr/bin/python3.11 -u -X dev -m sparkhvd.horovod -m train"),
+        ("python -W error -c pass", "python -W error -m sparkhvd.horovod -c pass"),
+        ("python --version", "python --version"),
+        ("pythonic train.py", "pythonic train.py"),
+        ("bash run.sh", "bash run.sh"),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_commands_of_python_are_told_from_others(
+    words: str, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert as_horovod.command(words.split()) == words.split()
+    monkeypatch.setenv(as_horovod.VARIABLE, "1")
+    assert as_horovod.command(words.split()) == wanted.split()
+
+
+def test_usage_is_told_without_a_program() -> None:
+    done = run(sys.executable, "-m", "sparkhvd.horovod", "-m")
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: python -m sparkhvd.horovod script.py")
