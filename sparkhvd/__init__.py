@@ -7,6 +7,7 @@ Each module imports only those above it:
 
     _version       version of the package
     errors         every exception
+    arrow_buffers  Arrow arrays of plain values
     as_horovod     the name `horovod` for this package's modules
     knobs          declaration and checks of a setting
     settings       every setting of engine and launch

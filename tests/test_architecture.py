@@ -101,7 +101,7 @@ LAZY_PACKAGES = {
     "petastorm": (1, "optional: data sets with a Unischema"),
     "py4j": (5, "classic Spark only: a client of Connect has none"),
     "pyarrow": (
-        5,
+        7,
         "a rank or a task that needs no Arrow, or no functions over it, starts without it",
     ),
     "pyspark": (

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkhvd import processors
+from sparkhvd.arrow_buffers import binary_array, int32_array
 from sparkhvd.errors import InternalError, PreflightError, RankError
 from sparkhvd.launchers import gathering
 from sparkhvd.rank_settings import JobSettings
@@ -169,11 +170,10 @@ def run_task(
         is_seen = cause.kind != Kind.PREFLIGHT and (is_stored or cause is not outcome)
         token = refer(cause) if is_seen else embed(cause)
         raise RankError(f"{describe(cause, spec.size)}\n{token}", rank=cause.rank)
-    schema = pa.schema([("rank", pa.int32()), ("part", pa.int32()), ("data", pa.binary())])
     parts = [(OUTCOME_PART, outcome.to_json().encode()), *enumerate(chunks(result))]
     for part, data in parts:
-        columns = {"rank": [rank], "part": [part], "data": [data]}
-        yield pa.RecordBatch.from_pydict(columns, schema=schema)
+        columns = [int32_array(rank), int32_array(part), binary_array(data)]
+        yield pa.RecordBatch.from_arrays(columns, names=["rank", "part", "data"])
 
 
 def _run_rank(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from sparkhvd.arrow_buffers import binary_array, int32_array
 from sparkhvd.data.store.atomic import COPY_BYTES
 from sparkhvd.errors import InvalidArgumentError, SparkhvdError, StoreError
 
@@ -133,7 +134,7 @@ def answer(
 
 
 def _row(part: int, data: bytes) -> pa.RecordBatch:
-    columns = [pa.array([part], pa.int32()), pa.array([data], pa.binary())]
+    columns = [int32_array(part), binary_array(data)]
     return pa.RecordBatch.from_arrays(columns, schema=_SCHEMA)
 
 

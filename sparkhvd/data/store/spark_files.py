@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from sparkhvd.arrow_buffers import binary_array
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.sessions import is_connect
 
@@ -101,7 +102,7 @@ def _artifact(name: str, separator: bytes, batches: Iterator[RecordBatch]) -> It
     for _ in batches:
         with _mapped(SparkFiles.get(name)) as data:
             for start, end in _rows(data, separator):
-                yield pa.record_batch([pa.array([data[start:end]], pa.binary())], names=["data"])
+                yield pa.record_batch([binary_array(data[start:end])], names=["data"])
 
 
 @contextlib.contextmanager

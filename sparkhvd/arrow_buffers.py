@@ -1,0 +1,34 @@
+"""Arrow arrays of plain values, made of buffers.
+
+`pa.array` looks whether it was given a list of pandas' and imports pandas for that, which takes a second of CPU in every Python worker of
+Spark that has not done so.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["binary_array", "int32_array"]
+
+
+def int32_array(*values: int) -> pa.Array:
+    """Return an Arrow array of numbers of 32 bits."""
+    import pyarrow as pa
+
+    buffer = pa.py_buffer(struct.pack(f"={len(values)}i", *values))
+    return pa.Array.from_buffers(pa.int32(), len(values), [None, buffer])
+
+
+def binary_array(*values: bytes) -> pa.Array:
+    """Return an Arrow array of bytes, together less than 2 GiB."""
+    import pyarrow as pa
+
+    ends = list(accumulate(map(len, values), initial=0))
+    offsets = pa.py_buffer(struct.pack(f"={len(ends)}i", *ends))
+    content = pa.py_buffer(values[0] if len(values) == 1 else b"".join(values))
+    return pa.Array.from_buffers(pa.binary(), len(values), [None, offsets, content])
