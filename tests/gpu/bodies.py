@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+import sparkhvd.distributed  # noqa: F401 - registers the backend
 import sparkhvd.torch as hvd
 from sparkhvd.errors import InvalidArgumentError
 from sparkhvd.torch.collectives.cuda_reductions import divide_
@@ -416,6 +419,44 @@ def compiled(gpu: Machine) -> str:
     return f"weights differ by at most {worst:.1e}"
 
 
+def backend(gpu: Machine) -> str:
+    """torch.distributed's backend of ours, whose tensors on a GPU go to an inner group of torch's NCCL."""
+    if not isinstance(gpu, Cuda):
+        return "skipped: torch's NCCL needs a GPU"
+    rank, size = hvd.rank(), hvd.size()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True) if rank == 0 else None
+    port = hvd.broadcast_object(None if store is None else store.port, 0)
+    dist.init_process_group(
+        "sparkhvd", store=store or dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size
+    )
+    try:
+        values = each.mine((1000,), torch.float32)
+        here, there = values.clone(), gpu.tensor(values)
+        for tensor in (here, there):
+            dist.all_reduce(tensor)
+        each.equal(there, here)
+        parts = [torch.empty_like(there) for _ in range(size)]
+        dist.all_gather(parts, gpu.tensor(values))
+        expected = [torch.empty_like(values) for _ in range(size)]
+        dist.all_gather(expected, values)
+        for found, wanted in zip(parts, expected, strict=True):
+            each.equal(found, wanted, is_sum=False)
+        net = gpu.module(alike.fill(nn.Linear(5, 3)).float())
+        parallel = nn.parallel.DistributedDataParallel(net, device_ids=[0])
+        x = gpu.tensor(each.mine((4, 5), torch.float32))
+        parallel(x).square().sum().backward()
+        gradient = net.weight.grad
+        assert gradient is not None
+        alone = copy.deepcopy(net)
+        alone.zero_grad()
+        alone(x).square().sum().backward()
+        assert alone.weight.grad is not None
+        each.equal(gradient, hvd.allreduce(alone.weight.grad.cpu()))
+    finally:
+        dist.destroy_process_group()
+    return "all_reduce, all_gather, DDP"
+
+
 BODIES: dict[str, Callable[[Machine], str]] = {
     body.__name__: body
     for body in (
@@ -429,5 +470,6 @@ BODIES: dict[str, Callable[[Machine], str]] = {
         capture,
         mixed_precision,
         compiled,
+        backend,
     )
 }

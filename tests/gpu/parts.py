@@ -76,6 +76,7 @@ def parts(crew: Crew) -> list[Part]:
         Part("a graph's capture is refused, 1 rank", body("capture", 1), 30),
         Part("bf16 and fp16 with a scaler, 1 rank", body("mixed_precision", 1), 40),
         Part("torch.compile, 1 rank", body("compiled", 1), 90),
+        Part("torch.distributed over ours, 1 rank", body("backend", 1), 60),
         Part(f"CUDA and NCCL do what the engine expects, {two}", alone(conformity(2)), 90),
         Part(f"every collective, {two}", body("collectives", 2), 120),
         Part(f"megabytes, {two}", body("large", 2), 60),
@@ -89,6 +90,7 @@ def parts(crew: Crew) -> list[Part]:
         ),
         Part(f"reductions beside backward, {two}", body("overlap", 2), 40),
         Part(f"bf16 and fp16 with a scaler, {two}", body("mixed_precision", 2), 40),
+        Part(f"torch.distributed over ours, {two}", body("backend", 2), 60),
         Part(f"leave and meet again three times, {two}", alone(again), 60),
         Part(f"a rank is killed in its collectives, {two}", alone(killed("until_killed")), 60),
         Part(
