@@ -40,5 +40,7 @@ class SynchronizedLayers:
 
 def _with_state_of(new: nn.Module, layer: nn.Module) -> nn.Module:
     layer._parameters.update(new._parameters)
-    layer._buffers.update(new._buffers)  # a module that moves to another device or type has new ones
+    layer._buffers.update(
+        new._buffers
+    )  # a module that moves to another device or type has new ones
     return layer.train(new.training)

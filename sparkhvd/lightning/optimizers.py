@@ -47,9 +47,7 @@ def distribute(
     return list(made.values())
 
 
-def _distributed(
-    optimizer: Optimizer, module: nn.Module, options: Mapping[str, Any]
-) -> Optimizer:
+def _distributed(optimizer: Optimizer, module: nn.Module, options: Mapping[str, Any]) -> Optimizer:
     if isinstance(optimizer, (Distributed, DistributedAdasum)):
         return optimizer
     own = {p for group in optimizer.param_groups for p in group["params"]}

@@ -12,6 +12,7 @@ import socket
 import weakref
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 import sparkhvd.distributed  # noqa: F401 - registers the backend
 from sparkhvd import rendezvous
@@ -55,23 +56,25 @@ def _check_place(engine: Engine) -> None:
         )
 
 
-def _store(engine: Engine) -> dist.Store:
+def _store(engine: Engine) -> Store:
     """Return a store of all ranks, served by rank 0."""
     if engine.size == 1:
-        return dist.HashStore()
+        return HashStore()
     served = address = None
     if engine.rank == 0:
         listener = socket.create_server((_address(engine), 0))
         address = listener.getsockname()[:2]
-        served = dist.TCPStore(
-            *address,
+        served = TCPStore(
+            address[0],
+            address[1],
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),  # the store closes it
             use_libuv=False,  # which does not take a socket in every version of torch
         )
     address = broadcast_object(address, root_rank=0, name="lightning.store")
-    return served or dist.TCPStore(*address, wait_for_workers=False, use_libuv=False)
+    host, port = address
+    return served or TCPStore(host, port, wait_for_workers=False, use_libuv=False)
 
 
 def _address(engine: Engine) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import sparkhvd.torch as hvd
-from sparkhvd.errors import InvalidArgumentError
+from sparkhvd.errors import CollectiveError, InvalidArgumentError
 from sparkhvd.lightning import optimizers as distributed
 from sparkhvd.lightning import process_group
 from sparkhvd.lightning.devices import check_size, own_device
 from sparkhvd.lightning.environment import environment_of, join
 from sparkhvd.lightning.layers import SynchronizedLayers
+from sparkhvd.torch.context import context
 
 __all__ = ["register"]
 
@@ -64,6 +65,10 @@ class Strategy(_Base):  # type: ignore[misc]
     strategy_name = "sparkhvd"
     is_distributed = True  # Lightning inserts samplers
     _package: Any
+    # Lightning's.
+    parallel_devices: Any
+    model: Any
+    _layer_sync: Any
 
     def __init__(
         self,
@@ -165,19 +170,6 @@ class Strategy(_Base):  # type: ignore[misc]
         self._package.strategies.Strategy.optimizers.fset(self, optimizers)
         distributed.forward_to(optimizers, self._lightning_optimizers)
 
-    def optimizer_step(
-        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **options: Any
-    ) -> Any:
-        """Step, with gradients that are reduced when the closure returns, also on a rank whose step gave no loss."""
-
-        def reduced() -> Any:
-            result = closure()
-            if not self._options["sharded"]:
-                optimizer.synchronize()
-            return result
-
-        return super().optimizer_step(optimizer, reduced, model, **options)
-
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Let backward passes inside only add to this rank's gradients."""
@@ -208,7 +200,9 @@ class Strategy(_Base):  # type: ignore[misc]
     def on_exception(self, exception: BaseException) -> None:
         """Leave the job, so that the other ranks get an error instead of waiting for this one."""
         super().on_exception(exception)
-        if self.world_size > 1:
+        if self.world_size > 1 and hvd.is_initialized():
+            if not isinstance(exception, CollectiveError):  # else the others know
+                context().engine.abort(f"{type(exception).__name__}: {exception}")
             hvd.shutdown()
 
     # --- Collectives. ---

@@ -1,0 +1,184 @@
+"""A training step under Lightning's Trainer, two ranks on this host, in turns inside the same two processes.
+
+    build/users-env/bin/python -m benchmarks.lightning [--rounds 9] [--json FILE] [--write]
+
+The environment is that of `make test-users`. Each round, every variant trains the same network for some steps, the first of them untimed: a plain loop
+without communication and with `hvd.DistributedOptimizer`; the Trainer without communication, with our strategy, with Lightning's DDP over Gloo
+and over our backend. A cell is the median over rounds (25 % to 75 %); targets are held against medians of ratios within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.common import Report, Target, median_and_quartiles
+from sparkhvd.runner import run_local
+
+WARM_UP, STEPS = 3, 8
+# Times the plain loop with our optimizer, and times Lightning's DDP over Gloo.
+LIMITS = {"loop, sparkhvd": 1.05, "Trainer, DDP over Gloo": 0.75}
+OURS = "Trainer, sparkhvd"
+
+
+def rank(rounds: int) -> dict[str, list[float]]:
+    """Measure on both ranks; rank 0's times count."""
+    # This function travels by value, without the module's imports.
+    import logging
+    import warnings
+
+    import lightning.pytorch as pl
+    import torch.distributed as dist
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    import sparkhvd.distributed
+    import sparkhvd.lightning
+    import sparkhvd.torch as hvd
+    from benchmarks.step_models import MODELS
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    hvd.init()
+    dist.init_process_group("gloo")  # torch has one default group; ours is inside
+    ours = dist.new_group(backend="sparkhvd")
+    model = MODELS["mlp"]
+    batches = [model.batch() for _ in range(WARM_UP + STEPS)]
+    found: dict[str, list[float]] = {}
+
+    class Watch(pl.Callback):
+        """Time of the steps behind the first ones."""
+
+        seconds = 0.0
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if index == WARM_UP:
+                hvd.barrier()
+                self.seconds = -time.perf_counter()
+
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, out: Any, batch: Any, index: int
+        ) -> None:
+            if index == WARM_UP + STEPS - 1:
+                self.seconds += time.perf_counter()
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model.build()
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            return model.loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return model.optimizer(self.net)
+
+    class Hooked(DDPStrategy):
+        def _register_ddp_hooks(self) -> None:
+            self.model.register_comm_hook(ours, sparkhvd.distributed.ddp_hook)
+
+    def trained(strategy: Callable[[], Any], devices: int) -> Callable[[], float]:
+        module = Module()
+
+        def run() -> float:
+            watch = Watch()
+            trainer = pl.Trainer(
+                accelerator="cpu",
+                devices=devices,
+                strategy=strategy(),
+                max_epochs=1,
+                logger=False,
+                callbacks=[watch],
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+            )
+            trainer.fit(module, DataLoader(batches, batch_size=None))
+            return watch.seconds / STEPS
+
+        return run
+
+    def looped(wrap: Callable[[Any], Any]) -> Callable[[], float]:
+        net: nn.Module = model.build()
+
+        def run() -> float:
+            optimizer = wrap(model.optimizer(net))
+            for number, (x, y) in enumerate(batches):
+                if number == WARM_UP:
+                    hvd.barrier()
+                    began = time.perf_counter()
+                optimizer.zero_grad()
+                model.loss(net(x), y).backward()
+                optimizer.step()
+            return (time.perf_counter() - began) / STEPS
+
+        return run
+
+    calls = {
+        "loop, no communication": looped(lambda optimizer: optimizer),
+        "loop, sparkhvd": looped(hvd.DistributedOptimizer),
+        "Trainer, no communication": trained(lambda: "auto", 1),
+        "Trainer, sparkhvd": trained(lambda: "sparkhvd", 2),
+        "Trainer, DDP over Gloo": trained(lambda: "ddp", 2),
+        "Trainer, DDP over sparkhvd": trained(lambda: DDPStrategy(process_group=ours), 2),
+        "Trainer, DDP over sparkhvd, views and ddp_hook": trained(
+            lambda: Hooked(process_group=ours, gradient_as_bucket_view=True), 2
+        ),
+    }
+    for number in range(rounds + 1):
+        for name, call in calls.items():
+            hvd.barrier()
+            seconds = call()
+            if number:  # the first round warms up
+                found.setdefault(name, []).append(seconds)
+    return found
+
+
+def main() -> None:
+    """Print the table, with the load of the machine before and after."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    report = Report("A step under Lightning: MLP of 18.9 million parameters, two ranks on one host")
+    before = os.getloadavg()[0]
+    times = run_local(rank, args=(options.rounds,), num_proc=2)[0]
+    report.raw = {"seconds": times}
+    rows: list[list[Any]] = []
+    for name, values in times.items():
+        against = {
+            other: statistics.median(a / b for a, b in zip(values, times[other], strict=True))
+            for other in ("loop, no communication", *LIMITS)
+        }
+        targets = [
+            Target(f"{OURS} / {other}", against[other], limit, at_least=False)
+            for other, limit in LIMITS.items()
+            if name == OURS
+        ]
+        cells = [f"{ratio:.3f}" for ratio in against.values()]
+        rows.append([name, median_and_quartiles(values), *cells, targets])
+    heads = ["x loop, no communication", *(f"x {other}" for other in LIMITS)]
+    report.table(["what", "a step", *heads, "targets"], rows)
+    report.note(
+        f"{options.rounds} rounds of {STEPS} steps behind {WARM_UP} untimed ones; ratios are medians of those within a round."
+    )
+    report.note(
+        f"Load of the machine: {before:.1f} before, {os.getloadavg()[0]:.1f} after (2 are this)."
+    )
+    if before > 1:
+        report.note("Other programs kept the processors busy: figures of an idle machine differ.")
+    report.finish("-m benchmarks.lightning", write=options.write, json_path=options.json)
+
+
+if __name__ == "__main__":
+    main()
