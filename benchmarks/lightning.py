@@ -10,39 +10,119 @@ and over our backend. A cell is the median over rounds (25 % to 75 %); targets a
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader
 
+import sparkhvd.torch as hvd
 from benchmarks.common import Report, Target, median_and_quartiles
+from benchmarks.step_models import MODELS
 from sparkhvd.runner import run_local
 
 WARM_UP, STEPS = 3, 8
 # Times the plain loop with our optimizer, and times Lightning's DDP over Gloo.
 LIMITS = {"loop, sparkhvd": 1.05, "Trainer, DDP over Gloo": 0.75}
 OURS = "Trainer, sparkhvd"
+MLP = MODELS["mlp"]
+
+
+class Watch(pl.Callback):
+    """Time of the steps behind the first ones."""
+
+    seconds = 0.0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if index == WARM_UP:
+            hvd.barrier()
+            self.seconds = -time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, out: Any, batch: Any, index: int
+    ) -> None:
+        if index == WARM_UP + STEPS - 1:
+            self.seconds += time.perf_counter()
+
+
+class Module(pl.LightningModule):
+    """The network and its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = MLP.build()
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        return MLP.loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return MLP.optimizer(self.net)
+
+
+def trained(
+    batches: list[Any], strategy: Callable[[], Any], devices: int = 2
+) -> Callable[[], float]:
+    """Return a run under the Trainer, whose result is the seconds of a step."""
+    module = Module()
+
+    def run() -> float:
+        watch = Watch()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=devices,
+            strategy=strategy(),
+            max_epochs=1,
+            logger=False,
+            callbacks=[watch],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, DataLoader(batches, batch_size=None))
+        return watch.seconds / STEPS
+
+    return run
+
+
+def looped(batches: list[Any], wrap: Callable[[Any], Any]) -> Callable[[], float]:
+    """Return a run of a plain loop, whose result is the seconds of a step."""
+    net: nn.Module = MLP.build()
+
+    def run() -> float:
+        optimizer = wrap(MLP.optimizer(net))
+        began = 0.0
+        for number, (x, y) in enumerate(DataLoader(batches, batch_size=None)):
+            if number == WARM_UP:
+                hvd.barrier()
+                began = time.perf_counter()
+            optimizer.zero_grad()
+            MLP.loss(net(x), y).backward()
+            optimizer.step()
+        return (time.perf_counter() - began) / STEPS
+
+    return run
 
 
 def rank(rounds: int) -> dict[str, list[float]]:
     """Measure on both ranks; rank 0's times count."""
-    # This function travels by value, without the module's imports.
-    import logging
-    import warnings
-
-    import lightning.pytorch as pl
-    import torch.distributed as dist
-    from lightning.pytorch.strategies import DDPStrategy
-    from torch import nn
-    from torch.utils.data import DataLoader
-
     import sparkhvd.distributed
-    import sparkhvd.lightning
-    import sparkhvd.torch as hvd
-    from benchmarks.step_models import MODELS
+    import sparkhvd.lightning  # noqa: F401 - this function travels by value, without the module's imports
+
+    class Hooked(DDPStrategy):
+        """DDP with our hook, which Lightning leaves out on CPUs."""
+
+        def _register_ddp_hooks(self) -> None:
+            self.model.register_comm_hook(ours, sparkhvd.distributed.ddp_hook)
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -50,96 +130,24 @@ def rank(rounds: int) -> dict[str, list[float]]:
     hvd.init()
     dist.init_process_group("gloo")  # torch has one default group; ours is inside
     ours = dist.new_group(backend="sparkhvd")
-    model = MODELS["mlp"]
-    batches = [model.batch() for _ in range(WARM_UP + STEPS)]
-    found: dict[str, list[float]] = {}
-
-    class Watch(pl.Callback):
-        """Time of the steps behind the first ones."""
-
-        seconds = 0.0
-
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-            if index == WARM_UP:
-                hvd.barrier()
-                self.seconds = -time.perf_counter()
-
-        def on_train_batch_end(
-            self, trainer: Any, module: Any, out: Any, batch: Any, index: int
-        ) -> None:
-            if index == WARM_UP + STEPS - 1:
-                self.seconds += time.perf_counter()
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model.build()
-
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            return model.loss(self.net(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return model.optimizer(self.net)
-
-    class Hooked(DDPStrategy):
-        def _register_ddp_hooks(self) -> None:
-            self.model.register_comm_hook(ours, sparkhvd.distributed.ddp_hook)
-
-    def trained(strategy: Callable[[], Any], devices: int) -> Callable[[], float]:
-        module = Module()
-
-        def run() -> float:
-            watch = Watch()
-            trainer = pl.Trainer(
-                accelerator="cpu",
-                devices=devices,
-                strategy=strategy(),
-                max_epochs=1,
-                logger=False,
-                callbacks=[watch],
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
-            )
-            trainer.fit(module, DataLoader(batches, batch_size=None))
-            return watch.seconds / STEPS
-
-        return run
-
-    def looped(wrap: Callable[[Any], Any]) -> Callable[[], float]:
-        net: nn.Module = model.build()
-
-        def run() -> float:
-            optimizer = wrap(model.optimizer(net))
-            for number, (x, y) in enumerate(batches):
-                if number == WARM_UP:
-                    hvd.barrier()
-                    began = time.perf_counter()
-                optimizer.zero_grad()
-                model.loss(net(x), y).backward()
-                optimizer.step()
-            return (time.perf_counter() - began) / STEPS
-
-        return run
-
+    batches = [MLP.batch() for _ in range(WARM_UP + STEPS)]
+    views = {"process_group": ours, "gradient_as_bucket_view": True}
     calls = {
-        "loop, no communication": looped(lambda optimizer: optimizer),
-        "loop, sparkhvd": looped(hvd.DistributedOptimizer),
-        "Trainer, no communication": trained(lambda: "auto", 1),
-        "Trainer, sparkhvd": trained(lambda: "sparkhvd", 2),
-        "Trainer, DDP over Gloo": trained(lambda: "ddp", 2),
-        "Trainer, DDP over sparkhvd": trained(lambda: DDPStrategy(process_group=ours), 2),
-        "Trainer, DDP over sparkhvd, views and ddp_hook": trained(
-            lambda: Hooked(process_group=ours, gradient_as_bucket_view=True), 2
-        ),
+        "loop, no communication": looped(batches, lambda optimizer: optimizer),
+        "loop, sparkhvd": looped(batches, hvd.DistributedOptimizer),
+        "Trainer, no communication": trained(batches, lambda: "auto", 1),
+        OURS: trained(batches, lambda: "sparkhvd"),
+        "Trainer, DDP over Gloo": trained(batches, lambda: "ddp"),
+        "Trainer, DDP over sparkhvd": trained(batches, lambda: DDPStrategy(process_group=ours)),
+        "Trainer, DDP over sparkhvd, views, ddp_hook": trained(batches, lambda: Hooked(**views)),
     }
+    found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
             hvd.barrier()
             seconds = call()
             if number:  # the first round warms up
-                found.setdefault(name, []).append(seconds)
+                found[name].append(seconds)
     return found
 
 
